@@ -1,0 +1,315 @@
+"""Rules between sections, and between the configuration and the checkpoint.
+
+Every rule is a generator of complaints; the checks raise all of them at once and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.replay_checks import replay_conflicts
+from r3train.config.run import RunConfig
+from r3train.config.sources import ConfigError, places
+
+
+def check_static(config: RunConfig, world_size: int) -> None:
+    """Check what needs no checkpoint; raises ConfigError with every rule that is broken."""
+    _raise_all(
+        [
+            *_topology(config, world_size),
+            *_batches(config, world_size),
+            *_lengths(config),
+            *_algorithm(config),
+            *_recompute(config),
+            *_checkpoints(config),
+            *_overrides(config),
+            *replay_conflicts(config),
+        ]
+    )
+
+
+def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
+    """Check the configuration against the checkpoint; raises ConfigError with every rule broken."""
+    _raise_all(
+        [
+            *_model_topology(config, hf, world_size),
+            *_layers_over_stages(config, hf),
+            *_model_lengths(config, hf),
+            *_model_replay(config, hf),
+        ]
+    )
+
+
+def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
+    """The longest prompt in tokens that leaves room for the longest response, and what says so.
+
+    Returns (tokens, words that name the limit).
+    """
+    context, name = _context(config, hf)
+    response = config.rollout.rollout_max_response_len
+    room = context - response
+    asked = config.rollout.rollout_max_prompt_len
+    if asked is not None and asked <= room:
+        return asked, f"rollout_max_prompt_len {asked}"
+    return room, f"{name} {context} - rollout_max_response_len {response}"
+
+
+def replay_warnings(config: RunConfig) -> list[str]:
+    """What a person should hear once, at start-up, about R3 settings without effect."""
+    if config.replay.use_rollout_routing_replay:
+        return []
+    if config.replay.enable_r3_correctness_check:
+        return [
+            "--enable-r3-correctness-check has no effect without --use-rollout-routing-replay:"
+            " no R3 evidence will be written"
+        ]
+    return []
+
+
+def _raise_all(complaints: Iterable[str]) -> None:
+    found = list(complaints)
+    if found:
+        raise ConfigError("\n".join(found))
+
+
+def _topology(config: RunConfig, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    if world_size % parallel.dense_ranks:
+        yield (
+            f"world size {world_size} does not divide by tensor_model_parallel_size {tp} *"
+            f" pipeline_model_parallel_size {pp} *"
+            f" context_parallel_size {parallel.context_parallel_size} = {parallel.dense_ranks}"
+        )
+    if world_size % parallel.expert_ranks:
+        yield (
+            f"world size {world_size} does not divide by"
+            f" expert_tensor_parallel_size {parallel.expert_tensor_parallel_size} *"
+            f" expert_model_parallel_size {parallel.expert_model_parallel_size} *"
+            f" pipeline_model_parallel_size {pp} = {parallel.expert_ranks}"
+        )
+    if parallel.sequence_parallel and tp == 1:
+        yield "--sequence-parallel needs --tensor-model-parallel-size above 1"
+    if parallel.virtual_pipeline_model_parallel_size is not None and pp == 1:
+        yield "--virtual-pipeline-model-parallel-size needs --pipeline-model-parallel-size above 1"
+    uneven = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    if pp == 1 and any(count is not None for count in uneven):
+        yield (
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers need"
+            " --pipeline-model-parallel-size above 1"
+        )
+    if parallel.overlap_param_gather and not parallel.use_distributed_optimizer:
+        yield "--overlap-param-gather needs --use-distributed-optimizer"
+    if parallel.overlap_param_gather and not parallel.overlap_grad_reduce:
+        yield "--overlap-param-gather needs --overlap-grad-reduce"
+
+
+def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
+    samples, step = config.samples_per_rollout, config.samples_per_step
+    if samples % step:
+        yield (
+            f"rollout_batch_size {config.rollout.rollout_batch_size} * n_samples_per_prompt"
+            f" {config.rollout.n_samples_per_prompt} = {samples} does not divide by"
+            f" global_batch_size {step}"
+        )
+    data_ranks = world_size // config.parallel.dense_ranks
+    if step < data_ranks:
+        yield (
+            f"global_batch_size {step} is below the {data_ranks} data-parallel ranks:"
+            " some would train on nothing"
+        )
+    if config.trainer.save_interval is not None and config.trainer.save is None:
+        yield "--save-interval needs --save"
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
+    if context is None:
+        return
+    if response >= context:
+        yield (
+            f"rollout_max_response_len {response} leaves no room for a prompt in"
+            f" rollout_max_context_len {context}"
+        )
+    prompt = rollout.rollout_max_prompt_len
+    if prompt is not None and prompt + response > context:
+        yield (
+            f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
+            f" {prompt + response} exceeds rollout_max_context_len {context}"
+        )
+
+
+def _algorithm(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    group = config.rollout.n_samples_per_prompt
+    if algorithm.advantage_estimator == "grpo" and group < 2:
+        yield (
+            f"advantage_estimator grpo compares the samples of a prompt: n_samples_per_prompt"
+            f" must be at least 2, got {group}"
+        )
+    if algorithm.tis_clip_low > algorithm.tis_clip:
+        yield f"tis_clip_low {algorithm.tis_clip_low} exceeds tis_clip {algorithm.tis_clip}"
+    if config.model.ref_load is not None and not algorithm.needs_reference:
+        yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
+    if config.trainer.min_lr > config.trainer.lr:
+        yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
+
+
+def _recompute(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    full = model.recompute_granularity == "full"
+    if full and (model.recompute_method is None or model.recompute_num_layers is None):
+        yield ("--recompute-granularity full needs --recompute-method and --recompute-num-layers")
+    if not full and (model.recompute_method or model.recompute_num_layers):
+        yield ("--recompute-method and --recompute-num-layers need --recompute-granularity full")
+    if model.recompute_modules and model.recompute_granularity != "selective":
+        yield "--recompute-modules needs --recompute-granularity selective"
+
+
+def _checkpoints(config: RunConfig) -> Iterator[str]:
+    load = config.trainer.load
+    if load is not None and not load.is_dir():
+        yield f"{load}: no such checkpoint directory (load)"
+
+
+def _overrides(config: RunConfig) -> Iterator[str]:
+    """An override with a flag of its own would pass the checks of that flag by."""
+    known = places(RunConfig)
+    for name in config.model.transformer_overrides:
+        if name in known:
+            place = known[name]
+            yield (
+                f"transformer_overrides.{name} has a flag of its own: set {place.flag}, or"
+                f" {name} under [{place.section}]"
+            )
+
+
+def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Iterator[str]:
+    parallel = config.parallel
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    for key, count in (
+        ("num_attention_heads", hf.num_attention_heads),
+        ("hidden_size", hf.hidden_size),
+        ("vocab_size", hf.vocab_size),
+    ):
+        if count % tp:
+            yield f"{hf.path}: {key} {count} does not divide by tensor_model_parallel_size {tp}"
+    if hf.num_key_value_heads % tp and tp % hf.num_key_value_heads:
+        yield (
+            f"{hf.path}: num_key_value_heads {hf.num_key_value_heads} is neither a multiple nor a"
+            f" divisor of tensor_model_parallel_size {tp}"
+        )
+    if not hf.is_moe:
+        if ep > 1:
+            yield (
+                f"{hf.path}: {hf.model_type} has no experts:"
+                f" expert_model_parallel_size must be 1, got {ep}"
+            )
+        return
+    if hf.num_experts % ep:
+        yield (
+            f"{hf.path}: {hf.num_experts} experts do not divide by expert_model_parallel_size {ep}"
+        )
+    if hf.num_experts_per_tok > hf.num_experts:
+        yield (
+            f"{hf.path}: num_experts_per_tok {hf.num_experts_per_tok} exceeds the"
+            f" {hf.num_experts} experts"
+        )
+    if tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"tensor_model_parallel_size {tp} with experts needs --sequence-parallel:"
+            " Megatron's MoE layer refuses to train without it"
+        )
+
+
+def _layers_over_stages(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    """Megatron's own arithmetic: first and last stage as told, the rest even, all of VPP chunks."""
+    parallel = config.parallel
+    pp, layers = parallel.pipeline_model_parallel_size, hf.num_hidden_layers
+    if pp == 1:
+        return
+    first, last = (
+        parallel.decoder_first_pipeline_num_layers,
+        parallel.decoder_last_pipeline_num_layers,
+    )
+    told = [count for count in (first, last) if count is not None]
+    middle_layers, middle_stages = layers - sum(told), pp - len(told)
+    if middle_layers < 0 or bool(middle_layers) != bool(middle_stages):
+        yield (
+            f"{hf.path}: {layers} layers less the first and last stage's {sum(told)} leave"
+            f" {middle_layers} for {middle_stages} stages"
+        )
+        return
+    if middle_stages and middle_layers % middle_stages:
+        yield (
+            f"{hf.path}: {middle_layers} layers do not divide by {middle_stages} pipeline stages;"
+            " for uneven stages set --decoder-first-pipeline-num-layers or"
+            " --decoder-last-pipeline-num-layers"
+        )
+        return
+    vpp = parallel.virtual_pipeline_model_parallel_size
+    stages = told + ([middle_layers // middle_stages] if middle_stages else [])
+    for count in dict.fromkeys(stages):
+        if vpp is not None and count % vpp:
+            yield (
+                f"{hf.path}: a stage of {count} layers does not divide by"
+                f" virtual_pipeline_model_parallel_size {vpp}"
+            )
+
+
+def _context(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
+    """The tightest limit on prompt and response together, and its name."""
+    limits = [(hf.max_position_embeddings, "max_position_embeddings")]
+    if config.rollout.rollout_max_context_len is not None:
+        limits.append((config.rollout.rollout_max_context_len, "rollout_max_context_len"))
+    server = config.rollout.sglang.get("context_length")
+    if isinstance(server, int) and not isinstance(server, bool):
+        limits.append((server, "sglang context_length"))
+    return min(limits)
+
+
+def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    rollout = config.rollout
+    asked = rollout.rollout_max_context_len
+    if asked is not None and asked > hf.max_position_embeddings:
+        yield (
+            f"rollout_max_context_len {asked} exceeds the model's max_position_embeddings"
+            f" {hf.max_position_embeddings} ({hf.path})"
+        )
+    context, name = _context(config, hf)
+    response = rollout.rollout_max_response_len
+    if response >= context:
+        yield (
+            f"rollout_max_response_len {response} leaves no room for a prompt in {name} {context}"
+            f" ({hf.path})"
+        )
+    prompt = rollout.rollout_max_prompt_len
+    if prompt is not None and prompt + response > context:
+        yield (
+            f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
+            f" {prompt + response} exceeds {name} {context} ({hf.path})"
+        )
+    for token in rollout.rollout_stop_token_ids:
+        if not 0 <= token < hf.vocab_size:
+            yield f"rollout_stop_token_ids: {token} is not in 0..{hf.vocab_size - 1} ({hf.path})"
+
+
+def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    if config.replay.use_rollout_routing_replay and not hf.is_moe:
+        yield (
+            f"--use-rollout-routing-replay needs a mixture-of-experts model: {hf.path} is"
+            f" {hf.model_type} without experts, so there is no routing to replay"
+        )
+    every = tuple(range(1, hf.num_hidden_layers + 1))
+    if hf.model_type == "qwen3_moe" and hf.is_moe and hf.moe_layer_numbers != every:
+        # sglang 0.5.23 builds every qwen3_moe layer sparse and would serve garbage for the others
+        missing = sorted(set(every) - set(hf.moe_layer_numbers))
+        yield (
+            f"{hf.path}: layers {missing} are dense (mlp_only_layers, decoder_sparse_step), and"
+            " SGLang serves every qwen3_moe layer with experts: its answers would be wrong"
+        )

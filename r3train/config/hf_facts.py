@@ -1,0 +1,157 @@
+"""What the checks need to know of a Hugging Face checkpoint, read from its JSON alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# the same number under the names of Qwen, DeepSeek and GLM, Mixtral
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class HfModelFacts:
+    """Shape of a checkpoint's model, as its config.json states it.
+
+    ``moe_layer_numbers`` holds the 1-based numbers of the layers with experts, empty for a dense
+    model, whose ``num_experts`` and ``num_experts_per_tok`` are 0.
+    """
+
+    path: Path
+    model_type: str
+    num_hidden_layers: int
+    num_experts: int
+    num_experts_per_tok: int
+    vocab_size: int
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    moe_layer_numbers: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
+    tie_word_embeddings: bool
+
+    @property
+    def is_moe(self) -> bool:
+        return bool(self.moe_layer_numbers)
+
+
+def read_hf_facts(path: Path | str) -> HfModelFacts:
+    """Read the facts of the checkpoint directory ``path``.
+
+    Raises ValueError naming the file and the key where the directory, its config.json or a key
+    is missing or not what it should be.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint)")
+    file = directory / "config.json"
+    reader = _Reader(file, _load_object(file))
+    layers = reader.integer("num_hidden_layers", 1)
+    heads = reader.integer("num_attention_heads", 1)
+    expert_key = next((key for key in EXPERT_KEYS if reader.content.get(key)), None)
+    experts = reader.integer(expert_key, 1) if expert_key else 0
+    return HfModelFacts(
+        path=directory,
+        model_type=reader.text("model_type"),
+        num_hidden_layers=layers,
+        num_experts=experts,
+        num_experts_per_tok=reader.integer("num_experts_per_tok", 1) if experts else 0,
+        vocab_size=reader.integer("vocab_size", 1),
+        hidden_size=reader.integer("hidden_size", 1),
+        num_attention_heads=heads,
+        num_key_value_heads=reader.integer("num_key_value_heads", 1, default=heads),
+        max_position_embeddings=reader.integer("max_position_embeddings", 1),
+        moe_layer_numbers=_moe_layer_numbers(reader, layers) if experts else (),
+        eos_token_ids=_eos_token_ids(reader, directory / "generation_config.json"),
+        tie_word_embeddings=reader.content.get("tie_word_embeddings") is True,
+    )
+
+
+class _Reader:
+    """Typed access to one JSON object, with errors that name its file."""
+
+    def __init__(self, file: Path, content: Mapping[str, Any]) -> None:
+        self.file = file
+        self.content = content
+
+    def integer(self, key: str, least: int, default: int | None = None) -> int:
+        value = self.content.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ValueError(f"{self.file}: key {key} is missing")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(
+                f"{self.file}: key {key} must be an integer of at least {least}, got {value!r}"
+            )
+        return value
+
+    def text(self, key: str) -> str:
+        value = self.content.get(key)
+        if not isinstance(value, str) or not value:
+            raise ValueError(f"{self.file}: key {key} must be a string, got {value!r}")
+        return value
+
+    def integers(self, key: str) -> tuple[int, ...]:
+        """None, one integer or a list of them, as a tuple."""
+        value = self.content.get(key)
+        values = [] if value is None else value if isinstance(value, list) else [value]
+        if any(not isinstance(item, int) or isinstance(item, bool) for item in values):
+            raise ValueError(f"{self.file}: key {key} must hold integers, got {value!r}")
+        return tuple(values)
+
+
+def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
+    """1-based numbers of the layers with experts.
+
+    Qwen: decoder_sparse_step and mlp_only_layers; DeepSeek and GLM: first_k_dense_replace and
+    moe_layer_freq (a period, or one 0 or 1 a layer); others, Mixtral among them: every layer.
+    """
+    step = reader.integer("decoder_sparse_step", 1, default=1)
+    dense = set(reader.integers("mlp_only_layers"))
+    first = reader.integer("first_k_dense_replace", 0, default=0)
+    period = reader.integers("moe_layer_freq") or (1,)
+    if isinstance(reader.content.get("moe_layer_freq"), list):
+        if len(period) != layers:
+            raise ValueError(
+                f"{reader.file}: key moe_layer_freq must hold {layers} entries, one a layer,"
+                f" got {len(period)}"
+            )
+        on_period = [bool(flag) for flag in period]
+    else:
+        every = max(period[0], 1)
+        on_period = [layer_id % every == 0 for layer_id in range(layers)]
+    return tuple(
+        layer_id + 1
+        for layer_id in range(layers)
+        if layer_id >= first
+        and on_period[layer_id]
+        and layer_id not in dense
+        and (layer_id + 1) % step == 0
+    )
+
+
+def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
+    """End tokens of config.json and, as the engine does, of generation_config.json."""
+    ids = list(reader.integers("eos_token_id"))
+    if generation_file.is_file():
+        ids += _Reader(generation_file, _load_object(generation_file)).integers("eos_token_id")
+    return tuple(dict.fromkeys(ids))
+
+
+def _load_object(file: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot read: {error.strerror}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file}: not UTF-8: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file}: must hold a JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,256 @@
+"""Command-line flags, made from the sections of the configuration."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, Union, get_args, get_origin
+
+import click
+from click.core import ParameterSource
+
+from r3train.config.run import RunConfig
+from r3train.config.sources import ConfigError, Place, nearest, places
+
+SERVER_PREFIX = "--sglang-"
+PASSTHROUGH_HELP = {
+    "transformer_overrides": ("--transformer-override NAME=VALUE", "Repeatable."),
+    "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
+}
+
+
+class SettingType(click.ParamType):
+    """A flag's value, read as its field's type; ``none`` unsets a field that may be unset."""
+
+    def __init__(self, annotation: Any) -> None:
+        self.optional, self.kind = _without_none(annotation)
+        self.choices = get_args(self.kind) if get_origin(self.kind) is Literal else ()
+        self.name = _metavar(self.kind, self.choices)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        if self.optional and value.lower() == "none":
+            return None
+        if self.choices:
+            if value not in self.choices:
+                self.fail(
+                    f"{value!r} is not one of {', '.join(self.choices)}."
+                    f"{nearest(value, self.choices)}"
+                )
+            return value
+        if self.kind in (int, float):
+            try:
+                return self.kind(value)
+            except ValueError:
+                self.fail(f"{value!r} is not {'an integer' if self.kind is int else 'a number'}.")
+        return value
+
+
+class ListOption(click.Option):
+    """A list: repeated, or with several values after it, or with commas."""
+
+
+class TrainCommand(click.Command):
+    """A click command whose parameters are the fields of RunConfig and whose help is grouped."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["sglang"], rest = _take_server_flags(args)
+        try:
+            return super().parse_args(ctx, _spread_lists(self, rest))
+        except click.NoSuchOption as error:
+            if not error.possibilities:
+                error.message += " A Megatron setting without a flag goes through"
+                error.message += " --transformer-override NAME=VALUE, an SGLang one --sglang-FLAG"
+            raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write one group of flags a section, in the order of RunConfig."""
+        general = [("--config FILE.toml", "Recipe to read first; flags win over it.")]
+        general.append(("--help", "Show this message and exit."))
+        _write_group(formatter, "General", general)
+        for section, info in RunConfig.model_fields.items():
+            rows = []
+            for name, field in info.annotation.model_fields.items():
+                place = Place(section, name, field)
+                if name in PASSTHROUGH_HELP:
+                    usage, note = PASSTHROUGH_HELP[name]
+                    rows.append((usage, f"{field.description} {note}"))
+                else:
+                    rows.append((_usage(place), f"{field.description} {_default_text(place)}"))
+            _write_group(formatter, f"{info.annotation.title}, [{section}] in the file", rows)
+
+
+def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
+    """Make a function of one argument, ``config: RunConfig``, the command of all flags.
+
+    Use it in the place of ``click.command``.  The command merges the --config file, the flags and
+    the environment, and ends with exit code 2 and a readable message where a value is wrong.
+    """
+
+    @click.pass_context
+    def command(ctx: click.Context, config_file: str | None, **values: Any) -> Any:
+        given = {
+            name: value
+            for name, value in values.items()
+            if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        }
+        overrides = given.pop("transformer_override", ())
+        if overrides:
+            given["transformer_overrides"] = dict(_assignment(text) for text in overrides)
+        if ctx.meta["sglang"]:
+            given["sglang"] = ctx.meta["sglang"]
+        given = {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in given.items()
+        }
+        with usage_errors():
+            config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
+        return function(config)
+
+    config_option = click.Option(["--config", "config_file"], metavar="FILE.toml")
+    options = [config_option, *(_option(place) for place in places(RunConfig).values())]
+    return TrainCommand(
+        name=function.__name__.replace("_", "-"),
+        callback=command,
+        help=function.__doc__,
+        params=[option for option in options if option is not None],
+        context_settings={"max_content_width": 100},
+    )
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Turn a ValueError that the user caused into click's readable end with exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _option(place: Place) -> click.Option | None:
+    """The click option of one field; None for the server's table, whose flags have no list."""
+    if place.name == "sglang":
+        return None
+    if place.name == "transformer_overrides":
+        return ListOption(["--transformer-override"], multiple=True, metavar="NAME=VALUE")
+    _, kind = _without_none(place.info.annotation)
+    if kind is bool:
+        return click.Option([f"{place.flag}/--no-{place.flag[2:]}"], default=None)
+    if get_origin(kind) is list:
+        (item,) = get_args(kind)
+        return ListOption([place.flag], multiple=True, type=SettingType(item))
+    return click.Option([place.flag], type=SettingType(place.info.annotation), default=None)
+
+
+def _without_none(annotation: Any) -> tuple[bool, Any]:
+    """Whether an annotation allows None, and the rest of it."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
+        if len(kinds) < len(get_args(annotation)) and len(kinds) == 1:
+            return True, kinds[0]
+    return False, annotation
+
+
+def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
+    if choices:
+        return "|".join(choices)
+    return {int: "INT", float: "NUMBER", str: "TEXT"}.get(kind, "PATH")
+
+
+def _usage(place: Place) -> str:
+    _, kind = _without_none(place.info.annotation)
+    if kind is bool:
+        return f"--[no-]{place.flag[2:]}"
+    if get_origin(kind) is list:
+        return f"{place.flag} {SettingType(get_args(kind)[0]).name}..."
+    return f"{place.flag} {SettingType(kind).name}"
+
+
+def _default_text(place: Place) -> str:
+    if place.info.is_required():
+        return "[required]"
+    default = place.info.default
+    if default is None or default == []:
+        return ""
+    if isinstance(default, bool):
+        return f"[default: {'on' if default else 'off'}]"
+    return f"[default: {default}]"
+
+
+def _write_group(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
+    with formatter.section(title):
+        formatter.write_dl([(usage, text.strip()) for usage, text in rows], col_max=34)
+
+
+def _value(text: str) -> Any:
+    """A value as TOML would read it (1, 0.5, true, [1, 2]), else the text itself."""
+    if text in ("True", "False"):
+        return text == "True"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assignment(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name.strip().isidentifier():
+        raise click.BadParameter(
+            f"expected NAME=VALUE, got {text!r}", param_hint="--transformer-override"
+        )
+    return name.strip(), _value(value.strip())
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--")
+
+
+def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Split --sglang-* flags, with the values that follow them, from the other words."""
+    taken: dict[str, Any] = {}
+    rest: list[str] = []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        if not word.startswith(SERVER_PREFIX) or word == SERVER_PREFIX:
+            rest.append(word)
+            continue
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        while not equals and words and not _is_flag(words[0]):
+            values.append(words.pop(0))
+        name = flag.removeprefix(SERVER_PREFIX).replace("-", "_")
+        if name in taken:
+            raise click.UsageError(f"{flag} is given twice")
+        read = [_value(text) for text in values]
+        taken[name] = True if not read else read[0] if len(read) == 1 else read
+    return taken, rest
+
+
+def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
+    """Rewrite ``--list a b,c`` as ``--list a --list b --list c``, which click understands."""
+    lists = {
+        flag for param in command.params if isinstance(param, ListOption) for flag in param.opts
+    }
+    spread: list[str] = []
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in lists:
+            spread.append(word)
+            continue
+        values = [value] if equals else []
+        while not equals and words and not _is_flag(words[0]):
+            values.append(words.pop(0))
+        if flag != "--transformer-override":  # whose values may hold commas of their own
+            values = [part for value in values for part in value.split(",") if part]
+        if not values:
+            raise click.UsageError(f"{flag} needs at least one value")
+        for part in values:
+            spread += [flag, part]
+    return spread

@@ -1,0 +1,62 @@
+"""The topology of the actor."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from r3train.config.section import Section
+
+
+class ParallelSection(Section):
+    """How the actor is spread over its ranks."""
+
+    title: ClassVar[str] = "Topology"
+
+    tensor_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split every dense matrix (TP)."""
+    pipeline_model_parallel_size: int = Field(default=1, ge=1)
+    """Stages that split the layers (PP)."""
+    virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
+    """Model chunks a stage, for the interleaved schedule (VPP)."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split every sequence (CP)."""
+    expert_model_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split the experts (EP)."""
+    expert_tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks that split every expert (ETP)."""
+    sequence_parallel: bool = False
+    """Split activations over the tensor ranks; required with experts under TP."""
+    decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the first stage, where stages are uneven."""
+    decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
+    """Layers of the last stage, where stages are uneven."""
+    use_distributed_optimizer: bool = True
+    """Shard the optimizer state over the data-parallel ranks."""
+    overlap_grad_reduce: bool = False
+    """Reduce gradients while backward runs."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters while the next forward runs."""
+    distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Process group backend; auto takes nccl on CUDA and gloo elsewhere."""
+    distributed_timeout_minutes: int = Field(default=10, ge=1)
+    """How long a collective may wait for a missing rank."""
+
+    @property
+    def dense_ranks(self) -> int:
+        """Ranks of one model replica outside the experts: TP * PP * CP."""
+        return (
+            self.tensor_model_parallel_size
+            * self.pipeline_model_parallel_size
+            * self.context_parallel_size
+        )
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of one replica of the experts: ETP * EP * PP."""
+        return (
+            self.expert_tensor_parallel_size
+            * self.expert_model_parallel_size
+            * self.pipeline_model_parallel_size
+        )

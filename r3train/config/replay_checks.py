@@ -1,0 +1,107 @@
+"""Settings that routing replay cannot live with, wherever they are set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from r3train.config.run import RunConfig
+
+
+def _on(value: Any) -> bool:
+    """Whether a setting that may be spelled as text or as a list is switched on."""
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "none", "false", "0")
+    return bool(value)
+
+
+def _routes_outside_top_k(value: Any) -> bool:
+    kinds = value if isinstance(value, list) else [value]
+    return any(str(kind).strip().lower() in ("sinkhorn", "quantile") for kind in kinds)
+
+
+def _drops(value: Any) -> bool:
+    """Megatron takes a negative capacity factor as none."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value >= 0 if number else _on(value)
+
+
+# Megatron setting -> (is this value refused, why)
+TRAINER_REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "moe_router_fusion": (
+        _on,
+        "the fused router returns before Megatron's replay hook, so nothing would be replayed",
+    ),
+    "moe_router_load_balancing_type": (
+        _routes_outside_top_k,
+        "sinkhorn and quantile routing choose experts without the top-k that replay hooks into",
+    ),
+    "moe_expert_capacity_factor": (
+        _drops,
+        "capacity dropping discards replayed choices, so what is dispatched is not the rollout's",
+    ),
+    "moe_pad_expert_input_to_capacity": (
+        _on,
+        "padding to capacity needs capacity dropping, which discards replayed choices",
+    ),
+    "moe_router_force_load_balancing": (
+        _on,
+        "it replaces the logits with random ones, so the gate probabilities mean nothing",
+    ),
+    "enable_cuda_graph": (_on, "a CUDA graph over the router replays one capture's experts"),
+    "external_cuda_graph": (_on, "a CUDA graph over the router replays one capture's experts"),
+    "cuda_graph_impl": (_on, "a CUDA graph over the router replays one capture's experts"),
+    "cuda_graph_scope": (_on, "a CUDA graph over the router replays one capture's experts"),
+    "overlap_moe_expert_parallel_comm": (
+        _on,
+        "it interleaves two microbatches, so a router call no longer tells whose it is",
+    ),
+}
+
+
+def replay_conflicts(config: RunConfig) -> Iterator[str]:
+    """Complaints about settings that R3 refuses, each with its reason.
+
+    A replay flag of the trainer without routed experts from the engine is refused with R3 off too.
+    """
+    places = {
+        "transformer_overrides": config.model.transformer_overrides,
+        "sglang": config.rollout.sglang,
+    }
+    for place, settings in places.items():
+        for own in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
+            if own in settings:
+                yield (
+                    f"{place}.{own}: set --use-rollout-routing-replay instead, which asks SGLang"
+                    " for the routed experts too"
+                )
+    if not config.replay.use_rollout_routing_replay:
+        if config.replay.plant_bug is not None:
+            yield "--plant-bug needs --use-rollout-routing-replay: there is no replay to spoil"
+        return
+    if config.replay.plant_bug is not None and not config.r3_check_enabled:
+        yield "--plant-bug needs --enable-r3-correctness-check: nothing would notice the bug"
+    for place, settings in places.items():
+        for name, (refused, reason) in TRAINER_REFUSALS.items():
+            if name in settings and refused(settings[name]):
+                yield (
+                    f"{place}.{name} = {settings[name]!r} cannot go with"
+                    f" --use-rollout-routing-replay: {reason}"
+                )
+    yield from _engine_conflicts(config)
+
+
+def _engine_conflicts(config: RunConfig) -> Iterator[str]:
+    server = config.rollout.sglang
+    if "enable_return_routed_experts" in server and not _on(server["enable_return_routed_experts"]):
+        yield (
+            "sglang.enable_return_routed_experts is off, and --use-rollout-routing-replay needs"
+            " the experts that SGLang chose: leave it out, it is set for you"
+        )
+    chunk = server.get("chunked_prefill_size")
+    if isinstance(chunk, int) and chunk <= 0:
+        yield (
+            f"sglang.chunked_prefill_size = {chunk} cannot go with --use-rollout-routing-replay:"
+            " SGLang then sizes its routed-experts buffer by max_running_requests, and a longer"
+            " prefill kills the server"
+        )

@@ -1,0 +1,68 @@
+"""Generation: how much, how, and on which servers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from pydantic import Field, field_validator
+
+from r3train.config.section import Section
+
+ServerScalar = bool | int | float | str
+
+
+class RolloutSection(Section):
+    """How much is generated, how, and on which servers."""
+
+    title: ClassVar[str] = "Rollout"
+
+    num_rollout: int = Field(ge=1)
+    """Rollouts of the whole run."""
+    rollout_batch_size: int = Field(ge=1)
+    """Prompts a rollout."""
+    n_samples_per_prompt: int = Field(default=8, ge=1)
+    """Samples a prompt: the group that an advantage is computed in."""
+    rollout_max_prompt_len: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; a longer one is an error at start-up."""
+    rollout_max_response_len: int = Field(ge=1)
+    """Longest response in tokens."""
+    rollout_max_context_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and response together; unset means the model's own limit."""
+    rollout_temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; log-probs of the actor are taken at the same one."""
+    rollout_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off."""
+    rollout_top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest tokens; -1 is off."""
+    rollout_stop_token_ids: list[int] = []
+    """Further tokens that end a response."""
+    rollout_ignore_eos: bool = False
+    """Generate to the longest response, past the end token (and past the stop tokens)."""
+    rollout_seed: int = Field(default=42, ge=0)
+    """Seed of the prompt order and of sampling."""
+    max_weight_staleness: int = Field(default=1, ge=0)
+    """Optimizer steps the generating weights may be behind; 0 is synchronous."""
+    rollout_max_concurrency: int = Field(default=64, ge=1)
+    """Requests in flight at once."""
+    rollout_external_engine_addrs: list[str] = []
+    """Servers that run elsewhere, as host:port; unset means one of our own."""
+    rollout_request_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds one generation may take."""
+    rollout_server_start_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds the server may take to become healthy."""
+    sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
+    """Any flag of the SGLang server."""
+
+    @field_validator("sglang", mode="before")
+    @classmethod
+    def _one_spelling(cls, value: Any) -> Any:
+        """Keys with dashes and with underscores mean the same flag: keep underscores."""
+        if not isinstance(value, dict):
+            return value
+        spelled: dict[str, Any] = {}
+        for key, setting in value.items():
+            name = str(key).replace("-", "_")
+            if name in spelled:
+                raise ValueError(f"{name} is given twice, with dashes and with underscores")
+            spelled[name] = setting
+        return spelled

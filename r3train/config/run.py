@@ -1,0 +1,102 @@
+"""The run itself, and the whole configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from r3train.config import sources
+from r3train.config.algorithm import AlgorithmSection
+from r3train.config.data import DataSection
+from r3train.config.model import ModelSection
+from r3train.config.parallel import ParallelSection
+from r3train.config.replay import ReplaySection
+from r3train.config.rollout import RolloutSection
+from r3train.config.section import Section
+from r3train.config.trainer import TrainerSection
+
+
+class RunSection(Section):
+    """What the run writes and shows."""
+
+    title: ClassVar[str] = "Run"
+
+    run_dir: Path | None = Field(default=None, strict=False)
+    """Directory of everything the run writes; unset means runs/<UTC time>-<run_name>."""
+    run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$")
+    """Name in the run directory and in titles."""
+    dry_run: bool = False
+    """Check everything, print the resolved configuration and stop."""
+    tensorboard: bool = True
+    """Write TensorBoard files."""
+    plot: bool = True
+    """Write a plot of reward, log-prob gap and R3 counts."""
+    progress: bool = True
+    """Show progress bars on rank 0."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Level of the log files; the terminal shows INFO of rank 0 at most."""
+
+
+class RunConfig(Section):
+    """The whole configuration: one attribute and one TOML table a section."""
+
+    model: ModelSection
+    parallel: ParallelSection = ParallelSection()
+    data: DataSection
+    rollout: RolloutSection
+    algorithm: AlgorithmSection = AlgorithmSection()
+    trainer: TrainerSection = TrainerSection()
+    replay: ReplaySection = ReplaySection()
+    run: RunSection = RunSection()
+
+    @property
+    def r3_check_enabled(self) -> bool:
+        """Whether R3 evidence is taken: replay is on, and the check or ci_test asks for it."""
+        return self.replay.use_rollout_routing_replay and (
+            self.trainer.ci_test or self.replay.enable_r3_correctness_check
+        )
+
+    @property
+    def samples_per_rollout(self) -> int:
+        return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+
+    @property
+    def samples_per_step(self) -> int:
+        """global_batch_size with its default resolved."""
+        return self.trainer.global_batch_size or self.samples_per_rollout
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.samples_per_rollout // self.samples_per_step
+
+    @property
+    def ref_checkpoint(self) -> Path:
+        """Checkpoint of the KL reference with its default resolved."""
+        return self.model.ref_load or self.model.hf_checkpoint
+
+    @classmethod
+    def from_sources(
+        cls,
+        *,
+        file: Path | str | None = None,
+        flags: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> RunConfig:
+        """Merge a TOML file, flags by field name and the environment; flags win over the file.
+
+        The environment gives r3_mismatch_threshold alone, and only where neither flag nor file
+        does.  Raises ConfigError (a ValueError) naming flag, file and key of every bad value.
+        """
+        return sources.merge(cls, file=file, flags=flags or {}, environ=environ or {})
+
+    @classmethod
+    def from_toml(cls, path: Path | str, overrides: Mapping[str, Any] | None = None) -> RunConfig:
+        """Read a TOML file; ``overrides`` are fields by name, as flags would set them."""
+        return cls.from_sources(file=path, flags=overrides)
+
+    def to_toml(self) -> str:
+        """The resolved configuration as TOML that ``from_toml`` reads back to an equal one."""
+        return sources.to_toml(self)

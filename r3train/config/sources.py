@@ -1,0 +1,179 @@
+"""Where values come from: a TOML file, flags and the environment, merged into one RunConfig."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+if TYPE_CHECKING:
+    from r3train.config.run import RunConfig
+
+THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
+# fields that are tables of their own: flags add to the file's entries
+TABLE_FIELDS = ("transformer_overrides", "sglang")
+
+
+class ConfigError(ValueError):
+    """Bad configuration, one problem a line, each naming its flag, or its file and key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a field lives: its section (the TOML table) and its pydantic description."""
+
+    section: str
+    name: str
+    info: FieldInfo
+
+    @property
+    def flag(self) -> str:
+        return flag_name(self.name)
+
+
+def flag_name(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def places(config: type[RunConfig]) -> dict[str, Place]:
+    """Every field of every section by its name; names are unique over all sections."""
+    found: dict[str, Place] = {}
+    for section, section_info in config.model_fields.items():
+        for name, info in section_info.annotation.model_fields.items():
+            assert name not in found, f"{name} is in [{section}] and in [{found[name].section}]"
+            found[name] = Place(section, name, info)
+    return found
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """' Did you mean X?' for the known name most like ``name``, else nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def merge(
+    config: type[RunConfig],
+    *,
+    file: Path | str | None,
+    flags: Mapping[str, Any],
+    environ: Mapping[str, str],
+) -> RunConfig:
+    """Build a RunConfig; see ``RunConfig.from_sources``."""
+    known = places(config)
+    tables = {} if file is None else read_tables(config, known, Path(file))
+    origin: dict[str, str] = {
+        name: f"{file}: [{section}] {name}" for section, table in tables.items() for name in table
+    }
+    if "r3_mismatch_threshold" not in origin and "r3_mismatch_threshold" not in flags:
+        for variable in THRESHOLD_VARIABLES:
+            if variable in environ:
+                value = _number(variable, environ[variable])
+                tables.setdefault("replay", {})["r3_mismatch_threshold"] = value
+                origin["r3_mismatch_threshold"] = f"environment variable {variable}"
+                break
+    for name, value in flags.items():
+        if name not in known:
+            raise ConfigError(f"unknown setting {name}.{nearest(name, known)}")
+        table = tables.setdefault(known[name].section, {})
+        before = table.get(name)
+        if name in TABLE_FIELDS and isinstance(before, dict):
+            spelled = {str(key).replace("-", "_"): held for key, held in before.items()}
+            value = {**spelled, **value}
+        table[name] = value
+        origin[name] = known[name].flag
+    # every section is there, so that a missing field is reported as that field
+    complete = {section: tables.get(section, {}) for section in config.model_fields}
+    try:
+        return config.model_validate(complete)
+    except ValidationError as error:
+        raise ConfigError(_readable(error, known, origin, file)) from None
+
+
+def read_tables(
+    config: type[RunConfig], known: Mapping[str, Place], path: Path
+) -> dict[str, dict[str, Any]]:
+    """Read a TOML file whose tables are sections and whose keys are their fields.
+
+    Raises ConfigError for a file that cannot be read or parsed and for every unknown name,
+    with the nearest known one.
+    """
+    try:
+        with path.open("rb") as stream:
+            content = tomllib.load(stream)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    problems = []
+    sections = list(config.model_fields)
+    for section, table in content.items():
+        if section in known:
+            problems.append(f"{path}: {section} belongs in the table [{known[section].section}]")
+        elif section not in sections:
+            hint = nearest(section, [*sections, *known])
+            problems.append(f"{path}: unknown table or key {section}.{hint}")
+        elif not isinstance(table, dict):
+            problems.append(f"{path}: [{section}] must be a table, got {table!r}")
+        else:
+            problems += _unknown_keys(path, section, table, known)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return {section: dict(table) for section, table in content.items()}
+
+
+def _unknown_keys(
+    path: Path, section: str, table: Mapping[str, Any], known: Mapping[str, Place]
+) -> list[str]:
+    problems = []
+    for key in table:
+        if key not in known:
+            problems.append(f"{path}: [{section}] unknown key {key}.{nearest(key, known)}")
+        elif known[key].section != section:
+            problems.append(
+                f"{path}: [{section}] {key} belongs in the table [{known[key].section}]"
+            )
+    return problems
+
+
+def _number(variable: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"environment variable {variable}: not a number: {text!r}") from None
+
+
+def _readable(
+    error: ValidationError,
+    known: Mapping[str, Place],
+    origin: Mapping[str, str],
+    file: Path | str | None,
+) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        name = str(problem["loc"][1])
+        inside = "".join(f".{part}" for part in problem["loc"][2:] if isinstance(part, int))
+        if name in TABLE_FIELDS and len(problem["loc"]) > 2:
+            inside = f".{problem['loc'][2]}"
+        if problem["type"] == "missing":
+            where = f" in {file}" if file is not None else " in a --config file"
+            lines.append(
+                f"{known[name].flag} is required"
+                f" (or {name} under [{known[name].section}]{where})"
+            )
+            continue
+        reason = problem["msg"].removeprefix("Value error, ")
+        reason = reason[0].lower() + reason[1:]
+        lines.append(f"{origin.get(name, name)}{inside}: {reason}, got {problem['input']!r}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def to_toml(config: RunConfig) -> str:
+    """The configuration as TOML; unset fields are left out, for TOML has no null."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

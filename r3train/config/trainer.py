@@ -1,0 +1,57 @@
+"""The optimizer, the weights on their way to SGLang, and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from r3train.config.section import Section
+
+
+class TrainerSection(Section):
+    """The optimizer, the weights on their way to SGLang, and checkpoints."""
+
+    title: ClassVar[str] = "Trainer"
+
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Samples an optimizer step; unset means all samples of a rollout."""
+    max_tokens_per_gpu: int = Field(default=4096, ge=1)
+    """Token budget of a microbatch on one rank."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Optimizer; adam is AdamW."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    """Decay of Adam's second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to Adam's denominator."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Largest gradient norm; 0 is off."""
+    seed: int = Field(default=1234, ge=0)
+    """Seed of the actor."""
+    update_weight_transfer_mode: Literal["distributed", "disk"] = "distributed"
+    """How new weights reach SGLang: a process group, or files."""
+    update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
+    """Bytes a bucket of weights."""
+    check_weight_update_equal: bool = False
+    """After every sync, prove with a probe prompt that the server holds the actor's weights."""
+    save: Path | None = Field(default=None, strict=False)
+    """Directory that checkpoints are written to."""
+    load: Path | None = Field(default=None, strict=False)
+    """Directory of checkpoints to resume from."""
+    save_interval: int | None = Field(default=None, ge=1)
+    """Rollouts between checkpoints."""
+    ci_test: bool = False
+    """Strict invariants for continuous integration; turns the R3 check on too."""

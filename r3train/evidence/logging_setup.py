@@ -1,0 +1,175 @@
+"""Every rank writes its whole log to a file; the terminal hears from rank 0, and little."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+LOG_DIR = "logs"
+OUR_LOGGER = "r3train"
+
+_FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
+_TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+logger = logging.getLogger(__name__)
+
+
+def log_path(run_dir: str | Path, rank: int) -> Path:
+    """Where the rank's log lies: ``run_dir/logs/rank_NNNNN.log``."""
+    return Path(run_dir) / LOG_DIR / f"rank_{rank:05d}.log"
+
+
+def setup_logging(run_dir: str | Path, rank: int, level: int | str = "INFO") -> LoggingSetup:
+    """Send this process's logging, warnings and uncaught errors to its rank's file.
+
+    Rank 0 also puts our own warnings and anybody's errors on the terminal.  On the other ranks
+    stdout and stderr themselves go to the file, prints of C++ code included; an uncaught error
+    there still leaves one line on the terminal that names the rank and the file.
+    Call it once a process, after the imports of megatron and transformers (their loggers lose
+    their own terminal handlers then), and close the result in tests.
+    Raises ValueError for a level that logging does not know.
+    """
+    number = logging.getLevelNamesMapping().get(level) if isinstance(level, str) else level
+    if number is None:
+        known = ", ".join(sorted(logging.getLevelNamesMapping()))
+        raise ValueError(f"log_level is {level!r}, expected one of {known}")
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return LoggingSetup(path, rank, number)
+
+
+def adopt_foreign_loggers() -> None:
+    """Take the terminal handlers off other libraries' loggers, so that their words go to the file.
+
+    Libraries such as transformers hang a handler of their own on their logger at import and stop it
+    from passing records on.  Safe to call again, after further imports.
+    """
+    for name, foreign in list(logging.root.manager.loggerDict.items()):
+        if not isinstance(foreign, logging.Logger) or name.split(".")[0] == OUR_LOGGER:
+            continue
+        for handler in list(foreign.handlers):
+            if type(handler) is logging.StreamHandler:
+                foreign.removeHandler(handler)
+                foreign.propagate = True
+
+
+class LoggingSetup:
+    """What ``setup_logging`` changed in the process, and how to undo it."""
+
+    def __init__(self, path: Path, rank: int, level: int) -> None:
+        self.path = path
+        self._rank = rank
+        root = logging.getLogger()
+        self._old_level, self._old_handlers = root.level, list(root.handlers)
+        self._old_hooks = sys.excepthook, threading.excepthook
+        self._handlers = [_file_handler(path, rank)]
+        if rank == 0:
+            self._handlers.append(_terminal_handler())
+        root.handlers = list(self._handlers)
+        root.setLevel(level)
+        logging.captureWarnings(True)
+        # shown once each is the right amount for a log as well
+        warnings.simplefilter("default")
+        adopt_foreign_loggers()
+        self._terminal = _Redirected(path) if rank != 0 else None
+        sys.excepthook = self._log_uncaught
+        threading.excepthook = self._log_uncaught_in_thread
+
+    def close(self) -> None:
+        """Put handlers, hooks and output back as they were."""
+        sys.excepthook, threading.excepthook = self._old_hooks
+        logging.captureWarnings(False)
+        root = logging.getLogger()
+        root.handlers = self._old_handlers
+        root.setLevel(self._old_level)
+        for handler in self._handlers:
+            handler.close()
+        if self._terminal is not None:
+            self._terminal.restore()
+
+    def _log_uncaught(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            logger.info("interrupted")
+        else:
+            # the old hook below shows it on rank 0's terminal: to the file alone here
+            self._to_file(f"uncaught {kind.__name__}", (kind, error, traceback))
+            if self._terminal is not None:
+                first = str(error).strip().split("\n")[0]
+                self._terminal.say(
+                    f"rank {self._rank} failed: {kind.__name__}: {first} (see {self.path})"
+                )
+                return
+        self._old_hooks[0](kind, error, traceback)
+
+    def _log_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        name = args.thread.name if args.thread else "a thread"
+        exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
+        self._to_file(f"uncaught {args.exc_type.__name__} in {name}", exc_info)
+        if self._terminal is None:
+            self._old_hooks[1](args)
+
+    def _to_file(self, message: str, exc_info: Any) -> None:
+        record = logger.makeRecord(
+            logger.name, logging.CRITICAL, __file__, 0, message, (), exc_info
+        )
+        self._handlers[0].handle(record)
+
+
+class _CurrentStderr(logging.StreamHandler):
+    """Writes to whatever sys.stderr is at that moment: live progress replaces it to keep order."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+
+class _Redirected:
+    """stdout and stderr of this process, pointed at a file, with a way back to the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._saved = os.dup(1), os.dup(2)
+        target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        os.close(target)
+
+    def say(self, line: str) -> None:
+        os.write(self._saved[1], f"{line}\n".encode())
+
+    def restore(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for place, saved in zip((1, 2), self._saved):
+            os.dup2(saved, place)
+            os.close(saved)
+
+
+def _file_handler(path: Path, rank: int) -> logging.Handler:
+    handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+    handler.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
+    return handler
+
+
+def _terminal_handler() -> logging.Handler:
+    handler = _CurrentStderr()
+    handler.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
+    handler.addFilter(_for_the_terminal)
+    return handler
+
+
+def _for_the_terminal(record: logging.LogRecord) -> bool:
+    ours = record.name.split(".")[0] == OUR_LOGGER
+    return record.levelno >= (logging.WARNING if ours else logging.ERROR)

@@ -1,0 +1,185 @@
+"""The numbers of a run, one JSON object a step, for people, plots and scripts.
+
+Keys are grouped by a slash.  The plot and the console read these:
+
+| key | meaning |
+|---|---|
+| rollout/reward_mean, reward_min, reward_max | over the samples of the step |
+| rollout/response_len_mean, rollout/tokens | response tokens a sample; tokens generated |
+| rollout/zero_variance_groups | groups that taught nothing |
+| train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
+| train/log_prob_gap_mean, train/log_prob_gap_max, train/log_prob_gap_k3 | actor against engine |
+| r3/passed | the step's verdict, true or false; absent when the check is off |
+| r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
+| perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
+| perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterable, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_DIR = "tensorboard"
+
+# JSON has no such numbers, and a reader that meets a bare NaN may refuse the whole file
+_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsWriter:
+    """Append a run's metrics to ``run_dir/metrics.jsonl`` and, if wanted, to TensorBoard files.
+
+    A line reaches the file in one write, so a crash leaves whole lines and at most one truncated
+    last line; opening such a file again (a resumed run) cuts that line off first.
+    Use as a context manager, or call ``close``.
+    """
+
+    def __init__(self, run_dir: str | Path, tensorboard: bool) -> None:
+        run_dir = Path(run_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self.path = run_dir / METRICS_FILE
+        _cut_truncated_line(self.path)
+        # unbuffered: one write call a line, and nothing of ours is lost when the process dies
+        self._file = self.path.open("ab", buffering=0)
+        self._board = _summary_writer(run_dir / TENSORBOARD_DIR) if tensorboard else None
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Write one step: ``{"step": step, "time": seconds since 1970, **metrics}``.
+
+        Values may be numbers, booleans, strings, None, and numpy or torch scalars; a number that is
+        not finite becomes the string "nan", "inf" or "-inf".  TensorBoard gets the numbers alone.
+        Raises ValueError for any other value and for the keys "step" and "time".
+        """
+        taken = {"step", "time"} & metrics.keys()
+        if taken:
+            raise ValueError(f"metrics hold the key {sorted(taken)[0]!r}, which the writer sets")
+        plain = {key: _plain(key, value) for key, value in metrics.items()}
+        record = {"step": int(step), "time": round(time.time(), 3), **plain}
+        line = {key: _finite_or_name(value) for key, value in record.items()}
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        if self._board is not None:
+            for key, value in plain.items():
+                if isinstance(value, (bool, int, float)):
+                    self._board.add_scalar(key, float(value), global_step=int(step))
+            self._board.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read a metrics file, or the one in a run directory, in order of step.
+
+    A truncated last line is left out; of two lines for one step (a resumed run) the later counts.
+    "nan", "inf" and "-inf" come back as floats.
+    Raises ValueError, with file and line, for any other line that is not a JSON object with a step,
+    and FileNotFoundError where there is no file.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    # what follows the last newline is empty, or a line that never got finished
+    lines.pop()
+    steps: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(f"{path}:{number}: got {line[:80]!r}, expected an object with a step")
+        steps[record["step"]] = {
+            key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+            for key, value in record.items()
+        }
+    return [steps[step] for step in sorted(steps)]
+
+
+def numbers(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+    """The steps at which ``key`` has a number, and the numbers; True is 1 and NaN is kept."""
+    pairs = [(r["step"], float(r[key])) for r in records if isinstance(r.get(key), Real)]
+    return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Sum a run up for its last words: steps, reward_first, reward_last, tokens, r3, failed_steps.
+
+    reward_first and reward_last are means over the first and the last tenth of the steps (at least
+    one); None without rewards.  r3 is "passed" when every step says so, "failed" when one says
+    otherwise, "incomplete" when some steps are silent, and "no evidence" when all are.
+    """
+    _, rewards = numbers(records, "rollout/reward_mean")
+    tenth = max(1, len(rewards) // 10)
+    verdicts = [record.get("r3/passed") for record in records]
+    failed = [r["step"] for r, verdict in zip(records, verdicts) if verdict not in (None, True, 1)]
+    if failed:
+        r3 = "failed"
+    elif all(verdict is None for verdict in verdicts):
+        r3 = "no evidence"
+    else:
+        r3 = "incomplete" if None in verdicts else "passed"
+    return {
+        "steps": len(records),
+        "reward_first": sum(rewards[:tenth]) / tenth if rewards else None,
+        "reward_last": sum(rewards[-tenth:]) / tenth if rewards else None,
+        "tokens": int(sum(v for v in numbers(records, "rollout/tokens")[1] if math.isfinite(v))),
+        "r3": r3,
+        "failed_steps": failed,
+    }
+
+
+def _plain(key: str, value: Any) -> bool | int | float | str | None:
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real):
+        return float(value)
+    raise ValueError(f"metric {key!r} is a {type(value).__name__}, expected a scalar or a string")
+
+
+def _finite_or_name(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def _cut_truncated_line(path: Path) -> None:
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole < len(content):
+        logger.warning("%s ended in a truncated line; it was cut off", path)
+        os.truncate(path, whole)
+
+
+def _summary_writer(directory: Path) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        logger.warning("no TensorBoard files: %s (pip install tensorboard)", error)
+        return None
+    return SummaryWriter(log_dir=str(directory))

@@ -1,0 +1,113 @@
+"""Train samples to microbatches (flat streams) and to one rank's slice of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from r3train.layout.rows import PADDING, cp_rows, pack_layout, sp_rows, take_rows
+from r3train.routing.fingerprint import PADDING_UID, token_uids
+from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample, missing_marker
+
+
+def build_microbatch(
+    microbatch_id: int,
+    samples: Sequence[TrainSample],
+    *,
+    cp_size: int,
+    tp_size: int,
+    route_shape: tuple[int, int] | None,
+    route_dtype: type = np.uint8,
+) -> MicroBatch:
+    """Concatenate samples into row-aligned streams and lay them out.
+
+    ``route_shape`` is (L, K) under R3, None without; ``tp_size`` 1 without sequence parallelism.
+    Raises ValueError naming the sample whose routes are absent or misshapen.
+    """
+    lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
+
+    def flat(parts: list[np.ndarray], dtype: type) -> np.ndarray:
+        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
+
+    def shifted(streams: list[np.ndarray], dtype: type) -> np.ndarray:
+        # row t predicts token t+1: bring what belongs to token t+1 back by one
+        return flat([np.append(s[1:], np.zeros(1, s.dtype)) for s in streams], dtype)
+
+    routes = None
+    if route_shape is not None:
+        routes = np.full(
+            (int(lengths.sum()), *route_shape), missing_marker(route_dtype), dtype=route_dtype
+        )
+        start = 0
+        for s, length in zip(samples, lengths.tolist()):
+            routes[start : start + length - 1] = _checked_routes(s, route_shape, route_dtype)
+            start += length
+    return MicroBatch(
+        microbatch_id=microbatch_id,
+        layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
+        sample_ids=np.array([s.sample.sample_id for s in samples], dtype=np.int64),
+        tokens=flat([s.sample.token_ids for s in samples], np.int64),
+        labels=shifted([s.sample.token_ids for s in samples], np.int64),
+        positions=flat([np.arange(n) for n in lengths], np.int64),
+        loss_mask=shifted([s.sample.loss_mask for s in samples], np.bool_),
+        rollout_log_probs=shifted([s.sample.rollout_log_probs for s in samples], np.float32),
+        advantages=shifted([s.advantages for s in samples], np.float32),
+        row_uids=flat(
+            [token_uids(s.sample.sample_id, s.sample.num_tokens) for s in samples], np.int64
+        ),
+        routes=routes,
+    )
+
+
+def _checked_routes(s: TrainSample, route_shape: tuple[int, int], dtype: type) -> np.ndarray:
+    sample = s.sample
+    expected = (sample.num_tokens - 1, *route_shape)
+    if sample.routed_experts is None:
+        raise ValueError(
+            f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) came without routed "
+            f"experts; R3 needs {expected} of them"
+        )
+    if sample.routed_experts.shape != expected or sample.routed_experts.dtype != dtype:
+        raise ValueError(
+            f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) has routed experts "
+            f"{sample.routed_experts.shape} {sample.routed_experts.dtype}, expected {expected} "
+            f"{np.dtype(dtype)}"
+        )
+    return sample.routed_experts
+
+
+def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlice:
+    """Cut out what one rank needs: its CP rows of the streams, its SP rows and layers of the routes.
+
+    Streams are cut by CP only (Megatron scatters the embeddings over TP itself); routes by CP, SP
+    and by the layers that the rank's chunks hold, so that nothing else is sent to it.
+    """
+    layout = microbatch.layout
+    rows = cp_rows(layout.rows, layout.cu_seqlens_padded, topology.cp_size, topology.cp_rank)
+    route_rows = rows
+    if topology.sequence_parallel:
+        route_rows = sp_rows(rows, topology.tp_size, topology.tp_rank)
+    layer_numbers = np.array(sorted(sum(topology.moe_layer_numbers, ())), dtype=np.int32)
+    routes = None
+    if microbatch.routes is not None:
+        own_layers = microbatch.routes[:, layer_numbers - 1]
+        routes = take_rows(own_layers, route_rows, missing_marker(microbatch.routes.dtype))
+    return RankSlice(
+        microbatch_id=microbatch.microbatch_id,
+        cu_seqlens_padded=layout.cu_seqlens_padded,
+        max_seqlen=int(np.diff(layout.cu_seqlens_padded).max()),
+        tokens=take_rows(microbatch.tokens, rows, 0),
+        labels=take_rows(microbatch.labels, rows, 0),
+        positions=take_rows(microbatch.positions, rows, 0),
+        loss_mask=take_rows(microbatch.loss_mask, rows, False),
+        rollout_log_probs=take_rows(microbatch.rollout_log_probs, rows, 0),
+        advantages=take_rows(microbatch.advantages, rows, 0),
+        token_uids=take_rows(microbatch.row_uids, rows, PADDING_UID),
+        layer_numbers=layer_numbers,
+        routes=routes,
+        route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
+    )
+
+
+assert PADDING == PADDING_UID

@@ -1,0 +1,95 @@
+"""Index maps: which token sits in which padded row, on which rank.
+
+Packing, context-parallel zigzag and sequence-parallel chunking all act on one integer array,
+``rows``.  Every stream (tokens, labels, routes, uids, ...) then goes through the same
+``take_rows``, so a misalignment has one place to live.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from r3train.types import TokenLayout
+
+PADDING = -1
+
+
+def round_up(n: int, multiple: int) -> int:
+    """Smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+def pack_layout(lengths: np.ndarray, *, cp_size: int, tp_size: int = 1) -> TokenLayout:
+    """Lay samples end to end, padded so that every rank's share is whole.
+
+    lengths: int[B] tokens of each sample, each at least 1; B = 0 gives a pack of padding alone
+    (a rank that has no sample for a microbatch must still take part in it).
+    Each sample is padded to a multiple of 2*cp (the zigzag needs 2*cp chunks); the pack to a
+    multiple of 2*cp*tp, by a tail that is a pseudo-sequence of its own.  ``tp_size`` is 1 without
+    sequence parallelism.
+
+    Source: Transformer Engine asks 2*cp of every packed sequence (thd_get_partitioned_indices).
+    """
+    lengths = np.asarray(lengths, dtype=np.int32)
+    assert (lengths > 0).all(), f"a sample has no tokens: {lengths.tolist()}"
+    sequence_multiple = 2 * cp_size if cp_size > 1 else 1
+    pack_multiple = sequence_multiple * tp_size
+    padded = -(-lengths // sequence_multiple) * sequence_multiple
+    total = int(padded.sum())
+    tail = max(round_up(total, pack_multiple), pack_multiple) - total
+    ends = np.cumsum(np.concatenate([[0], padded, [tail] if tail else []])).astype(np.int32)
+
+    rows = np.full(total + tail, PADDING, dtype=np.int64)
+    sequence = np.repeat(np.arange(len(lengths)), lengths)
+    flat = np.arange(int(lengths.sum()), dtype=np.int64)
+    flat_starts = np.cumsum(lengths, dtype=np.int64) - lengths
+    rows[ends[sequence] + (flat - flat_starts[sequence])] = flat
+    return TokenLayout(lengths=lengths, cu_seqlens_padded=ends, rows=rows)
+
+
+def cp_rows(
+    rows: np.ndarray, cu_seqlens_padded: np.ndarray, cp_size: int, cp_rank: int
+) -> np.ndarray:
+    """Rows owned by one context-parallel rank: chunks r and 2c-1-r of every sequence.
+
+    rows: int64[N], -1 marks padding.  Returns int64[N / c].
+    Raises ValueError unless every padded length divides by 2c.
+    Source: Transformer Engine's thd_get_partitioned_indices order.
+    """
+    if cp_size == 1:
+        return rows
+    starts, lengths = cu_seqlens_padded[:-1], np.diff(cu_seqlens_padded)
+    if (lengths % (2 * cp_size)).any():
+        raise ValueError(
+            f"padded lengths {lengths.tolist()} must divide by 2*cp = {2 * cp_size} "
+            "to be split over context-parallel ranks"
+        )
+    chunk = np.repeat(lengths // (2 * cp_size), lengths)
+    offset = np.arange(rows.shape[0]) - np.repeat(starts, lengths)
+    chunk_id = offset // chunk
+    return rows[(chunk_id == cp_rank) | (chunk_id == 2 * cp_size - 1 - cp_rank)]
+
+
+def sp_rows(rows: np.ndarray, tp_size: int, tp_rank: int) -> np.ndarray:
+    """Rows that one tensor-parallel rank's routers see under sequence parallelism.
+
+    rows: int64[n], the rank's context-parallel share.  Returns the contiguous chunk int64[n / tp].
+    Source: Megatron scatters the embedding output along the first dimension in rank order.
+    """
+    assert rows.shape[0] % tp_size == 0, (rows.shape, tp_size)
+    share = rows.shape[0] // tp_size
+    return rows[tp_rank * share : (tp_rank + 1) * share]
+
+
+def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) -> np.ndarray:
+    """Gather a flat stream into padded rows.
+
+    stream: [F, ...]; rows: int64[n] indices into it, -1 for padding.  Returns [n, ...] of the same
+    dtype, ``fill`` in padding rows.
+    """
+    out = np.empty((rows.shape[0], *stream.shape[1:]), dtype=stream.dtype)
+    if stream.shape[0]:
+        # clip, then overwrite: -1 would otherwise read the last token
+        np.take(stream, rows, axis=0, out=out, mode="clip")
+    out[rows == PADDING] = fill
+    return out

@@ -1,0 +1,35 @@
+"""What losses and corrections share: masking that no garbage survives, and the k3 estimator."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+# exp(20) is about 5e8: far beyond any ratio that a healthy run sees, and still finite in float32
+# after a sum over millions of tokens.  Past it a ratio stops growing and carries no gradient.
+MAX_LOG_RATIO = 20.0
+
+
+def zero_outside(values: Tensor, mask: Tensor) -> Tensor:
+    """Put 0 wherever the mask is False, in the values and in their gradient.
+
+    values: float[n], mask: bool[n].  Padding rows may hold -inf or NaN, and 0 * NaN is NaN, so a
+    mask is applied by selection and *before* any arithmetic, never by multiplication after it.
+    """
+    return values.masked_fill(~mask, 0.0)
+
+
+def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """log(p / q) of two log-probabilities, held within +-MAX_LOG_RATIO so that exp stays finite."""
+    return (numerator - denominator).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def k3_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) for each token, from tokens that the policy sampled.
+
+    log_probs, ref_log_probs: float[n].  Returns float[n], every entry >= 0 and 0 where they agree:
+    ``exp(ref - lp) - (ref - lp) - 1``.  Its gradient to log_probs is ``1 - exp(ref - lp)``.
+    Source: J. Schulman, "Approximating KL Divergence" (2020), the unbiased low-variance estimator
+    k3; used by GRPO, arXiv 2402.03300, equation 4.
+    """
+    difference = log_ratio(ref_log_probs, log_probs)
+    return difference.exp() - difference - 1.0

@@ -1,0 +1,175 @@
+"""Read one answer of SGLang's ``/generate``, strictly, into a ``RolloutSample``.
+
+Pure: no network, no clock.  Whatever does not fit names the sample, what was got and what was
+expected; nothing is cut, padded or guessed.
+
+Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from r3train.rollout.backend import EngineError
+from r3train.routing.wire import decode_routed_experts
+from r3train.types import Prompt, RolloutSample
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRoutes:
+    """The shape of routed experts, which the wire does not carry."""
+
+    num_layers: int
+    topk: int
+    num_experts: int
+
+
+def read_answer(
+    answer: Any,
+    *,
+    prompt: Prompt,
+    sample_id: int,
+    group_id: int,
+    max_new_tokens: int,
+    routes: ExpectedRoutes | None,
+    weight_version: int | None = None,
+    detokenize: Callable[[Sequence[int]], str] | None = None,
+) -> RolloutSample:
+    """Validate and convert one answer.
+
+    Raises ValueError naming the sample for an answer that contradicts itself or the request, and
+    EngineError when the engine aborted the request for an error of its own.
+    """
+    name = f"{sample_id} (prompt {prompt.prompt_id!r})"
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    finish_reason = _finish_reason(meta.get("finish_reason"), name)
+    output_ids = _output_ids(answer.get("output_ids"), name)
+    prompt_ids = np.asarray(prompt.token_ids, dtype=np.int32)
+    prompt_len, response_len = len(prompt_ids), len(output_ids)
+    for key, expected in (("prompt_tokens", prompt_len), ("completion_tokens", response_len)):
+        if meta.get(key) != expected:
+            raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
+    if response_len > max_new_tokens:
+        raise ValueError(
+            f"sample {name}: {response_len} output tokens, expected at most {max_new_tokens}"
+        )
+    if response_len == 0 and finish_reason != "abort":
+        raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
+    num_tokens = prompt_len + response_len
+    log_probs = np.zeros(num_tokens, dtype=np.float32)
+    log_probs[prompt_len:] = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    versions = np.full(num_tokens, -1, dtype=np.int32)
+    versions[prompt_len:] = _versions(meta.get("weight_versions"), response_len, name)
+    if weight_version is not None and (versions[prompt_len:] != weight_version).any():
+        got = np.unique(versions[prompt_len:]).tolist()
+        raise ValueError(f"sample {name}: weight versions {got}, expected {weight_version} alone")
+    routed_experts = None
+    if routes is not None:
+        payload = meta.get("routed_experts")
+        if not isinstance(payload, str):
+            raise ValueError(
+                f"sample {name}: the answer carries no routed_experts; is the server started with "
+                "--enable-return-routed-experts, and is no router in front of it?"
+            )
+        routed_experts = decode_routed_experts(
+            payload,
+            num_tokens=num_tokens,
+            num_layers=routes.num_layers,
+            topk=routes.topk,
+            num_experts=routes.num_experts,
+            sample=name,
+        )
+    loss_mask = np.zeros(num_tokens, dtype=bool)
+    loss_mask[prompt_len:] = True
+    return RolloutSample(
+        sample_id=sample_id,
+        group_id=group_id,
+        prompt=prompt,
+        token_ids=np.concatenate([prompt_ids, output_ids]),
+        prompt_len=prompt_len,
+        loss_mask=loss_mask,
+        rollout_log_probs=log_probs,
+        routed_experts=routed_experts,
+        weight_versions=versions,
+        finish_reason=finish_reason,
+        text=detokenize(output_ids.tolist()) if detokenize is not None else "",
+    )
+
+
+def _finish_reason(reason: Any, name: str) -> str:
+    kind = reason.get("type") if isinstance(reason, Mapping) else None
+    if kind not in FINISH_REASONS:
+        raise ValueError(
+            f"sample {name}: finish_reason is {reason!r}, expected a type of {FINISH_REASONS}"
+        )
+    if kind == "abort" and reason.get("status_code"):
+        raise EngineError(
+            f"sample {name}: the engine aborted it ({reason['status_code']}): "
+            f"{reason.get('message')}"
+        )
+    return kind
+
+
+def _output_ids(output_ids: Any, name: str) -> np.ndarray:
+    if not isinstance(output_ids, list) or not all(isinstance(i, int) for i in output_ids):
+        raise ValueError(f"sample {name}: output_ids is no list of token ids")
+    return np.asarray(output_ids, dtype=np.int32)
+
+
+def _log_probs(entries: Any, output_ids: np.ndarray, name: str) -> np.ndarray:
+    """``[[log_prob, token_id, text], ...]`` -> float32[R], of exactly the tokens that came."""
+    if entries is None and len(output_ids) == 0:
+        return np.zeros(0, dtype=np.float32)
+    if not isinstance(entries, list) or len(entries) != len(output_ids):
+        got = len(entries) if isinstance(entries, list) else entries
+        raise ValueError(
+            f"sample {name}: {got} output_token_logprobs for {len(output_ids)} output tokens"
+        )
+    ids = np.asarray([entry[1] for entry in entries], dtype=np.int32)
+    if not np.array_equal(ids, output_ids):
+        at = int(np.argmax(ids != output_ids))
+        raise ValueError(
+            f"sample {name}: log-prob {at} is of token {int(ids[at])}, output token {at} is "
+            f"{int(output_ids[at])}"
+        )
+    values = np.asarray([entry[0] for entry in entries], dtype=np.float32)
+    if not np.isfinite(values).all():
+        at = int(np.argmin(np.isfinite(values)))
+        raise ValueError(f"sample {name}: log-prob {at} is {values[at]}, expected a finite number")
+    return values
+
+
+def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
+    """``[{version, start, end}, ...]`` over the output tokens -> int32[R]."""
+    versions = np.full(response_len, -1, dtype=np.int32)
+    if response_len == 0:
+        return versions
+    if not isinstance(spans, list) or not spans:
+        raise ValueError(f"sample {name}: the answer carries no weight_versions")
+    end = 0
+    for span in spans:
+        label = str(span.get("version"))
+        if not label.isdigit():
+            raise ValueError(
+                f"sample {name}: weight version {label!r}, expected a number; was the server "
+                "started with --weight-version 0?"
+            )
+        if span.get("start") != end or not end <= span.get("end", -1) <= response_len:
+            raise ValueError(
+                f"sample {name}: weight_versions {spans} do not cover {response_len} output tokens"
+            )
+        versions[end : span["end"]] = int(label)
+        end = span["end"]
+    if end != response_len:
+        raise ValueError(
+            f"sample {name}: weight_versions end at {end}, expected {response_len} output tokens"
+        )
+    return versions

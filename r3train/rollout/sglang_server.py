@@ -1,0 +1,262 @@
+"""A real SGLang server as a subprocess of the trainer, which dies with its owner."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from r3train.rollout.backend import EngineDied, EngineError
+
+# on_progress(elapsed_s, last log line)
+OnProgress = Callable[[float, str], None]
+
+_LOG_TAIL_LINES = 30
+_POLL_S = 0.25
+# torchrun's variables describe the trainer's group; the server must not join it, and
+# TORCHELASTIC_USE_AGENT_STORE would make its weight-update rendezvous wait for an agent.
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_TORCHRUN_NAMES = frozenset(
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE "
+    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+)
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody on ``host`` listened on a moment ago."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.bind((host, 0))
+        return sock.getsockname()[1]
+
+
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
+    """The last lines of a log file, reading at most its last 64 KiB."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def server_flags(args: Mapping[str, object]) -> list[str]:
+    """Spell passthrough server arguments as flags.
+
+    Underscores become dashes; True is the bare flag, False and None leave it out; a list becomes
+    one flag with several values.
+    """
+    flags: list[str] = []
+    for key, value in args.items():
+        name = "--" + key.lstrip("-").replace("_", "-")
+        if value is None or value is False:
+            continue
+        flags.append(name)
+        if value is True:
+            continue
+        if isinstance(value, (list, tuple)):
+            flags.extend(str(item) for item in value)
+        else:
+            flags.append(str(value))
+    return flags
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class SGLangServer:
+    """One ``python -m sglang.launch_server``, from its start to its certain end.
+
+    ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
+    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  A host other than loopback gets
+    a random API key.  Not thread-safe, except ``check_alive``.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        log_path: str | Path,
+        *,
+        dtype: str = "float32",
+        server_args: Mapping[str, object] | None = None,
+        return_routed_experts: bool = False,
+        seed: int = 42,
+        start_timeout_s: float = 300.0,
+        on_progress: OnProgress | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        device: str | None = None,
+        weight_version: int = 0,
+    ) -> None:
+        self.model_path = str(model_path)
+        self.log_path = Path(log_path)
+        self.dtype = dtype
+        self.server_args = dict(server_args or {})
+        self.return_routed_experts = return_routed_experts
+        self.seed = seed
+        self.start_timeout_s = start_timeout_s
+        self.on_progress = on_progress
+        self.host = host
+        self.port = port or free_port(host)
+        self.device = device
+        self.weight_version = weight_version
+        self.api_key = None if host in ("127.0.0.1", "::1", "localhost") else secrets.token_hex(16)
+        self._guard: subprocess.Popen | None = None
+        self._stopped = False
+
+    @property
+    def addr(self) -> str:
+        """``host:port``, as clients and ``--rollout-external-engine-addrs`` write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, whose descendants are all of the server."""
+        return self._guard.pid if self._guard else None
+
+    def command(self) -> list[str]:
+        """The server's command line, without the guard."""
+        device = self.device or ("cuda" if _has_cuda() else "cpu")
+        args: dict[str, object] = {
+            "dtype": self.dtype,
+            "random_seed": self.seed,
+            "weight_version": str(self.weight_version),
+            # Tokens in, tokens out: the trainer owns the tokenizer.
+            "skip_tokenizer_init": True,
+            # With overlap the version label of the token at a weight update is off by one.
+            "disable_overlap_schedule": True,
+            "enable_return_routed_experts": self.return_routed_experts,
+            "log_level_http": "warning",
+        }
+        if device == "cpu":
+            args |= {
+                "device": "cpu",
+                "mem_fraction_static": 0.3,
+                "max_total_tokens": 32768,
+                "sleep_on_idle": True,  # else an idle scheduler burns a core
+            }
+        args |= {key.lstrip("-").replace("-", "_"): v for key, v in self.server_args.items()}
+        args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
+        if self.api_key:
+            args["api_key"] = self.api_key
+        return [sys.executable, "-m", "sglang.launch_server", *server_flags(args)]
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment: the owner's, less torchrun's, offline, one thread on a CPU."""
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in _TORCHRUN_NAMES and not key.startswith(_TORCHRUN_PREFIXES)
+        }
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
+            env["OMP_NUM_THREADS"] = "1"
+        return env
+
+    def start(self) -> SGLangServer:
+        """Start the server under its guard; returns at once, ``wait_ready`` waits."""
+        assert self._guard is None, "this server was started already"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        guard = [sys.executable, "-m", "r3train.rollout.server_guard"]
+        guard += ["--owner-pid", str(os.getpid()), "--"]
+        with open(self.log_path, "wb") as log:
+            self._guard = subprocess.Popen(
+                guard + self.command(),
+                stdin=subprocess.PIPE,  # its end of file tells the guard that the owner is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,  # Ctrl-C is the owner's to handle
+            )
+        return self
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with exit code and log tail, once the server has ended by itself."""
+        if self._guard is None or self._stopped:
+            return
+        code = self._guard.poll()
+        if code is not None:
+            raise EngineDied(
+                f"the SGLang server {self.addr} ended with exit code {code}; "
+                f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until ``/health`` answers 200.
+
+        Raises EngineDied as soon as the process ends, EngineError after ``start_timeout_s``.
+        """
+        assert self._guard is not None, "start the server first"
+        began = time.monotonic()
+        while True:
+            self.check_alive()
+            elapsed = time.monotonic() - began
+            if self._healthy():
+                return
+            if elapsed > self.start_timeout_s:
+                raise EngineError(
+                    f"the SGLang server {self.addr} was not ready after {elapsed:.0f} s "
+                    f"(rollout_server_start_timeout_s {self.start_timeout_s:g}); "
+                    f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
+                )
+            if self.on_progress is not None:
+                self.on_progress(elapsed, log_tail(self.log_path, lines=1))
+            time.sleep(_POLL_S)
+
+    def _healthy(self) -> bool:
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            connection.request("GET", "/health", headers=headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """End the server and everything it started; returns when nothing is left. Idempotent."""
+        guard, self._stopped = self._guard, True
+        if guard is None:
+            return
+        import psutil
+
+        try:
+            tree = psutil.Process(guard.pid).children(recursive=True)
+        except psutil.Error:
+            tree = []
+        if guard.stdin is not None and not guard.stdin.closed:
+            guard.stdin.close()
+        try:
+            guard.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
+        for process in tree:  # nothing, unless the guard was killed
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        psutil.wait_procs(tree, timeout=5)
+
+    def __enter__(self) -> SGLangServer:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()

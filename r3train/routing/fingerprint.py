@@ -1,0 +1,108 @@
+"""A commutative fingerprint of routes: equal sums mean that the same choices were dispatched.
+
+The fingerprint of a set of choices is the sum, mod 2^64, over every (token, layer, expert) of a
+64-bit hash of the three.  Sums over ranks are exact whatever the topology, and a single wrong
+expert, a shift by one token or layer, or two swapped samples each change the number.
+
+The rollout side (numpy, from the bytes that the engine sent) and the trainer side (torch, from the
+map that the router returned) are written apart on purpose: they meet only in the constants below.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from r3train.types import missing_marker
+
+PADDING_UID = -1
+_POSITION_BITS = 24
+
+# odd 64-bit constants; the finaliser is splitmix64's (Steele, Lea, Flood 2014)
+_UID = 0x9E3779B97F4A7C15
+_LAYER = 0xC2B2AE3D27D4EB4F
+_EXPERT = 0x165667B19E3779F9
+_MIX1 = 0xBF58476D1CE4E5B9
+_MIX2 = 0x94D049BB133111EB
+_MASK64 = (1 << 64) - 1
+
+
+def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:
+    """int64[num_tokens] names of a sample's tokens: the sample id above 24 bits of position.
+
+    Raises ValueError where a position or the sample id does not fit.
+    """
+    if not 0 <= sample_id < 1 << (63 - _POSITION_BITS) or num_tokens > 1 << _POSITION_BITS:
+        raise ValueError(
+            f"sample {sample_id} with {num_tokens} tokens cannot be named: ids stay below 2^39, "
+            "tokens below 2^24"
+        )
+    return (sample_id << _POSITION_BITS) + np.arange(num_tokens, dtype=np.int64)
+
+
+def describe_uid(uid: int) -> str:
+    """A token uid in words, for messages."""
+    return f"sample {uid >> _POSITION_BITS} position {uid & ((1 << _POSITION_BITS) - 1)}"
+
+
+def rollout_fingerprint(
+    sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray
+) -> np.ndarray:
+    """Fingerprint of one sample's recorded routes, a number a layer.
+
+    routed_experts: uint8/uint16 [T-1, L, K] as decoded from the engine; missing slots count as
+    nothing.  layer_numbers: int[l], 1-based MoE layers.  Returns uint64[l].
+    """
+    uids = token_uids(sample_id, routed_experts.shape[0]).view(np.uint64)
+    missing = missing_marker(routed_experts.dtype)
+    out = np.zeros(len(layer_numbers), dtype=np.uint64)
+    token_part = uids * np.uint64(_UID)
+    for i, number in enumerate(layer_numbers):
+        experts = routed_experts[:, number - 1]
+        x = experts.astype(np.uint64)
+        x += np.uint64(1)
+        x *= np.uint64(_EXPERT)
+        x += token_part[:, None] + np.uint64(int(number) * _LAYER & _MASK64)
+        x ^= x >> np.uint64(30)
+        x *= np.uint64(_MIX1)
+        x ^= x >> np.uint64(27)
+        x *= np.uint64(_MIX2)
+        x ^= x >> np.uint64(31)
+        x[experts == missing] = 0
+        out[i] = x.sum(dtype=np.uint64)
+    return out
+
+
+def recorded_slots(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+    """int64[l] slots of one sample that the engine did report, a number a layer."""
+    own = routed_experts[:, np.asarray(layer_numbers) - 1]
+    return (own != missing_marker(own.dtype)).sum(axis=(0, 2)).astype(np.int64)
+
+
+def _signed(x: int) -> int:
+    """A 64-bit constant as the int64 that has the same bits (torch has no uint64 arithmetic)."""
+    x &= _MASK64
+    return x - (1 << 64) if x >> 63 else x
+
+
+def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
+    # >> on int64 drags the sign along; the mask makes it a logical shift
+    return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
+
+
+def route_hashes(uids: torch.Tensor, experts: torch.Tensor, layer_number: int) -> torch.Tensor:
+    """Hash every (token, layer, expert) on the device.
+
+    uids: int64[m]; experts: int64[m, K].  Returns int64[m, K] with the bits of the uint64 hash.
+    int64 products wrap on CPU and CUDA alike.
+    """
+    x = (experts + 1) * _signed(_EXPERT)
+    x = x + (uids * _signed(_UID) + _signed(layer_number * _LAYER))[:, None]
+    x = _xor_shift(x, 30) * _signed(_MIX1)
+    x = _xor_shift(x, 27) * _signed(_MIX2)
+    return _xor_shift(x, 31)
+
+
+def to_unsigned(fingerprint: int) -> int:
+    """An int64 sum as the unsigned 64-bit number that people compare."""
+    return fingerprint & _MASK64

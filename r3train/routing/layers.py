@@ -1,0 +1,74 @@
+"""Which rank holds which layers, by arithmetic alone.
+
+The trainer reads ``router.layer_number`` off the modules it built; this is the same map without a
+model, for start-up checks, for slices of shapes that do not fit on this machine, and as an oracle
+for the trainer's.
+"""
+
+from __future__ import annotations
+
+
+def stage_layer_numbers(
+    num_layers: int,
+    pp_size: int,
+    *,
+    vpp_size: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+) -> list[list[tuple[int, ...]]]:
+    """1-based layer numbers of every model chunk, as [pp rank][vp stage].
+
+    ``first`` and ``last`` are the layer counts of the first and last pipeline stage when they
+    differ from the rest (Megatron's --decoder-first/last-pipeline-num-layers).
+    Raises ValueError when the layers do not divide.
+    Source: Megatron-Core get_transformer_layer_offset.
+    """
+    counts = _stage_counts(num_layers, pp_size, first, last)
+    if any(c % vpp_size for c in counts):
+        raise ValueError(
+            f"stage layer counts {counts} must divide by virtual_pipeline_model_parallel_size "
+            f"= {vpp_size}"
+        )
+    out: list[list[tuple[int, ...]]] = [[] for _ in range(pp_size)]
+    start = 1
+    for _ in range(vpp_size):
+        for rank, count in enumerate(counts):
+            chunk = count // vpp_size
+            out[rank].append(tuple(range(start, start + chunk)))
+            start += chunk
+    return out
+
+
+def _stage_counts(num_layers: int, pp_size: int, first: int | None, last: int | None) -> list[int]:
+    fixed = [c for c in (first, last) if c is not None]
+    if pp_size == 1 and fixed and sum(fixed) != num_layers:
+        raise ValueError(f"one pipeline stage holds all {num_layers} layers, not {fixed}")
+    middle = pp_size - len(fixed)
+    rest = num_layers - sum(fixed)
+    if rest < 0 or (middle == 0 and rest) or (middle and rest % middle):
+        raise ValueError(
+            f"{num_layers} layers do not divide over {pp_size} pipeline stages with first="
+            f"{first} and last={last}: {rest} layers are left for {middle} stages"
+        )
+    each = [rest // middle] * middle if middle else []
+    return ([first] if first is not None else []) + each + ([last] if last is not None else [])
+
+
+def recomputed_layers(
+    chunk_layers: tuple[int, ...],
+    *,
+    granularity: str | None,
+    method: str | None,
+    num_layers: int | None,
+    modules: tuple[str, ...],
+) -> tuple[int, ...]:
+    """Layers of one chunk whose router runs a second time in backward.
+
+    Full uniform recomputes all; full block the first ``num_layers`` of the chunk; selective only
+    when the ``moe`` module is recomputed.  Source: Megatron-Core TransformerBlock and MoELayer.
+    """
+    if granularity == "full":
+        return chunk_layers if method == "uniform" else chunk_layers[: num_layers or 0]
+    if granularity == "selective" and "moe" in modules:
+        return chunk_layers
+    return ()

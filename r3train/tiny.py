@@ -1,0 +1,242 @@
+"""A tiny random mixture-of-experts checkpoint and a task that reinforcement learning can teach it.
+
+The task: name words of the category that the prompt asks for.  A random model answers with a
+fifth of its words right by chance, and every right word counts, so the reward has a slope from
+the first step on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
+CATEGORIES = {
+    "animals": "cat dog horse cow sheep goat lion tiger bear wolf mouse rabbit",
+    "fruits": "apple pear plum cherry peach grape lemon mango banana melon fig kiwi",
+    "tools": "hammer saw drill wrench chisel file plane axe shovel rake knife pliers",
+    "colours": "red green blue yellow black white brown grey pink purple silver gold",
+}
+VERBS = ("name", "list", "give", "write")
+OPENINGS = ("", "please")
+QUANTITIES = ("", "some")
+# never in a prompt: they only make the vocabulary 64 entries
+FILLERS = ("the", "and", "of")
+WORDS_ASKED = 8
+RECORD = "tiny.json"
+# counts up when what is written for the same options changes
+RECIPE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TinyOptions:
+    """Shape and seed of the checkpoint; num_experts 0 makes a dense model."""
+
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    num_experts: int = 8
+    topk: int = 2
+    moe_intermediate_size: int = 32
+    vocab_size: int = 64
+    max_position_embeddings: int = 512
+    initializer_range: float = 0.1
+    dtype: str = "float32"
+    seed: int = 0
+
+
+def task_words() -> list[str]:
+    """Every word of the task in the order of the vocabulary, without the special tokens."""
+    answers = [word for words in CATEGORIES.values() for word in words.split()]
+    asking = [*VERBS, *filter(None, OPENINGS), *filter(None, QUANTITIES), *CATEGORIES, *FILLERS]
+    return answers + asking
+
+
+def task_prompts() -> list[dict[str, Any]]:
+    """Every phrasing of every category as a line of prompts.jsonl."""
+    lines = []
+    for opening, verb, quantity, (category, words) in product(
+        OPENINGS, VERBS, QUANTITIES, CATEGORIES.items()
+    ):
+        text = " ".join(filter(None, (opening, verb, quantity, category)))
+        metadata = {"category": category, "num_words": WORDS_ASKED}
+        lines.append({"input": text, "label": words.split(), "metadata": metadata})
+    return lines
+
+
+def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
+    """Write ``output``/model, prompts.jsonl and a record of the options; True where it built.
+
+    An interrupted build leaves nothing behind under ``output``.  The same options again: nothing
+    to do, returns False.  Raises ValueError where ``output`` holds something else, unless
+    ``force`` and what it holds is an earlier tiny model.
+    """
+    _check(options)
+    record = {"recipe_version": RECIPE_VERSION, **asdict(options)}
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        found = _read_record(output)
+        if found == record:
+            return False
+        if found is None:
+            raise ValueError(f"{output} exists and holds no tiny model: choose another directory")
+        if not force:
+            raise ValueError(
+                f"{output} holds a tiny model made otherwise ({_difference(found, record)}):"
+                " choose another directory, or replace it with --force"
+            )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        (staging / "model").mkdir()
+        _save_model(staging / "model", options)
+        _save_tokenizer(staging / "model", options.vocab_size)
+        lines = [json.dumps(line) + "\n" for line in task_prompts()]
+        (staging / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
+        (staging / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        # private modes of mkdtemp and safetensors would hide it from a server of another user
+        staging.chmod(0o755)
+        (staging / "model" / "model.safetensors").chmod(0o644)
+        if output.exists() and _read_record(output) is not None:
+            shutil.rmtree(output)
+        os.rename(staging, output)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return True
+
+
+def _check(options: TinyOptions) -> None:
+    least = len(SPECIAL_TOKENS) + len(task_words())
+    if options.vocab_size < least:
+        raise ValueError(f"vocab_size {options.vocab_size} is below the task's {least} words")
+    if options.num_experts and not 1 <= options.topk <= options.num_experts:
+        raise ValueError(f"topk {options.topk} is not in 1..{options.num_experts} (num_experts)")
+    if options.num_heads % options.num_kv_heads:
+        raise ValueError(
+            f"num_heads {options.num_heads} does not divide by num_kv_heads {options.num_kv_heads}"
+        )
+
+
+def _read_record(output: Path) -> dict[str, Any] | None:
+    try:
+        record = json.loads((output / RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
+    keys = [key for key in wanted if found.get(key) != wanted[key]]
+    return ", ".join(f"{key} {found.get(key)} instead of {wanted[key]}" for key in keys)
+
+
+def _save_model(directory: Path, options: TinyOptions) -> None:
+    """Random weights under Hugging Face's per-expert names, the same for the same seed."""
+    from r3train.torchvision_stub import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    import torch
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    shape = {
+        "vocab_size": options.vocab_size,
+        "hidden_size": options.hidden_size,
+        "intermediate_size": 2 * options.hidden_size,
+        "num_hidden_layers": options.num_layers,
+        "num_attention_heads": options.num_heads,
+        "num_key_value_heads": options.num_kv_heads,
+        "head_dim": options.head_dim,
+        "max_position_embeddings": options.max_position_embeddings,
+        "initializer_range": options.initializer_range,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
+        "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
+    }
+    if options.num_experts:
+        config = transformers.Qwen3MoeConfig(
+            **shape,
+            num_experts=options.num_experts,
+            num_experts_per_tok=options.topk,
+            moe_intermediate_size=options.moe_intermediate_size,
+            norm_topk_prob=True,
+            decoder_sparse_step=1,
+            mlp_only_layers=[],
+        )
+        kind = transformers.Qwen3MoeForCausalLM
+    else:
+        config = transformers.Qwen3Config(**shape)
+        kind = transformers.Qwen3ForCausalLM
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(options.seed)
+        model = kind(config)
+    model.to(getattr(torch, options.dtype)).save_pretrained(directory)
+
+
+def _save_tokenizer(directory: Path, vocab_size: int) -> None:
+    """One token a word, split at white space; words past the task's own are never used."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [*SPECIAL_TOKENS, *task_words()]
+    words += [f"unused{index}" for index in range(len(words), vocab_size)]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(directory)
+
+
+@click.command()
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="Directory to write: model/, prompts.jsonl, tiny.json.",
+)
+@click.option("--num-layers", default=TinyOptions().num_layers, show_default=True)
+@click.option("--hidden-size", default=TinyOptions().hidden_size, show_default=True)
+@click.option("--num-heads", default=TinyOptions().num_heads, show_default=True)
+@click.option("--num-kv-heads", default=TinyOptions().num_kv_heads, show_default=True)
+@click.option("--head-dim", default=TinyOptions().head_dim, show_default=True)
+@click.option(
+    "--num-experts",
+    default=TinyOptions().num_experts,
+    show_default=True,
+    help="0 makes a dense Qwen3.",
+)
+@click.option("--topk", default=TinyOptions().topk, show_default=True, help="Experts a token.")
+@click.option(
+    "--moe-intermediate-size", default=TinyOptions().moe_intermediate_size, show_default=True
+)
+@click.option("--vocab-size", default=TinyOptions().vocab_size, show_default=True)
+@click.option(
+    "--max-position-embeddings", default=TinyOptions().max_position_embeddings, show_default=True
+)
+@click.option("--initializer-range", default=TinyOptions().initializer_range, show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default=TinyOptions().dtype,
+    show_default=True,
+)
+@click.option("--seed", default=TinyOptions().seed, show_default=True)
+@click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
+def make_tiny_model(output: Path, force: bool, **shape: Any) -> None:
+    """Write a tiny random Qwen3-MoE checkpoint and a task that it can learn."""
+    try:
+        built = build(output, TinyOptions(**shape), force=force)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(f"{output}: {'written' if built else 'already there'}")

@@ -1,0 +1,24 @@
+"""Let transformers be imported next to a CPU-only torch.
+
+PyPI's torchvision is a CUDA build: its extension cannot load beside torch+cpu, so the two ops that
+torchvision's import registers fake kernels for are never defined and the import raises.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def declare_torchvision_ops() -> None:
+    """Declare ``torchvision::nms`` and ``torchvision::qnms``, once, where torch has no CUDA.
+
+    Call it before anything imports transformers or torchvision.  The schema is enough: nothing
+    here calls the ops.  Safe to call again, and does nothing with a CUDA build of torch.
+    """
+    if torch.version.cuda is not None:
+        return
+    for op in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, op):
+            torch.library.define(f"torchvision::{op}", _SCHEMA)

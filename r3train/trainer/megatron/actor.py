@@ -1,0 +1,226 @@
+"""The Megatron actor of one rank: log-prob passes, optimizer steps, weights out.
+
+Consumes this rank's slices, produces log-probs (kept where they were computed), metrics and replay
+evidence.  All ranks call every method together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.model import ModelSection
+from r3train.config.parallel import ParallelSection
+from r3train.config.trainer import TrainerSection
+from r3train.trainer.megatron import hf_bridge
+from r3train.trainer.megatron.forward_step import (
+    DeviceSlice,
+    LossSettings,
+    make_log_prob_step,
+    make_train_step,
+)
+from r3train.trainer.megatron.metrics import reduce_metrics
+from r3train.trainer.megatron.model import build_model
+from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
+from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
+from r3train.trainer.megatron.topology import with_layers
+from r3train.types import RankSlice, RankTopology, ReplayEvidence
+
+
+class MegatronActor:
+    """Model, optimizer and replay of one rank."""
+
+    def __init__(
+        self,
+        *,
+        topology: RankTopology,
+        device: torch.device,
+        hf: HfModelFacts,
+        model: ModelSection,
+        parallel: ParallelSection,
+        trainer: TrainerSection,
+        loss: LossSettings,
+        total_steps: int,
+        use_routing_replay: bool,
+        enable_r3_correctness_check: bool,
+    ):
+        self.device = device
+        self._loss = loss
+        # the distributed optimizer shards Adam's state; SGD has none
+        distributed = parallel.use_distributed_optimizer and trainer.optimizer == "adam"
+        self.model = build_model(
+            model,
+            parallel,
+            moe_layer_freq=[
+                int(n in hf.moe_layer_numbers) for n in range(1, hf.num_hidden_layers + 1)
+            ],
+            device=device,
+            use_distributed_optimizer=distributed,
+        )
+        chunks = self.model.chunks
+        self.optimizer = build_optimizer(
+            trainer, chunks, bf16=model.bf16, use_distributed_optimizer=distributed
+        )
+        self.scheduler = build_scheduler(trainer, self.optimizer, total_steps)
+        self._wire_megatron(parallel)
+
+        layers = tuple(
+            tuple(r.layer_number for r in decoder_routers(c)) for c in self.model.unwrapped
+        )
+        self.topology = with_layers(topology, layers)
+        self.replay: RoutingReplayManager | None = None
+        if use_routing_replay:
+            self.replay = RoutingReplayManager(
+                num_experts=hf.num_experts,
+                topk=hf.num_experts_per_tok,
+                device=device,
+                rank=topology.rank,
+                # without sequence parallelism every TP rank routes the same tokens: count one
+                counts_tokens=topology.sequence_parallel or topology.tp_rank == 0,
+                ci_test=trainer.ci_test,
+                enable_r3_correctness_check=enable_r3_correctness_check,
+            )
+            self.replay.install(self.model.unwrapped)
+        self._reference: dict[str, torch.Tensor] | None = None
+
+    def _wire_megatron(self, parallel: ParallelSection) -> None:
+        """Hand the schedules their callbacks, as Megatron's own training loop does."""
+        config, chunks = self.model.config, self.model.chunks
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        if parallel.overlap_grad_reduce:
+            no_sync = [c.no_sync for c in chunks]
+            config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
+        if parallel.overlap_param_gather:
+            sync = [c.start_param_sync for c in chunks]
+            config.param_sync_func = sync if len(chunks) > 1 else sync[0]
+
+    # -- passes ------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def compute_log_probs(
+        self, slices: Sequence[RankSlice], replay_pass: str
+    ) -> dict[int, torch.Tensor]:
+        """See TrainerBackend.  ``ref_log_prob`` runs with the reference weights."""
+        batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
+        for chunk in self.model.chunks:
+            chunk.eval()
+        step = make_log_prob_step(batches, self.replay, self._loss.temperature)
+        if replay_pass == "ref_log_prob":
+            with self._reference_weights(), self._pass(replay_pass, slices):
+                results = self._run_schedule(step, slices, forward_only=True)
+        else:
+            with self._pass(replay_pass, slices):
+                results = self._run_schedule(step, slices, forward_only=True)
+        return {i: log_probs for result in results for i, log_probs in result.items()}
+
+    def train_step(
+        self,
+        slices: Sequence[RankSlice],
+        old_log_probs: dict[int, torch.Tensor],
+        ref_log_probs: dict[int, torch.Tensor] | None,
+    ) -> dict[str, float]:
+        """See TrainerBackend.  Metrics: means over the global loss tokens, grad norm, lr."""
+        results = self.backward(slices, old_log_probs, ref_log_probs)
+        success, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        metrics = reduce_metrics(results, self.topology, self._loss, self.device)
+        metrics["grad_norm"] = float(grad_norm) if grad_norm is not None else 0.0
+        metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        metrics["update_successful"] = float(success)
+        return metrics
+
+    def backward(
+        self,
+        slices: Sequence[RankSlice],
+        old_log_probs: dict[int, torch.Tensor],
+        ref_log_probs: dict[int, torch.Tensor] | None,
+    ) -> list[dict]:
+        """Forward and backward over the global batch: gradients are left in the buffers, reduced
+        over ranks and divided by the global number of loss tokens.  Returns the loss reports."""
+        batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
+        for chunk in self.model.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        step = make_train_step(batches, self.replay, self._loss, old_log_probs, ref_log_probs)
+        with self._pass("train", slices):
+            return self._run_schedule(step, slices, forward_only=False)
+
+    def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:
+        """Run Megatron's schedule over the microbatches; results live on the last stage."""
+        chunks = self.model.chunks
+        order = [s.microbatch_id for s in slices]
+        iterators = [iter(order) for _ in chunks]
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if len(chunks) > 1 else iterators[0],
+            model=chunks if len(chunks) > 1 else chunks[0],
+            num_microbatches=len(order),
+            # unused under variable_seq_lengths, but the schedules insist
+            seq_length=max(s.num_rows for s in slices),
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    @contextmanager
+    def _pass(self, replay_pass: str, slices: Sequence[RankSlice]) -> Iterator[None]:
+        """Routes staged for exactly one pass; an exception leaves none behind."""
+        if self.replay is None:
+            yield
+            return
+        self.replay.begin_pass(replay_pass, slices)
+        try:
+            yield
+        except BaseException:
+            self.replay.reset()
+            raise
+        self.replay.end_pass()
+
+    def collect_evidence(self, step: int) -> list[ReplayEvidence]:
+        """See TrainerBackend."""
+        return [] if self.replay is None else self.replay.collect(step)
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See TrainerBackend."""
+        return hf_bridge.export_hf_weights(self.model.bridge, self.model.chunks)
+
+    @torch.no_grad()
+    def load_reference(self, checkpoint: Path) -> None:
+        """Keep a host copy of the KL reference's weights; the actor's are left as they were."""
+        actor = self._copy_parameters()
+        hf_bridge.load_hf_weights(self.model.bridge, self.model.chunks, checkpoint)
+        self._reference = self._copy_parameters()
+        self._write_parameters(actor)
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        assert self._reference is not None, "load_reference first"
+        actor = self._copy_parameters()
+        self._write_parameters(self._reference)
+        try:
+            yield
+        finally:
+            self._write_parameters(actor)
+
+    def _copy_parameters(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{i}.{name}": p.detach().to("cpu", copy=True)
+            for i, chunk in enumerate(self.model.chunks)
+            for name, p in chunk.named_parameters()
+        }
+
+    def _write_parameters(self, weights: dict[str, torch.Tensor]) -> None:
+        for i, chunk in enumerate(self.model.chunks):
+            for name, p in chunk.named_parameters():
+                p.data.copy_(weights[f"{i}.{name}"])
+

@@ -1,0 +1,126 @@
+"""Core attention for machines without Transformer Engine: packed sequences, GQA, context parallel.
+
+Megatron's own DotProductAttention refuses packed (thd) input and context parallelism.  This class
+has the same constructor and forward.  It spreads the pack into a [samples, longest] batch with
+index maps, runs torch's scaled_dot_product_attention with a causal mask over positions, and gathers
+back; under context parallelism it all-gathers K and V first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.module import MegatronModule
+
+
+@dataclass
+class _Places:
+    """Where each local row sits in the padded batch.
+
+    sequence, slot: int64[n], row -> [sequence, slot]; position: int64[n] inside its sequence.
+    """
+
+    sequence: torch.Tensor
+    slot: torch.Tensor
+    position: torch.Tensor
+    width: int
+
+
+def _places(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> _Places:
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    position = torch.arange(int(lengths.sum())) - cu_seqlens[:-1].long()[sequence]
+    if cp_size > 1:
+        chunk = position // (lengths // (2 * cp_size))[sequence]
+        own = (chunk == cp_rank) | (chunk == 2 * cp_size - 1 - cp_rank)
+        sequence, position = sequence[own], position[own]
+    local_lengths = lengths // cp_size
+    starts = torch.cumsum(local_lengths, 0) - local_lengths
+    slot = torch.arange(len(sequence)) - starts[sequence]
+    return _Places(sequence, slot, position, int(local_lengths.max()))
+
+
+class PackedCoreAttention(MegatronModule):
+    """softmax(QK^T)V over packed sequences on any device, without Transformer Engine."""
+
+    def __init__(
+        self,
+        config,
+        layer_number,
+        attn_mask_type,
+        attention_type,
+        attention_dropout=None,
+        softmax_scale=None,
+        cp_comm_type=None,
+        pg_collection=None,
+        **_,
+    ):
+        super().__init__(config=config)
+        if (attention_dropout or config.attention_dropout) and config.attention_dropout > 0:
+            raise ValueError("PackedCoreAttention has no attention dropout; set it to 0")
+        self.softmax_scale = softmax_scale
+        cp_group = pg_collection.cp if pg_collection is not None else None
+        self.cp_group = cp_group or parallel_state.get_context_parallel_group()
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        attention_mask=None,
+        *,
+        attn_mask_type=None,
+        attention_bias=None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ):
+        """query: [n, h, d] or [n, 1, h, d] rows of this rank; key, value alike with their heads.
+
+        Returns [n, h*d], or [n, 1, h*d] where the input had the batch dimension.
+        """
+        assert packed_seq_params is not None, "the actor always packs"
+        batched = query.dim() == 4
+        query, key, value = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
+        cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+        cu_seqlens = packed_seq_params.cu_seqlens_q
+        q_places = _places(cu_seqlens, cp_size, cp_rank)
+        k_places = q_places
+        if cp_size > 1:  # the backward of this gather is a reduce-scatter
+            key = gather_from_sequence_parallel_region(key.contiguous(), group=self.cp_group)
+            value = gather_from_sequence_parallel_region(value.contiguous(), group=self.cp_group)
+            k_places = _all_ranks_places(cu_seqlens, cp_size)
+
+        num_sequences = len(cu_seqlens) - 1
+        q_positions = _spread(q_places.position, q_places, num_sequences, fill=-1)
+        k_positions = _spread(k_places.position, k_places, num_sequences, fill=1 << 30)
+        # a filler query may attend anywhere: it is never gathered back, but must not be NaN
+        mask = (k_positions[:, None, :] <= q_positions[:, :, None]) | (q_positions < 0)[:, :, None]
+        q, k, v = (
+            _spread(x, places, num_sequences).transpose(1, 2)
+            for x, places in ((query, q_places), (key, k_places), (value, k_places))
+        )
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask[:, None], scale=self.softmax_scale, enable_gqa=True
+        )
+        out = out.transpose(1, 2)[q_places.sequence, q_places.slot].flatten(1)
+        return out.unsqueeze(1) if batched else out
+
+
+def _all_ranks_places(cu_seqlens: torch.Tensor, cp_size: int) -> _Places:
+    """Places of the rows of all ranks, concatenated in rank order, in one whole-sequence batch."""
+    parts = [_places(cu_seqlens, cp_size, r) for r in range(cp_size)]
+    sequence = torch.cat([p.sequence for p in parts])
+    position = torch.cat([p.position for p in parts])
+    # whole sequences: a row's slot is its position
+    width = int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+    return _Places(sequence, position, position, width)
+
+
+def _spread(x: torch.Tensor, places: _Places, num_sequences: int, fill: int = 0) -> torch.Tensor:
+    """[n, ...] rows -> [sequences, width, ...] batch."""
+    out = x.new_full((num_sequences, places.width, *x.shape[1:]), fill)
+    return out.index_put((places.sequence, places.slot), x)

@@ -1,0 +1,258 @@
+"""Run unmodified megatron-core on a CPU with gloo: the one place that knows how.
+
+``prepare_device()`` must run before the first ``import megatron.core``.  With CUDA it does nothing.
+Without, it points the handful of CUDA calls that megatron-core makes at their CPU equivalents
+(measured on 0.16.1; each group says what breaks without it).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_installed = False
+
+
+def prepare_device() -> torch.device:
+    """The device of this rank; on a CPU-only machine, megatron-core is adapted first.
+
+    Safe to call again.  Returns ``cuda:LOCAL`` (the current device) or ``cpu``.
+    """
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    global _installed
+    if not _installed:
+        _installed = True
+        _install()
+    return torch.device("cpu")
+
+
+def _install() -> None:
+    # The rule table of dynamo must be built from the real torch.cuda (torch.optim imports it).
+    import torch._dynamo  # noqa: F401
+
+    # megatron.core.jit binds jit_fuser = torch.compile at import: slow, and it needs a C++ compiler.
+    real_compile = torch.compile
+    torch.compile = lambda f=None, **_: f if f is not None else (lambda g: g)
+    _patch_cuda_namespace()
+    _patch_tensor_moves()
+    _patch_factories()
+    import megatron.core  # noqa: F401
+
+    torch.compile = real_compile
+    _patch_rng()
+    _patch_moe()
+    _patch_uneven_collectives()
+    _patch_distributed_optimizer_checkpoint()
+    _patch_norm()
+
+
+class _Stream:
+    """Stands for a CUDA stream: everything on a CPU is already in order."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+
+class _Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def _patch_cuda_namespace() -> None:
+    """device=torch.cuda.current_device() everywhere; streams in the alltoall dispatcher, PP, DDP."""
+    cuda, cpu, stream = torch.cuda, torch.device("cpu"), _Stream()
+    cuda.current_device = lambda: cpu
+    cuda.synchronize = lambda *_, **__: None
+    cuda.Stream = _Stream
+    cuda.current_stream = cuda.default_stream = lambda *_, **__: stream
+    cuda.stream = lambda _: contextlib.nullcontext()
+    # the "CUDA" generator is the default CPU generator
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    cuda.random.get_rng_state = cuda.get_rng_state
+
+
+def _is_cuda(device: Any) -> bool:
+    if isinstance(device, str):
+        return device.startswith("cuda")
+    return isinstance(device, torch.device) and device.type == "cuda"
+
+
+def _patch_tensor_moves() -> None:
+    """.cuda(), .to("cuda"), and optimizers that compare type() with 'torch.cuda.FloatTensor'."""
+    cpu = torch.device("cpu")
+    torch.Tensor.cuda = lambda self, *_, **__: self
+    torch.nn.Module.cuda = lambda self, *_, **__: self
+    real_to, real_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        args = tuple(cpu if _is_cuda(a) else a for a in args)
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = cpu
+        return real_to(self, *args, **kwargs)
+
+    def tensor_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name = real_type(self, *args, **kwargs)
+        if not args and not kwargs and not name.startswith("torch.cuda."):
+            return name.replace("torch.", "torch.cuda.", 1)
+        return name
+
+    torch.Tensor.to, torch.Tensor.type = to, tensor_type
+
+
+def _patch_factories() -> None:
+    """device="cuda" literals and pinned memory in torch.zeros and friends."""
+    from torch.utils._device import _device_constructors
+
+    # Fill its cache with the real factories: `with torch.device("meta")` (HF's from_pretrained)
+    # otherwise breaks silently.
+    _device_constructors()
+
+    def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(factory)
+        def make(*args: Any, **kwargs: Any) -> torch.Tensor:
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+            kwargs.pop("pin_memory", None)
+            return factory(*args, **kwargs)
+
+        return make
+
+    for name in ("zeros", "ones", "empty", "full", "tensor", "arange"):
+        setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+def _patch_rng() -> None:
+    """Dropout and recomputation save and restore the "CUDA" generator."""
+    from megatron.core.tensor_parallel import random
+
+    random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    # else it warns at every checkpoint that the CPU RNG state changed
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
+
+
+def _patch_moe() -> None:
+    """Two slips of the 0.16 MoE code without Transformer Engine and without CUDA."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # NameError in router_gating_linear without Transformer Engine (mended upstream in 0.19)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # all_to_all_single wants lists of ints; on a CPU the splits stay tensors
+    move = token_dispatcher.maybe_move_tensor_to_cpu
+
+    def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        moved = move(tensor, as_numpy, record_stream)
+        return moved.detach().numpy() if as_numpy and torch.is_tensor(moved) else moved
+
+    token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
+
+
+def _patch_uneven_collectives() -> None:
+    """gloo has no all-gather or reduce-scatter of uneven shares (ETP > 1 together with EP > 1)."""
+    import torch.distributed as dist
+    from megatron.core.tensor_parallel import mappings
+
+    all_gather = mappings._gather_along_first_dim
+    reduce_scatter = mappings._reduce_scatter_along_first_dim
+
+    def gather(x, group, output_split_sizes=None, use_global_buffer=False):
+        if output_split_sizes is None or group.size() == 1:
+            return all_gather(x, group, output_split_sizes, use_global_buffer)
+        sizes = [int(n) for n in output_split_sizes]
+        padded = x.new_zeros((max(sizes), *x.shape[1:]))
+        padded[: x.shape[0]] = x
+        out = x.new_empty((max(sizes) * len(sizes), *x.shape[1:]))
+        dist.all_gather_into_tensor(out, padded, group=group)
+        return torch.cat([share[:n] for share, n in zip(out.split(max(sizes)), sizes)])
+
+    def scatter(x, group, input_split_sizes=None, use_global_buffer=False):
+        if input_split_sizes is None or group.size() == 1:
+            return reduce_scatter(x, group, input_split_sizes, use_global_buffer)
+        total = x.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total.split([int(n) for n in input_split_sizes])[group.rank()].clone()
+
+    mappings._gather_along_first_dim = gather
+    mappings._reduce_scatter_along_first_dim = scatter
+
+
+def _patch_distributed_optimizer_checkpoint() -> None:
+    """Loading a distributed optimizer that steps with torch's AdamW (no TE, no apex).
+
+    torch keeps a ``step`` a parameter and creates its state lazily; upstream's load path expects
+    neither, and gives all parameters one shared ``step``, which AdamW would then bump once a
+    parameter (silently wrong bias correction).
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    sharded_state_dict = DistributedOptimizer.sharded_state_dict
+    load_state_dict = DistributedOptimizer.load_state_dict
+
+    def with_state(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
+        if is_loading:
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    if not self.optimizer.state[p]:
+                        self.optimizer.state[p].update(
+                            step=torch.zeros(()),
+                            exp_avg=torch.zeros_like(p),
+                            exp_avg_sq=torch.zeros_like(p),
+                        )
+        return sharded_state_dict(self, model_sharded_state_dict, is_loading, *args, **kwargs)
+
+    @torch.no_grad()
+    def set_main_state(self, model_param, tensors):
+        group, order = self.model_param_group_index_map[model_param]
+        main = self.optimizer.param_groups[group]["params"][order]
+        for key, destination in {"param": main, **self.optimizer.state[main]}.items():
+            if key != "step":
+                destination.copy_(tensors[key])
+
+    def load_with_own_steps(self, state_dict):
+        load_state_dict(self, state_dict)
+        for state in self.optimizer.state.values():
+            state["step"] = state["step"].clone()
+
+    DistributedOptimizer.sharded_state_dict = with_state
+    DistributedOptimizer._set_main_param_and_optimizer_states = set_main_state
+    DistributedOptimizer.load_state_dict = load_with_own_steps
+
+
+def _patch_norm() -> None:
+    """WrappedTorchNorm refuses sequence parallelism, which MoE with TP requires: tag its weights."""
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.transformer import torch_norm, transformer_block
+
+    class SequenceParallelNorm:
+        """torch's norm whose weights carry the sequence-parallel tag (their grads are summed)."""
+
+        def __new__(cls, config, hidden_size, eps=1e-5, **_):
+            kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+            norm = kind(normalized_shape=hidden_size, eps=eps)
+            for p in norm.parameters():
+                p.sequence_parallel = config.sequence_parallel
+            return norm
+
+    for module in (backends, gpt_layer_specs, transformer_block, torch_norm):
+        for name in ("WrappedTorchNorm", "LNImpl", "LayerNormImpl"):
+            if hasattr(module, name):
+                setattr(module, name, SequenceParallelNorm)

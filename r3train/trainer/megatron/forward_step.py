@@ -1,0 +1,204 @@
+"""One microbatch through one model chunk: log-probs, or the policy loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+from r3train.rl.corrections import truncated_importance_weights
+from r3train.rl.losses import policy_loss
+from r3train.trainer.megatron.hf_bridge import unwrap
+from r3train.trainer.megatron.replay import RoutingReplayManager
+from r3train.types import RankSlice
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the policy loss needs to know."""
+
+    temperature: float
+    eps_clip: float
+    eps_clip_high: float
+    kl_loss_coef: float
+    entropy_coef: float
+    use_tis: bool
+    tis_clip: float
+    tis_clip_low: float
+
+
+@dataclass
+class DeviceSlice:
+    """A rank's slice on the device; int64, bool and float32 [n] streams."""
+
+    microbatch_id: int
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    loss_mask: torch.Tensor
+    rollout_log_probs: torch.Tensor
+    advantages: torch.Tensor
+    packed: PackedSeqParams
+
+    @classmethod
+    def of(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
+        """Copy the slice's streams to the device."""
+
+        def move(x: Any) -> torch.Tensor:
+            return torch.from_numpy(x).to(device, non_blocking=True)
+
+        cu_seqlens = move(s.cu_seqlens_padded)
+        return cls(
+            microbatch_id=s.microbatch_id,
+            tokens=move(s.tokens),
+            labels=move(s.labels),
+            positions=move(s.positions),
+            loss_mask=move(s.loss_mask),
+            rollout_log_probs=move(s.rollout_log_probs),
+            advantages=move(s.advantages),
+            # Padding rows count as the tail of their sequence: attention is causal, so no real
+            # token sees them, and every engine agrees on what the lengths are.
+            packed=PackedSeqParams(
+                qkv_format="thd",
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=cu_seqlens,
+                max_seqlen_q=s.max_seqlen,
+                max_seqlen_kv=s.max_seqlen,
+            ),
+        )
+
+
+def run_chunk(
+    batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | None
+) -> torch.Tensor:
+    """Run one chunk and tie its backward to its microbatch.
+
+    Returns hidden states, or logits [1, n, vocab / tp] on the last stage.
+    """
+    vp_stage = unwrap(model).vp_stage or 0
+    if replay is not None:
+        replay.begin_forward(vp_stage, batch.microbatch_id)
+    out = model(
+        input_ids=batch.tokens[None],
+        position_ids=batch.positions[None],
+        attention_mask=None,
+        packed_seq_params=batch.packed,
+    )
+    if replay is not None and out.requires_grad:
+        # Fires when autograd reaches this chunk's output, before any recomputation below it.
+        out.register_hook(lambda _: replay.begin_backward(vp_stage, batch.microbatch_id))
+    return out
+
+
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Log-prob of each row's label at the rollout's temperature, float32[n].
+
+    logits: [1, n, vocab / tp], consumed.  SGLang reports log-probs of the logits it sampled from,
+    which are divided by the temperature.
+    """
+    scaled = logits[0].float()
+    if temperature != 1.0:
+        scaled = scaled / temperature
+    # the vocabulary-parallel loss works in place on its [s, b, v] input
+    return -vocab_parallel_cross_entropy(scaled[:, None].contiguous(), labels[:, None])[:, 0]
+
+
+class _VocabParallelEntropy(torch.autograd.Function):
+    """Entropy of vocabulary-parallel logits; the gradient is -p (log p + H)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        group = parallel_state.get_tensor_model_parallel_group()
+        highest = logits.amax(-1, keepdim=True)
+        torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
+        weights = (logits - highest).exp()
+        total = weights.sum(-1, keepdim=True)
+        torch.distributed.all_reduce(total, group=group)
+        log_p = logits - highest - total.log()
+        p = weights / total
+        entropy = -(p * log_p).sum(-1)
+        torch.distributed.all_reduce(entropy, group=group)
+        ctx.save_for_backward(p, log_p, entropy)
+        return entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        p, log_p, entropy = ctx.saved_tensors
+        return -grad[..., None] * p * (log_p + entropy[..., None])
+
+
+def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Entropy of each row's next-token distribution, float32[n]; logits [1, n, vocab / tp]."""
+    return _VocabParallelEntropy.apply(logits[0].float() / temperature)
+
+
+def make_log_prob_step(
+    batches: dict[int, DeviceSlice], replay: RoutingReplayManager | None, temperature: float
+) -> Callable:
+    """A Megatron forward step that returns {microbatch_id: float32[n]} on the last stage."""
+
+    def collect(batch: DeviceSlice, logits: torch.Tensor, non_loss_data: bool = True) -> dict:
+        return {batch.microbatch_id: token_log_probs(logits, batch.labels, temperature)}
+
+    def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        batch = batches[next(iterator)]
+        return run_chunk(batch, model, replay), partial(collect, batch)
+
+    return step
+
+
+def make_train_step(
+    batches: dict[int, DeviceSlice],
+    replay: RoutingReplayManager | None,
+    settings: LossSettings,
+    old_log_probs: dict[int, torch.Tensor],
+    ref_log_probs: dict[int, torch.Tensor] | None,
+) -> Callable:
+    """A Megatron forward step that returns (loss sum, token count, metric sums).
+
+    With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
+    """
+
+    def loss_func(batch: DeviceSlice, logits: torch.Tensor) -> tuple:
+        # the entropy first: token_log_probs consumes the logits
+        with torch.set_grad_enabled(settings.entropy_coef > 0):
+            entropy = token_entropy(logits, settings.temperature)
+        log_probs = token_log_probs(logits, batch.labels, settings.temperature)
+        old = old_log_probs[batch.microbatch_id]
+        weights, tis_sums = None, {}
+        if settings.use_tis:
+            weights, tis_sums = truncated_importance_weights(
+                old,
+                batch.rollout_log_probs,
+                batch.loss_mask,
+                settings.tis_clip,
+                settings.tis_clip_low,
+            )
+        result = policy_loss(
+            log_probs,
+            old,
+            batch.advantages,
+            batch.loss_mask,
+            eps_clip=settings.eps_clip,
+            eps_clip_high=settings.eps_clip_high,
+            rollout_log_probs=batch.rollout_log_probs,
+            ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,
+            kl_loss_coef=settings.kl_loss_coef,
+            entropy=entropy,
+            entropy_coef=settings.entropy_coef,
+            tis_weights=weights,
+        )
+        report = {"sums": {**result.sums, **tis_sums}, "maxima": result.maxima}
+        return result.loss, batch.loss_mask.sum().int(), report
+
+    def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+        batch = batches[next(iterator)]
+        return run_chunk(batch, model, replay), partial(loss_func, batch)
+
+    return step

@@ -1,0 +1,124 @@
+"""Hugging Face checkpoints in and out, by mbridge behind a thin adapter.
+
+mbridge knows the weight names and the tensor-parallel split of each model family.  It speaks the
+parameter names of Transformer Engine's layer spec; ``_TENames`` renames those of the local spec.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from r3train.torchvision_stub import declare_torchvision_ops
+
+
+def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, Any]) -> Any:
+    """An mbridge Bridge for the checkpoint's model family.
+
+    overrides: TransformerConfig fields that win over what mbridge derives from the checkpoint.
+    Raises ValueError for a model family that mbridge does not know.
+    """
+    declare_torchvision_ops()
+    from mbridge.core.auto_bridge import AutoBridge
+    from mbridge.core.bridge import _MODEL_REGISTRY
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(hf_checkpoint)
+    if hf_config.model_type not in _MODEL_REGISTRY:
+        raise ValueError(
+            f"{hf_checkpoint}/config.json: model_type {hf_config.model_type!r} has no weight map; "
+            f"known: {', '.join(sorted(AutoBridge.list_supported_models()))}"
+        )
+    _restore_rope_theta(hf_config)
+    family = _MODEL_REGISTRY[hf_config.model_type]
+
+    class Adapted(family):
+        """The family's bridge with our overrides and the names of its dense layers."""
+
+        _MLP_MAPPING = {**_DENSE_MLP, **getattr(family, "_MLP_MAPPING", {})}
+
+        def _build_base_config(self, **kwargs: Any) -> Any:
+            return super()._build_base_config(**{**kwargs, **overrides})
+
+    return Adapted(hf_config, dtype=dtype)
+
+
+# MoE families of mbridge leave out the layers of the same model that are dense.
+_DENSE_MLP = {
+    "mlp.linear_fc1.weight": [
+        "model.layers.{layer_number}.mlp.gate_proj.weight",
+        "model.layers.{layer_number}.mlp.up_proj.weight",
+    ],
+    "mlp.linear_fc1.layer_norm_weight": [
+        "model.layers.{layer_number}.post_attention_layernorm.weight"
+    ],
+    "mlp.linear_fc2.weight": ["model.layers.{layer_number}.mlp.down_proj.weight"],
+}
+
+
+def _restore_rope_theta(hf_config: Any) -> None:
+    """transformers 5 moved rope_theta into rope_parameters; mbridge reads the old place."""
+    if not hasattr(hf_config, "rope_theta"):
+        hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
+
+
+class _TENames:
+    """A chunk whose parameters answer to the names of Transformer Engine's spec."""
+
+    def __init__(self, chunk: torch.nn.Module):
+        self._chunk = chunk
+        self.decoder = chunk.decoder
+        self.config = chunk.config
+
+    @staticmethod
+    def _rename(name: str) -> str:
+        name = name.replace(
+            ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
+        )
+        return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1", name)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {self._rename(n): t for n, t in self._chunk.state_dict().items() if t is not None}
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return ((self._rename(n), p) for n, p in self._chunk.named_parameters())
+
+
+def _adapted(chunks: Sequence[torch.nn.Module]) -> list[Any]:
+    """Chunks as mbridge wants them: unwrapped, local names translated."""
+    out = []
+    for chunk in chunks:
+        chunk = unwrap(chunk)
+        local_spec = any(
+            ".local_experts." in n or ".input_layernorm." in n for n in chunk.state_dict()
+        )
+        out.append(_TENames(chunk) if local_spec else chunk)
+    return out
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """The GPTModel inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+@torch.no_grad()
+def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
+    """Fill the chunks' parameters from a checkpoint's safetensors; every rank takes part."""
+    bridge.load_weights(_adapted(chunks), str(path))
+
+
+@torch.no_grad()
+def export_hf_weights(
+    bridge: Any, chunks: Sequence[torch.nn.Module]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors under per-expert Hugging Face names, gathered over TP, EP, ETP and PP.
+
+    A collective: every rank must drain the iterator, though only one needs what it yields.
+    """
+    yield from bridge.export_weights(_adapted(chunks))

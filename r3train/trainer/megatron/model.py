@@ -1,0 +1,160 @@
+"""Build the Megatron model chunks of this rank from the configuration and the HF checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from r3train.config.model import ModelSection
+from r3train.config.parallel import ParallelSection
+from r3train.trainer.megatron import hf_bridge
+
+try:
+    import transformer_engine  # noqa: F401
+
+    HAVE_TE = True
+except ImportError:
+    HAVE_TE = False
+
+
+@dataclass
+class Model:
+    """The chunks of this rank (one, or one a virtual stage), wrapped for data parallelism."""
+
+    config: TransformerConfig
+    bridge: Any
+    chunks: list[DistributedDataParallel]
+    vocab_size: int
+
+    @property
+    def unwrapped(self) -> list[GPTModel]:
+        return [hf_bridge.unwrap(c) for c in self.chunks]
+
+
+def build_model(
+    model: ModelSection,
+    parallel: ParallelSection,
+    *,
+    moe_layer_freq: list[int],
+    device: torch.device,
+    use_distributed_optimizer: bool,
+) -> Model:
+    """Build this rank's chunks and fill them from the HF checkpoint.
+
+    moe_layer_freq: one entry a decoder layer, 1 where it is MoE.
+    """
+    use_te = _use_transformer_engine(model.attention_backend, device)
+    dtype = torch.bfloat16 if model.bf16 else torch.float32
+    overrides = _transformer_overrides(model, parallel, moe_layer_freq, use_te, device)
+    bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
+    config = bridge.config
+    chunks: list[torch.nn.Module] = []
+    for stage in range(parallel.virtual_pipeline_model_parallel_size or 1):
+        vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
+        chunks.append(_build_chunk(bridge, config, vp_stage, use_te))
+    hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
+        use_distributed_optimizer=use_distributed_optimizer,
+        check_for_nan_in_grad=False,
+        average_in_collective=False,
+    )
+    wrapped = []
+    for i, chunk in enumerate(chunks):
+        chunk = chunk.to(device)
+        if model.bf16:
+            chunk = Float16Module(config, chunk)
+        wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0))
+    return Model(config, bridge, wrapped, bridge.hf_config.vocab_size)
+
+
+def _use_transformer_engine(backend: str, device: torch.device) -> bool:
+    if backend == "te" and not HAVE_TE:
+        raise ValueError(
+            "--attention-backend te: Transformer Engine is not installed; install the gpu extra or "
+            "use --attention-backend local"
+        )
+    return backend == "te" or (backend == "auto" and HAVE_TE and device.type == "cuda")
+
+
+def _transformer_overrides(
+    model: ModelSection,
+    parallel: ParallelSection,
+    moe_layer_freq: list[int],
+    use_te: bool,
+    device: torch.device,
+) -> dict[str, Any]:
+    """TransformerConfig fields that we decide; the rest comes from the checkpoint via mbridge."""
+    interleaved = parallel.virtual_pipeline_model_parallel_size is not None
+    fields: dict[str, Any] = dict(
+        moe_layer_freq=moe_layer_freq,
+        moe_token_dispatcher_type=model.moe_token_dispatcher_type,
+        moe_router_dtype="fp32",
+        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
+        moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
+        sequence_parallel=parallel.sequence_parallel,
+        num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
+        num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
+        # packs differ in length: stages tell one another the shape
+        variable_seq_lengths=True,
+        # interleaved schedules are silently wrong with batched p2p
+        overlap_p2p_comm=interleaved,
+        batch_p2p_comm=not interleaved,
+        # the loss is a sum; gradients are divided by the global number of loss tokens
+        calculate_per_token_loss=True,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        attention_softmax_in_fp32=True,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        recompute_modules=list(model.recompute_modules) or None,
+    )
+    if not use_te:
+        fields.update(
+            masked_softmax_fusion=False,
+            bias_activation_fusion=False,
+            bias_dropout_fusion=False,
+            apply_rope_fusion=False,
+            gradient_accumulation_fusion=False,
+            persist_layer_norm=False,
+            moe_permute_fusion=False,
+            moe_grouped_gemm=False,
+            moe_shared_expert_overlap=False,
+        )
+    if device.type == "cpu":
+        fields["use_cpu_initialization"] = True
+    fields.update(model.transformer_overrides)
+    return fields
+
+
+def _build_chunk(
+    bridge: Any, config: TransformerConfig, vp_stage: int | None, use_te: bool
+) -> GPTModel:
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if not use_te:
+        from r3train.trainer.megatron.cpu_attention import PackedCoreAttention
+
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    return GPTModel(
+        config,
+        spec,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
+        vp_stage=vp_stage,
+        **bridge._get_gptmodel_args(),
+    )

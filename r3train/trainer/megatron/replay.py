@@ -1,0 +1,299 @@
+"""Rollout routing replay inside Megatron-Core: a replay object on every router, no global list.
+
+``TopKRouter.router_replay`` is a plain attribute.  Where it is set, megatron-core asks it for the
+top-k: ``get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)``.  The manager
+hangs one ``RouterReplay`` on every router of every model chunk, keyed by ``router.layer_number``
+(1-based, global over PP and VPP), and says which microbatch is being computed:
+
+- forward: the forward step calls ``begin_forward`` before it runs the chunk;
+- recomputation: a gradient hook on the chunk's output calls ``begin_backward`` when autograd starts
+  to walk that microbatch's graph back, which is before any of its recomputation.  The autograd
+  graph itself names the microbatch, so no schedule (1F1B, interleaved) can mix two up.
+
+Lifecycle of a step: ``install`` once; then ``begin_pass`` / forward and backward / ``end_pass`` for
+each pass, and ``collect`` once.  ``reset`` drops everything after an exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core.tensor_parallel.random import is_checkpointing
+from megatron.core.transformer.moe.router import TopKRouter
+
+from r3train.routing.padding import fill_missing, padding_routes
+from r3train.trainer.megatron.replay_evidence import CallRecorder
+from r3train.types import RankSlice, ReplayEvidence, missing_marker
+
+
+@dataclass
+class StagedRoutes:
+    """One microbatch's routes of this rank, on the device.
+
+    routes: integer[m, l, K], padding rows already filled, ``marker`` in missing slots of real rows;
+    rows_with_missing: int64[q] real rows with a missing slot in any layer; real: bool[m];
+    uids: int64[m].  Host counts: ``missing_rows_per_layer`` int[l].
+    """
+
+    routes: torch.Tensor
+    marker: int
+    rows_with_missing: torch.Tensor | None
+    real: torch.Tensor
+    uids: torch.Tensor
+    num_rows: int
+    num_real: int
+    missing_rows_per_layer: list[int]
+    column: dict[int, int]  # layer_number -> index along l
+
+    @classmethod
+    def from_slice(cls, s: RankSlice, num_experts: int, device: torch.device) -> StagedRoutes:
+        """Move one slice's routes to the device; padding rows are dealt round the experts."""
+        assert s.routes is not None, "replay needs routes"
+        marker = missing_marker(s.routes.dtype)
+        real = s.route_uids >= 0
+        routes = s.routes.copy()
+        num_padding = int((~real).sum())
+        if num_padding:
+            filler = padding_routes(num_padding, routes.shape[2], num_experts)
+            routes[~real] = filler[:, None, :]
+        missing = (routes == marker).any(2)  # [m, l], real rows only by now
+        rows_with_missing = np.flatnonzero(missing.any(1))
+        if routes.dtype == np.uint16:  # torch's uint16 has no arithmetic
+            routes = routes.astype(np.int32)
+
+        def to_device(x: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
+
+        return cls(
+            routes=to_device(routes),
+            marker=marker,
+            rows_with_missing=to_device(rows_with_missing) if len(rows_with_missing) else None,
+            real=to_device(real),
+            uids=to_device(s.route_uids),
+            num_rows=len(real),
+            num_real=int(real.sum()),
+            missing_rows_per_layer=missing.sum(0).tolist(),
+            column={int(n): i for i, n in enumerate(s.layer_numbers)},
+        )
+
+
+class RouterReplay:
+    """What one router asks for its experts; Megatron sees ``get_replay_topk`` alone."""
+
+    def __init__(self, manager: RoutingReplayManager, vp_stage: int, layer_number: int):
+        self._manager = manager
+        self.vp_stage = vp_stage
+        self.layer_number = layer_number
+
+    def get_replay_topk(
+        self,
+        scores: torch.Tensor,
+        topk: int,
+        num_groups: int | None = None,
+        group_topk: int | None = None,
+        default_compute_topk: Callable | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The live scores at the replayed experts.
+
+        scores: float[m, E].  Returns (scores[m, K], experts int64[m, K]); gradients reach the router
+        through the gather.  Outside a pass the router chooses for itself.
+        Source of the signature: megatron-core 0.16.1 moe_utils.topk_routing_with_score_function.
+        """
+        staged = self._manager.staged(self.vp_stage)
+        if staged is None:
+            return default_compute_topk(scores, topk, num_groups, group_topk)
+        assert scores.shape[0] == staged.num_rows, (
+            f"layer {self.layer_number}: the router sees {scores.shape[0]} rows, "
+            f"{staged.num_rows} are staged"
+        )
+        experts = staged.routes[:, staged.column[self.layer_number]].long()
+        if staged.rows_with_missing is not None:
+            rows = staged.rows_with_missing
+            holes = experts[rows]
+            filled = fill_missing(scores[rows], holes, holes == staged.marker)
+            experts = experts.index_copy(0, rows, filled)
+        if self._manager.recorder is not None:
+            own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
+            self._manager.recorder.note_choice(self.layer_number, scores, experts, own)
+        return scores.gather(1, experts), experts
+
+
+class RoutingReplayManager:
+    """Owns the replay objects of one rank's routers and the routes they serve.
+
+    ``enable_check_replay_result`` is on exactly when replay is on and either the R3 check or the CI
+    invariants were asked for; when it is off the router's path carries no extra work at all.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_experts: int,
+        topk: int,
+        device: torch.device,
+        rank: int,
+        counts_tokens: bool,
+        ci_test: bool,
+        enable_r3_correctness_check: bool,
+    ):
+        self.enabled = True
+        self.enable_check_replay_result = self.enabled and (ci_test or enable_r3_correctness_check)
+        self.num_experts = num_experts
+        self.device = device
+        self.recorder: CallRecorder | None = None
+        if self.enable_check_replay_result:
+            self.recorder = CallRecorder(
+                rank=rank, topk=topk, num_experts=num_experts, counts_tokens=counts_tokens
+            )
+        self._routers: list[tuple[int, TopKRouter]] = []
+        self._staged: dict[int, StagedRoutes] = {}
+        self._forward: dict[int, int] = {}
+        self._backward: dict[int, int] = {}
+        self._active = False
+
+    # -- enable ------------------------------------------------------------------------------
+
+    def install(self, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:
+        """Hang a replay object on every decoder router; MTP routers stay native.
+
+        Returns the 1-based MoE layer numbers of each chunk.
+        """
+        layers = []
+        for vp_stage, chunk in enumerate(chunks):
+            routers = decoder_routers(chunk)
+            for router in routers:
+                router.router_replay = RouterReplay(self, vp_stage, router.layer_number)
+                router.register_forward_pre_hook(self._mask_padding, with_kwargs=True)
+                if router.enable_expert_bias:
+                    router._apply_expert_bias = _RowMaskedExpertBias(router)
+                if self.recorder is not None:
+                    router.register_forward_hook(self._record_call)
+                self._routers.append((vp_stage, router))
+            layers.append(tuple(r.layer_number for r in routers))
+        return tuple(layers)
+
+    def uninstall(self) -> None:
+        """Take the replay objects off again; the checks stay on and will miss them."""
+        for _, router in self._routers:
+            router.router_replay = None
+
+    # -- fill and stage ----------------------------------------------------------------------
+
+    def begin_pass(self, replay_pass: str, slices: Sequence[RankSlice]) -> None:
+        """Stage the routes of all microbatches of a pass (old_log_prob, ref_log_prob or train)."""
+        assert not self._active, "a pass is still open"
+        self._staged = {
+            s.microbatch_id: StagedRoutes.from_slice(s, self.num_experts, self.device)
+            for s in slices
+        }
+        self._active = True
+        if self.recorder is not None:
+            self.recorder.begin_pass(replay_pass)
+
+    def begin_forward(self, vp_stage: int, microbatch_id: int) -> None:
+        """The chunk is about to run this microbatch forward."""
+        self._forward[vp_stage] = microbatch_id
+
+    def begin_backward(self, vp_stage: int, microbatch_id: int) -> None:
+        """Autograd starts on this microbatch's graph of the chunk."""
+        self._backward[vp_stage] = microbatch_id
+
+    def end_pass(self) -> None:
+        """Forget the pass's routes; nothing may be served to a later one."""
+        self._staged.clear()
+        self._forward.clear()
+        self._backward.clear()
+        self._active = False
+        if self.recorder is not None:
+            self.recorder.end_pass()
+
+    def reset(self) -> None:
+        """After an exception: drop routes and half-counted evidence alike."""
+        self.end_pass()
+        if self.recorder is not None:
+            self.recorder.clear()
+
+    # -- served to routers -------------------------------------------------------------------
+
+    def current_microbatch(self, vp_stage: int) -> int | None:
+        """The microbatch of the router call in progress, None outside a pass."""
+        if not self._active:
+            return None
+        return (self._backward if in_recomputation() else self._forward)[vp_stage]
+
+    def staged(self, vp_stage: int) -> StagedRoutes | None:
+        """Routes for the router call in progress, None outside a pass."""
+        microbatch_id = self.current_microbatch(vp_stage)
+        return None if microbatch_id is None else self._staged[microbatch_id]
+
+    def _mask_padding(self, router: TopKRouter, args: tuple, kwargs: dict) -> tuple | None:
+        """Give the router the padding mask of its rows, for auxiliary losses and bias counts.
+
+        Handed in here rather than through the model: block recompute drops the model's own.
+        """
+        staged = self.staged(self._vp_stage_of(router))
+        if staged is None or staged.num_real == staged.num_rows:
+            return None
+        if not (router.is_aux_loss_enabled() or router.enable_expert_bias):
+            return None
+        return (args[0], ~staged.real[:, None]), {}
+
+    def _record_call(self, router: TopKRouter, args: tuple, output: tuple) -> None:
+        staged = self.staged(self._vp_stage_of(router))
+        if staged is not None:
+            vp_stage = self._vp_stage_of(router)
+            self.recorder.record(
+                staged,
+                routing_map=output[1],
+                vp_stage=vp_stage,
+                microbatch_id=self.current_microbatch(vp_stage),
+                layer_number=router.layer_number,
+                stage="replay_backward" if in_recomputation() else "replay_forward",
+            )
+
+    def _vp_stage_of(self, router: TopKRouter) -> int:
+        return next(v for v, r in self._routers if r is router)
+
+    # -- evidence ----------------------------------------------------------------------------
+
+    def collect(self, step: int) -> list[ReplayEvidence]:
+        """Everything recorded since the last call, in order; one device read."""
+        return [] if self.recorder is None else self.recorder.collect(step)
+
+
+def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
+    """The chunk's decoder routers by layer number, without those of multi-token prediction.
+
+    MTP layers count from 1 again, so their routers would be taken for the decoder's.
+    """
+    mtp = {id(m) for name, m in chunk.named_modules() if "mtp" in name.split(".")}
+    routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and id(m) not in mtp]
+    return sorted(routers, key=lambda r: r.layer_number)
+
+
+def in_recomputation() -> bool:
+    """Whether the current call repeats a checkpointed forward during backward (Megatron's signal)."""
+    return is_checkpointing() and torch.is_grad_enabled()
+
+
+class _RowMaskedExpertBias:
+    """Counts tokens per expert without the padding rows.
+
+    megatron-core 0.16.1 masks the map [m, E] with a mask [m], which does not broadcast.
+    """
+
+    def __init__(self, router: TopKRouter):
+        self._router = router
+
+    @torch.no_grad()
+    def _count(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None) -> None:
+        if padding_mask is not None:
+            routing_map = routing_map & ~padding_mask.reshape(-1, 1)
+        self._router.local_tokens_per_expert += routing_map.sum(dim=0)
+
+    def __call__(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
+        if torch.is_grad_enabled():  # once a token: not in evaluation, not before recomputation
+            self._count(routing_map, padding_mask)

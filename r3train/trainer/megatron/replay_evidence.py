@@ -1,0 +1,224 @@
+"""What every router call did, counted on the device and read once a step.
+
+Nothing here forces a device synchronisation: each call leaves one int64 vector behind, and
+``collect`` stacks them all and copies them to the host in one go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from r3train.routing.agreement import overlap_counts
+from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.types import ReplayEvidence
+
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.replay import StagedRoutes
+
+# A recomputed router input may differ from the first one by the kernels' own noise, not by more.
+_RECOMPUTE_TOLERANCE = 1e-3
+
+
+@dataclass
+class _Choice:
+    """What the replay object served in the call in progress."""
+
+    layer_number: int
+    scores: torch.Tensor
+    experts: torch.Tensor
+    own: torch.Tensor
+
+
+@dataclass
+class _Call:
+    host: dict
+    counters: torch.Tensor  # int64[len(_COUNTERS)] on the device
+
+
+_COUNTERS = (
+    "replay_idx_sum",
+    "map_sum",
+    "fingerprint",
+    "duplicate_rows",
+    "rows_equal",
+    "rows_overlap",
+    "rows_mismatch",
+    "rows_recompute_differ",
+    "control_token_minus",
+    "control_token_plus",
+    "control_layer_minus",
+    "control_layer_plus",
+)
+
+
+class CallRecorder:
+    """Collects one record a router call; lives only while the R3 check is on."""
+
+    def __init__(self, *, rank: int, topk: int, num_experts: int, counts_tokens: bool):
+        self._rank = rank
+        self._topk = topk
+        self._num_experts = num_experts
+        self._counts_tokens = counts_tokens
+        self._calls: list[_Call] = []
+        self._choice: _Choice | None = None
+        self._pass = ""
+        # router scores of a train forward, by (microbatch, layer): a recomputation must repeat them
+        self._first_scores: dict[tuple[int, int], torch.Tensor] = {}
+
+    def begin_pass(self, replay_pass: str) -> None:
+        """Calls recorded from here on belong to this pass."""
+        self._pass = replay_pass
+
+    def end_pass(self) -> None:
+        """No score of this pass may be compared with a later one's."""
+        self._first_scores.clear()
+        self._choice = None
+
+    def clear(self) -> None:
+        """Drop what was recorded and not collected."""
+        self._calls.clear()
+
+    def note_choice(
+        self, layer_number: int, scores: torch.Tensor, experts: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """The replay object tells what it served; ``record`` compares it with the returned map."""
+        self._choice = _Choice(layer_number, scores.detach(), experts, own)
+
+    @torch.no_grad()
+    def record(
+        self,
+        staged: StagedRoutes,
+        *,
+        routing_map: torch.Tensor,
+        vp_stage: int,
+        microbatch_id: int,
+        layer_number: int,
+        stage: str,
+    ) -> None:
+        """Count one call from the routing map that the router returned.
+
+        routing_map: bool[m, E].  A call without a served choice was routed natively.
+        """
+        choice, self._choice = self._choice, None
+        replayed = choice is not None and choice.layer_number == layer_number
+        column = staged.column[layer_number]
+        missing_rows = staged.missing_rows_per_layer[column]
+        # K largest of a 0/1 row are its ones; where there are fewer, the rest is masked out
+        ids = routing_map.to(torch.uint8).topk(self._topk, dim=1).indices
+        chosen = routing_map.gather(1, ids)
+        counted = chosen & staged.real[:, None]
+        zero = routing_map.new_zeros((), dtype=torch.int64)
+        hashes = route_hashes(staged.uids, ids, layer_number)
+        fingerprint = torch.where(counted, hashes, zero).sum()
+        values = dict.fromkeys(_COUNTERS, zero)
+        values["map_sum"] = routing_map.sum()
+        values["duplicate_rows"] = (~chosen).any(1).sum()
+        if replayed:
+            recorded = staged.routes[:, column] != staged.marker
+            whole = recorded.all(1) & staged.real
+            fingerprint = fingerprint - _filled_hashes(
+                staged, choice.experts, column, layer_number, zero
+            )
+            values["replay_idx_sum"] = choice.experts.sum()
+            equal, overlap, none = overlap_counts(choice.own, choice.experts, whole)
+            values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
+            if self._pass == "old_log_prob":
+                values.update(_controls(staged, choice, column, whole))
+            if self._pass == "train":
+                values["rows_recompute_differ"] = self._recompute_differ(
+                    choice, microbatch_id, stage, zero
+                )
+        values["fingerprint"] = fingerprint
+        self._calls.append(
+            _Call(
+                host=dict(
+                    replay_pass=self._pass,
+                    stage=stage,
+                    vp_stage=vp_stage,
+                    microbatch_id=microbatch_id,
+                    layer_number=layer_number,
+                    num_rows=staged.num_rows,
+                    rows_replayed=staged.num_real - missing_rows if replayed else 0,
+                    rows_filled=missing_rows if replayed else 0,
+                    rows_padding=staged.num_rows - staged.num_real,
+                    rows_native=0 if replayed else staged.num_real,
+                ),
+                counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
+            )
+        )
+
+    def _recompute_differ(
+        self, choice: _Choice, microbatch_id: int, stage: str, zero: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows whose scores in a recomputation are not those of the microbatch's own forward.
+
+        This is what ties a recomputation to its microbatch: routes and uids come from the same
+        staged record and would agree with each other even if both were another microbatch's.
+        """
+        key, signature = (microbatch_id, choice.layer_number), choice.scores.float()
+        if stage == "replay_forward":
+            self._first_scores[key] = signature
+            return zero
+        first = self._first_scores.pop(key, None)
+        if first is None or first.shape != signature.shape:
+            return zero + signature.shape[0]
+        scale = first.abs().amax(1).clamp_min(1.0)
+        return ((first - signature).abs().amax(1) > _RECOMPUTE_TOLERANCE * scale).sum()
+
+    def collect(self, step: int) -> list[ReplayEvidence]:
+        """All calls since the last ``collect``; the one device read of the step."""
+        if not self._calls:
+            return []
+        table = torch.stack([c.counters for c in self._calls]).cpu().tolist()
+        records = []
+        for call, row in zip(self._calls, table):
+            counters = dict(zip(_COUNTERS, row))
+            counters["fingerprint"] = to_unsigned(counters["fingerprint"])
+            records.append(
+                ReplayEvidence(
+                    step=step,
+                    rank=self._rank,
+                    topk=self._topk,
+                    counts_tokens=self._counts_tokens,
+                    **call.host,
+                    **counters,
+                )
+            )
+        self._calls.clear()
+        return records
+
+
+def _filled_hashes(
+    staged: StagedRoutes,
+    experts: torch.Tensor,
+    column: int,
+    layer_number: int,
+    zero: torch.Tensor,
+) -> torch.Tensor:
+    """Hashes of the slots we filled ourselves: the map holds them, the rollout never sent them."""
+    if staged.rows_with_missing is None:
+        return zero
+    rows = staged.rows_with_missing
+    holes = staged.routes[rows, column] == staged.marker
+    hashes = route_hashes(staged.uids[rows], experts[rows], layer_number)
+    return torch.where(holes, hashes, zero).sum()
+
+
+def _controls(
+    staged: StagedRoutes, choice: _Choice, column: int, whole: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Rows that would agree under a deliberate misalignment: by a token, by a layer.
+
+    Agreement that is no better than these says that the routes are not aligned at all.
+    """
+    num_layers = staged.routes.shape[1]
+    variants = {
+        "control_token_minus": choice.experts.roll(1, 0),
+        "control_token_plus": choice.experts.roll(-1, 0),
+        "control_layer_minus": staged.routes[:, (column - 1) % num_layers].long(),
+        "control_layer_plus": staged.routes[:, (column + 1) % num_layers].long(),
+    }
+    return {name: overlap_counts(choice.own, v, whole)[0] for name, v in variants.items()}

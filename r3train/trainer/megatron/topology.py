@@ -1,0 +1,74 @@
+"""Process groups: start torch.distributed and Megatron's parallel state, say where this rank is."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from r3train.config.parallel import ParallelSection
+from r3train.types import RankTopology
+
+
+def init_distributed(backend: str, timeout_minutes: float) -> None:
+    """Join torchrun's rendezvous (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are torchrun's).
+
+    backend: gloo, nccl, or auto (nccl with CUDA).  Under NCCL a gloo group serves host tensors.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if backend == "auto":
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+
+
+def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
+    """Build Megatron's groups for the topology and seed its RNG trackers.
+
+    Returns this rank's place, without the layers it holds (those are read off the built model).
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    return RankTopology(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=parallel_state.get_tensor_model_parallel_world_size(),
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=parallel_state.get_context_parallel_world_size(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallel_state.get_expert_model_parallel_world_size(),
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        sequence_parallel=parallel.sequence_parallel,
+    )
+
+
+def with_layers(
+    topology: RankTopology, moe_layer_numbers: tuple[tuple[int, ...], ...]
+) -> RankTopology:
+    """The topology once the model is built and its routers have been counted."""
+    return replace(topology, moe_layer_numbers=moe_layer_numbers)
+
+
+def shutdown() -> None:
+    """Leave every process group; safe when none was joined."""
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
