@@ -103,8 +103,11 @@ class RunDisplay:
             self._rollout_id, self._num_groups = rollout_id, num_groups
             self._show_progress()
             if self._progress is not None:
+                # reset forgets every field that it is not given
                 self._progress.reset(
-                    self._rollout_task, total=num_groups, start=True, label=f"rollout {rollout_id}"
+                    self._rollout_task,
+                    total=num_groups,
+                    **_fields(f"rollout {rollout_id}", f"0/{num_groups} groups"),
                 )
         self.rollout_update(0, 0)
 
@@ -218,11 +221,11 @@ class RunDisplay:
             refresh_per_second=4,
             transient=True,
         )
-        steps = f"0/{self._num_rollout} steps"
-        blank = {"count": "", "note": "", "is_train": False}
-        self._rollout_task = progress.add_task("", total=None, label="rollout", **blank)
+        self._rollout_task = progress.add_task("", total=None, **_fields("rollout", ""))
         self._train_task = progress.add_task(
-            "", total=self._num_rollout, label="train", **blank | {"count": steps, "is_train": True}
+            "",
+            total=self._num_rollout,
+            **_fields("train", f"0/{self._num_rollout} steps", is_train=True),
         )
         progress.start()
         self._progress = progress
@@ -292,6 +295,10 @@ class _TimeLeft(ProgressColumn):
     def render(self, task: Task) -> Text:
         left = self._pace.seconds_left() if task.fields["is_train"] else None
         return Text("" if left is None else f"{duration(left)} left", style="cyan")
+
+
+def _fields(label: str, count: str, *, is_train: bool = False) -> dict[str, Any]:
+    return {"label": label, "count": count, "note": "", "is_train": is_train}
 
 
 def _is_watched(console: Console) -> bool:

@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 import threading
-import warnings
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
@@ -74,12 +73,14 @@ class LoggingSetup:
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
-        # shown once each is the right amount for a log as well
-        warnings.simplefilter("default")
         adopt_foreign_loggers()
         self._terminal = _Redirected(path) if rank != 0 else None
         sys.excepthook = self._log_uncaught
         threading.excepthook = self._log_uncaught_in_thread
+
+    def record_error(self, error: BaseException) -> None:
+        """Write an error's traceback to the file alone, for a caller that shows the error itself."""
+        self._to_file(f"the run failed: {type(error).__name__}", _exc_info(error))
 
     def close(self) -> None:
         """Put handlers, hooks and output back as they were."""
@@ -121,6 +122,10 @@ class LoggingSetup:
             logger.name, logging.CRITICAL, __file__, 0, message, (), exc_info
         )
         self._handlers[0].handle(record)
+
+
+def _exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
+    return type(error), error, error.__traceback__
 
 
 class _CurrentStderr(logging.StreamHandler):

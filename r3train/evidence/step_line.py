@@ -28,10 +28,10 @@ def step_text(metrics: Mapping[str, Any], num_rollout: int, width: int | None) -
         (0, _step(metrics, num_rollout)),
         (0, _number(metrics, "reward", "rollout/reward_mean", "{:.3f}", "bold")),
         (3, _number(metrics, "loss", "train/loss", "{:+.4f}")),
-        (2, _number(metrics, "grad", "train/grad_norm", "{:.3g}", pad=6)),
+        (2, _number(metrics, "grad", "train/grad_norm", "{:.3g}", pad=7)),
         (1, _number(metrics, "gap", "train/log_prob_gap_mean", "{:.1e}")),
         (0, _r3(metrics)),
-        (5, _number(metrics, "len", "rollout/response_len_mean", "{:.0f}", pad=4)),
+        (5, _number(metrics, "len", "rollout/response_len_mean", "{:.0f}", pad=3)),
         (4, _number(metrics, "", "perf/tokens_per_s", "{:,.0f} tok/s", pad=11)),
         (6, _times(metrics)),
     ]
@@ -97,13 +97,9 @@ def _times(metrics: Mapping[str, Any]) -> Text | None:
         "publish": "perf/publish_s",
     }
     parts = [f"{name} {metrics[key]:.1f}" for name, key in names.items() if key in metrics]
-    total = metrics.get("perf/step_s")
-    if not parts and total is None:
-        return None
-    # what is in brackets need not add up to the step: parts overlap, and there is more to a step
-    split = ", ".join(parts) + ("" if total is not None else " s")
-    words = split if total is None else f"{total:.1f} s ({split})" if parts else f"{total:.1f} s"
-    return Text(words, style="dim")
+    if not parts and "perf/step_s" in metrics:
+        parts = [f"{metrics['perf/step_s']:.1f}"]
+    return Text(f"{' '.join(parts)} s", style="dim") if parts else None
 
 
 def _length(fields: list[tuple[int, Text]]) -> int:

@@ -117,9 +117,7 @@ class EngineControl:
         return self._submit(self._control.update_weights_from_distributed(**arguments))
 
     def update_weights_from_disk(self, model_path: str, *, weight_version: int) -> None:
-        self._run(
-            self._control.update_weights_from_disk(model_path, weight_version=weight_version)
-        )
+        self._run(self._control.update_weights_from_disk(model_path, weight_version=weight_version))
 
     def update_weight_version(self, version: int) -> None:
         self._run(self._control.update_weight_version(version))

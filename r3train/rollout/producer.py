@@ -80,6 +80,8 @@ class Producer:
         self._next_group = start_step * rollout_batch_size
         self._paused = 0
         self._in_flight = 0
+        self._running = 0  # in flight, or being scored
+        self._taken_steps: set[int] = set()
         self._groups: dict[int, list[Scored]] = {}
         self._pending: dict[int, dict[int, Scored]] = {}
         self._error: BaseException | None = None
@@ -123,16 +125,15 @@ class Producer:
                         sample_id = group_id * self._samples + i
                         tasks.create_task(self._one(backend, prompt, sample_id, group_id))
                     self._next_group += 1
-                while not self._closing:  # the control calls still need the loop's tasks
-                    if not self._in_flight and not self._pending:
-                        break
+                # Waiting here, rather than in the task group's exit, lets close() interrupt.
+                while self._running and not self._closing:
                     await self._sleep_until_changed()
                 if self._closing:
                     raise _Closing
-        except* _Closing:
-            pass
-        except* Exception as failures:
-            raise _first_leaf(failures) from None
+        except BaseExceptionGroup as failures:
+            real = failures.subgroup(lambda error: not isinstance(error, _Closing))
+            if real is not None:
+                raise _first_leaf(real) from None
         finally:
             await backend.aclose()
 
@@ -147,6 +148,7 @@ class Producer:
             with self._changed:
                 if not self._paused and self._in_flight < self._max_concurrency:
                     self._in_flight += 1
+                    self._running += 1
                     return True
             await self._sleep_until_changed()
         return False
@@ -182,6 +184,7 @@ class Producer:
             if len(done) == self._samples:
                 del self._pending[group_id]
                 self._groups[group_id] = [done[key] for key in sorted(done)]
+            self._running -= 1
             self._notify()
 
     def _count(self, sample: RolloutSample) -> None:
@@ -237,14 +240,12 @@ class Producer:
                 f"step {step} is never submitted while the servers hold version {self._version}: "
                 f"max_weight_staleness is {self._staleness}"
             )
-            assert all(
-                g >= self._next_group or g in self._groups or g in self._pending or self._in_flight
-                for g in wanted
-            ), f"step {step} was taken already"
+            assert step not in self._taken_steps, f"step {step} was taken already"
             try:
                 self._wait_for(lambda: all(g in self._groups for g in wanted), on_wait)
             finally:
                 self._waiting_s += time.monotonic() - began
+            self._taken_steps.add(step)
             return [self._groups.pop(g) for g in wanted]
 
     @contextlib.contextmanager

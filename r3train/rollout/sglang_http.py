@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from r3train.rollout.backend import EngineDied, EngineError
+from r3train.rollout.backend import EngineError
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
 _KEEPALIVE_S = 2.0
@@ -120,18 +120,17 @@ class SGLangHTTP:
         """The same request to every server at once, or one body each; the first failure wins."""
         each = bodies if isinstance(bodies, Sequence) else [bodies] * len(self.urls)
         assert len(each) == len(self.urls), f"{len(each)} bodies for {len(self.urls)} servers"
-        async with asyncio.timeout(None):
-            tasks = [
-                asyncio.ensure_future(
-                    self.call(i, path, body, what=what, method=method, timeout_s=timeout_s)
-                )
-                for i, body in enumerate(each)
-            ]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
+        tasks = [
+            asyncio.ensure_future(
+                self.call(i, path, body, what=what, method=method, timeout_s=timeout_s)
+            )
+            for i, body in enumerate(each)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _send(
         self, method: str, url: str, body: Mapping[str, Any] | None
@@ -181,6 +180,3 @@ def _message(answer: Any) -> str:
             if answer.get(key):
                 return str(answer[key])
     return str(answer)[:2000]
-
-
-__all__ = ["EngineDied", "EngineError", "SGLangHTTP", "base_url"]

@@ -19,6 +19,7 @@ from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
 from r3train.config.trainer import TrainerSection
 from r3train.trainer.megatron import hf_bridge
+from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
     LossSettings,
@@ -192,7 +193,7 @@ class MegatronActor:
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See TrainerBackend."""
-        return hf_bridge.export_hf_weights(self.model.bridge, self.model.chunks)
+        return export_hf_weights(self.model.bridge, self.model.chunks)
 
     @torch.no_grad()
     def load_reference(self, checkpoint: Path) -> None:
@@ -223,4 +224,3 @@ class MegatronActor:
         for i, chunk in enumerate(self.model.chunks):
             for name, p in chunk.named_parameters():
                 p.data.copy_(weights[f"{i}.{name}"])
-

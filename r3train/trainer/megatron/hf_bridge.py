@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out, by mbridge behind a thin adapter.
+"""Hugging Face checkpoints by mbridge, behind a thin adapter (``export`` is the way out).
 
 mbridge knows the weight names and the tensor-parallel split of each model family.  It speaks the
 parameter names of Transformer Engine's layer spec; ``_TENames`` renames those of the local spec.
@@ -44,7 +44,37 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
         def _build_base_config(self, **kwargs: Any) -> Any:
             return super()._build_base_config(**{**kwargs, **overrides})
 
+        # mbridge splits experts over TP where ETP is what counts: wrong when only one of them is 1.
+        def _weight_merge_across_tp(self, name: str, shards: list, param: Any) -> torch.Tensor:
+            if EXPERT in name:
+                return merge_expert_shards(name, shards)
+            return super()._weight_merge_across_tp(name, shards, param)
+
+        def _weight_split_across_tp(self, name: str, weight: Any, param: Any, size: int) -> list:
+            if EXPERT in name:
+                return split_expert(name, weight, size)
+            return super()._weight_split_across_tp(name, weight, param, size)
+
     return Adapted(hf_config, dtype=dtype)
+
+
+EXPERT = ".mlp.experts.linear_fc"
+
+
+def merge_expert_shards(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
+    """A whole expert matrix from its ETP shards: fc1 is [gate; up] in each shard, fc2 splits columns."""
+    if ".linear_fc2." in name:
+        return torch.cat(shards, dim=1)
+    gates, ups = zip(*(shard.chunk(2) for shard in shards))
+    return torch.cat([*gates, *ups])
+
+
+def split_expert(name: str, weight: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """The inverse of ``merge_expert_shards``."""
+    if ".linear_fc2." in name:
+        return list(weight.chunk(size, dim=1))
+    gate, up = weight.chunk(2)
+    return [torch.cat(pair) for pair in zip(gate.chunk(size), up.chunk(size))]
 
 
 # MoE families of mbridge leave out the layers of the same model that are dense.
@@ -88,16 +118,11 @@ class _TENames:
         return ((self._rename(n), p) for n, p in self._chunk.named_parameters())
 
 
-def _adapted(chunks: Sequence[torch.nn.Module]) -> list[Any]:
-    """Chunks as mbridge wants them: unwrapped, local names translated."""
-    out = []
-    for chunk in chunks:
-        chunk = unwrap(chunk)
-        local_spec = any(
-            ".local_experts." in n or ".input_layernorm." in n for n in chunk.state_dict()
-        )
-        out.append(_TENames(chunk) if local_spec else chunk)
-    return out
+def as_te_names(chunk: torch.nn.Module) -> Any:
+    """A chunk as mbridge wants it: unwrapped, local names translated."""
+    chunk = unwrap(chunk)
+    local_spec = any(".local_experts." in n or ".input_layernorm." in n for n in chunk.state_dict())
+    return _TENames(chunk) if local_spec else chunk
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
@@ -110,15 +135,4 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 @torch.no_grad()
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
     """Fill the chunks' parameters from a checkpoint's safetensors; every rank takes part."""
-    bridge.load_weights(_adapted(chunks), str(path))
-
-
-@torch.no_grad()
-def export_hf_weights(
-    bridge: Any, chunks: Sequence[torch.nn.Module]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors under per-expert Hugging Face names, gathered over TP, EP, ETP and PP.
-
-    A collective: every rank must drain the iterator, though only one needs what it yields.
-    """
-    yield from bridge.export_weights(_adapted(chunks))
+    bridge.load_weights([as_te_names(c) for c in chunks], str(path))

@@ -1,0 +1,31 @@
+"""Reward for words of an accepted set: the task of the tiny model."""
+
+from __future__ import annotations
+
+from r3train.types import Prompt
+
+
+def accepted_words(prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
+    """The share of the response's words that the label accepts, in 0..1.
+
+    The label is a list of words, or words with spaces between.  ``metadata["num_words"]``, where
+    there is one, is how many words were asked for: a shorter response is measured against it.
+    Raises ValueError for a label or num_words of another kind.
+    """
+    accepted = prompt.label.split() if isinstance(prompt.label, str) else prompt.label
+    if (
+        not isinstance(accepted, (list, tuple))
+        or not accepted
+        or not all(isinstance(word, str) for word in accepted)
+    ):
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: accepted_words needs a label of words, got {prompt.label!r}"
+        )
+    asked = prompt.metadata.get("num_words", 0)
+    if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: num_words must be an integer of at least 0, got {asked!r}"
+        )
+    words = response_text.split()
+    right = sum(word in set(accepted) for word in words)
+    return right / max(len(words), asked, 1)

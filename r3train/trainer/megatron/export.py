@@ -1,0 +1,146 @@
+"""Whole tensors under Hugging Face names from sharded parameters, on global rank 0.
+
+Each pipeline stage gathers a parameter over its tensor (or expert and expert-tensor) ranks to the
+stage's first rank, its *leader*; leaders of later stages stream what they gathered to rank 0, which
+translates names and layouts through mbridge.  Ranks that hold copies (other data- or
+context-parallel ranks) take no part, and no rank but the leaders ever holds a whole tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+
+from r3train.trainer.megatron.hf_bridge import EXPERT, as_te_names
+
+_HEADER_BYTES = 512
+
+
+@torch.no_grad()
+def export_hf_weights(
+    bridge: Any,
+    chunks: Sequence[torch.nn.Module],
+    value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
+
+    ``value_of`` says what to take from each parameter: itself, or its main gradient, say.
+
+    A collective: every rank must drain the iterator.  One tensor (or one layer's experts) is whole
+    at a time.
+    """
+    pp_rank, pp_size = (
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_world_size(),
+    )
+    stage_size = dist.get_world_size() // pp_size
+    leader = dist.get_rank() == pp_rank * stage_size
+    merged = _merged_parameters(bridge, chunks, value_of, leader)
+    if pp_rank > 0:
+        for name, tensor in merged:
+            if leader:
+                _send(name, tensor)
+        if leader:
+            _send("", None)
+        return
+    for name, tensor in merged:
+        if leader:
+            yield from _to_hf(bridge, name, tensor)
+    if leader:
+        for stage in range(1, pp_size):
+            while (received := _receive(stage * stage_size)) is not None:
+                yield from _to_hf(bridge, *received)
+
+
+def _to_hf(bridge: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    names, tensors = bridge._weight_to_hf_format(name, tensor)
+    return zip(names, tensors)
+
+
+def _merged_parameters(
+    bridge: Any,
+    chunks: Sequence[torch.nn.Module],
+    value_of: Callable[[torch.Tensor], torch.Tensor],
+    leader: bool,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """This stage's parameters under global TE names, whole on the leader (anything elsewhere)."""
+    for chunk in chunks:
+        adapted = as_te_names(chunk)
+        global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
+        parameters = dict(adapted.named_parameters())
+        buffers = {n: t for n, t in adapted.state_dict().items() if "expert_bias" in n}
+        for local_name, tensor in {**buffers, **parameters}.items():
+            name = global_names[local_name]
+            if EXPERT in name:
+                yield from _merge_expert(bridge, name, value_of(tensor), leader)
+            elif ps.get_data_parallel_rank(with_context_parallel=True) == 0:
+                split = getattr(tensor, "tensor_model_parallel", False)
+                group = ps.get_tensor_model_parallel_group() if split else None
+                shards = _gather(value_of(tensor), group)
+                if leader:
+                    whole = shards[0]
+                    if split:
+                        whole = bridge._weight_merge_across_tp(name, shards, tensor)
+                    yield name, whole
+
+
+def _merge_expert(
+    bridge: Any, name: str, tensor: torch.Tensor, leader: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """One local expert of every expert-parallel rank: ETP shards first, then the EP ranks."""
+    if ps.get_expert_data_parallel_rank() != 0:
+        return
+    shards = _gather(tensor, ps.get_expert_tensor_parallel_group())
+    whole = None
+    if shards is not None:
+        whole = bridge._weight_merge_across_tp(name, shards, tensor).contiguous()
+    if ps.get_expert_tensor_parallel_rank() != 0:
+        return
+    experts = _gather(whole, ps.get_expert_model_parallel_group())
+    if leader:
+        prefix, local_id = name.split(".weight")
+        per_rank = bridge.config.num_moe_experts // ps.get_expert_model_parallel_world_size()
+        for ep_rank, expert in enumerate(experts):
+            yield f"{prefix}.weight{ep_rank * per_rank + int(local_id)}", expert
+
+
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
+    """All members' tensors on the group's first rank, None on the others."""
+    if group is None or group.size() == 1:
+        return [tensor]
+    shards = None
+    if group.rank() == 0:
+        shards = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.gather(tensor.contiguous(), shards, group=group, group_dst=0)
+    return shards
+
+
+def _send(name: str, tensor: torch.Tensor | None) -> None:
+    """Stream one tensor to rank 0: a fixed-size JSON header, then the bytes; None ends the stream."""
+    header = b"{}"
+    if tensor is not None:
+        facts = {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+        header = json.dumps(facts).encode()
+    device = torch.cuda.current_device()
+    padded = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES)), dtype=torch.uint8)
+    dist.send(padded.to(device), dst=0)
+    if tensor is not None:
+        dist.send(tensor.contiguous(), dst=0)
+
+
+def _receive(src: int) -> tuple[str, torch.Tensor] | None:
+    device = torch.cuda.current_device()
+    padded = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(padded, src=src)
+    facts = json.loads(bytes(padded.cpu().tolist()))
+    if not facts:
+        return None
+    dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
+    tensor = torch.empty(facts["shape"], dtype=dtype, device=device)
+    dist.recv(tensor, src=src)
+    return facts["name"], tensor

@@ -1,0 +1,295 @@
+"""New weights to the rollout engines: by broadcast in buckets, or by a checkpoint on disk.
+
+Both transports take an iterator of (HF name, full tensor) on one rank and end with every server
+holding those weights under a new version label.  Names must be those of a checkpoint on disk, one
+tensor an expert: SGLang accepts transformers' fused in-memory expert names, answers "Succeeded"
+and leaves the experts as they were.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
+_POLL_S = 0.0005
+_ALIVE_EVERY_S = 0.5
+
+
+class WeightUpdateError(RuntimeError):
+    """A weight update failed half-way: the servers may hold a mixture of two versions."""
+
+
+class EngineControl(Protocol):
+    """What a publisher asks of the engines; ``rollout.engine_control`` implements it."""
+
+    def check_alive(self) -> None: ...
+
+    def update_group_sizes(self) -> list[int]: ...
+
+    def init_weights_update_group(self, **arguments: Any) -> Future[None]: ...
+
+    def destroy_weights_update_group(self, group_name: str) -> None: ...
+
+    def begin_weight_update(self) -> None: ...
+
+    def end_weight_update(self) -> None: ...
+
+    def update_weights_from_distributed(self, **arguments: Any) -> Future[None]: ...
+
+    def update_weights_from_disk(self, model_path: str, *, weight_version: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """What one update moved."""
+
+    version: int
+    num_tensors: int
+    num_bytes: int
+    num_buckets: int
+    seconds: float
+
+
+class WeightPublisher(Protocol):
+    """Sends one version of the weights to all servers; nothing may be in flight meanwhile."""
+
+    def publish(self, named_tensors: NamedTensors, *, version: int) -> Published: ...
+
+    def close(self) -> None: ...
+
+
+def check_name(name: str) -> str:
+    """Return ``name``; raises ValueError for a fused expert tensor, which SGLang would ignore."""
+    if _FUSED_EXPERTS.search(name):
+        raise ValueError(
+            f"weight {name!r} is a fused expert tensor: SGLang answers success and does not load "
+            "it; send per-expert names such as mlp.experts.0.gate_proj.weight"
+        )
+    return name
+
+
+def buckets(
+    named_tensors: NamedTensors, bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group tensors, in order, into buckets of one dtype and at most ``bucket_bytes``.
+
+    A tensor larger than that is a bucket of its own.  One dtype a bucket keeps every tensor
+    aligned inside the flattened bytes, which the receiving side insists on.
+    """
+    bucket: list[tuple[str, torch.Tensor]] = []
+    size = 0
+    for name, tensor in named_tensors:
+        if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((check_name(name), tensor))
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def flatten(bucket: list[tuple[str, torch.Tensor]], device: torch.device | str) -> torch.Tensor:
+    """One uint8 tensor on ``device``: the bytes of every tensor of the bucket, in order.
+
+    Source: SGLang 0.5.23, ``FlattenedTensorBucket.empty`` computes the same offsets.
+    """
+    parts = [
+        tensor.detach().to(device).contiguous().reshape(-1).view(torch.uint8)
+        for _, tensor in bucket
+    ]
+    return torch.cat(parts)
+
+
+class DistributedPublisher:
+    """Broadcast from this rank to every rank of every server, bucket by bucket.
+
+    ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
+    ``master_address`` is where the servers reach this rank; the port is chosen by the system.
+    The group is made at the first ``publish`` and kept.
+    """
+
+    def __init__(
+        self,
+        engine: EngineControl,
+        *,
+        bucket_bytes: int,
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+        master_address: str = "127.0.0.1",
+        timeout_s: float = 600.0,
+        group_name: str = "r3train_weights",
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
+        self._engine = engine
+        self._bucket_bytes = bucket_bytes
+        self._backend = backend
+        self._device = torch.device(device)
+        self._master_address = master_address
+        self._timeout = timedelta(seconds=timeout_s)
+        self._group_name = group_name
+        self._group: dist.ProcessGroup | None = None
+        self._store: dist.TCPStore | None = None
+
+    def connect(self) -> None:
+        """Join a process group with every server rank; this rank is its rank 0."""
+        if self._group is not None:
+            return
+        sizes = self._engine.update_group_sizes()
+        world_size = 1 + sum(sizes)
+        # Made by hand rather than by rendezvous("tcp://..."): under torchrun the latter looks for
+        # an agent's store instead of opening one.  Port 0: no race for a free one.
+        self._store = dist.TCPStore(
+            self._master_address,
+            0,
+            world_size,
+            is_master=True,
+            timeout=self._timeout,
+            wait_for_workers=False,
+            multi_tenant=False,
+        )
+        joined = self._engine.init_weights_update_group(
+            master_address=self._master_address,
+            master_port=self._store.port,
+            rank_offsets=[1 + sum(sizes[:i]) for i in range(len(sizes))],
+            world_size=world_size,
+            group_name=self._group_name,
+            backend=self._backend,
+        )
+        joining: Future[dist.ProcessGroup] = Future()
+
+        def join() -> None:
+            try:
+                group = _join_as_rank_0(
+                    store, world_size, self._group_name, self._backend, self._timeout
+                )
+                joining.set_result(group)
+            except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+                joining.set_exception(error)
+
+        # Joining cannot be interrupted, and waits for servers that may have refused or died.
+        store = self._store
+        threading.Thread(target=join, name="join-weight-group", daemon=True).start()
+        self._wait(joining.done, joined, "the weight-update group was not made")
+        self._group = joining.result()
+
+    def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
+        """Send every tensor; the version label changes with the last bucket.
+
+        Raises EngineError or EngineDied from the engine, ValueError for a fused expert name or no
+        tensor at all, and WeightUpdateError when the broadcast itself fails.
+        """
+        began = time.monotonic()
+        self.connect()
+        num_tensors = num_bytes = num_buckets = 0
+        self._engine.begin_weight_update()
+        try:
+            for bucket, is_last in _with_last(buckets(named_tensors, self._bucket_bytes)):
+                num_bytes += self._send(bucket, version if is_last else None)
+                num_tensors += len(bucket)
+                num_buckets += 1
+        except BaseException:
+            self._abandon()
+            raise
+        self._engine.end_weight_update()
+        if not num_tensors:
+            raise ValueError("there was no weight to publish")
+        return Published(version, num_tensors, num_bytes, num_buckets, time.monotonic() - began)
+
+    def _send(self, bucket: list[tuple[str, torch.Tensor]], version: int | None) -> int:
+        flat = flatten(bucket, self._device)
+        loaded = self._engine.update_weights_from_distributed(
+            names=[name for name, _ in bucket],
+            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            shapes=[list(tensor.shape) for _, tensor in bucket],
+            group_name=self._group_name,
+            load_format="flattened_bucket",
+            weight_version=version,
+            # The cache is dropped once, with the version; a flush a bucket would be waste.
+            flush_cache=version is not None,
+        )
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        self._wait(work.is_completed, loaded, "a bucket was not loaded")
+        work.wait()
+        return flat.nbytes
+
+    def _wait(self, ours: Callable[[], bool], theirs: Future[None], failure: str) -> None:
+        """Until both sides are done; a server that refuses or dies ends the wait at once."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        next_alive = time.monotonic() + _ALIVE_EVERY_S
+        while not (theirs.done() and ours()):
+            if theirs.done():
+                theirs.result()  # raises when a server refused: its ranks will never take part
+            now = time.monotonic()
+            if now > deadline:
+                raise WeightUpdateError(f"{failure} within {self._timeout}")
+            if now > next_alive:
+                next_alive = now + _ALIVE_EVERY_S
+                self._engine.check_alive()
+            time.sleep(_POLL_S)
+        theirs.result()
+
+    def _abandon(self) -> None:
+        """After a failure the group is out of step: never use it again."""
+        self._group = None
+        self._store = None
+
+    def close(self) -> None:
+        """Leave the group, on both sides where they still answer. Idempotent."""
+        group, self._group = self._group, None
+        if group is not None:
+            try:
+                self._engine.destroy_weights_update_group(self._group_name)
+            except RuntimeError:
+                pass  # the servers are gone already, and the group with them
+            dist.destroy_process_group(group)
+        self._store = None
+
+
+def _join_as_rank_0(
+    store: dist.Store, world_size: int, group_name: str, backend: str, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A process group beside the trainer's default one, made as SGLang makes its side.
+
+    Source: SGLang 0.5.23, ``init_custom_process_group``: both sides must prefix the store alike,
+    and torch has no public call that does.
+    """
+    from torch.distributed.distributed_c10d import _new_process_group_helper, _world
+
+    group, _ = _new_process_group_helper(
+        world_size,
+        0,
+        [],
+        dist.Backend(backend),
+        dist.PrefixStore(group_name, store),
+        group_name=group_name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
+    return group
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Every item, with True beside the last one."""
+    iterator = iter(items)
+    try:
+        held = next(iterator)
+    except StopIteration:
+        return
+    for item in iterator:
+        yield held, False
+        held = item
+    yield held, True

@@ -1,0 +1,95 @@
+"""A small random Qwen3-MoE, and its HF twin as the reference, for the tests of the real server."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+
+from r3train.torchvision_stub import declare_torchvision_ops
+
+NUM_LAYERS, TOPK, NUM_EXPERTS, VOCAB, EOS = 3, 2, 8, 512, 1
+
+
+def make_model(directory: Path, seed: int) -> Path:
+    """Write a checkpoint of random weights, without a tokenizer: the server gets token ids."""
+    declare_torchvision_ops()
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=NUM_EXPERTS,
+        num_experts_per_tok=TOPK,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        dtype=torch.float32,
+    )
+    Qwen3MoeForCausalLM(config).eval().save_pretrained(directory)
+    return directory
+
+
+def checkpoint_tensors(directory: Path) -> dict:
+    """The tensors of a checkpoint under their names on disk (one an expert)."""
+    from safetensors.torch import load_file
+
+    return load_file(directory / "model.safetensors")
+
+
+class Reference:
+    """HF's log-probs and routes of a text, in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        declare_torchvision_ops()
+        import torch
+        from transformers import Qwen3MoeForCausalLM
+
+        self._torch = torch
+        self._model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+    def __call__(self, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """float32[T] log-probs (entry 0 is 0) and int64[T-1, L, K] routes."""
+        torch = self._torch
+        with torch.no_grad():
+            tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.int64)
+            out = self._model(tokens[None], output_router_logits=True)
+            log_probs = torch.log_softmax(out.logits[0].float(), -1)
+            scored = log_probs[:-1].gather(1, tokens[1:, None])[:, 0]
+            routes = [torch.topk(layer.float(), TOPK, -1).indices for layer in out.router_logits]
+        values = np.concatenate([[0.0], scored.numpy()]).astype(np.float32)
+        return values, torch.stack(routes, 1).numpy()[:-1]
+
+
+def processes_with(text: str) -> list[str]:
+    """Command lines of living processes that mention ``text``, or whose environment does."""
+    import os
+
+    import psutil
+
+    found = []
+    for process in psutil.process_iter():
+        if process.pid == os.getpid():
+            continue
+        with contextlib.suppress(psutil.Error):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                continue
+            line = " ".join(process.cmdline())
+            if text in line or text in process.environ().values():
+                found.append(f"{process.pid} {line[:120]}")
+    return found

@@ -1,0 +1,248 @@
+"""The real server: what it returns equals HF, weights arrive by both transports, labels move."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+import torch
+from sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
+from sglang_support import checkpoint_tensors, make_model
+
+from r3train.rollout.backend import EngineError, SamplingParams
+from r3train.rollout.engine_control import EngineControl
+from r3train.rollout.producer import Producer
+from r3train.rollout.sglang_answer import ExpectedRoutes
+from r3train.rollout.sglang_client import SGLangClient
+from r3train.rollout.sglang_server import SGLangServer
+from r3train.types import Prompt
+from r3train.weights.publish import DistributedPublisher
+from r3train.weights.publish_disk import DiskPublisher
+
+pytestmark = pytest.mark.e2e
+ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
+
+
+def prompt_of(seed: int, length: int = 24) -> Prompt:
+    ids = np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def references(models):
+    return [Reference(path) for path in models]
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    progress: list[tuple[float, str]] = []
+    server = SGLangServer(
+        models[0],
+        tmp_path_factory.mktemp("log") / "sglang.log",
+        return_routed_experts=True,
+        start_timeout_s=200,
+        on_progress=lambda elapsed, line: progress.append((elapsed, line)),
+    )
+    with server:
+        assert progress and progress[-1][0] > 0 and any(line for _, line in progress)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engine(server):
+    with EngineControl([server.addr], check_alive=server.check_alive, routes=ROUTES) as engine:
+        yield engine
+
+
+@pytest.fixture
+def at_version_zero(engine, models):
+    """Every test starts from model a, version 0."""
+    engine.update_weights_from_disk(str(models[0]), weight_version=0)
+
+
+def generate(server, prompts, sampling, **options):
+    async def run():
+        client = SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive)
+        try:
+            calls = [
+                client.generate(prompt, sampling, sample_id=i, group_id=i // 4, **options)
+                for i, prompt in enumerate(prompts)
+            ]
+            return await asyncio.gather(*calls)
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+def test_log_probs_and_routes_equal_hf_in_float32(server, references, at_version_zero):
+    prompts = [prompt_of(i // 2, 5 + 30 * (i // 2)) for i in range(8)]
+    for sample in generate(server, prompts, SamplingParams(20), weight_version=0):
+        log_probs, routes = references[0](sample.token_ids)
+        assert sample.routed_experts.dtype == np.uint8
+        assert sample.routed_experts.shape == (sample.num_tokens - 1, NUM_LAYERS, TOPK)
+        np.testing.assert_array_equal(np.sort(sample.routed_experts, -1), np.sort(routes, -1))
+        assert not sample.rollout_log_probs[: sample.prompt_len].any()
+        np.testing.assert_allclose(
+            sample.rollout_log_probs[sample.loss_mask], log_probs[sample.loss_mask], atol=1e-4
+        )
+        assert (sample.weight_versions[: sample.prompt_len] == -1).all()
+        assert (sample.weight_versions[sample.prompt_len :] == 0).all()
+
+
+def test_a_response_ends_at_eos_at_a_stop_token_or_at_its_length(server, at_version_zero):
+    long = SamplingParams(300, stop_token_ids=tuple(range(100, 200)))
+    samples = generate(server, [prompt_of(1)] * 16, long)
+    assert all(sample.finish_reason == "stop" for sample in samples)
+    assert all(s.token_ids[-1] == EOS or 100 <= s.token_ids[-1] < 200 for s in samples)
+    short = generate(server, [prompt_of(1)], SamplingParams(7, ignore_eos=True))[0]
+    assert (short.finish_reason, short.response_len) == ("length", 7)
+    bounded = SamplingParams(50, ignore_eos=True, max_context_len=30)
+    assert generate(server, [prompt_of(1)], bounded)[0].num_tokens == 30
+
+
+def test_eos_of_the_checkpoint_stops_a_response_without_a_tokenizer(server, at_version_zero):
+    samples = generate(server, [prompt_of(2)] * 24, SamplingParams(700))
+    stopped = [sample for sample in samples if sample.finish_reason == "stop"]
+    assert stopped and all(sample.token_ids[-1] == EOS for sample in stopped)
+    for sample in samples:
+        assert EOS not in sample.token_ids[sample.prompt_len : -1]
+
+
+def test_the_servers_own_refusal_reaches_the_caller_with_the_sample(server):
+    with pytest.raises(EngineError, match=r"sample 0: .* answered 400: .*maximum context length"):
+        generate(server, [prompt_of(0)], SamplingParams(100000))
+
+
+def test_a_wrong_version_label_is_noticed(server, at_version_zero):
+    with pytest.raises(ValueError, match=r"sample 0 .*weight versions \[0\], expected 3 alone"):
+        generate(server, [prompt_of(0)], SamplingParams(4), weight_version=3)
+
+
+def publishers(kind, engine, models, tmp_path):
+    if kind == "distributed":
+        return DistributedPublisher(engine, bucket_bytes=50_000)
+    return DiskPublisher(
+        engine, directory=tmp_path / "weights", hf_checkpoint=models[0], bucket_bytes=200_000
+    )
+
+
+@pytest.mark.parametrize("kind", ["distributed", "disk"])
+def test_an_update_changes_every_weight_and_its_label(
+    kind, server, engine, models, references, at_version_zero, tmp_path, monkeypatch
+):
+    # As under torchrun, whose agent a rendezvous would wait for.
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    probe = prompt_of(9, 64).token_ids
+    before = engine.probe_log_probs(probe)
+    np.testing.assert_allclose(before, references[0](probe)[0], atol=1e-4)
+    publisher = publishers(kind, engine, models, tmp_path)
+    for version, model in ((1, 1), (2, 0), (3, 1)):
+        tensors = checkpoint_tensors(models[model])
+        done = publisher.publish(tensors.items(), version=version)
+        assert done.num_tensors == len(tensors) and done.num_buckets > 3
+        assert done.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        log_probs, routes = references[model](probe)
+        np.testing.assert_allclose(engine.probe_log_probs(probe), log_probs, atol=1e-4)
+        np.testing.assert_array_equal(np.sort(engine.probe_routes(probe), -1), np.sort(routes, -1))
+        assert engine.weight_versions() == [str(version)]
+        sample = generate(server, [prompt_of(9)], SamplingParams(8), weight_version=version)[0]
+        log_probs, _ = references[model](sample.token_ids)
+        np.testing.assert_allclose(
+            sample.rollout_log_probs[sample.loss_mask], log_probs[sample.loss_mask], atol=1e-4
+        )
+    publisher.close()
+    assert abs(before - references[1](probe)[0]).max() > 0.1, "the two models must differ"
+    if kind == "disk":
+        assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000003"]
+
+
+def test_one_missing_tensor_shows_in_the_probe(engine, models, references, at_version_zero):
+    """The probe is a check that can fail: one expert of one layer left behind is seen."""
+    tensors = checkpoint_tensors(models[1])
+    left_out = f"model.layers.1.mlp.experts.{int(NUM_EXPERTS / 2)}.down_proj.weight"
+    publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+    publisher.publish([(n, t) for n, t in tensors.items() if n != left_out], version=1)
+    publisher.close()
+    probe = prompt_of(9, 64).token_ids
+    assert abs(engine.probe_log_probs(probe) - references[1](probe)[0]).max() > 1e-3
+
+
+def test_fused_expert_names_are_refused_before_they_are_ignored(engine, at_version_zero):
+    publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+    fused = [("model.layers.0.mlp.experts.gate_up_proj", torch.zeros(8, 64, 64))]
+    with pytest.raises(ValueError, match="fused expert tensor"):
+        publisher.publish(fused, version=1)
+    engine.end_weight_update()
+
+
+def test_a_server_that_refuses_a_bucket_ends_the_broadcast_at_once(engine, at_version_zero):
+    """No session is open, so the server answers 400 and never receives."""
+    publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+    publisher.connect()
+    with pytest.raises(EngineError, match="must run between"):
+        publisher._send([("model.norm.weight", torch.ones(64))], 1)
+    publisher.close()
+
+
+def test_a_failed_disk_update_carries_the_servers_message(engine, tmp_path):
+    with pytest.raises(EngineError, match="update_weights_from_disk: .* answered 400"):
+        engine.update_weights_from_disk(str(tmp_path / "nowhere"), weight_version=1)
+
+
+def test_group_sizes_and_server_facts(server, engine):
+    assert engine.num_servers == 1
+    assert engine.update_group_sizes() == [1]
+    info = engine.server_info()[0]
+    assert info["disable_overlap_schedule"] and info["enable_return_routed_experts"]
+    assert isinstance(engine.init_weights_update_group.__annotations__["return"], str)
+    assert Future.__name__ in engine.init_weights_update_group.__annotations__["return"]
+
+
+def test_the_producer_runs_steps_around_weight_updates(
+    server, engine, models, references, at_version_zero
+):
+    publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+    producer = Producer(
+        lambda: SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive),
+        prompt_of,
+        SamplingParams(12),
+        rollout_batch_size=2,
+        n_samples_per_prompt=3,
+        num_rollout=4,
+        max_weight_staleness=1,
+        max_concurrency=5,
+        score=lambda sample: float(sample.response_len),
+        check_alive=server.check_alive,
+    )
+    with producer:
+        for step in range(4):
+            groups = producer.next_batch(step)
+            assert [[s.sample_id for s, _ in group] for group in groups] == [
+                [6 * step + 3 * g + i for i in range(3)] for g in range(2)
+            ]
+            for sample, reward in (pair for group in groups for pair in group):
+                assert reward == sample.response_len
+                versions = set(sample.weight_versions[sample.loss_mask].tolist())
+                assert len(versions) == 1 and step - 1 <= versions.pop() <= step
+                version = int(sample.weight_versions[-1])
+                log_probs, _ = references[version % 2](sample.token_ids)
+                np.testing.assert_allclose(
+                    sample.rollout_log_probs[sample.loss_mask],
+                    log_probs[sample.loss_mask],
+                    atol=1e-4,
+                )
+            with producer.quiesced():
+                assert producer.stats()["in_flight"] == 0
+                tensors = checkpoint_tensors(models[(step + 1) % 2])
+                publisher.publish(tensors.items(), version=step + 1)
+                producer.set_version(step + 1)
+    publisher.close()
