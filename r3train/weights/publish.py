@@ -8,7 +8,9 @@ and leaves the experts as they were.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -129,7 +131,6 @@ class DistributedPublisher:
         device: torch.device | str = "cpu",
         master_address: str = "127.0.0.1",
         timeout_s: float = 600.0,
-        group_name: str = "r3train_weights",
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
@@ -139,7 +140,8 @@ class DistributedPublisher:
         self._device = torch.device(device)
         self._master_address = master_address
         self._timeout = timedelta(seconds=timeout_s)
-        self._group_name = group_name
+        # Servers may outlive this trainer and refuse a name that they have seen.
+        self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._group: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
 
@@ -201,7 +203,9 @@ class DistributedPublisher:
                 num_tensors += len(bucket)
                 num_buckets += 1
         except BaseException:
-            self._abandon()
+            if self._group is not None:  # nothing was cut short: the servers can still listen
+                with contextlib.suppress(RuntimeError):
+                    self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
         if not num_tensors:
@@ -220,9 +224,13 @@ class DistributedPublisher:
             # The cache is dropped once, with the version; a flush a bucket would be waste.
             flush_cache=version is not None,
         )
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-        self._wait(work.is_completed, loaded, "a bucket was not loaded")
-        work.wait()
+        try:
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            self._wait(work.is_completed, loaded, "a bucket was not loaded")
+            work.wait()
+        except BaseException:
+            self._group = self._store = None  # out of step with the servers: never use it again
+            raise
         return flat.nbytes
 
     def _wait(self, ours: Callable[[], bool], theirs: Future[None], failure: str) -> None:
@@ -240,11 +248,6 @@ class DistributedPublisher:
                 self._engine.check_alive()
             time.sleep(_POLL_S)
         theirs.result()
-
-    def _abandon(self) -> None:
-        """After a failure the group is out of step: never use it again."""
-        self._group = None
-        self._store = None
 
     def close(self) -> None:
         """Leave the group, on both sides where they still answer. Idempotent."""

@@ -71,11 +71,24 @@ def build_model(
     )
     wrapped = []
     for i, chunk in enumerate(chunks):
+        _mark_expert_parameters(chunk, parallel)
         chunk = chunk.to(device)
         if model.bf16:
             chunk = Float16Module(config, chunk)
         wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0))
     return Model(config, bridge, wrapped, bridge.hf_config.vocab_size)
+
+
+def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
+    """Make expert gradients reduce over the expert-data-parallel group wherever it differs.
+
+    Megatron-Core 0.16.1 looks at EP alone: with EP 1 and an expert TP other than TP it reduces expert
+    gradients over the dense group, which leaves out (or mixes) tokens, silently.
+    """
+    if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
+        for name, p in chunk.named_parameters():
+            if ".mlp.experts." in name:
+                p.allreduce = False
 
 
 def _use_transformer_engine(backend: str, device: torch.device) -> bool:

@@ -1,0 +1,277 @@
+"""The client's HTTP behaviour against a tiny server: balancing, errors, retries, timeouts."""
+
+import asyncio
+import contextlib
+import socket
+import time
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sample_seed
+from r3train.rollout.sglang_client import SGLangClient
+from r3train.rollout.sglang_http import SGLangHTTP, base_url
+from r3train.types import Prompt
+
+PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
+
+
+def answer_to(body):
+    return {
+        "output_ids": [9],
+        "meta_info": {
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": 1,
+            "finish_reason": {"type": "stop", "matched": 9},
+            "output_token_logprobs": [[-0.5, 9, None]],
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        },
+    }
+
+
+class Fake:
+    """One HTTP server that records what it is asked."""
+
+    def __init__(self, handler=None):
+        self.bodies = []
+        self.paths = []
+        self.headers = []
+        self.handler = handler
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else {}
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        self.headers.append(dict(request.headers))
+        if self.handler is not None:
+            return await self.handler(request, body)
+        return web.json_response(answer_to(body))
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        try:
+            yield f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def client_of(*fakes, **options):
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        client = SGLangClient(addrs, **options)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+
+def one(client, sample_id=0, group_id=0, sampling=SamplingParams(4)):
+    return client.generate(PROMPT, sampling, sample_id=sample_id, group_id=group_id)
+
+
+async def test_the_request_carries_tokens_sampling_and_a_seed_of_its_own():
+    fake = Fake()
+    async with client_of(fake, api_key="secret") as client:
+        sampling = SamplingParams(4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(9,))
+        sample = await one(client, 3, sampling=sampling)
+        await one(client, 4, sampling=sampling)
+    body = fake.bodies[0]
+    assert sample.token_ids.tolist() == [5, 6, 7, 9]
+    assert body["input_ids"] == [5, 6, 7] and body["return_logprob"] is True
+    assert body["return_routed_experts"] is False
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "ignore_eos": False,
+        "stop_token_ids": [9],
+        "sampling_seed": sample_seed(42, 3),
+    }
+    assert fake.headers[0]["Authorization"] == "Bearer secret"
+    assert fake.bodies[1]["sampling_params"]["sampling_seed"] == sample_seed(42, 4)
+    assert fake.bodies[0]["rid"] != fake.bodies[1]["rid"]
+
+
+def test_seeds_differ_between_samples_and_runs_and_fit_31_bits():
+    seeds = {sample_seed(run, i) for run in range(4) for i in range(1000)}
+    assert len(seeds) == 4000 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+async def test_a_group_stays_on_one_server_and_groups_spread():
+    gate = asyncio.Event()
+
+    async def wait(_request, body):
+        await gate.wait()
+        return web.json_response(answer_to(body))
+
+    fakes = [Fake(wait), Fake(wait)]
+    async with client_of(*fakes) as client:
+        calls = [asyncio.create_task(one(client, i, i // 4)) for i in range(16)]
+        await asyncio.sleep(0.2)
+        gate.set()
+        await asyncio.gather(*calls)
+    groups = [{int(body["rid"].split("-")[1]) // 4 for body in fake.bodies} for fake in fakes]
+    assert [len(group) for group in groups] == [2, 2] and not groups[0] & groups[1]
+
+
+async def test_no_more_than_max_concurrency_are_in_flight():
+    running = peak = 0
+
+    async def count(_request, body):
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return web.json_response(answer_to(body))
+
+    async with client_of(Fake(count), max_concurrency=3) as client:
+        await asyncio.gather(*[one(client, i, i) for i in range(12)])
+    assert peak == 3
+
+
+async def test_a_refusal_carries_the_engines_words_and_the_sample():
+    async def refuse(_request, _body):
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    async with client_of(Fake(refuse)) as client:
+        with pytest.raises(EngineError, match="sample 8: .*/generate answered 400: too long"):
+            await one(client, 8)
+
+
+async def test_success_false_is_an_error_even_with_status_200():
+    async def refuse(_request, _body):
+        return web.json_response({"success": False, "message": "no group"})
+
+    async with client_of(Fake(), Fake(refuse)) as client:
+        with pytest.raises(EngineError, match="end_weight_update: .* answered 200: no group"):
+            await client.control.end_weight_update()
+
+
+async def test_control_calls_reach_every_server():
+    fakes = [Fake(), Fake(), Fake()]
+    async with client_of(*fakes) as client:
+        await client.pause_generation("in_place")
+        await client.continue_generation()
+        await client.flush_cache()
+        await client.abort()
+        await client.control.init_weights_update_group(
+            master_address="h",
+            master_port=1,
+            rank_offsets=[1, 3, 4],
+            world_size=5,
+            group_name="g",
+            backend="gloo",
+        )
+        with pytest.raises(ValueError, match="pause mode 'later'"):
+            await client.pause_generation("later")
+    for fake, offset in zip(fakes, [1, 3, 4], strict=True):
+        assert fake.paths == [
+            "/pause_generation",
+            "/continue_generation",
+            "/flush_cache",
+            "/abort_request",
+            "/init_weights_update_group",
+        ]
+        assert fake.bodies[3] == {"abort_all": True}
+        assert fake.bodies[4]["rank_offset"] == offset
+
+
+async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
+    async def sleep(_request, _body):
+        await asyncio.sleep(5)
+
+    async with client_of(Fake(sleep), request_timeout_s=0.3) as client:
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="sample 2: no answer from .* within 0.3 s"):
+            await one(client, 2)
+        assert time.monotonic() - began < 2
+
+
+async def test_a_broken_connection_is_not_retried():
+    async def hang_up(request, _body):
+        request.transport.abort()
+
+    fake = Fake(hang_up)
+    async with client_of(fake) as client:
+        with pytest.raises(EngineError, match="sample 0: connection to .* broke"):
+            await one(client)
+    assert len(fake.bodies) == 1
+
+
+async def test_a_dead_process_is_reported_instead_of_a_broken_connection():
+    def dead():
+        raise EngineDied("exit code 9, and the log")
+
+    async def hang_up(request, _body):
+        request.transport.abort()
+
+    async with client_of(Fake(hang_up), check_alive=dead) as client:
+        with pytest.raises(EngineDied, match="exit code 9"):
+            await one(client)
+
+
+def closed_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+async def test_nobody_listening_is_retried_and_then_said():
+    client = SGLangClient([f"127.0.0.1:{closed_port()}"])
+    with pytest.raises(EngineError, match="sample 0: cannot connect to http://127"):
+        await one(client)
+    await client.aclose()
+
+
+async def test_a_server_that_comes_up_late_is_reached_by_a_retry():
+    port = closed_port()
+    client = SGLangClient([f"127.0.0.1:{port}"])
+    call = asyncio.create_task(one(client))
+    await asyncio.sleep(0.2)
+    app = web.Application()
+    app.router.add_post("/generate", Fake().handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    assert (await call).response_len == 1
+    await client.aclose()
+    await runner.cleanup()
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_before_any_request():
+    fake = Fake()
+    async with client_of(fake) as client:
+        with pytest.raises(ValueError, match="prompt 'p' has 3 tokens: .* leaves no room"):
+            await one(client, sampling=SamplingParams(4, max_context_len=3))
+        await one(client, sampling=SamplingParams(4, max_context_len=5))
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [2]
+
+
+async def test_prompt_log_probs_that_are_not_of_the_text_are_refused():
+    async def short(_request, _body):
+        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
+
+    async with client_of(Fake(short)) as client:
+        with pytest.raises(EngineError, match="scored 1 tokens, expected the 3"):
+            await client.control.prompt_log_probs([5, 6, 7], server=0)
+
+
+@pytest.mark.parametrize("addr", ["localhost", "http://host/path"])
+def test_an_address_without_a_port_is_refused(addr):
+    with pytest.raises(ValueError, match="has no port"):
+        base_url(addr)
+
+
+def test_no_address_at_all_is_refused():
+    with pytest.raises(ValueError, match="no engine address"):
+        SGLangHTTP([])

@@ -1,0 +1,94 @@
+"""Routed experts on the wire: round trips, and every way a payload can be wrong."""
+
+import re
+
+import numpy as np
+import pybase64
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from r3train.routing.wire import decode_routed_experts, encode_routed_experts
+from r3train.types import missing_marker, route_dtype
+
+
+def payload(ids) -> str:
+    return pybase64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
+
+
+def decode(text, tokens=3, layers=1, topk=2, experts=8, **more):
+    return decode_routed_experts(
+        text, num_tokens=tokens, num_layers=layers, topk=topk, num_experts=experts, **more
+    )
+
+
+@given(st.integers(0, 6), st.integers(1, 3), st.integers(1, 4), st.integers(4, 700), st.data())
+def test_what_is_encoded_decodes_to_itself(rows, layers, topk, experts, data):
+    dtype = route_dtype(experts)
+    seed = data.draw(st.integers(0, 2**32 - 1))
+    rng = np.random.default_rng(seed)
+    routes = rng.integers(0, experts, (rows, layers, topk)).astype(dtype)
+    routes[rng.random(routes.shape) < 0.2] = missing_marker(dtype)
+    got = decode(encode_routed_experts(routes), rows + 1, layers, topk, experts, sample="7")
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, routes)
+
+
+def test_rows_layers_and_slots_keep_their_order():
+    ids = np.arange(2 * 3 * 2).reshape(2, 3, 2)
+    np.testing.assert_array_equal(decode(payload(ids), 3, 3, 2, 16, sample="7"), ids)
+
+
+@pytest.mark.parametrize("experts, dtype, marker", [(255, np.uint8, 255), (256, np.uint16, 65535)])
+def test_minus_one_becomes_the_marker_and_the_largest_id_survives(experts, dtype, marker):
+    got = decode(payload([-1, experts - 1, 0, -1]), experts=experts, sample="7")
+    assert got.dtype == dtype
+    assert got.ravel().tolist() == [marker, experts - 1, 0, marker]
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2], [0, 1, 2, 3, 4, 5], []])
+def test_a_wrong_byte_count_names_the_sample_got_and_expected(ids):
+    message = f"sample 41: .* holds {4 * len(ids)} bytes, expected 16 .2 rows x 1 layers x 2"
+    with pytest.raises(ValueError, match=message):
+        decode(payload(ids), sample="41")
+
+
+def test_a_count_that_matches_another_shape_is_still_wrong():
+    """12 ids fit 3 rows x 2 layers x 2 and 2 x 3 x 2: only the expected one passes."""
+    ids = payload(range(12))
+    assert decode(ids, 4, 2, 2, 16, sample="7").shape == (3, 2, 2)
+    with pytest.raises(ValueError, match="48 bytes, expected 32"):
+        decode(ids, 3, 2, 2, 16, sample="7")
+
+
+@pytest.mark.parametrize("bad", [8, 255, 256, -2, 2**31 - 1, -(2**31)])
+def test_an_id_out_of_range_names_sample_row_layer_and_slot(bad):
+    ids = np.zeros((2, 3, 2), dtype=np.int64)
+    ids[1, 2, 1] = bad
+    message = re.escape(f"sample 9: routed_experts row 1, layer 2, slot 1 holds expert {bad}")
+    with pytest.raises(ValueError, match=message):
+        decode(payload(ids), 3, 3, 2, 8, sample="9")
+
+
+def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
+    assert decode(payload([1, 2, 3, 4]), 5, start=2, sample="7").shape == (2, 1, 2)
+    with pytest.raises(ValueError, match="row 3, layer 0, slot 1 holds expert 99"):
+        decode(payload([1, 2, 3, 99]), 5, start=2, sample="7")
+    with pytest.raises(ValueError, match="sample 7: .*start 5 lies past"):
+        decode(payload([]), 5, start=5, sample="7")
+
+
+@pytest.mark.parametrize("text", ["!!!!", "AAA", "AAAA AAAA"])
+def test_what_is_not_base64_is_said_to_be_so(text):
+    with pytest.raises(ValueError, match="sample 7: routed_experts is not base64"):
+        decode(text, sample="7")
+
+
+def test_a_single_token_has_no_row():
+    assert decode("", 1, sample="7").shape == (0, 1, 2)
+
+
+@pytest.mark.parametrize("routes", [np.zeros((2, 2), np.uint8), np.zeros((1, 2, 2), np.int32)])
+def test_encoding_refuses_what_is_no_route_array(routes):
+    with pytest.raises(ValueError, match="expected uint8 or uint16"):
+        encode_routed_experts(routes)
