@@ -73,10 +73,10 @@ def rollout_fingerprint(
     return out
 
 
-def recorded_slots(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
-    """int64[l] slots of one sample that the engine did report, a number a layer."""
+def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+    """int64[l] rows of one sample whose every slot the engine reported, a number a layer."""
     own = routed_experts[:, np.asarray(layer_numbers) - 1]
-    return (own != missing_marker(own.dtype)).sum(axis=(0, 2)).astype(np.int64)
+    return (own != missing_marker(own.dtype)).all(axis=2).sum(axis=0).astype(np.int64)
 
 
 def _signed(x: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 
 import numpy as np
@@ -76,20 +77,13 @@ class Reference:
         return values, torch.stack(routes, 1).numpy()[:-1]
 
 
-def processes_with(text: str) -> list[str]:
-    """Command lines of living processes that mention ``text``, or whose environment does."""
-    import os
-
-    import psutil
-
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_ZOMBIE:
-                continue
-            line = " ".join(process.cmdline())
-            if text in line or text in process.environ().values():
-                found.append(f"{process.pid} {line[:120]}")
+def shared_memory_of(processes: list) -> set[str]:
+    """SGLang's files in /dev/shm that these processes hold open."""
+    found = set()
+    for process in processes:
+        for path in Path(f"/proc/{process.pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                target = os.readlink(path)
+                if target.startswith("/dev/shm/sglang"):
+                    found.add(target)
     return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
-from sglang_support import checkpoint_tensors, make_model
+from sglang_support import checkpoint_tensors, make_model, shared_memory_of
 
 from r3train.rollout.backend import EngineError, SamplingParams
 from r3train.rollout.engine_control import EngineControl
@@ -126,6 +129,15 @@ def test_a_wrong_version_label_is_noticed(server, at_version_zero):
         generate(server, [prompt_of(0)], SamplingParams(4), weight_version=3)
 
 
+@pytest.fixture
+def trainer_group(tmp_path):
+    """The default process group that a trainer has."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
 def publishers(kind, engine, models, tmp_path):
     if kind == "distributed":
         return DistributedPublisher(engine, bucket_bytes=50_000)
@@ -136,7 +148,7 @@ def publishers(kind, engine, models, tmp_path):
 
 @pytest.mark.parametrize("kind", ["distributed", "disk"])
 def test_an_update_changes_every_weight_and_its_label(
-    kind, server, engine, models, references, at_version_zero, tmp_path, monkeypatch
+    kind, server, engine, models, references, at_version_zero, tmp_path, monkeypatch, trainer_group
 ):
     # As under torchrun, whose agent a rendezvous would wait for.
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
@@ -245,3 +257,18 @@ def test_the_producer_runs_steps_around_weight_updates(
                 publisher.publish(tensors.items(), version=step + 1)
                 producer.set_version(step + 1)
     publisher.close()
+
+
+def test_stop_leaves_no_process_and_no_file_and_may_be_called_again(server):
+    """The last test of this module: it ends the server that the others share."""
+    tree = [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]
+    assert len(tree) >= 4, "guard, launcher, scheduler, detokenizer"
+    shared = shared_memory_of(tree)
+    assert shared, "SGLang keeps its load snapshot in shared memory"
+    began = time.monotonic()
+    server.stop()
+    server.stop()
+    assert time.monotonic() - began < 10
+    assert not [process for process in tree if process.is_running()]
+    assert not [path for path in shared if os.path.exists(path)]
+    server.check_alive()  # it was asked to end: nobody died

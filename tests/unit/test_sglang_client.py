@@ -18,6 +18,8 @@ PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
 
 
 def answer_to(body):
+    if "input_ids" not in body:
+        return {"success": True, "message": "done"}
     return {
         "output_ids": [9],
         "meta_info": {

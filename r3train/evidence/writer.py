@@ -1,0 +1,73 @@
+"""R3 evidence of one rank: two log lines and one JSON record a router call, wrong or not.
+
+The line shapes are a public contract: log scrapers look for them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from r3train.types import ReplayEvidence
+
+logger = logging.getLogger(__name__)
+
+EVIDENCE_DIR = "evidence"
+STEPS_FILE = "steps.jsonl"
+
+
+def rank_file(run_dir: Path, rank: int) -> Path:
+    """Where a rank's records are: ``run_dir/evidence/rank_NNNNN.jsonl``."""
+    return run_dir / EVIDENCE_DIR / f"rank_{rank:05d}.jsonl"
+
+
+def evidence_lines(record: ReplayEvidence) -> tuple[str, str]:
+    """The two lines of a replayed call, as the peers' logs have them."""
+    share = record.rows_mismatch / max(record.num_rows, 1)
+    return (
+        f"R3 wrapper: {record.stage} branch taken (rank {record.rank}, "
+        f"n_tokens={record.num_rows}, topk={record.topk}, "
+        f"replay_idx_sum={record.replay_idx_sum})",
+        f"R3 check (rank {record.rank}, stage {record.stage}): n_tokens={record.num_rows} "
+        f"mismatch={record.rows_mismatch} ({share:.2%})",
+    )
+
+
+class EvidenceWriter:
+    """Appends a rank's records; exists only while the R3 check is on."""
+
+    def __init__(self, run_dir: Path, rank: int):
+        path = rank_file(run_dir, rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        self._steps = None
+        if rank == 0:
+            steps = run_dir / EVIDENCE_DIR / STEPS_FILE
+            self._steps = steps.open("a", encoding="utf-8")
+
+    def write(self, records: Sequence[ReplayEvidence]) -> None:
+        """Log and store the records of one step, then flush."""
+        for record in records:
+            if record.rows_native == 0:  # a native call took no replay branch
+                for line in evidence_lines(record):
+                    logger.info(line)
+            fields = asdict(record)
+            # hex: JSON readers outside Python lose the low bits of 64-bit integers
+            fields["fingerprint"] = f"{record.fingerprint:#018x}"
+            self._file.write(json.dumps(fields) + "\n")
+        self._file.flush()
+
+    def write_step(self, verdict: dict) -> None:
+        """Store the step's verdict (rank 0 alone)."""
+        if self._steps is not None:
+            self._steps.write(json.dumps(verdict) + "\n")
+            self._steps.flush()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._file.close()
+        if self._steps is not None:
+            self._steps.close()

@@ -1,0 +1,97 @@
+"""Record real answers of SGLang for the contract tests: ``python tests/contract/record_payloads.py``.
+
+Run it again when SGLang's pin moves, and read the difference: it is what the client must follow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent / "e2e"))
+
+from sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, make_model  # noqa: E402
+
+from r3train.rollout.sglang_control import SGLangControl  # noqa: E402
+from r3train.rollout.sglang_http import SGLangHTTP  # noqa: E402
+from r3train.rollout.sglang_server import SGLangServer  # noqa: E402
+
+PROMPT = np.random.default_rng(0).integers(3, 500, 6).tolist()
+# They differ from run to run and mean nothing to the client.
+_DROPPED = ("e2e_latency", "response_sent_to_client_ts", "id")
+
+
+def generate_body(max_new_tokens: int, **more) -> dict:
+    sampling = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "ignore_eos": True}
+    return {
+        "input_ids": PROMPT,
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "return_routed_experts": True,
+    } | more
+
+
+async def record(addr: str) -> dict[str, object]:
+    http = SGLangHTTP([addr])
+    control = SGLangControl(http)
+
+    async def ask(body):
+        return await http.call(0, "/generate", body, what="record")
+
+    answers = {"length": await ask(generate_body(3)), "cached_prefix": await ask(generate_body(3))}
+    stop = generate_body(50)
+    stop["sampling_params"] |= {"ignore_eos": False, "stop_token_ids": list(range(3, 250))}
+    answers["stop"] = await ask(stop)
+    long = asyncio.create_task(ask(generate_body(400, rid="long")))
+    await asyncio.sleep(0.3)
+    await control.abort("long")
+    answers["abort"] = await long
+    spanning = asyncio.create_task(ask(generate_body(200)))
+    await asyncio.sleep(0.2)
+    await control.pause_generation("in_place")
+    await control.update_weight_version(1)
+    await control.continue_generation()
+    answers["two_versions"] = await spanning
+    answers["no_routes"] = await ask(generate_body(2) | {"return_routed_experts": False})
+    answers["prompt_log_probs"] = await ask(generate_body(0, logprob_start_len=0))
+    await http.aclose()
+    return answers
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        model = make_model(Path(directory) / "model", 0)
+        log = Path(directory) / "sglang.log"
+        with SGLangServer(model, log, return_routed_experts=True) as server:
+            answers = asyncio.run(record(server.addr))
+    for answer in answers.values():
+        for key in _DROPPED:
+            answer["meta_info"].pop(key, None)
+    payload = {
+        "sglang": version("sglang"),
+        "num_layers": NUM_LAYERS,
+        "topk": TOPK,
+        "num_experts": NUM_EXPERTS,
+        "prompt": PROMPT,
+        "answers": answers,
+    }
+    target = HERE / "payloads" / "generate.json"
+    target.parent.mkdir(exist_ok=True)
+    # One answer a line: a difference then shows which one moved.
+    head = {key: value for key, value in payload.items() if key != "answers"}
+    lines = [f"{json.dumps(name)}: {json.dumps(answers[name])}" for name in sorted(answers)]
+    body = ",\n".join(lines)
+    text = json.dumps(head)[:-1] + ', "answers": {\n' + body + "\n}}\n"
+    assert json.loads(text) == payload
+    target.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""Recorded answers of the real SGLang, and the parts of it that r3train leans on."""
+
+import json
+from importlib.metadata import entry_points, version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from r3train.rollout import sglang_cpu_platform
+from r3train.rollout.sglang_answer import ExpectedRoutes, read_answer
+from r3train.types import Prompt
+from r3train.weights.publish import flatten
+
+RECORD = json.loads((Path(__file__).parent / "payloads" / "generate.json").read_text())
+ANSWERS = RECORD["answers"]
+ROUTES = ExpectedRoutes(RECORD["num_layers"], RECORD["topk"], RECORD["num_experts"])
+PROMPT = Prompt("p", 0, "", np.array(RECORD["prompt"], dtype=np.int32), None)
+
+
+def read(name, routes=ROUTES):
+    return read_answer(
+        ANSWERS[name], prompt=PROMPT, sample_id=1, group_id=0, max_new_tokens=400, routes=routes
+    )
+
+
+def test_the_record_is_of_the_installed_sglang():
+    """When this fails, run record_payloads.py and read the difference."""
+    assert RECORD["sglang"] == version("sglang")
+
+
+@pytest.mark.parametrize("name", ["length", "cached_prefix", "stop", "abort", "two_versions"])
+def test_recorded_answers_decode(name):
+    sample = read(name)
+    assert sample.finish_reason == (name if name in ("stop", "abort") else "length")
+    assert sample.token_ids[sample.prompt_len :].tolist() == ANSWERS[name]["output_ids"]
+    assert sample.routed_experts.shape == (sample.num_tokens - 1, ROUTES.num_layers, ROUTES.topk)
+    assert sample.routed_experts.max() < ROUTES.num_experts
+    assert (np.diff(np.sort(sample.routed_experts, -1)) > 0).all(), "an expert twice in a row"
+    assert (sample.rollout_log_probs[sample.loss_mask] < 0).all()
+
+
+def test_a_cached_prefix_brings_the_rows_that_were_computed_first():
+    assert ANSWERS["cached_prefix"]["meta_info"]["cached_tokens"] > 0
+    prompt_rows = len(PROMPT.token_ids) - 1
+    np.testing.assert_array_equal(
+        read("cached_prefix").routed_experts[:prompt_rows],
+        read("length").routed_experts[:prompt_rows],
+    )
+
+
+def test_tokens_on_both_sides_of_an_update_carry_their_own_version():
+    sample = read("two_versions")
+    versions = sample.weight_versions[sample.prompt_len :]
+    assert versions[0] == 0 and versions[-1] == 1
+    assert (np.diff(versions) >= 0).all()
+
+
+def test_an_answer_that_was_not_asked_for_routes_has_none():
+    assert read("no_routes", routes=None).routed_experts is None
+    with pytest.raises(ValueError, match="carries no routed_experts"):
+        read("no_routes")
+
+
+def test_a_recorded_answer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="bytes, expected"):
+        read("length", ExpectedRoutes(RECORD["num_layers"] + 1, RECORD["topk"], 8))
+    with pytest.raises(ValueError, match="expected -1 to 2"):
+        read("length", ExpectedRoutes(RECORD["num_layers"], RECORD["topk"], 3))
+
+
+def test_a_flattened_bucket_is_what_sglang_reconstructs():
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket = [("a", torch.randn(3, 5).t()), ("b", torch.randn(7)), ("c", torch.tensor(2.0))]
+    empty = FlattenedTensorBucket.empty(
+        [name for name, _ in bucket],
+        [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+        [list(tensor.shape) for _, tensor in bucket],
+        "cpu",
+    )
+    empty.get_flattened_tensor().copy_(flatten(bucket, "cpu"))
+    for (name, tensor), (got_name, got) in zip(bucket, empty.reconstruct_tensors(), strict=True):
+        assert name == got_name and torch.equal(tensor, got)
+
+
+def test_the_platform_stands_aside_where_cuda_is(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert sglang_cpu_platform.activate() is None
+
+
+def test_the_platform_is_registered_and_its_class_exists(monkeypatch):
+    (found,) = entry_points(group="sglang.srt.platforms", name="r3train_cpu")
+    assert found.load() is sglang_cpu_platform.activate
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    module, name = sglang_cpu_platform.activate().rsplit(".", 1)
+    platform = getattr(__import__(module, fromlist=[name]), name)()
+    assert platform.get_default_attention_backend() == "torch_native"
+    assert platform.is_out_of_tree()

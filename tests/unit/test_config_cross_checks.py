@@ -1,0 +1,328 @@
+"""Rules between sections and against the checkpoint: each one in the case where it fires."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import (
+    check_model,
+    check_static,
+    prompt_limit,
+    replay_warnings,
+)
+from r3train.config.hf_facts import HfModelFacts
+
+REQUIRED = {
+    "hf_checkpoint": "model",
+    "prompt_data": "prompts.jsonl",
+    "num_rollout": 3,
+    "rollout_batch_size": 4,
+    "rollout_max_response_len": 8,
+    "n_samples_per_prompt": 4,
+}
+R3 = {"use_rollout_routing_replay": True}
+
+
+def config(**fields) -> RunConfig:
+    return RunConfig.from_sources(flags={**REQUIRED, **fields})
+
+
+def facts(**changes) -> HfModelFacts:
+    base = dict(
+        path=Path("model"),
+        model_type="qwen3_moe",
+        num_hidden_layers=4,
+        num_experts=8,
+        num_experts_per_tok=2,
+        vocab_size=64,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        moe_layer_numbers=(1, 2, 3, 4),
+        eos_token_ids=(1,),
+        tie_word_embeddings=False,
+    )
+    return HfModelFacts(**{**base, **changes})
+
+
+DENSE = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
+
+
+def static_refuses(message: str, world_size: int = 1, **fields) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_static(config(**fields), world_size)
+
+
+def model_refuses(message: str, hf: HfModelFacts, world_size: int = 1, **fields) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_model(config(**fields), hf, world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size, fields",
+    [
+        (1, {}),
+        (1, R3),
+        (2, {"expert_model_parallel_size": 2, **R3}),
+        (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+        (4, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        (4, {"context_parallel_size": 2, "expert_model_parallel_size": 4}),
+        (
+            8,
+            {
+                "tensor_model_parallel_size": 2,
+                "sequence_parallel": True,
+                "pipeline_model_parallel_size": 2,
+                "expert_model_parallel_size": 2,
+                "expert_tensor_parallel_size": 2,
+            },
+        ),
+        (3, {"pipeline_model_parallel_size": 3, "decoder_first_pipeline_num_layers": 2}),
+    ],
+)
+def test_topologies_that_fit_pass(world_size, fields):
+    check_static(config(**fields), world_size)
+    check_model(config(**fields), facts(), world_size)
+
+
+@pytest.mark.parametrize(
+    "message, world_size, fields",
+    [
+        ("world size 3 does not divide by tensor_model", 3, {"tensor_model_parallel_size": 2}),
+        ("world size 1 does not divide by tensor_model", 1, {"context_parallel_size": 2}),
+        ("= 4$", 6, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
+        ("expert_model_parallel_size 4", 2, {"expert_model_parallel_size": 4}),
+        ("expert_tensor_parallel_size 2", 1, {"expert_tensor_parallel_size": 2}),
+        ("--sequence-parallel needs", 1, {"sequence_parallel": True}),
+        ("--virtual-pipeline", 1, {"virtual_pipeline_model_parallel_size": 2}),
+        ("--decoder-first-pipeline", 1, {"decoder_first_pipeline_num_layers": 2}),
+        (
+            "needs --use-distributed",
+            1,
+            {"overlap_param_gather": True, "use_distributed_optimizer": False},
+        ),
+        ("needs --overlap-grad", 1, {"overlap_param_gather": True}),
+    ],
+)
+def test_topologies_that_do_not_fit_are_refused(message, world_size, fields):
+    static_refuses(message, world_size, **fields)
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
+        ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
+        ("--save-interval needs --save", {"save_interval": 2}),
+        (
+            "leaves no room for a prompt in rollout_max_context_len 8",
+            {"rollout_max_context_len": 8},
+        ),
+        (
+            "rollout_max_prompt_len 3 .* = 11 exceeds rollout_max_context_len 10",
+            {"rollout_max_context_len": 10, "rollout_max_prompt_len": 3},
+        ),
+        ("n_samples_per_prompt must be at least 2, got 1", {"n_samples_per_prompt": 1}),
+        ("tis_clip_low 3.0 exceeds tis_clip 2.0", {"tis_clip_low": 3.0}),
+        ("--ref-load needs --kl-loss-coef", {"ref_load": "ref"}),
+        ("min_lr 1.0 exceeds lr", {"min_lr": 1.0}),
+        ("full needs --recompute-method", {"recompute_granularity": "full"}),
+        ("need --recompute-granularity full", {"recompute_method": "uniform"}),
+        ("needs --recompute-granularity selective", {"recompute_modules": ["moe"]}),
+        ("nowhere: no such checkpoint directory", {"load": "nowhere"}),
+        (
+            r"transformer_overrides.context_parallel_size has a flag of its own",
+            {"transformer_overrides": {"context_parallel_size": 2}},
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(message, fields):
+    static_refuses(message, **fields)
+
+
+def test_a_step_smaller_than_the_data_parallel_ranks_is_refused():
+    static_refuses("global_batch_size 2 is below the 4", 4, global_batch_size=2)
+
+
+def test_every_broken_rule_is_told_at_once():
+    with pytest.raises(ValueError) as caught:
+        check_static(config(global_batch_size=5, save_interval=2, sequence_parallel=True), 1)
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_checks_change_nothing():
+    made = config(expert_model_parallel_size=2, **R3)
+    before = made.model_copy(deep=True)
+    check_static(made, 2)
+    check_model(made, facts(), 2)
+    assert made == before
+
+
+CONFLICTS = {
+    "moe_router_fusion": (True, "fused router"),
+    "moe_router_load_balancing_type": ("sinkhorn", "sinkhorn and quantile"),
+    "moe_expert_capacity_factor": (1.5, "capacity dropping"),
+    "moe_pad_expert_input_to_capacity": (True, "capacity"),
+    "moe_router_force_load_balancing": (True, "random"),
+    "enable_cuda_graph": (True, "CUDA graph"),
+    "external_cuda_graph": (True, "CUDA graph"),
+    "cuda_graph_impl": ("local", "CUDA graph"),
+    "cuda_graph_scope": ("moe_router", "CUDA graph"),
+    "overlap_moe_expert_parallel_comm": (True, "interleaves two microbatches"),
+}
+
+
+@pytest.mark.parametrize("place", ["transformer_overrides", "sglang"])
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_r3_refuses_what_it_cannot_live_with_wherever_it_is_set(place, name):
+    value, reason = CONFLICTS[name]
+    static_refuses(rf"{place}\.{name} = .*{reason}", **{place: {name: value}}, **R3)
+    check_static(config(**{place: {name: value}}), 1)  # without R3 it is nobody's business here
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("moe_router_fusion", False),
+        ("moe_router_load_balancing_type", "aux_loss"),
+        ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"]),
+        ("moe_expert_capacity_factor", -1.0),
+        ("cuda_graph_impl", "none"),
+        ("moe_router_dtype", "fp32"),
+    ],
+)
+def test_r3_accepts_the_harmless_value_of_the_same_setting(name, value):
+    check_static(config(transformer_overrides={name: value}, **R3), 1)
+
+
+def test_r3_refuses_one_bad_kind_in_a_list():
+    value = ["aux_loss", "quantile"]
+    overrides = {"moe_router_load_balancing_type": value}
+    static_refuses("sinkhorn and quantile", transformer_overrides=overrides, **R3)
+
+
+@pytest.mark.parametrize("value", [False, "false", 0])
+def test_r3_refuses_a_server_that_keeps_its_routes(value):
+    sglang = {"enable_return_routed_experts": value}
+    static_refuses("sglang.enable_return_routed_experts is off", sglang=sglang, **R3)
+    check_static(config(sglang=sglang), 1)
+
+
+def test_r3_refuses_unchunked_prefill_with_the_reason():
+    static_refuses("kills the server", sglang={"chunked_prefill_size": -1}, **R3)
+    check_static(config(sglang={"chunked_prefill_size": 2048}, **R3), 1)
+
+
+@pytest.mark.parametrize("replay", [True, False])
+@pytest.mark.parametrize("place", ["transformer_overrides", "sglang"])
+@pytest.mark.parametrize("name", ["use_rollout_routing_replay", "moe_enable_routing_replay"])
+def test_a_replay_flag_in_nested_settings_is_refused(place, name, replay):
+    static_refuses(
+        rf"{name}.* --use-rollout-routing-replay|{name} has a flag",
+        use_rollout_routing_replay=replay,
+        **{place: {name: True}},
+    )
+
+
+def test_a_planted_bug_needs_replay_and_the_check():
+    static_refuses("no replay to spoil", plant_bug="one_expert")
+    static_refuses("nothing would notice", plant_bug="one_expert", **R3)
+    check_static(config(plant_bug="bypass", enable_r3_correctness_check=True, **R3), 1)
+
+
+def test_the_check_without_the_master_switch_is_one_warning_and_no_error():
+    made = config(enable_r3_correctness_check=True)
+    check_static(made, 1)
+    assert len(replay_warnings(made)) == 1
+    assert "no effect without --use-rollout-routing-replay" in replay_warnings(made)[0]
+    assert replay_warnings(config(enable_r3_correctness_check=True, **R3)) == []
+    assert replay_warnings(config()) == []
+
+
+@pytest.mark.parametrize(
+    "message, hf, fields",
+    [
+        ("num_attention_heads 4 does not", {}, {"tensor_model_parallel_size": 8}),
+        (
+            "vocab_size 63 does not divide by tensor_model_parallel_size 2",
+            {"vocab_size": 63},
+            {"tensor_model_parallel_size": 2},
+        ),
+        (
+            "num_key_value_heads 3 is neither",
+            {"num_attention_heads": 6, "num_key_value_heads": 3},
+            {"tensor_model_parallel_size": 2},
+        ),
+        (
+            "8 experts do not divide by expert_model_parallel_size 3",
+            {},
+            {"expert_model_parallel_size": 3},
+        ),
+        ("qwen3 has no experts", DENSE, {"expert_model_parallel_size": 2}),
+        ("num_experts_per_tok 9 exceeds", {"num_experts_per_tok": 9}, {}),
+        ("needs --sequence-parallel: Megatron", {}, {"tensor_model_parallel_size": 2}),
+        ("4 layers do not divide by 3 pipeline stages", {}, {"pipeline_model_parallel_size": 3}),
+        (
+            "leave -1 for 1 stages",
+            {},
+            {"pipeline_model_parallel_size": 2, "decoder_first_pipeline_num_layers": 5},
+        ),
+        (
+            "leave 1 for 0 stages",
+            {},
+            {
+                "pipeline_model_parallel_size": 2,
+                "decoder_first_pipeline_num_layers": 2,
+                "decoder_last_pipeline_num_layers": 1,
+            },
+        ),
+        (
+            "a stage of 3 layers does not divide by virtual",
+            {"num_hidden_layers": 6, "moe_layer_numbers": tuple(range(1, 7))},
+            {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        ),
+        ("rollout_max_context_len 600 exceeds", {}, {"rollout_max_context_len": 600}),
+        ("leaves no room for a prompt in max_position", {}, {"rollout_max_response_len": 512}),
+        ("leaves no room .* sglang context_length 8", {}, {"sglang": {"context_length": 8}}),
+        ("= 513 exceeds max_position_embeddings 512", {}, {"rollout_max_prompt_len": 505}),
+        (r"64 is not in 0\.\.63", {}, {"rollout_stop_token_ids": [64]}),
+        ("model is qwen3 without experts", DENSE, R3),
+        (r"layers \[2\] are dense", {"moe_layer_numbers": (1, 3, 4)}, {}),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(message, hf, fields):
+    model_refuses(message, facts(**hf), 24, **fields)
+
+
+def test_a_dense_model_is_fine_without_r3():
+    check_model(config(), facts(**DENSE), 1)
+
+
+def test_27_layers_go_over_two_uneven_stages():
+    hf = facts(num_hidden_layers=27, moe_layer_numbers=tuple(range(1, 28)))
+    fields = {"pipeline_model_parallel_size": 2}
+    model_refuses("27 layers do not divide by 2", hf, 2, **fields)
+    check_model(config(decoder_last_pipeline_num_layers=13, **fields), hf, 2)
+
+
+@pytest.mark.parametrize(
+    "fields, limit",
+    [
+        ({}, (504, "max_position_embeddings 512 - rollout_max_response_len 8")),
+        (
+            {"rollout_max_context_len": 20},
+            (12, "rollout_max_context_len 20 - rollout_max_response_len 8"),
+        ),
+        ({"rollout_max_prompt_len": 5}, (5, "rollout_max_prompt_len 5")),
+        (
+            {"sglang": {"context_length": 30}},
+            (22, "sglang context_length 30 - rollout_max_response_len 8"),
+        ),
+    ],
+)
+def test_the_prompt_limit_is_the_tightest_one_and_named(fields, limit):
+    assert prompt_limit(config(**fields), facts()) == limit

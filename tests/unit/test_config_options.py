@@ -1,0 +1,208 @@
+"""The command line: flags made from the sections."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.config import RunConfig
+from r3train.config.options import train_options, usage_errors
+from r3train.config.sources import places
+
+REQUIRED = (
+    "--hf-checkpoint m --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4"
+    " --rollout-max-response-len 8"
+).split()
+
+
+def run(*args: str, required: bool = True, **environ: str):
+    seen = []
+
+    @train_options
+    def train(config: RunConfig) -> None:
+        """Train."""
+        seen.append(config)
+
+    words = [*(REQUIRED if required else []), *args]
+    result = CliRunner(env={"R3_MISMATCH_THRESHOLD": None, **environ}).invoke(train, words)
+    return result, (seen[0] if seen else None)
+
+
+def parsed(*args: str, **environ: str) -> RunConfig:
+    result, config = run(*args, **environ)
+    assert result.exit_code == 0, result.output
+    return config
+
+
+def refused(*args: str, required: bool = True, **environ: str) -> str:
+    result, config = run(*args, required=required, **environ)
+    assert result.exit_code == 2 and config is None
+    assert "Traceback" not in result.output
+    return result.output
+
+
+def test_help_shows_every_field_under_its_section():
+    result, _ = run("--help", required=False)
+    assert result.exit_code == 0
+    position = -1
+    for section in RunConfig.model_fields:
+        heading = result.output.index(f"[{section}] in the file:")
+        assert heading > position
+        position = heading
+    for place in places(RunConfig).values():
+        if place.name not in ("sglang", "transformer_overrides"):
+            assert place.flag in result.output or f"--[no-]{place.flag[2:]}" in result.output
+    assert "--sglang-FLAG" in result.output and "--transformer-override" in result.output
+
+
+def test_every_field_is_a_flag():
+    for place in places(RunConfig).values():
+        if place.name in ("sglang", "transformer_overrides"):
+            continue
+        words = [place.flag]
+        kind = str(place.info.annotation)
+        if "bool" not in kind:
+            choice = kind.partition("Literal['")[2].partition("'")[0]
+            words.append(choice or ("m:f" if place.name == "custom_rm_path" else "1"))
+            if place.name == "rollout_max_context_len":
+                words[-1] = "2"
+            if place.name == "virtual_pipeline_model_parallel_size":
+                words[-1] = "2"
+            if place.name in ("eps_clip", "adam_beta1", "adam_beta2"):
+                words[-1] = "0.5"
+        config = parsed(*words)
+        value = getattr(getattr(config, place.section), place.name)
+        assert value not in (None, False, []), place.name
+
+
+def test_flags_take_typed_values():
+    config = parsed("--lr", "3e-3", "--rollout-top-k", "-1", "--save", "ck", "--optimizer", "sgd")
+    assert config.trainer.lr == 3e-3
+    assert config.rollout.rollout_top_k == -1
+    assert str(config.trainer.save) == "ck"
+    assert config.trainer.optimizer == "sgd"
+
+
+def test_booleans_have_an_on_and_an_off_flag(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text("[run]\nplot = false\n[trainer]\nci_test = true\n")
+    config = parsed("--config", str(path), "--plot", "--no-ci-test", "--bf16")
+    assert config.run.plot and config.model.bf16 and not config.trainer.ci_test
+    config = parsed("--config", str(path))
+    assert not config.run.plot and config.trainer.ci_test
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--recompute-modules moe core_attn mla",
+        "--recompute-modules moe,core_attn,mla",
+        "--recompute-modules moe --recompute-modules core_attn,mla",
+        "--recompute-modules=moe,core_attn mla --bf16",
+    ],
+)
+def test_lists_are_repeated_or_separated_by_spaces_or_commas(words):
+    words = words.replace("=moe,core_attn mla", " moe,core_attn mla")
+    assert parsed(*words.split()).model.recompute_modules == ["moe", "core_attn", "mla"]
+
+
+def test_a_list_with_an_equals_sign_takes_commas():
+    config = parsed("--rollout-stop-token-ids=5,6", "--bf16")
+    assert config.rollout.rollout_stop_token_ids == [5, 6]
+
+
+def test_a_list_flag_without_a_value_is_an_error():
+    assert "--recompute-modules needs at least one value" in refused("--recompute-modules")
+
+
+def test_none_unsets_what_the_file_sets(tmp_path):
+    path = tmp_path / "r.toml"
+    path.write_text('[trainer]\nsave = "ck"\nglobal_batch_size = 4\n')
+    config = parsed("--config", str(path), "--save", "none", "--global-batch-size", "none")
+    assert config.trainer.save is None and config.trainer.global_batch_size is None
+
+
+def test_server_flags_pass_through_with_and_without_values():
+    config = parsed(
+        *"--sglang-mem-fraction-static 0.3 --sglang-sleep-on-idle --bf16".split(),
+        *"--sglang-chunked-prefill-size -1 --sglang-attention-backend=torch_native".split(),
+        *"--sglang-cuda-graph-bs 1 2 4 --lr 1".split(),
+    )
+    assert config.rollout.sglang == {
+        "mem_fraction_static": 0.3,
+        "sleep_on_idle": True,
+        "chunked_prefill_size": -1,
+        "attention_backend": "torch_native",
+        "cuda_graph_bs": [1, 2, 4],
+    }
+    assert config.model.bf16 and config.trainer.lr == 1
+
+
+def test_a_server_flag_given_twice_is_an_error():
+    assert "given twice" in refused("--sglang-tp-size", "1", "--sglang-tp-size", "2")
+
+
+def test_transformer_overrides_take_names_and_typed_values():
+    config = parsed(
+        *"--transformer-override moe_z_loss_coeff=1e-3 moe_layer_freq=[0,1]".split(),
+        *"--transformer-override moe_router_dtype=fp32 --transformer-override a=True".split(),
+    )
+    assert config.model.transformer_overrides == {
+        "moe_z_loss_coeff": 1e-3,
+        "moe_layer_freq": [0, 1],
+        "moe_router_dtype": "fp32",
+        "a": True,
+    }
+
+
+def test_an_override_that_is_no_assignment_is_an_error():
+    assert "expected NAME=VALUE, got 'moe'" in refused("--transformer-override", "moe")
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("--hf-chekpoint m", "Did you mean '--hf-checkpoint'?"),
+        ("--num_rollout 1", "'--num-rollout'"),
+        ("--moe-zzz-qqq 1", "--transformer-override NAME=VALUE"),
+        ("--optimizer adan", "Did you mean adam?"),
+        ("--lr fast", "'--lr': 'fast' is not a number."),
+        ("--num-rollout 1.5", "'--num-rollout': '1.5' is not an integer."),
+        ("--num-rollout 0", "--num-rollout: input should be greater than or equal to 1, got 0"),
+        ("--lr", "'--lr' requires an argument"),
+        ("stray", "unexpected extra argument (stray)"),
+        ("--config nowhere.toml", "nowhere.toml: cannot read the configuration"),
+    ],
+)
+def test_a_wrong_flag_ends_with_code_2_and_says_what_is_wrong(words, message):
+    assert message in " ".join(refused(*words.split()).split())
+
+
+def test_missing_required_fields_are_all_named():
+    output = refused(required=False)
+    for flag in REQUIRED[::2]:
+        assert f"{flag} is required" in output
+
+
+def test_the_environment_gives_the_threshold():
+    assert parsed(R3_MISMATCH_THRESHOLD="0.25").replay.r3_mismatch_threshold == 0.25
+    assert "R3_MISMATCH_THRESHOLD" in refused(R3_MISMATCH_THRESHOLD="x")
+
+
+def test_an_error_of_the_command_itself_is_not_taken_for_a_usage_error():
+    @train_options
+    def train(config: RunConfig) -> None:
+        raise ValueError("mine")
+
+    result = CliRunner().invoke(train, REQUIRED)
+    assert isinstance(result.exception, ValueError) and result.exit_code == 1
+
+
+def test_usage_errors_turns_a_check_into_exit_code_2():
+    @train_options
+    def train(config: RunConfig) -> None:
+        with usage_errors():
+            raise ValueError("world size 3 does not divide")
+
+    result = CliRunner().invoke(train, REQUIRED)
+    assert result.exit_code == 2 and "world size 3 does not divide" in result.output

@@ -1,0 +1,212 @@
+"""Prompts: what is read, what is refused and how, and the order they are drawn in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from r3train.data import PromptOrder, load_prompts, load_tokenizer
+
+
+class WordTokenizer:
+    """One token a word; the chat template writes the roles."""
+
+    def encode(self, text, *, add_special_tokens=True):
+        return [len(word) for word in text.split()]
+
+    def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
+        assert add_generation_prompt and not tokenize
+        turns = [f"<{turn['role']}> {turn['content']}" for turn in conversation]
+        return " ".join([*turns, "<assistant>"])
+
+
+def load(path, **options):
+    return load_prompts(path, tokenizer=WordTokenizer(), **options)
+
+
+def jsonl(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    return path
+
+
+LINE = {"input": "name some animals", "label": ["cat"]}
+
+
+def test_a_line_becomes_a_prompt(tmp_path):
+    metadata = {"num_words": 8}
+    prompts = load(jsonl(tmp_path, LINE, {**LINE, "input": "hi", "metadata": metadata}))
+    assert [prompt.prompt_id for prompt in prompts] == ["prompts.jsonl:0", "prompts.jsonl:1"]
+    assert prompts[0].text == "name some animals" and prompts[0].label == ["cat"]
+    assert prompts[0].token_ids.dtype == np.int32
+    assert prompts[0].token_ids.tolist() == [4, 4, 7]
+    assert (prompts[0].metadata, prompts[1].metadata) == ({}, metadata)
+
+
+def test_keys_may_have_other_names(tmp_path):
+    path = jsonl(tmp_path, {"q": "a b", "a": 4, "m": {"x": 1}})
+    (prompt,) = load(path, input_key="q", label_key="a", metadata_key="m")
+    assert (prompt.text, prompt.label, prompt.metadata) == ("a b", 4, {"x": 1})
+
+
+def test_blank_lines_are_skipped_and_still_counted(tmp_path):
+    assert [prompt.index for prompt in load(jsonl(tmp_path, LINE, "", LINE))] == [0, 2]
+
+
+def test_the_chat_template_wraps_text_and_messages(tmp_path):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    path = jsonl(tmp_path, LINE, {"input": messages, "label": 1})
+    first, second = load(path, apply_chat_template=True)
+    assert first.text == "<user> name some animals <assistant>"
+    assert second.text == "<system> be brief <user> hi <assistant>"
+
+
+def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    lines = [{**LINE, "metadata": {"num_words": n}} for n in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(lines), tmp_path / "p.parquet")
+    ours, theirs = load(tmp_path / "p.parquet"), load(jsonl(tmp_path, *lines))
+    assert [(p.text, p.label, p.metadata) for p in ours] == [
+        (p.text, p.label, p.metadata) for p in theirs
+    ]
+    assert [p.prompt_id for p in ours] == ["p.parquet:0", "p.parquet:1", "p.parquet:2"]
+
+
+def test_a_broken_parquet_file_is_named(tmp_path):
+    path = tmp_path / "p.parquet"
+    path.write_text("no parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet: cannot read as parquet"):
+        load(path)
+
+
+def test_a_parquet_row_is_named(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [LINE, {**LINE, "label": None}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    with pytest.raises(ValueError, match=r"p\.parquet row 2: key label is null"):
+        load(tmp_path / "p.parquet")
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        ('{"input": "a" "label": 1}', r"line 2 column 15: not JSON"),
+        ("not json", r"line 2 column 1: not JSON"),
+        ("[1]", r"line 2: expected a JSON object, got list"),
+        ({"label": 1, "other": 2}, r"line 2: key input is missing; keys there: label, other"),
+        ({"input": "a"}, r"line 2: key label is missing; keys there: input"),
+        ({"input": "a", "label": None}, r"line 2: key label is null"),
+        ({}, r"line 2: key input is missing; keys there: none"),
+        ({"input": "", "label": 1}, r"line 2: key input: the prompt is empty"),
+        ({"input": " \n", "label": 1}, r"line 2: key input: the prompt is empty"),
+        ({"input": 7, "label": 1}, r"line 2: key input must be text, got int"),
+        ({"input": [], "label": 1}, r"line 2: key input must be text, got list"),
+        ({**LINE, "metadata": 3}, r"line 2: key metadata must be an object, got int"),
+        (
+            {"input": "one two three four", "label": 1},
+            r"line 2: the prompt has 4 tokens, at most 3 fit \(the limit's name\)",
+        ),
+    ],
+)
+def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, bad, message):
+    path = jsonl(tmp_path, LINE, bad)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl " + message):
+        load(path, max_prompt_len=3, limit_name="the limit's name")
+
+
+@pytest.mark.parametrize("bad", [[], 7, [{"role": "user"}], ["hi"]])
+def test_bad_chat_messages_are_named(tmp_path, bad):
+    with pytest.raises(ValueError, match=r"line 1: key input"):
+        load(jsonl(tmp_path, {"input": bad, "label": 1}), apply_chat_template=True)
+
+
+def test_a_chat_template_that_fails_names_the_line(tmp_path):
+    class Broken(WordTokenizer):
+        def apply_chat_template(self, *args, **options):
+            raise RuntimeError("no such role")
+
+    with pytest.raises(ValueError, match="line 1: the chat template fails: no such role"):
+        load_prompts(jsonl(tmp_path, LINE), tokenizer=Broken(), apply_chat_template=True)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(json.dumps(LINE).encode() + b'\n{"input": "\xff"}\n')
+    with pytest.raises(ValueError, match="line 2: not UTF-8 at byte 12"):
+        load(path)
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_an_error(tmp_path, content):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"prompts\.jsonl: holds no prompts"):
+        load(path)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match=r"nowhere\.jsonl: no such prompt file \(prompt_data\)"):
+        load(tmp_path / "nowhere.jsonl")
+
+
+def test_another_kind_of_file_is_an_error(tmp_path):
+    (tmp_path / "p.csv").write_text("a")
+    with pytest.raises(ValueError, match=r"from \.jsonl or \.parquet, got '\.csv'"):
+        load(tmp_path / "p.csv")
+
+
+def test_a_prompt_at_the_limit_passes(tmp_path):
+    assert len(load(jsonl(tmp_path, LINE), max_prompt_len=3)) == 1
+
+
+def test_a_directory_without_a_tokenizer_is_named(tmp_path):
+    with pytest.raises(ValueError, match="no tokenizer there"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="cannot load the tokenizer"):
+        load_tokenizer(tmp_path)
+
+
+def test_torchvision_imports_beside_this_torch_however_often_its_ops_are_declared():
+    code = (
+        "from r3train.torchvision_stub import declare_torchvision_ops as declare\n"
+        "declare(); declare()\n"
+        "import torchvision\n"
+        "declare()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_epoch_draws_every_prompt_once_in_another_order():
+    order = PromptOrder(50, seed=1)
+    first, second = order.indices(0, 50), order.indices(50, 50)
+    assert sorted(first) == sorted(second) == list(range(50))
+    assert first != second and first != sorted(first)
+
+
+def test_the_order_depends_on_seed_and_cursor_alone():
+    everything = PromptOrder(7, seed=3).indices(0, 100)
+    for start in (0, 1, 6, 7, 8, 50):
+        for count in (0, 1, 7, 20, 50):
+            part = PromptOrder(7, seed=3).indices(start, count)
+            assert part == everything[start : start + count]
+    assert PromptOrder(7, seed=4).indices(0, 100) != everything
+
+
+def test_without_shuffling_the_order_is_the_file():
+    assert PromptOrder(3, seed=1, shuffle=False).indices(2, 5) == [2, 0, 1, 2, 0]
+
+
+def test_a_bad_cursor_or_size_is_refused():
+    with pytest.raises(ValueError, match="must not be negative"):
+        PromptOrder(3, seed=1).indices(-1, 2)
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        PromptOrder(0, seed=1)

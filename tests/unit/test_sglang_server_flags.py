@@ -1,0 +1,69 @@
+"""The server's command line and environment, without starting it."""
+
+import pytest
+
+from r3train.rollout.sglang_server import SGLangServer, log_tail, server_flags
+
+
+def value_of(command, flag):
+    return command[command.index(flag) + 1]
+
+
+def test_flags_are_spelled_as_sglang_reads_them():
+    args = {"tp_size": 2, "a_b": True, "off": False, "none": None, "xs": [1, 2], "f": 0.5}
+    assert server_flags(args) == ["--tp-size", "2", "--a-b", "--xs", "1", "2", "--f", "0.5"]
+
+
+def test_a_cpu_server_is_started_for_exact_versions_and_an_idle_core(tmp_path):
+    server = SGLangServer("m", tmp_path / "log", return_routed_experts=True, device="cpu", seed=9)
+    command = server.command()
+    for flag in (
+        "--disable-overlap-schedule",
+        "--sleep-on-idle",
+        "--skip-tokenizer-init",
+        "--enable-return-routed-experts",
+    ):
+        assert flag in command
+    assert value_of(command, "--device") == "cpu" and value_of(command, "--random-seed") == "9"
+    assert value_of(command, "--weight-version") == "0"
+    assert value_of(command, "--host") == "127.0.0.1" and "--api-key" not in command
+    assert server.environment()["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
+    command = SGLangServer("m", tmp_path / "log", device="cuda").command()
+    for flag in ("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"):
+        assert flag not in command
+    assert "--enable-return-routed-experts" not in command
+
+
+@pytest.mark.parametrize("key", ["max_total_tokens", "max-total-tokens", "--max-total-tokens"])
+def test_passthrough_arguments_win_over_the_defaults(tmp_path, key):
+    server = SGLangServer("m", tmp_path / "log", device="cpu", server_args={key: 77})
+    assert value_of(server.command(), "--max-total-tokens") == "77"
+    assert server.command().count("--max-total-tokens") == 1
+
+
+def test_a_host_beyond_loopback_gets_a_random_key(tmp_path):
+    servers = [
+        SGLangServer("m", tmp_path / "log", device="cpu", host="0.0.0.0", port=3) for _ in "ab"
+    ]
+    keys = {value_of(server.command(), "--api-key") for server in servers}
+    assert len(keys) == 2 and all(len(key) >= 32 for key in keys)
+
+
+def test_the_trainers_process_group_is_hidden_from_the_server(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = SGLangServer("m", tmp_path / "log", device="cpu").environment()
+    assert environment["KEPT"] == "yes" and environment["HF_HUB_OFFLINE"] == "1"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & environment.keys()
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
+
+
+def test_the_tail_of_a_log_is_its_last_lines_and_nothing_for_no_file(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("\n".join(f"line {i}" for i in range(20000)))
+    assert log_tail(path, 2) == "line 19998\nline 19999"
+    assert log_tail(tmp_path / "none") == ""
