@@ -90,6 +90,15 @@ class EngineControl:
             sizes.append(int(info["tp_size"]))
         return sizes
 
+    def require_routed_experts(self) -> None:
+        """Raise ValueError for a server that would answer without routes (external ones may)."""
+        for url, info in zip(self._http.urls, self.server_info(), strict=True):
+            if not info.get("enable_return_routed_experts"):
+                raise ValueError(
+                    f"engine {url} was started without --enable-return-routed-experts: "
+                    "--use-rollout-routing-replay has nothing to replay"
+                )
+
     def pause_generation(self, mode: str = "in_place") -> None:
         self._run(self._control.pause_generation(mode))
 

@@ -98,10 +98,16 @@ class SGLangServer:
         device: str | None = None,
         weight_version: int = 0,
     ) -> None:
+        given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
+        if return_routed_experts and str(given.get("chunked_prefill_size")) == "-1":
+            raise ValueError(
+                "sglang chunked_prefill_size -1 with routed experts: SGLang then sizes its buffer of "
+                "routes by max_running_requests, and a longer prefill kills the server"
+            )
         self.model_path = str(model_path)
         self.log_path = Path(log_path)
         self.dtype = dtype
-        self.server_args = dict(server_args or {})
+        self.server_args = given
         self.return_routed_experts = return_routed_experts
         self.seed = seed
         self.start_timeout_s = start_timeout_s
@@ -145,7 +151,7 @@ class SGLangServer:
                 "max_total_tokens": 32768,
                 "sleep_on_idle": True,  # else an idle scheduler burns a core
             }
-        args |= {key.lstrip("-").replace("-", "_"): v for key, v in self.server_args.items()}
+        args |= self.server_args
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
         if self.api_key:
             args["api_key"] = self.api_key

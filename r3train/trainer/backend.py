@@ -16,9 +16,15 @@ class TrainerBackend(Protocol):
     topology: RankTopology
 
     def compute_log_probs(
-        self, slices: Sequence[RankSlice], replay_pass: str
+        self,
+        slices: Sequence[RankSlice],
+        replay_pass: str | None,
+        temperature: float | None = None,
     ) -> dict[int, torch.Tensor]:
         """Log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
+
+        replay_pass: old_log_prob, ref_log_prob, or None to let the routers choose for themselves;
+        temperature: the rollout's unless given.
 
         Held by the last pipeline stage and laid out as its slices are; empty on other stages.
         """

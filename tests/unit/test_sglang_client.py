@@ -10,6 +10,7 @@ import pytest
 from aiohttp import web
 
 from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sample_seed
+from r3train.rollout.engine_control import EngineControl
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.rollout.sglang_http import SGLangHTTP, base_url
 from r3train.types import Prompt
@@ -277,3 +278,22 @@ def test_an_address_without_a_port_is_refused(addr):
 def test_no_address_at_all_is_refused():
     with pytest.raises(ValueError, match="no engine address"):
         SGLangHTTP([])
+
+
+async def facts(_request, _body):
+    return web.json_response({"tp_size": 2, "pp_size": 2, "enable_return_routed_experts": False})
+
+
+@pytest.mark.parametrize(
+    "question, message",
+    [
+        ("require_routed_experts", "started without --enable-return-routed-experts"),
+        ("update_group_sizes", "runs with pp_size 2"),
+    ],
+)
+async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
+    async with Fake(facts).running() as addr:
+        with EngineControl([addr]) as engine:
+            with pytest.raises(ValueError, match=message):
+                await asyncio.to_thread(getattr(engine, question))
+        engine.close()

@@ -67,3 +67,10 @@ def test_the_tail_of_a_log_is_its_last_lines_and_nothing_for_no_file(tmp_path):
     path.write_text("\n".join(f"line {i}" for i in range(20000)))
     assert log_tail(path, 2) == "line 19998\nline 19999"
     assert log_tail(tmp_path / "none") == ""
+
+
+def test_unchunked_prefill_with_routes_is_refused_before_it_kills_the_server(tmp_path):
+    args = {"chunked-prefill-size": -1}
+    SGLangServer("m", tmp_path / "log", device="cpu", server_args=args)
+    with pytest.raises(ValueError, match="chunked_prefill_size -1 with routed experts"):
+        SGLangServer("m", tmp_path / "log", server_args=args, return_routed_experts=True)

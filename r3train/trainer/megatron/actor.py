@@ -7,7 +7,7 @@ evidence.  All ranks call every method together.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -106,19 +106,21 @@ class MegatronActor:
 
     @torch.no_grad()
     def compute_log_probs(
-        self, slices: Sequence[RankSlice], replay_pass: str
+        self,
+        slices: Sequence[RankSlice],
+        replay_pass: str | None,
+        temperature: float | None = None,
     ) -> dict[int, torch.Tensor]:
         """See TrainerBackend.  ``ref_log_prob`` runs with the reference weights."""
         batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
         for chunk in self.model.chunks:
             chunk.eval()
-        step = make_log_prob_step(batches, self.replay, self._loss.temperature)
-        if replay_pass == "ref_log_prob":
-            with self._reference_weights(), self._pass(replay_pass, slices):
-                results = self._run_schedule(step, slices, forward_only=True)
-        else:
-            with self._pass(replay_pass, slices):
-                results = self._run_schedule(step, slices, forward_only=True)
+        if temperature is None:
+            temperature = self._loss.temperature
+        step = make_log_prob_step(batches, self.replay, temperature)
+        weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
+        with weights, self._pass(replay_pass, slices):
+            results = self._run_schedule(step, slices, forward_only=True)
         return {i: log_probs for result in results for i, log_probs in result.items()}
 
     def train_step(
@@ -172,9 +174,9 @@ class MegatronActor:
         )
 
     @contextmanager
-    def _pass(self, replay_pass: str, slices: Sequence[RankSlice]) -> Iterator[None]:
+    def _pass(self, replay_pass: str | None, slices: Sequence[RankSlice]) -> Iterator[None]:
         """Routes staged for exactly one pass; an exception leaves none behind."""
-        if self.replay is None:
+        if self.replay is None or replay_pass is None:
             yield
             return
         self.replay.begin_pass(replay_pass, slices)

@@ -1,0 +1,88 @@
+# Every command of the project: `make help` lists them.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-builtin-rules
+
+# the first interpreter that runs and is 3.11 or 3.12 (a shim on PATH may be there and not run)
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3; do \
+    $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
+    && echo $$p && break; done)
+endif
+# PyPI's torch for Linux is the CUDA build; the CPU one lives here
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# further flags for the demo: make demo ARGS="--num-rollout 5"
+ARGS ?=
+# further arguments for pytest: make test PYTEST_ARGS="-k wire"
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+KEY := $(shell cat requirements/*.txt pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
+CPU_STAMP := .venv/.cpu-$(KEY)
+DEV_STAMP := .venv/.dev-$(KEY)
+PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
+
+.PHONY: help venv dev demo test lint format docs verify bench clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(CPU_STAMP)  ## Make .venv with everything that runs on a CPU machine
+
+dev: $(DEV_STAMP)  ## Add the tools of tests and style to .venv
+
+# A venv of another Python, or one that was copied from elsewhere, is made anew.
+$(CPU_STAMP):
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@wanted=$$($(PYTHON) -c '$(PYTHON_VERSION)'); \
+	found=$$($(BIN)/python -c '$(PYTHON_VERSION)' 2>/dev/null || echo none); \
+	if [ "$$found" != "$$wanted" ] || ! head -3 $(BIN)/pip | grep -qF "$(CURDIR)/$(BIN)/"; then \
+	    echo "making .venv with $(PYTHON) ($$wanted)"; \
+	    $(PYTHON) -m venv --clear .venv; \
+	fi
+	@echo "installing the pinned packages (about 2.5 GB on disk; a few minutes the first time)"
+	@# --no-deps: this index is asked for torch alone, and without it pip goes on to PyPI
+	@$(PIP) --retries 2 --no-deps --extra-index-url $(TORCH_INDEX) -c requirements/constraints.txt torch
+	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
+	@$(PIP) --no-deps -r requirements/nodeps.txt
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@rm -f .venv/.cpu-* .venv/.dev-*
+	@touch $@
+
+$(DEV_STAMP): $(CPU_STAMP)
+	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
+	@rm -f .venv/.dev-*
+	@touch $@
+
+demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= adds flags)
+	$(BIN)/r3train make-tiny-model --output runs/tiny
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 train_async.py \
+	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(ARGS)
+
+test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
+
+lint: dev  ## Check style, layers and that docs/configuration.md is up to date
+	$(BIN)/black --check --quiet . || { $(BIN)/black --check .; exit 1; }
+	$(BIN)/lint-imports
+	$(BIN)/python docs/write_configuration.py --check
+
+format: dev  ## Format the code with black
+	$(BIN)/black .
+
+docs: dev  ## Write docs/configuration.md from the models in r3train/config
+	$(BIN)/python docs/write_configuration.py
+
+verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
+	OMP_NUM_THREADS=1 $(BIN)/r3train verify --mutations
+
+bench: venv  ## Run every benchmarks/bench_*.py
+	@shopt -s nullglob; files=(benchmarks/bench_*.py); \
+	[ $${#files[@]} -gt 0 ] || echo "benchmarks/ holds no bench_*.py"; \
+	for file in "$${files[@]}"; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; done
+
+clean:  ## Remove .venv, caches and build output; runs/ stays
+	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

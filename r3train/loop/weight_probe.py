@@ -1,0 +1,83 @@
+"""After a weight update: does the server hold what the actor holds?
+
+One text goes through both; in float32 the log-probs of every token must agree closely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.trainer.backend import TrainerBackend
+from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+
+TOLERANCE = 1e-4
+
+
+def actor_log_probs(
+    actor: TrainerBackend, topologies: Sequence[RankTopology], token_ids: np.ndarray
+) -> np.ndarray:
+    """The actor's log-prob of each token after those before it, float32[T], entry 0 is 0.
+
+    A collective; every rank gets the result.  Natively routed, at temperature 1.
+    """
+    text = _as_sample(token_ids)
+    mine = actor.topology
+    # data-parallel ranks other than 0 take part with a pack of padding alone
+    some = topologies[0]
+    count = some.pp_size if some.vpp_size > 1 else 1
+    slices = []
+    for j in range(count):
+        own = [text] if mine.dp_rank == 0 and j == 0 else []
+        microbatch = build_microbatch(
+            j,
+            own,
+            cp_size=mine.cp_size,
+            tp_size=mine.tp_size if mine.sequence_parallel else 1,
+            route_shape=None,
+        )
+        slices.append(slice_microbatch(microbatch, mine))
+    log_probs = actor.compute_log_probs(slices, None, temperature=1.0)
+    out = torch.zeros(len(token_ids), dtype=torch.float32)
+    if mine.tp_rank == 0:
+        for s in slices:
+            rows = np.flatnonzero((s.token_uids >= 0) & (s.positions < len(token_ids) - 1))
+            if s.microbatch_id in log_probs and len(rows):
+                found = log_probs[s.microbatch_id].float().cpu()
+                out[torch.from_numpy(s.positions[rows]) + 1] = found[torch.from_numpy(rows)]
+    dist.all_reduce(out)
+    return out.numpy()
+
+
+def _as_sample(token_ids: np.ndarray) -> TrainSample:
+    n = len(token_ids)
+    prompt = Prompt("probe", 0, "", token_ids, None)
+    sample = RolloutSample(
+        sample_id=0,
+        group_id=0,
+        prompt=prompt,
+        token_ids=np.asarray(token_ids, dtype=np.int32),
+        prompt_len=n,
+        loss_mask=np.zeros(n, dtype=bool),
+        rollout_log_probs=np.zeros(n, dtype=np.float32),
+        routed_experts=None,
+        weight_versions=np.full(n, -1, dtype=np.int32),
+        finish_reason="length",
+    )
+    return TrainSample(sample, 0.0, np.zeros(n, dtype=np.float32))
+
+
+def compare(actor: np.ndarray, engine: np.ndarray, version: int, *, tolerance: float) -> float:
+    """The largest difference; raises AssertionError past the tolerance, naming the token."""
+    gap = np.abs(actor - engine)
+    worst = int(gap.argmax())
+    if not gap[worst] <= tolerance:
+        raise AssertionError(
+            f"weight update {version}: the server's log-prob of probe token {worst} is "
+            f"{engine[worst]:.6f}, the actor's {actor[worst]:.6f}; they must agree to {tolerance:g}"
+        )
+    return float(gap[worst])

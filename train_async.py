@@ -1,0 +1,126 @@
+"""Asynchronous RL of a mixture-of-experts model with rollout routing replay.
+
+    torchrun --nproc-per-node 2 train_async.py --config configs/tiny_cpu.toml \
+        --use-rollout-routing-replay --enable-r3-correctness-check
+
+Parse, check, build, run, close; the parts are built in r3train/launch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import replay_warnings
+from r3train.config.options import train_options, usage_errors
+from r3train.launch.job import Job, loop_settings, open_run_dir, preflight, replay_plan
+
+
+@train_options
+def main(config: RunConfig) -> None:
+    """Train with rollouts from SGLang and a Megatron actor; see README.md."""
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    with usage_errors():
+        job = preflight(config, world_size)
+    if config.run.dry_run:
+        if rank == 0:
+            click.echo(config.to_toml())
+        return
+    sys.exit(run(job, rank))
+
+
+def run(job: Job, rank: int) -> int:
+    """Build the parts, run the loop, close the parts; returns the exit code."""
+    began = time.monotonic()
+    from r3train.evidence.console import RunDisplay
+    from r3train.evidence.logging_setup import setup_logging
+    from r3train.trainer.megatron.cpu_device import prepare_device
+
+    config, log = job.config, None
+    live = None if config.run.progress else False
+    with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
+        try:
+            with ExitStack() as parts, display.phase("joining the ranks"):
+                device = prepare_device()
+                from r3train.loop.scatter import broadcast_json
+                from r3train.trainer.megatron import topology
+
+                topology.init_distributed(
+                    config.parallel.distributed_backend,
+                    config.parallel.distributed_timeout_minutes,
+                )
+                parts.callback(topology.shutdown)
+                run_dir = open_run_dir(config, broadcast_json)
+                log = setup_logging(run_dir, rank, config.run.log_level)
+                stay_open = parts.pop_all()
+            with stay_open as parts:
+                train(job, device, rank, run_dir, display, parts)
+            if rank == 0:
+                display.summary(finish(config, run_dir, began))
+        except Exception as error:
+            if log is None:
+                raise
+            log.record_error(error)
+            display.error(error, run_dir / "logs")
+            return 1
+    return 0
+
+
+def train(job, device, rank, run_dir, display, parts: ExitStack) -> None:
+    """One training run; everything opened is closed by ``parts``, in reverse order."""
+    from r3train.evidence.metrics import MetricsWriter
+    from r3train.evidence.writer import EvidenceWriter
+    from r3train.launch.actor import build_actor, resume_point, saver
+    from r3train.launch.engines import Engines
+    from r3train.loop.async_loop import AsyncLoop, RankZero
+
+    config = job.config
+    start = resume_point(config.trainer)
+    engines = None
+    if rank == 0:
+        display.note(f"run directory: {run_dir}")
+        for warning in replay_warnings(config):
+            display.note(f"warning: {warning}", style="yellow")
+        engines = Engines(job, run_dir, display, start)
+        parts.callback(engines.close)
+        engines.start_server()  # comes up while the actor is built
+    with display.phase("building the Megatron actor"):
+        actor = build_actor(job, device)
+    zero = evidence = None
+    if engines is not None:
+        engines.wait_ready()
+        metrics = MetricsWriter(run_dir, config.run.tensorboard)
+        parts.callback(metrics.close)
+        zero = RankZero(engines.start_producer, engines.publisher, engines.probe, display, metrics)
+    if config.r3_check_enabled:
+        evidence = EvidenceWriter(run_dir, rank)
+        parts.callback(evidence.close)
+    AsyncLoop(
+        actor,
+        loop_settings(job, start),
+        replay_plan(job),
+        zero=zero,
+        evidence=evidence,
+        save=saver(actor, config.trainer),
+    ).run()
+
+
+def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
+    """Draw the plot and sum the run up for the last panel."""
+    from r3train.evidence.metrics import read_metrics, summarise
+    from r3train.evidence.plot import plot_run
+
+    if config.run.plot:
+        plot_run(run_dir)
+    wall_s = time.monotonic() - began
+    return {**summarise(read_metrics(run_dir)), "wall_s": wall_s, "run_dir": run_dir}
+
+
+if __name__ == "__main__":  # torch_dist checkpoints spawn writers that import this file again
+    main()
