@@ -18,7 +18,8 @@ ARGS ?=
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts
+# -qq: errors alone
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
 KEY := $(shell cat requirements/*.txt pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 CPU_STAMP := .venv/.cpu-$(KEY)
 DEV_STAMP := .venv/.dev-$(KEY)
@@ -42,16 +43,19 @@ $(CPU_STAMP):
 	    echo "making .venv with $(PYTHON) ($$wanted)"; \
 	    $(PYTHON) -m venv --clear .venv; \
 	fi
-	@echo "installing the pinned packages (about 2.5 GB on disk; a few minutes the first time)"
-	@# --no-deps: this index is asked for torch alone, and without it pip goes on to PyPI
+	@echo "installing into .venv, 1 of 3: torch (the first time takes minutes; 2.6 GB on disk in all)"
+	@# --no-deps: this index is asked for torch alone; where it cannot be reached pip goes on to PyPI
 	@$(PIP) --retries 2 --no-deps --extra-index-url $(TORCH_INDEX) -c requirements/constraints.txt torch
+	@echo "installing into .venv, 2 of 3: what r3train and SGLang import"
 	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
+	@echo "installing into .venv, 3 of 3: SGLang and r3train"
 	@$(PIP) --no-deps -r requirements/nodeps.txt
 	@$(PIP) --no-deps --no-build-isolation -e .
 	@rm -f .venv/.cpu-* .venv/.dev-*
 	@touch $@
 
 $(DEV_STAMP): $(CPU_STAMP)
+	@echo "installing into .venv: tests and style"
 	@$(PIP) -c requirements/constraints.txt -r requirements/dev.txt
 	@rm -f .venv/.dev-*
 	@touch $@
@@ -65,7 +69,7 @@ test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
 
 lint: dev  ## Check style, layers and that docs/configuration.md is up to date
-	$(BIN)/black --check --quiet . || { $(BIN)/black --check .; exit 1; }
+	$(BIN)/black --check .
 	$(BIN)/lint-imports
 	$(BIN)/python docs/write_configuration.py --check
 

@@ -1,0 +1,171 @@
+"""Eyes on a running actor: what each router, block and parameter did, named without the trainer's help.
+
+A row is named by its embedding: on the first stage the decoder's input is looked up in the embedding
+table, and since no token id occurs twice in the batch the row's token is known.  Later stages see the
+same rows in the same order.  A microbatch is the n-th forward of its chunk; a recomputation belongs to
+the forward whose router logits it repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from r3train.trainer.megatron.actor import MegatronActor
+
+
+@dataclass
+class Recording:
+    """All that one rank saw, plain tensors and numbers throughout (torch.save, weights_only)."""
+
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)  # pass -> [microbatch] int64[m]
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+class Probe:
+    """Records the passes of one actor while ``watch`` is open."""
+
+    def __init__(self, actor: MegatronActor, embeddings: Tensor):
+        self._actor = actor
+        self._embeddings = embeddings  # [vocab, hidden] of the checkpoint, in the model's dtype
+        self.recording = Recording()
+        self._pass: str | None = None
+        self._count: dict[int, int] = {}
+        self._current: dict[int, int] = {}
+        self._logits: Tensor | None = None
+
+    def begin(self, name: str | None) -> None:
+        """What follows belongs to this pass; None stops the recording."""
+        self._pass = name
+        self._count.clear()
+
+    @contextmanager
+    def watch(self) -> Iterator[Probe]:
+        """Hooks on the chunks, their blocks and routers; taken off again at the end."""
+        routing = TopKRouter.routing
+        probe = self
+
+        def observed(router: TopKRouter, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+            probe._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
+            return routing(router, logits, *args, **kwargs)
+
+        TopKRouter.routing = observed
+        handles = []
+        for vp_stage, chunk in enumerate(self._actor.model.unwrapped):
+            handles.append(
+                chunk.register_forward_pre_hook(lambda *_, v=vp_stage: self._start_chunk(v))
+            )
+            handles.append(
+                chunk.decoder.register_forward_pre_hook(
+                    lambda m, args, kwargs, v=vp_stage: self._name_rows(v, m, args, kwargs),
+                    with_kwargs=True,
+                )
+            )
+            for layer in chunk.decoder.layers:
+                number = layer.layer_number
+                handles.append(layer.register_forward_hook(self._block_hook(vp_stage, number)))
+                router = getattr(layer.mlp, "router", None)
+                if router is not None:
+                    handles.append(router.register_forward_hook(self._call_hook(vp_stage, number)))
+        try:
+            yield self
+        finally:
+            TopKRouter.routing = routing
+            for handle in handles:
+                handle.remove()
+
+    def _start_chunk(self, vp_stage: int) -> None:
+        self._current[vp_stage] = self._count.get(vp_stage, 0)
+        self._count[vp_stage] = self._current[vp_stage] + 1
+
+    def _name_rows(self, vp_stage: int, module: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=True) and vp_stage == 0
+        if self._pass is None or not first:
+            return
+        hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+        rows = hidden.detach()[:, 0]
+        distance = torch.cdist(rows.float(), self._embeddings.float(), p=1)
+        nearest = distance.min(1)
+        if float(nearest.values.max()) > 0:
+            self.recording.problems.append("a row of the decoder's input is no token's embedding")
+        self.recording.rows.setdefault(self._pass, []).append(nearest.indices.cpu())
+
+    def _block_hook(self, vp_stage: int, number: int) -> Callable:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            if self._pass is None or _in_backward():
+                return
+            hidden = output[0] if isinstance(output, tuple) else output
+            self.recording.blocks.append(
+                dict(
+                    replay_pass=self._pass,
+                    vp_stage=vp_stage,
+                    layer_number=number,
+                    microbatch=self._current[vp_stage],
+                    output=hidden.detach()[:, 0].float().cpu().clone(),
+                )
+            )
+
+        return hook
+
+    def _call_hook(self, vp_stage: int, number: int) -> Callable:
+        def hook(module: Any, args: Any, output: tuple) -> None:
+            if self._pass is None:
+                return
+            stage = "recompute" if _in_backward() else "forward"
+            probs, routing_map = output
+            call = dict(
+                replay_pass=self._pass,
+                stage=stage,
+                vp_stage=vp_stage,
+                layer_number=number,
+                logits=self._logits.float().cpu(),
+                probs=probs.detach().float().cpu().clone(),
+                routing_map=routing_map.detach().cpu().clone(),
+            )
+            call["microbatch"] = (
+                self._current[vp_stage] if stage == "forward" else self._matching_forward(call)
+            )
+            self.recording.calls.append(call)
+
+        return hook
+
+    def _matching_forward(self, call: dict[str, Any]) -> int:
+        """The microbatch whose forward had these router logits; -1 where none did."""
+        for other in self.recording.calls:
+            same = ("replay_pass", "vp_stage", "layer_number")
+            if other["stage"] == "forward" and all(other[k] == call[k] for k in same):
+                a, b = other["logits"], call["logits"]
+                if a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3):
+                    return other["microbatch"]
+        self.recording.problems.append(
+            f"a recomputation of layer {call['layer_number']} repeats no forward"
+        )
+        return -1
+
+
+def _in_backward() -> bool:
+    """Whether autograd is walking a graph right now: anything that runs then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+@torch.no_grad()
+def whole_gradients(actor: MegatronActor) -> None:
+    """Make every rank's gradient buffers whole again where the distributed optimizer shards them."""
+    for chunk in actor.model.chunks:
+        if not chunk.ddp_config.use_distributed_optimizer:
+            continue
+        for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                share = bucket.grad_data.numel() // group.size()
+                own = bucket.grad_data[group.rank() * share : (group.rank() + 1) * share].clone()
+                torch.distributed.all_gather_into_tensor(bucket.grad_data, own, group=group)
