@@ -180,6 +180,9 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         model = kind(config)
+        # transformers zeroes the padding row, and a random policy does write <pad>: the gradient of
+        # an RMSNorm at 0 is 1 / sqrt(eps), a thousand times everybody else's
+        torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)
     model.to(getattr(torch, options.dtype)).save_pretrained(directory)
 
 

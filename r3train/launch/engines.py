@@ -78,6 +78,8 @@ class Engines:
             check_alive=self.check_alive,
             routes=self._routes,
         )
+        if self._routes is not None:
+            self._control.require_routed_experts()
 
     @property
     def _api_key(self) -> str | None:

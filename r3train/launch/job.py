@@ -98,6 +98,9 @@ def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
         # bfloat16 engines differ by rounding alone: the tight bound holds in float32
         probe_tolerance=0.5 if config.model.bf16 else 1e-4,
         save_interval=config.trainer.save_interval,
+        # a resumed actor is ahead of the checkpoint that a server starts from, and what a server
+        # of somebody else's holds is not known
+        publish_at_start=bool(start_rollout or config.rollout.rollout_external_engine_addrs),
     )
 
 

@@ -85,6 +85,7 @@ class LoopSettings:
     probe_tokens: np.ndarray | None  # int32[T], under --check-weight-update-equal
     probe_tolerance: float
     save_interval: int | None
+    publish_at_start: bool  # the servers do not hold the actor's first weights, or may not
 
 
 @dataclass
@@ -126,7 +127,7 @@ class AsyncLoop:
     def run(self) -> None:
         """Train to the end; raises what went wrong, on the rank where it did."""
         s = self._settings
-        if s.start_rollout:  # the servers started from the first weights, the actor did not
+        if s.publish_at_start:
             self._publish(s.start_rollout)
         if self._zero is not None:
             self._source = self._zero.start_source()

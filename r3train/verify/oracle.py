@@ -1,6 +1,6 @@
 """Oracle (b): a plain-PyTorch mixture-of-experts transformer that is told its routes.
 
-One sample at a time, one token's experts at a time, float64, no code of the trainer.  Formulas are
+One sample at a time, one expert at a time, float64, no code of the trainer.  Formulas are
 those of the Hugging Face models of the same names and of the papers cited in place.
 """
 
@@ -99,27 +99,23 @@ def mixture(
     }[variant.score]
     bias = weights.get(f"{prefix}.gate.{BIAS}")
     ranking = (scores if bias is None else scores + bias).detach()
-    out, dense, chosen = [], [], []
-    for t in range(x.shape[0]):
-        experts = complete(routes[t].tolist(), ranking[t])
-        gate = scores[t, experts]
-        if variant.score == "softmax":
-            gate = gate.softmax(-1)
-        elif variant.score == "sigmoid":
-            gate = gate / gate.sum()
-        if variant.family == "glm4_moe":
-            gate = gate * ROUTED_SCALING_FACTOR
-        out.append(
-            sum(
-                p * swiglu(x[t], weights, f"{prefix}.experts.{e}") for p, e in zip(gate, experts)
-            )
-        )
-        dense.append(torch.zeros_like(logits[t]).index_put((torch.tensor(experts),), gate.detach()))
-        chosen.append(experts)
-    result = torch.stack(out)
+    chosen = torch.tensor([complete(row.tolist(), rank) for row, rank in zip(routes, ranking)])
+    gates = scores.gather(1, chosen)
+    if variant.score == "softmax":
+        gates = gates.softmax(-1)
+    elif variant.score == "sigmoid":
+        gates = gates / gates.sum(-1, keepdim=True)
+    if variant.family == "glm4_moe":
+        gates = gates * ROUTED_SCALING_FACTOR
+    dense = torch.zeros_like(logits).scatter(1, chosen, gates)
+    result = torch.zeros_like(x)
+    for e in sorted(set(chosen.flatten().tolist())):
+        rows = (chosen == e).any(1).nonzero()[:, 0]
+        out = swiglu(x[rows], weights, f"{prefix}.experts.{e}")
+        result = result.index_add(0, rows, dense[rows, e, None] * out)
     if variant.family == "glm4_moe":
         result = result + swiglu(x, weights, f"{prefix}.shared_experts")
-    return result, logits, torch.stack(dense), torch.tensor(chosen)
+    return result, logits, dense, chosen
 
 
 def forward(
@@ -190,6 +186,9 @@ def loss_terms(
     }
     sums = {name: float(values.sum().detach()) for name, values in tokens.items()}
     scales = {name: float(values.abs().sum().detach()) for name, values in tokens.items()}
+    # a difference of log-probs is as exact as they are
+    for name in ("ppo_kl", "kl"):
+        scales[name] = max(scales[name], float((old.abs() + new.abs()).sum().detach()))
     return tokens["loss"].sum(), sums, scales
 
 

@@ -84,6 +84,8 @@ _ALL = [
     Topology("one", 1),
     Topology("one_level", 1, batch="level"),
     Topology("one_dense", 1, variant="dense6"),
+    Topology("one_dense_level", 1, variant="dense6", batch="level"),
+    Topology("one_moe8", 1, variant="moe8"),
     Topology("one_wide300", 1, variant="wide300"),
     Topology("one_pre_softmax", 1, variant="pre_softmax"),
     Topology("one_sigmoid", 1, variant="sigmoid"),
@@ -164,13 +166,11 @@ TOPOLOGIES = {t.name: t for t in _ALL}
 assert len(TOPOLOGIES) == len(_ALL)
 
 
-def baseline(variant: str, batch: str) -> Topology:
-    """World size 1 on a variant and batch: oracle (a) of every topology that shares them."""
-    return next(
-        (
-            t
-            for t in _ALL
-            if (t.world_size, t.variant, t.batch, t.model) == (1, variant, batch, {})
-        ),
-        Topology(f"one_{variant}_{batch}", 1, variant=variant, batch=batch),
-    )
+def baseline(topology: Topology) -> Topology:
+    """The same checkpoint and batch at world size 1: oracle (a)."""
+    wanted = (1, topology.variant, topology.batch, {})
+    return next(t for t in _ALL if (t.world_size, t.variant, t.batch, t.model) == wanted)
+
+
+for _topology in _ALL:
+    baseline(_topology)

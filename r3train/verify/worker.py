@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +38,14 @@ from r3train.trainer.megatron.topology import (  # noqa: E402
     shutdown,
 )
 from r3train.types import RankSlice, RankTopology  # noqa: E402
+from r3train.verify.jobs import Job  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
 from r3train.verify.mutations import MUTATIONS, Scene  # noqa: E402
 from r3train.verify.oracle import BIAS, LossNumbers  # noqa: E402
 from r3train.verify.probes import Probe, whole_gradients  # noqa: E402
 from r3train.verify.rollouts import RolloutBatch, train_samples  # noqa: E402
 from r3train.verify.settings import ADAM, SGD  # noqa: E402
-from r3train.verify.topologies import TOPOLOGIES, Topology, baseline  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of one topology: what to run and where to write.
-
-    ``order_seed`` shuffles the samples before they are packed (the noise measurement).
-    ``last_phase``: nothing beyond it is run.
-    """
-
-    job_id: str
-    topology: str
-    checkpoint: str
-    rollouts: str
-    output: str
-    mutation: str | None = None
-    last_phase: int = 5
-    bf16: bool = False
-    order_seed: int | None = None
-
-
-def find_topology(name: str, variant: str = "moe4", batch: str = "ragged") -> Topology:
-    return TOPOLOGIES[name] if name in TOPOLOGIES else baseline(variant, batch)
+from r3train.verify.topologies import TOPOLOGIES  # noqa: E402
 
 
 class JobRun:

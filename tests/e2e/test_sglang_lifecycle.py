@@ -12,7 +12,7 @@ import time
 
 import psutil
 import pytest
-from sglang_support import make_model
+from tests.e2e.sglang_support import make_model
 from test_sglang_server import ROUTES, prompt_of
 
 from r3train.rollout.backend import EngineDied, SamplingParams

@@ -10,8 +10,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
-from sglang_support import checkpoint_tensors, make_model, shared_memory_of
+from tests.e2e.sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
+from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memory_of
 
 from r3train.rollout.backend import EngineError, SamplingParams
 from r3train.rollout.engine_control import EngineControl

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,10 @@ def prepare_device() -> torch.device:
     global _installed
     if not _installed:
         _installed = True
-        _install()
+        with warnings.catch_warnings():
+            # megatron-core says at import what a CPU machine lacks: apex, Transformer Engine
+            warnings.simplefilter("ignore")
+            _install()
     return torch.device("cpu")
 
 

@@ -1,0 +1,132 @@
+"""Hold one outcome against another, phase by phase; the largest error counts, never the mean."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from r3train.verify.model_zoo import ModelVariant
+from r3train.verify.outcome import OLD, RECOMPUTE, TRAIN, Outcome, Scales, route_errors
+from r3train.verify.phases import DELTAS, EXPORT, FORWARD, GRADIENTS, LOSS, ROUTES
+
+# a parameter that hardly moves is measured against this share of the typical size per element
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True)
+class PhaseError:
+    """The largest relative error of a phase and where it is."""
+
+    phase: int
+    error: float
+    where: str
+
+
+def compare(
+    found: Outcome,
+    reference: Outcome,
+    variant: ModelVariant,
+    scales: Scales,
+    checkpoint: dict[str, Tensor],
+    *,
+    last_phase: int,
+) -> dict[int, PhaseError]:
+    """Errors of ``found`` against ``reference`` in every phase that was run."""
+    count, example = route_errors(found, reference, variant)
+    errors = {
+        ROUTES: PhaseError(ROUTES, float(count), example),
+        FORWARD: _forward(found, reference, variant),
+        LOSS: _loss(found, reference, scales),
+        GRADIENTS: _gradients(found, reference),
+    }
+    if last_phase >= DELTAS:
+        errors[DELTAS] = _deltas(found, reference)
+    if last_phase >= EXPORT:
+        errors[EXPORT] = _export(found, checkpoint)
+    return errors
+
+
+def _worst(phase: int, errors: list[tuple[float, str]]) -> PhaseError:
+    """NaN is the worst of all: something was not computed."""
+    error, where = max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])
+    return PhaseError(phase, math.inf if math.isnan(error) else error, where)
+
+
+def relative_l2(found: Tensor, reference: Tensor) -> float:
+    """|found - reference| / |reference| in float64; NaN where a row was not seen."""
+    found, reference = found.double(), reference.double()
+    return float((found - reference).norm() / reference.norm().clamp_min(1e-30))
+
+
+def _forward(found: Outcome, reference: Outcome, variant: ModelVariant) -> PhaseError:
+    errors = [(relative_l2(found.log_probs, reference.log_probs), "log-probs")]
+    for name in (OLD, TRAIN, RECOMPUTE):
+        for number in variant.moe_layer_numbers:
+            if name == RECOMPUTE and number not in found.recomputed:
+                continue
+            for what in ("logits", "probs"):
+                pair = [getattr(o, what)[TRAIN if o is reference else name] for o in (found, reference)]
+                error = relative_l2(*(t[:, number - 1] for t in pair))
+                errors.append((error, f"{name} {what} of layer {number}"))
+        if name != RECOMPUTE:
+            for i in range(variant.num_layers):
+                error = relative_l2(found.blocks[name][:, i], reference.blocks[TRAIN][:, i])
+                errors.append((error, f"{name} output of layer {i + 1}"))
+    return _worst(FORWARD, errors)
+
+
+def _loss(found: Outcome, reference: Outcome, scales: Scales) -> PhaseError:
+    """Sums of the terms, against the sums of their absolute values; the token count exactly."""
+    errors = [
+        (abs(found.terms[name] - reference.terms[name]) / scales.terms[name], name)
+        for name in found.terms
+        if scales.terms[name] > 0
+    ]
+    errors.append((abs(found.num_tokens - reference.num_tokens), "token count"))
+    return _worst(LOSS, errors)
+
+
+def _relative_by_name(
+    found: dict[str, Tensor], reference: dict[str, Tensor], label: str
+) -> list[tuple[float, str]]:
+    """Relative L2 of every parameter; names missing on either side are infinitely wrong."""
+    total = torch.stack([t.double().square().sum() for t in reference.values()]).sum()
+    elements = sum(t.numel() for t in reference.values())
+    typical = float((total / elements).sqrt())
+    errors = [
+        (math.inf, f"{label}{name} is missing") for name in set(found) ^ set(reference)
+    ]
+    for name in set(found) & set(reference):
+        a, b = found[name].double(), reference[name].double()
+        size = max(float(b.norm()), _SMALL * typical * b.numel() ** 0.5)
+        errors.append((float((a - b).norm()) / size, label + name))
+    return errors
+
+
+def _gradients(found: Outcome, reference: Outcome) -> PhaseError:
+    errors = _relative_by_name(found.gradients, reference.gradients, "")
+    norm = abs(found.grad_norm - reference.grad_norm) / reference.grad_norm
+    return _worst(GRADIENTS, [*errors, (norm, "grad norm")])
+
+
+def _deltas(found: Outcome, reference: Outcome) -> PhaseError:
+    errors = []
+    for step in ("adam1", "adam2", "sgd1", "sgd2"):
+        errors += _relative_by_name(found.deltas[step], reference.deltas[step], f"{step} ")
+    return _worst(DELTAS, errors)
+
+
+def _export(found: Outcome, checkpoint: dict[str, Tensor]) -> PhaseError:
+    """Exported tensors that are not the checkpoint's, bit for bit."""
+    wrong = [
+        name
+        for name in set(found.exported) | set(checkpoint)
+        if name not in found.exported
+        or name not in checkpoint
+        or found.exported[name].dtype != checkpoint[name].dtype
+        or not torch.equal(found.exported[name], checkpoint[name])
+    ]
+    return PhaseError(EXPORT, float(len(wrong)), min(wrong, default=""))

@@ -1,0 +1,38 @@
+"""One tiny checkpoint and one SGLang server for all jobs that do not test the server's own life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from r3train.rollout.sglang_server import SGLangServer
+from r3train.tiny import TinyOptions, build
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint and task."""
+    directory = tmp_path_factory.mktemp("tiny")
+    build(directory, TinyOptions(), force=True)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_flags(tiny: Path) -> list[str]:
+    """What points a job at them, and keeps it short."""
+    return [
+        *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
+        "--no-tensorboard",
+    ]
+
+
+@pytest.fixture(scope="session")
+def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a server with routed experts; jobs bring it to their own weights first."""
+    log = tmp_path_factory.mktemp("engine") / "sglang.log"
+    with SGLangServer(tiny / "model", log, return_routed_experts=True) as server:
+        server.wait_ready()
+        yield server.addr

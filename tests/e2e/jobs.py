@@ -1,0 +1,69 @@
+"""Whole training jobs for the tests: torchrun, the real server, the real actor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+R3_FLAGS = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A finished job: its exit code, what it printed, and its run directory."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    def metrics(self) -> list[dict]:
+        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def logs(self) -> str:
+        """All ranks' log files, not the server's."""
+        return "\n".join(p.read_text() for p in sorted((self.run_dir / "logs").glob("rank_*.log")))
+
+    def evidence(self) -> list[dict]:
+        files = sorted((self.run_dir / "evidence").glob("rank_*.jsonl"))
+        return [json.loads(line) for f in files for line in f.read_text().splitlines()]
+
+
+def command(run_dir: Path, *flags: str, ranks: int = 2) -> list[str]:
+    """The README's command, with the demo's recipe and further flags."""
+    return [
+        *TORCHRUN,
+        "--nproc-per-node",
+        str(ranks),
+        "train_async.py",
+        "--config",
+        "configs/tiny_cpu.toml",
+        "--run-dir",
+        str(run_dir),
+        *flags,
+    ]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def run(run_dir: Path, *flags: str, ranks: int = 2, timeout: float = 240) -> Job:
+    """Run a job to its end."""
+    done = subprocess.run(
+        command(run_dir, *flags, ranks=ranks),
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    return Job(done.returncode, done.stdout, run_dir)

@@ -1,0 +1,120 @@
+"""R3 in whole jobs: exact at every step, caught when broken, silent when off."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.e2e import jobs
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
+    """Three asynchronous steps on two expert-parallel ranks with the check on, without --ci-test."""
+    return jobs.run(
+        tmp_path_factory.mktemp("proved") / "run",
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        *("--num-rollout", "3", "--rollout-external-engine-addrs", engine),
+        "--check-weight-update-equal",
+    )
+
+
+def test_the_rollout_fingerprint_equals_the_trainers_in_every_pass_of_every_step(proved):
+    assert proved.code == 0, proved.output
+    steps = [jobs.json.loads(s) for s in (proved.run_dir / "evidence/steps.jsonl").open()]
+    assert [s["step"] for s in steps] == [0, 1, 2]
+    expected = {s["step"]: s["expected_fingerprints"] for s in steps}
+    summed: dict[tuple, int] = {}
+    for e in proved.evidence():
+        key = e["step"], e["replay_pass"], e["stage"], e["layer_number"]
+        summed[key] = (summed.get(key, 0) + int(e["fingerprint"], 16)) % (1 << 64)
+    # 3 steps, 2 passes, 4 layers; re-added here from the records, not taken from the verdict
+    assert len(summed) == 24
+    for (step, _, _, layer), fingerprint in summed.items():
+        assert fingerprint == int(expected[step][str(layer)], 16)
+
+
+def test_calls_are_as_expected_with_no_duplicate_and_nothing_left_over(proved):
+    for m in proved.metrics():
+        assert m["r3/passed"] is True
+        assert m["r3/num_calls"] == m["r3/num_calls_expected"] > 0
+        assert m["r3/duplicate_rows"] == m["r3/map_deviation"] == m["r3/rows_native"] == 0
+
+
+def test_both_ranks_write_the_two_line_shapes_without_ci_test(proved):
+    wrapper = (
+        r"R3 wrapper: replay_forward branch taken "
+        r"\(rank (\d+), n_tokens=\d+, topk=2, replay_idx_sum=\d+\)"
+    )
+    check = r"R3 check \(rank (\d+), stage replay_forward\): n_tokens=\d+ mismatch=\d+ \(\d+\.\d\d%\)"
+    for shape in (wrapper, check):
+        assert set(re.findall(shape, proved.logs())) == {"0", "1"}
+
+
+def test_old_log_probs_equal_sglangs_at_weight_version_0(proved):
+    first = proved.metrics()[0]
+    assert first["rollout/staleness_max"] == 0
+    assert first["train/log_prob_gap_max"] <= 1e-4
+
+
+def test_after_every_update_the_server_holds_what_the_actor_holds(proved):
+    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in proved.metrics())
+
+
+@pytest.mark.parametrize("bug", ["one_expert", "token_shift", "layer_swap", "bypass"])
+def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, engine):
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine, "--plant-bug", bug),
+    )
+    assert job.code != 0
+    assert "R3 check failed at step 0" in job.output or "R3 mismatch tokens" in job.output
+    assert job.metrics()[0]["r3/passed"] is False
+
+
+def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_flags, engine):
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        "--use-rollout-routing-replay",
+    )
+    assert job.code == 0, job.output
+    assert "R3 wrapper" not in job.logs() and "R3 check" not in job.logs()
+    assert not (job.run_dir / "evidence").exists()
+
+
+def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
+    tmp_path, tiny_flags, engine
+):
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        "--enable-r3-correctness-check",
+    )
+    assert job.code == 0, job.output
+    assert job.output.count("--enable-r3-correctness-check") == 1
+    assert not (job.run_dir / "evidence").exists()
+
+
+def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny_flags, engine):
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        *("--use-rollout-routing-replay", "--ci-test", "--kl-loss-coef", "0.01"),
+        *("--recompute-granularity", "full", "--recompute-method", "uniform"),
+        *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
+    )
+    assert job.code == 0, job.output
+    (m,) = job.metrics()
+    assert m["r3/passed"] is True and m["train/kl"] == 0.0
+    passes = {(e["replay_pass"], e["stage"]) for e in job.evidence()}
+    assert ("ref_log_prob", "replay_forward") in passes and ("train", "replay_backward") in passes
