@@ -10,8 +10,9 @@ PYTHON := $(shell for p in python3.11 python3.12 python3; do \
     $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
     && echo $$p && break; done)
 endif
-# PyPI's torch for Linux is the CUDA build; the CPU one lives here
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# PyPI's torch for Linux is the CUDA build (gigabytes more, and it works too): name PyTorch's index of
+# CPU wheels here, or have pip configured with one, to get the small one
+TORCH_INDEX ?=
 # further flags for the demo: make demo ARGS="--num-rollout 5"
 ARGS ?=
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
@@ -44,8 +45,8 @@ $(CPU_STAMP):
 	    $(PYTHON) -m venv --clear .venv; \
 	fi
 	@echo "installing into .venv, 1 of 3: torch (the first time takes minutes; 2.6 GB on disk in all)"
-	@# --no-deps: this index is asked for torch alone; where it cannot be reached pip goes on to PyPI
-	@$(PIP) --retries 2 --no-deps --extra-index-url $(TORCH_INDEX) -c requirements/constraints.txt torch
+	@# --no-deps: this index is asked for torch alone
+	@$(PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
 	@echo "installing into .venv, 2 of 3: what r3train and SGLang import"
 	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
 	@echo "installing into .venv, 3 of 3: SGLang and r3train"
@@ -82,10 +83,9 @@ docs: dev  ## Write docs/configuration.md from the models in r3train/config
 verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
 	OMP_NUM_THREADS=1 $(BIN)/r3train verify --mutations
 
-bench: venv  ## Run every benchmarks/bench_*.py
-	@shopt -s nullglob; files=(benchmarks/bench_*.py); \
-	[ $${#files[@]} -gt 0 ] || echo "benchmarks/ holds no bench_*.py"; \
-	for file in "$${files[@]}"; do echo "== $$file"; OMP_NUM_THREADS=1 $(BIN)/python "$$file"; done
+bench: venv  ## Run the benchmarks that take minutes
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/route_path.py
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay_overhead.py
 
 clean:  ## Remove .venv, caches and build output; runs/ stays
 	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .import_linter_cache

@@ -68,7 +68,9 @@ def _forward(found: Outcome, reference: Outcome, variant: ModelVariant) -> Phase
             if name == RECOMPUTE and number not in found.recomputed:
                 continue
             for what in ("logits", "probs"):
-                pair = [getattr(o, what)[TRAIN if o is reference else name] for o in (found, reference)]
+                pair = [
+                    getattr(o, what)[TRAIN if o is reference else name] for o in (found, reference)
+                ]
                 error = relative_l2(*(t[:, number - 1] for t in pair))
                 errors.append((error, f"{name} {what} of layer {number}"))
         if name != RECOMPUTE:
@@ -96,9 +98,7 @@ def _relative_by_name(
     total = torch.stack([t.double().square().sum() for t in reference.values()]).sum()
     elements = sum(t.numel() for t in reference.values())
     typical = float((total / elements).sqrt())
-    errors = [
-        (math.inf, f"{label}{name} is missing") for name in set(found) ^ set(reference)
-    ]
+    errors = [(math.inf, f"{label}{name} is missing") for name in set(found) ^ set(reference)]
     for name in set(found) & set(reference):
         a, b = found[name].double(), reference[name].double()
         size = max(float(b.norm()), _SMALL * typical * b.numel() ** 0.5)

@@ -55,7 +55,10 @@ VARIANTS = {
             overrides={"moe_router_pre_softmax": True},
         ),
         ModelVariant(
-            "sigmoid", num_layers=3, score="sigmoid", overrides={"moe_router_score_function": "sigmoid"}
+            "sigmoid",
+            num_layers=3,
+            score="sigmoid",
+            overrides={"moe_router_score_function": "sigmoid"},
         ),
         ModelVariant(
             "grouped",

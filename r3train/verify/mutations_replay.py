@@ -86,9 +86,7 @@ def _with_mtp(original: Callable) -> Callable:
     def all_routers(chunk: torch.nn.Module) -> list:
         # the later of two routers with the same number is the one that keeps the layer's name
         last = {
-            m.layer_number: m
-            for m in chunk.modules()
-            if isinstance(m, megatron_router.TopKRouter)
+            m.layer_number: m for m in chunk.modules() if isinstance(m, megatron_router.TopKRouter)
         }
         return [last[number] for number in sorted(last)]
 

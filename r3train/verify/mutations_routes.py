@@ -114,7 +114,9 @@ def duplicate_in_row(scene: Scene) -> Iterator[None]:
 
 
 @mutation(
-    "layers are counted without the dense ones before them", topology="recompute_uniform", phase=ROUTES
+    "layers are counted without the dense ones before them",
+    topology="recompute_uniform",
+    phase=ROUTES,
 )
 def dense_offset_dropped(scene: Scene) -> Iterator[None]:
     moe = [n - 1 for n in scene.variant.moe_layer_numbers]
@@ -140,9 +142,7 @@ def uint8_wrap(scene: Scene) -> Iterator[None]:
     phase=ROUTES,
 )
 def cyclic_fill(scene: Scene) -> Iterator[None]:
-    def cyclic(
-        scores: torch.Tensor, experts: torch.Tensor, missing: torch.Tensor
-    ) -> torch.Tensor:
+    def cyclic(scores: torch.Tensor, experts: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
         turn = torch.arange(experts.numel(), device=experts.device).view_as(experts)
         return torch.where(missing, turn % scores.shape[1], experts)
 

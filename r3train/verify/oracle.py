@@ -70,7 +70,9 @@ def attention(x: Tensor, weights: Weights, prefix: str, rotary_fraction: float) 
         return (out if bias is None else out + bias).view(length, heads, HEAD_DIM)
 
     q = rotate(rms_norm(project("q", HEADS), weights[f"{prefix}.q_norm.weight"]), rotary_fraction)
-    k = rotate(rms_norm(project("k", KV_HEADS), weights[f"{prefix}.k_norm.weight"]), rotary_fraction)
+    k = rotate(
+        rms_norm(project("k", KV_HEADS), weights[f"{prefix}.k_norm.weight"]), rotary_fraction
+    )
     v = project("v", KV_HEADS)
     later = torch.ones(length, length, dtype=torch.bool).triu(1)
     heads = []

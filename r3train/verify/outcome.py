@@ -150,9 +150,7 @@ def read_outcome(
 ) -> Outcome:
     """Put together what the ranks of one job wrote down."""
     out = Outcome()
-    ranks = [
-        torch.load(p, weights_only=True) for p in sorted(directory.glob("rank*.pt"))
-    ]
+    ranks = [torch.load(p, weights_only=True) for p in sorted(directory.glob("rank*.pt"))]
     num_rows, layers = len(batch.tokens), variant.num_layers
     row_of_token = torch.from_numpy(batch.row_of_token)
     rows = _rows_by_place(ranks, row_of_token)
@@ -196,9 +194,7 @@ def _read_step(out: Outcome, directory: Path) -> None:
     out.gradients = files.pop("grads", {})
     out.exported = files.pop("export", {})
     for name, weights in files.items():
-        out.deltas[name] = {
-            n: w.double() - out.exported[n].double() for n, w in weights.items()
-        }
+        out.deltas[name] = {n: w.double() - out.exported[n].double() for n, w in weights.items()}
 
 
 def _rows_by_place(ranks: Sequence[dict], row_of_token: Tensor) -> dict[tuple, list[Tensor]]:
@@ -215,9 +211,7 @@ def _place(rank: dict) -> tuple[int, int, int]:
     return place["dp_rank"], place["cp_rank"], place["tp_rank"]
 
 
-def _batch_rows(
-    out: Outcome, rows: dict, rank: dict, record: dict, num_rows: int
-) -> Tensor | None:
+def _batch_rows(out: Outcome, rows: dict, rank: dict, record: dict, num_rows: int) -> Tensor | None:
     microbatches = rows.get((*_place(rank), record["replay_pass"]), [])
     n = record["microbatch"]
     if not 0 <= n < len(microbatches) or len(microbatches[n]) != num_rows:

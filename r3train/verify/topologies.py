@@ -157,9 +157,7 @@ _ALL = [
     Topology("pp2cp2ep2", 8, _parallel(pp=2, cp=2, ep=2), model=FULL_UNIFORM, ci=True),
     Topology("tp2pp2ep2", 8, _parallel(tp=2, pp=2, ep=2), variant="dense6", model=FULL_UNIFORM),
     Topology("tp2ep2etp2pp2", 8, _parallel(tp=2, ep=2, etp=2, pp=2), model=FULL_UNIFORM),
-    Topology(
-        "tp2ep2etp2pp2vpp2", 8, _parallel(tp=2, ep=2, etp=2, pp=2, vpp=2), model=FULL_UNIFORM
-    ),
+    Topology("tp2ep2etp2pp2vpp2", 8, _parallel(tp=2, ep=2, etp=2, pp=2, vpp=2), model=FULL_UNIFORM),
     Topology("dp8", 8, DISTRIBUTED_OPTIMIZER),
 ]
 TOPOLOGIES = {t.name: t for t in _ALL}

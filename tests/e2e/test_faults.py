@@ -94,20 +94,3 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
         assert not alive
     finally:
         _end(tree)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--prompt-data", "missing.jsonl"], "missing.jsonl"),
-        (["--num-rollout", "0"], "num-rollout"),
-        (["--tensor-model-parallel-size", "3"], "world size"),
-        (["--hf-checkpoint", "nowhere"], "nowhere"),
-        (["--num-rollouts", "3"], "--num-rollout"),
-    ],
-)
-def test_bad_input_ends_before_any_server_starts(flags, message, tmp_path, tiny_flags):
-    job = jobs.run(tmp_path / "run", *tiny_flags, *jobs.R3_FLAGS, *flags, ranks=1, timeout=60)
-    assert job.code != 0
-    assert message in job.output
-    assert not (tmp_path / "run").exists()

@@ -50,7 +50,9 @@ def test_both_ranks_write_the_two_line_shapes_without_ci_test(proved):
         r"R3 wrapper: replay_forward branch taken "
         r"\(rank (\d+), n_tokens=\d+, topk=2, replay_idx_sum=\d+\)"
     )
-    check = r"R3 check \(rank (\d+), stage replay_forward\): n_tokens=\d+ mismatch=\d+ \(\d+\.\d\d%\)"
+    check = (
+        r"R3 check \(rank (\d+), stage replay_forward\): n_tokens=\d+ mismatch=\d+ \(\d+\.\d\d%\)"
+    )
     for shape in (wrapper, check):
         assert set(re.findall(shape, proved.logs())) == {"0", "1"}
 
