@@ -26,10 +26,10 @@ CPU_STAMP := .venv/.cpu-$(KEY)
 DEV_STAMP := .venv/.dev-$(KEY)
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test lint format docs verify bench clean
+.PHONY: help venv dev demo test test-slow lint format docs verify bench clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(CPU_STAMP)  ## Make .venv with everything that runs on a CPU machine
 
@@ -68,6 +68,9 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= ad
 
 test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
+
+test-slow: dev  ## Run the tests that take minutes each
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m slow $(PYTEST_ARGS)
 
 lint: dev  ## Check style, layers and that docs/configuration.md is up to date
 	$(BIN)/black --check .
