@@ -19,7 +19,14 @@ import click
 from r3train.config import RunConfig
 from r3train.config.cross_checks import replay_warnings
 from r3train.config.options import train_options, usage_errors
-from r3train.launch.job import Job, loop_settings, open_run_dir, preflight, replay_plan
+from r3train.launch.job import (
+    Job,
+    loop_settings,
+    open_run_dir,
+    preflight,
+    replay_plan,
+    start_stamp,
+)
 
 
 @train_options
@@ -40,10 +47,12 @@ def run(job: Job, rank: int) -> int:
     began = time.monotonic()
     from r3train.evidence.console import RunDisplay
     from r3train.evidence.logging_setup import setup_logging
+    from r3train.loop.stop import StopSignal
     from r3train.trainer.megatron.cpu_device import prepare_device
 
     config, log = job.config, None
     live = None if config.run.progress else False
+    stop = StopSignal(config.faults.signal_grace_s)
     with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
         try:
             with ExitStack() as parts, display.phase("joining the ranks"):
@@ -60,7 +69,7 @@ def run(job: Job, rank: int) -> int:
                 log = setup_logging(run_dir, rank, config.run.log_level)
                 stay_open = parts.pop_all()
             with stay_open as parts:
-                train(job, device, rank, run_dir, display, parts)
+                train(job, device, rank, run_dir, display, stop, parts)
             if rank == 0:
                 display.summary(finish(config, run_dir, began))
         except Exception as error:
@@ -69,29 +78,36 @@ def run(job: Job, rank: int) -> int:
             log.record_error(error)
             display.error(error, run_dir / "logs")
             return 1
-    return 0
+    return stop.exit_code(saved=config.checkpoint.save is not None)
 
 
-def train(job, device, rank, run_dir, display, parts: ExitStack) -> None:
+def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
     """One training run; everything opened is closed by ``parts``, in reverse order."""
     from r3train.evidence.metrics import MetricsWriter
     from r3train.evidence.writer import EvidenceWriter
-    from r3train.launch.actor import build_actor, resume_point, saver
-    from r3train.launch.engines import Engines
-    from r3train.loop.async_loop import AsyncLoop, RankZero
+    from r3train.launch.actor import build_actor, export_hf
+    from r3train.launch.keeping import build_keeper
+    from r3train.launch.resume import resume_point
+    from r3train.launch.sources import build_engines
+    from r3train.loop.async_loop import AsyncLoop
+    from r3train.loop.parts import RankZero
+    from r3train.loop.recovery import Recovery
+    from r3train.loop.scatter import broadcast_json
 
     config = job.config
-    start = resume_point(config.trainer)
+    resume = resume_point(job)
     engines = None
     if rank == 0:
         display.note(f"run directory: {run_dir}")
         for warning in replay_warnings(config):
             display.note(f"warning: {warning}", style="yellow")
-        engines = Engines(job, run_dir, display, start)
+        if resume.checkpoint is not None:
+            display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout}")
+        engines = build_engines(job, run_dir, display, resume)
         parts.callback(engines.close)
         engines.start_server()  # comes up while the actor is built
     with display.phase("building the Megatron actor"):
-        actor = build_actor(job, device)
+        actor = build_actor(job, device, resume)
     zero = evidence = None
     if engines is not None:
         engines.wait_ready()
@@ -99,16 +115,21 @@ def train(job, device, rank, run_dir, display, parts: ExitStack) -> None:
         parts.callback(metrics.close)
         zero = RankZero(engines.start_producer, engines.publisher, engines.probe, display, metrics)
     if config.r3_check_enabled:
-        evidence = EvidenceWriter(run_dir, rank)
+        attempt = broadcast_json(start_stamp())
+        evidence = EvidenceWriter(run_dir, rank, attempt)
         parts.callback(evidence.close)
+    parts.enter_context(stop)
     AsyncLoop(
         actor,
-        loop_settings(job, start),
+        loop_settings(job, resume.start_rollout),
         replay_plan(job),
         zero=zero,
         evidence=evidence,
-        save=saver(actor, config.trainer),
+        keeper=build_keeper(job, actor, run_dir, stop, display.note),
+        recovery=Recovery(engines, enabled=config.faults.max_engine_restarts > 0),
     ).run()
+    if config.checkpoint.save_hf is not None:
+        export_hf(actor, config.model.hf_checkpoint, config.checkpoint.save_hf)
 
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:

@@ -13,6 +13,26 @@ SUBCOMMANDS = {
         "r3train.tiny:make_tiny_model",
         "Write a tiny random Qwen3-MoE checkpoint and a task that it can learn.",
     ),
+    "serve": (
+        "r3train.launch.serve:serve",
+        "Run one SGLang server as a configuration asks, for trainers on other nodes.",
+    ),
+    "doctor": (
+        "r3train.doctor.command:doctor",
+        "Look for what will go wrong on this machine with this configuration.",
+    ),
+    "check-evidence": (
+        "r3train.evidence.audit_command:check_evidence",
+        "Judge a run's R3 evidence: passed, failed (what and where), or no evidence.",
+    ),
+    "verify": (
+        "r3train.verify.command:verify_command",
+        "Hold replay against two oracles in every topology, planted bugs included.",
+    ),
+    "report": (
+        "r3train.evidence.report_command:report",
+        "Write one or several runs as a self-contained HTML page.",
+    ),
 }
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import click
 
+from r3train.environments.calculator import calculator_prompts, calculator_words
+
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
     "animals": "cat dog horse cow sheep goat lion tiger bear wolf mouse rabbit",
@@ -53,6 +55,7 @@ class TinyOptions:
     initializer_range: float = 0.1
     dtype: str = "float32"
     seed: int = 0
+    task: str = "words"  # or calculator, for --environment calculator
 
 
 def task_words() -> list[str]:
@@ -72,6 +75,9 @@ def task_prompts() -> list[dict[str, Any]]:
         metadata = {"category": category, "num_words": WORDS_ASKED}
         lines.append({"input": text, "label": words.split(), "metadata": metadata})
     return lines
+
+
+TASKS = {"words": (task_words, task_prompts), "calculator": (calculator_words, calculator_prompts)}
 
 
 def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
@@ -99,8 +105,9 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
     try:
         (staging / "model").mkdir()
         _save_model(staging / "model", options)
-        _save_tokenizer(staging / "model", options.vocab_size)
-        lines = [json.dumps(line) + "\n" for line in task_prompts()]
+        words, prompts = TASKS[options.task]
+        _save_tokenizer(staging / "model", options.vocab_size, words())
+        lines = [json.dumps(line) + "\n" for line in prompts()]
         (staging / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
         (staging / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
         # private modes of mkdtemp and safetensors would hide it from a server of another user
@@ -115,7 +122,9 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
 
 
 def _check(options: TinyOptions) -> None:
-    least = len(SPECIAL_TOKENS) + len(task_words())
+    if options.task not in TASKS:
+        raise ValueError(f"unknown task {options.task!r}, there are {', '.join(TASKS)}")
+    least = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]())
     if options.vocab_size < least:
         raise ValueError(f"vocab_size {options.vocab_size} is below the task's {least} words")
     if options.num_experts and not 1 <= options.topk <= options.num_experts:
@@ -131,7 +140,8 @@ def _read_record(output: Path) -> dict[str, Any] | None:
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return record if isinstance(record, dict) else None
+    # a record of before there was a choice
+    return {"task": "words", **record} if isinstance(record, dict) else None
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -186,12 +196,12 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
     model.to(getattr(torch, options.dtype)).save_pretrained(directory)
 
 
-def _save_tokenizer(directory: Path, vocab_size: int) -> None:
+def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     """One token a word, split at white space; words past the task's own are never used."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = [*SPECIAL_TOKENS, *task_words()]
+    words = [*SPECIAL_TOKENS, *task]
     words += [f"unused{index}" for index in range(len(words), vocab_size)]
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -235,6 +245,9 @@ def _save_tokenizer(directory: Path, vocab_size: int) -> None:
     show_default=True,
 )
 @click.option("--seed", default=TinyOptions().seed, show_default=True)
+@click.option(
+    "--task", type=click.Choice(list(TASKS)), default=TinyOptions().task, show_default=True
+)
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
 def make_tiny_model(output: Path, force: bool, **shape: Any) -> None:
     """Write a tiny random Qwen3-MoE checkpoint and a task that it can learn."""

@@ -52,6 +52,9 @@ class RolloutSample:
     weight_versions: np.ndarray  # int32[T], -1 on prompt tokens
     finish_reason: str  # stop | length | abort
     text: str = ""
+    # step-wise samples alone, one a turn: the episode they are a step of, and whether it ends here
+    trajectory_id: int | None = None
+    is_last_step: bool | None = None
 
     @property
     def num_tokens(self) -> int:

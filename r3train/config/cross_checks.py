@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
+from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError, places
 
@@ -25,6 +27,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_checkpoints(config),
             *_overrides(config),
             *replay_conflicts(config),
+            *rollout_conflicts(config),
         ]
     )
 
@@ -122,8 +125,6 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             f"global_batch_size {step} is below the {data_ranks} data-parallel ranks:"
             " some would train on nothing"
         )
-    if config.trainer.save_interval is not None and config.trainer.save is None:
-        yield "--save-interval needs --save"
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
@@ -172,9 +173,36 @@ def _recompute(config: RunConfig) -> Iterator[str]:
 
 
 def _checkpoints(config: RunConfig) -> Iterator[str]:
-    load = config.trainer.load
-    if load is not None and not load.is_dir():
-        yield f"{load}: no such checkpoint directory (load)"
+    checkpoint = config.checkpoint
+    wants_save = {
+        "--save-interval": checkpoint.save_interval,
+        "--save-keep-last": checkpoint.save_keep_last,
+        "--async-save": checkpoint.async_save,
+        "--auto-resume": checkpoint.auto_resume,
+    }
+    for flag, value in wants_save.items():
+        if value and checkpoint.save is None:
+            yield f"{flag} needs --save"
+    if checkpoint.load is not None and not checkpoint.load.is_dir():
+        yield f"{checkpoint.load}: no such checkpoint directory (load)"
+    if checkpoint.load_model_only and checkpoint.load is None:
+        yield "--load-model-only needs --load"
+    if config.faults.max_engine_restarts and config.rollout.rollout_external_engine_addrs:
+        yield (
+            "--max-engine-restarts restarts servers of our own: those of"
+            " --rollout-external-engine-addrs belong to somebody else"
+        )
+    replay = checkpoint.replay_rollouts
+    if replay is None:
+        return
+    if not replay.is_dir():
+        yield f"{replay}: no such directory of rollouts (replay_rollouts)"
+    if config.trainer.check_weight_update_equal:
+        yield "--check-weight-update-equal needs a server: --replay-rollouts has none"
+    if checkpoint.dump_rollouts:
+        yield "--dump-rollouts would copy what --replay-rollouts reads"
+    if config.faults.max_engine_restarts:
+        yield "--max-engine-restarts needs a server: --replay-rollouts has none"
 
 
 def _overrides(config: RunConfig) -> Iterator[str]:
@@ -227,10 +255,39 @@ def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Ite
         )
 
 
+def _layers_of_layout(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    """A layout says everything itself, so it must say it all and nothing else may."""
+    parallel = config.parallel
+    layout = parallel.pipeline_model_parallel_layout
+    try:
+        stages = parse_pipeline_layout(layout, parallel.pipeline_model_parallel_size)
+    except ValueError as error:
+        yield str(error)
+        return
+    held = sum(len(chunk) for stage in stages for chunk in stage)
+    if held != hf.num_hidden_layers:
+        yield (
+            f"pipeline_model_parallel_layout {layout!r} holds {held} layers, {hf.path} has"
+            f" {hf.num_hidden_layers}"
+        )
+    vpp = parallel.virtual_pipeline_model_parallel_size or 1
+    if len(stages[0]) != vpp:
+        yield (
+            f"pipeline_model_parallel_layout {layout!r} has {len(stages[0])} chunks a stage, but"
+            f" virtual_pipeline_model_parallel_size is {vpp}"
+        )
+    for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
+        if getattr(parallel, name) is not None:
+            yield f"{name} cannot be set beside pipeline_model_parallel_layout"
+
+
 def _layers_over_stages(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     """Megatron's own arithmetic: first and last stage as told, the rest even, all of VPP chunks."""
     parallel = config.parallel
     pp, layers = parallel.pipeline_model_parallel_size, hf.num_hidden_layers
+    if parallel.pipeline_model_parallel_layout is not None:
+        yield from _layers_of_layout(config, hf)
+        return
     if pp == 1:
         return
     first, last = (

@@ -32,6 +32,8 @@ class ParallelSection(Section):
     """Layers of the first stage, where stages are uneven."""
     decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
     """Layers of the last stage, where stages are uneven."""
+    pipeline_model_parallel_layout: str | None = None
+    """Layers of every chunk in Megatron's layout language, such as "Et*7|(t*8|)*6t*6L"."""
     use_distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks."""
     overlap_grad_reduce: bool = False

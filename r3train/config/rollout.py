@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -44,14 +44,50 @@ class RolloutSection(Section):
     """Optimizer steps the generating weights may be behind; 0 is synchronous."""
     rollout_max_concurrency: int = Field(default=64, ge=1)
     """Requests in flight at once."""
+    rollout_buffer_size: int | None = Field(default=None, ge=1)
+    """Groups in flight and waiting for training, at most; unset means what the staleness allows."""
+    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    """Groups submitted for a rollout: the first complete ones are trained, the others wait for the
+    next if they are fresh enough.  Unset: rollout_batch_size, trained in the order of the prompts."""
+    stale_policy: Literal["drop", "regenerate"] = "drop"
+    """What happens to a group that would be too stale when trained."""
+    rollout_filter: list[Literal["zero_variance", "aborted"]] = []
+    """Complete groups to replace by another prompt's: all rewards equal, or a sample aborted."""
+    pause_generation_mode: Literal["drain", "in_place", "abort", "retract"] = "drain"
+    """What a weight update does to requests in flight: wait for them, freeze them and go on with
+    the new weights, abort and resume them from their tokens, or recompute them (not with R3)."""
+    flush_cache_on_update: bool = True
+    """Whether a prefix cached under old weights is kept from requests sent after an update."""
     rollout_external_engine_addrs: list[str] = []
-    """Servers that run elsewhere, as host:port; unset means one of our own."""
+    """Servers that run elsewhere, as host:port; unset means servers of our own."""
+    rollout_num_engines: int = Field(default=1, ge=1)
+    """Servers of our own; requests go to the least loaded one, a prompt's samples stay together."""
+    environment: str | None = None
+    """Environment of several turns: a name (calculator) or module:Class; unset means one turn."""
+    environment_max_turns: int = Field(default=4, ge=1)
+    """Turns of an episode, at most."""
+    environment_max_turn_len: int | None = Field(default=None, ge=1)
+    """Longest turn in tokens; unset means what rollout_max_response_len leaves."""
+    environment_samples: Literal["trajectory", "turn"] = "trajectory"
+    """What is trained: one sample an episode, or one a turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds one generation may take."""
     rollout_server_start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds the server may take to become healthy."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
     """Any flag of the SGLang server."""
+
+    @property
+    def groups_per_rollout(self) -> int:
+        """over_sampling_batch_size with its default resolved."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def buffer_groups(self) -> int:
+        """rollout_buffer_size with its default resolved: all that can still be fresh enough."""
+        surplus = self.groups_per_rollout - self.rollout_batch_size
+        allowed = (self.max_weight_staleness + 1) * self.rollout_batch_size + surplus
+        return self.rollout_buffer_size or allowed
 
     @field_validator("sglang", mode="before")
     @classmethod

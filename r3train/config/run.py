@@ -10,7 +10,9 @@ from pydantic import Field
 
 from r3train.config import sources
 from r3train.config.algorithm import AlgorithmSection
+from r3train.config.checkpoint import CheckpointSection
 from r3train.config.data import DataSection
+from r3train.config.faults import FaultsSection
 from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
 from r3train.config.replay import ReplaySection
@@ -50,6 +52,8 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     replay: ReplaySection = ReplaySection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    faults: FaultsSection = FaultsSection()
     run: RunSection = RunSection()
 
     @property

@@ -1,8 +1,7 @@
-"""The optimizer, the weights on their way to SGLang, and checkpoints."""
+"""The optimizer, and the weights on their way to SGLang."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -11,7 +10,7 @@ from r3train.config.section import Section
 
 
 class TrainerSection(Section):
-    """The optimizer, the weights on their way to SGLang, and checkpoints."""
+    """The optimizer, and the weights on their way to SGLang."""
 
     title: ClassVar[str] = "Trainer"
 
@@ -47,11 +46,5 @@ class TrainerSection(Section):
     """Bytes a bucket of weights."""
     check_weight_update_equal: bool = False
     """After every sync, prove with a probe prompt that the server holds the actor's weights."""
-    save: Path | None = Field(default=None, strict=False)
-    """Directory that checkpoints are written to."""
-    load: Path | None = Field(default=None, strict=False)
-    """Directory of checkpoints to resume from."""
-    save_interval: int | None = Field(default=None, ge=1)
-    """Rollouts between checkpoints."""
     ci_test: bool = False
     """Strict invariants for continuous integration; turns the R3 check on too."""

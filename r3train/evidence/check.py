@@ -38,7 +38,7 @@ COUNTERS = (
 )
 _COLUMN = {name: i for i, name in enumerate(COUNTERS)}
 # On ranks that see copies of another rank's tokens only errors count, rows do not.
-_COUNTED_ON_COPIES = ("num_calls", "rows_native", "duplicate_rows", "map_deviation")
+COUNTED_ON_COPIES = ("num_calls", "rows_native", "duplicate_rows", "map_deviation")
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,30 @@ class StepExpectation:
     rows_replayed: dict[int, int]  # rows whose every slot was recorded
     rows_filled: dict[int, int]  # real rows with at least one slot missing
     num_calls: dict[str, dict[str, dict[int, int]]]
+    # the same fingerprints for the ranks that share a data-parallel rank: where to look
+    fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+
+    def to_json(self) -> dict:
+        """The expectation for evidence/steps.jsonl: what ``check-evidence`` judges by again.
+
+        Fingerprints are hexadecimal: JSON readers outside Python lose the low bits of integers.
+        """
+        return {
+            "expected_fingerprints": {str(n): f"{f:#018x}" for n, f in self.fingerprints.items()},
+            "expected_rows_replayed": {str(n): v for n, v in self.rows_replayed.items()},
+            "expected_rows_filled": {str(n): v for n, v in self.rows_filled.items()},
+            "expected_calls": {
+                p: {s: {str(n): c for n, c in of.items()} for s, of in stages.items()}
+                for p, stages in self.num_calls.items()
+            },
+        }
+
+    def places_to_json(self) -> list[dict]:
+        """Fingerprints of each data-parallel rank: written for a failed step, to find its ranks."""
+        return [
+            {"ranks": ranks, "fingerprints": {str(n): f"{f:#018x}" for n, f in own.items()}}
+            for ranks, own in self.fingerprints_of_ranks.items()
+        ]
 
 
 @dataclass(frozen=True)
@@ -116,7 +140,7 @@ def totals(
         }
         cell = out[passes.index(r.replay_pass), STAGES.index(r.stage), r.layer_number]
         for name, column in _COLUMN.items():
-            if r.counts_tokens or name in _COUNTED_ON_COPIES:
+            if r.counts_tokens or name in COUNTED_ON_COPIES:
                 with np.errstate(over="ignore"):
                     cell[column] += np.int64(values.get(name, getattr(r, name, 0)))
     return out

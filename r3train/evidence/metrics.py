@@ -30,6 +30,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 # JSON has no such numbers, and a reader that meets a bare NaN may refuse the whole file
@@ -48,7 +49,7 @@ class MetricsWriter:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
-        _cut_truncated_line(self.path)
+        cut_truncated_line(self.path)
         # unbuffered: one write call a line, and nothing of ours is lost when the process dies
         self._file = self.path.open("ab", buffering=0)
         self._board = _summary_writer(run_dir / TENSORBOARD_DIR) if tensorboard else None
@@ -72,6 +73,12 @@ class MetricsWriter:
                 if isinstance(value, (bool, int, float)):
                     self._board.add_scalar(key, float(value), global_step=int(step))
             self._board.flush()
+
+    def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
+        """Append a few samples of a step, JSON-able facts and text, to ``run_dir/samples.jsonl``."""
+        lines = [json.dumps({"step": int(step), **sample}) + "\n" for sample in samples]
+        with self.path.with_name(SAMPLES_FILE).open("a", encoding="utf-8") as file:
+            file.write("".join(lines))
 
     def close(self) -> None:
         self._file.close()
@@ -166,7 +173,8 @@ def _finite_or_name(value: Any) -> Any:
     return value
 
 
-def _cut_truncated_line(path: Path) -> None:
+def cut_truncated_line(path: Path) -> None:
+    """Cut off what a crash left behind the last newline, so that appending starts a line."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from r3train.evidence.metrics import cut_truncated_line
 from r3train.types import ReplayEvidence
 
 logger = logging.getLogger(__name__)
@@ -37,15 +38,22 @@ def evidence_lines(record: ReplayEvidence) -> tuple[str, str]:
 
 
 class EvidenceWriter:
-    """Appends a rank's records; exists only while the R3 check is on."""
+    """Appends a rank's records; exists only while the R3 check is on.
 
-    def __init__(self, run_dir: Path, rank: int):
+    ``attempt`` is the same on all ranks and grows with every start in one run directory: a step
+    that was trained again after a crash is told apart from the first time by it.
+    """
+
+    def __init__(self, run_dir: Path, rank: int, attempt: str = ""):
+        self._attempt = attempt
         path = rank_file(run_dir, rank)
         path.parent.mkdir(parents=True, exist_ok=True)
+        cut_truncated_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._steps = None
         if rank == 0:
             steps = run_dir / EVIDENCE_DIR / STEPS_FILE
+            cut_truncated_line(steps)
             self._steps = steps.open("a", encoding="utf-8")
 
     def write(self, records: Sequence[ReplayEvidence]) -> None:
@@ -54,7 +62,7 @@ class EvidenceWriter:
             if record.rows_native == 0:  # a native call took no replay branch
                 for line in evidence_lines(record):
                     logger.info(line)
-            fields = asdict(record)
+            fields = {"attempt": self._attempt, **asdict(record)}
             # hex: JSON readers outside Python lose the low bits of 64-bit integers
             fields["fingerprint"] = f"{record.fingerprint:#018x}"
             self._file.write(json.dumps(fields) + "\n")
@@ -63,7 +71,7 @@ class EvidenceWriter:
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 alone)."""
         if self._steps is not None:
-            self._steps.write(json.dumps(verdict) + "\n")
+            self._steps.write(json.dumps({"attempt": self._attempt, **verdict}) + "\n")
             self._steps.flush()
 
     def close(self) -> None:

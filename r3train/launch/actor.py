@@ -5,25 +5,21 @@ Import this module after ``cpu_device.prepare_device()``: it imports megatron-co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from r3train.config.trainer import TrainerSection
 from r3train.launch.job import Job
+from r3train.launch.resume import ResumePoint
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.forward_step import LossSettings
 from r3train.trainer.megatron.topology import init_model_parallel
+from r3train.weights.hf_export import export_checkpoint
 
 
-def resume_point(trainer: TrainerSection) -> int:
-    """Rollouts that the checkpoint under --load was trained on, 0 without one."""
-    return checkpoint.num_rollouts_of(trainer.load) if trainer.load is not None else 0
-
-
-def build_actor(job: Job, device: torch.device) -> MegatronActor:
-    """The actor of this rank with the weights it starts from: the HF checkpoint's, or --load's."""
+def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> MegatronActor:
+    """The actor of this rank with what it starts from: the HF checkpoint, or one of ours."""
     config, algorithm = job.config, job.config.algorithm
     topology = init_model_parallel(config.parallel, config.trainer.seed)
     actor = MegatronActor(
@@ -49,16 +45,18 @@ def build_actor(job: Job, device: torch.device) -> MegatronActor:
     )
     if algorithm.needs_reference:
         actor.load_reference(config.ref_checkpoint)
-    if config.trainer.load is not None:
-        checkpoint.load_checkpoint(actor, config.trainer.load)
+    if resume.checkpoint is not None:
+        checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
     if config.replay.plant_bug == "bypass":
         actor.replay.uninstall()
     return actor
 
 
-def saver(actor: MegatronActor, trainer: TrainerSection) -> Callable[[int], None] | None:
-    """What saves a checkpoint after n rollouts, or None without --save."""
-    directory = trainer.save
-    if directory is None:
-        return None
-    return lambda num_rollouts: checkpoint.save_checkpoint(actor, directory, num_rollouts)
+def export_hf(actor: MegatronActor, hf_checkpoint: Path, directory: Path) -> None:
+    """Write the actor's weights as a Hugging Face checkpoint; a collective."""
+    weights = actor.hf_weights()
+    if actor.topology.rank == 0:
+        export_checkpoint(weights, directory, hf_checkpoint=hf_checkpoint)
+    else:
+        for _ in weights:
+            raise AssertionError("only rank 0 holds whole tensors")

@@ -10,14 +10,18 @@ import torch
 
 from r3train.data.order import PromptOrder
 from r3train.evidence.console import RunDisplay
+from r3train.launch.conversations import conversations, samples_per_episode
 from r3train.launch.job import Job
 from r3train.rewards.registry import Reward
-from r3train.rollout.backend import SamplingParams
+from r3train.rollout.backend import RolloutBackend, SamplingParams
 from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.producer import Producer
+from r3train.rollout.outcome_log import OUTCOMES_FILE, OutcomeLog
+from r3train.rollout.producer import Producer, ProducerState
+from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_answer import ExpectedRoutes
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.rollout.sglang_server import SGLangServer
+from r3train.rollout.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.types import RolloutSample
 from r3train.weights.publish import DistributedPublisher, WeightPublisher
 from r3train.weights.publish_disk import DiskPublisher
@@ -26,64 +30,134 @@ from r3train.weights.publish_disk import DiskPublisher
 class Engines:
     """Rank 0's side of the rollout: servers (ours or others'), control, producer, publisher."""
 
-    def __init__(self, job: Job, run_dir: Path, display: RunDisplay, start_rollout: int):
+    def __init__(
+        self,
+        job: Job,
+        run_dir: Path,
+        display: RunDisplay,
+        start_rollout: int,
+        buffer: ProducerState | None = None,
+    ):
         self.job = job
         self._start_rollout = start_rollout
+        self._buffer = buffer
         config = job.config
         self._routes = None
         if config.replay.use_rollout_routing_replay:
             self._routes = ExpectedRoutes(
                 job.hf.num_hidden_layers, job.hf.num_experts_per_tok, job.hf.num_experts
             )
-        self._server: SGLangServer | None = None
+        self._servers: list[SGLangServer] = []
         self._producer: Producer | None = None
         self._control: EngineControl | None = None
         self._publisher: WeightPublisher | None = None
         self._run_dir = run_dir
         self._display = display
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
+        self._versions: ServerVersions | None = None
+        self._supervisor: EngineSupervisor | None = None
+        self._outcomes = OutcomeLog(run_dir / OUTCOMES_FILE)
 
     def start_server(self) -> None:
-        """Launch SGLang and return at once; ``wait_ready`` waits for it."""
+        """Launch the servers of our own and return at once; ``wait_ready`` waits for them."""
         config = self.job.config
         if self._addrs:
             return
-        self._server = SGLangServer(
-            config.model.hf_checkpoint,
-            self._run_dir / "logs" / "sglang.log",
-            dtype="bfloat16" if config.model.bf16 else "float32",
-            server_args=config.rollout.sglang,
-            return_routed_experts=self._routes is not None,
-            seed=config.rollout.rollout_seed,
-            start_timeout_s=config.rollout.rollout_server_start_timeout_s,
-        )
-        self._server.start()
+        count = config.rollout.rollout_num_engines
+        for i in range(count):
+            name = "sglang.log" if count == 1 else f"sglang_{i}.log"
+            server = SGLangServer(
+                config.model.hf_checkpoint,
+                self._run_dir / "logs" / name,
+                dtype="bfloat16" if config.model.bf16 else "float32",
+                server_args=self._server_args(i),
+                return_routed_experts=self._routes is not None,
+                # one stream of random numbers a server, or two would answer alike
+                seed=config.rollout.rollout_seed + i,
+                start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+            )
+            self._servers.append(server)
+            server.start()
+
+    def _server_args(self, index: int) -> dict[str, object]:
+        """The given server flags; on GPUs every server gets devices of its own."""
+        given: dict[str, object] = dict(self.job.config.rollout.sglang)
+        if index and torch.cuda.is_available():
+            tp_size = int(given.get("tp_size", given.get("tp", 1)))  # both are SGLang's spelling
+            given["base_gpu_id"] = int(given.get("base_gpu_id", 0)) + index * tp_size
+        return given
 
     def check_alive(self) -> None:
-        """Raise EngineDied when the server that this job owns has ended."""
-        if self._server is not None:
-            self._server.check_alive()
+        """Raise EngineDied when a server that this job owns has ended, or hangs."""
+        if self._supervisor is not None:
+            self._supervisor.check()
+
+    def restart(self) -> None:
+        """Start the servers again; they hold the checkpoint's weights until the next publish.
+
+        Raises EngineDied after --max-engine-restarts, EngineError when one does not come up.
+        """
+        assert self._supervisor is not None and self._versions is not None
+        self._versions.unknown()
+        with self._display.phase("restarting SGLang"):
+            self._supervisor.restart()
+        self.publisher.reconnect()
+
+    def fault_counts(self) -> dict[str, int]:
+        """Restarts of our servers so far, and requests that were sent again."""
+        assert self._supervisor is not None
+        return {
+            "faults/engine_restarts": self._supervisor.restarts,
+            "faults/resubmitted_requests": self._supervisor.resubmitted,
+        }
+
+    def restored(self, version: int) -> None:
+        """The restarted servers hold the weights of ``version``: send what broke off again."""
+        assert self._supervisor is not None
+        if self._producer is not None:
+            self._producer.resume()
+        self._supervisor.restored(version)
 
     def wait_ready(self) -> None:
         """Wait for the servers, showing what they are doing."""
-        if self._server is not None:
+        started: int | None = None
+        if self._servers:
             with self._display.phase("starting SGLang") as phase:
-                self._server.on_progress = lambda _, line: phase.detail(line)
-                self._server.wait_ready()
-            self._addrs = [self._server.addr]
+                for server in self._servers:
+                    server.on_progress = lambda _, line: phase.detail(line)
+                    server.wait_ready()
+            self._addrs = [server.addr for server in self._servers]
+            started = self._servers[0].weight_version
+            faults = self.job.config.faults
+            self._supervisor = EngineSupervisor(
+                self._servers,
+                max_restarts=faults.max_engine_restarts,
+                backoff_s=faults.engine_restart_backoff_s,
+                health_timeout_s=faults.engine_health_timeout_s,
+            )
+        self._versions = ServerVersions([started] * len(self._addrs))
         self._control = EngineControl(
             self._addrs,
             api_key=self._api_key,
             timeout_s=self.job.config.rollout.rollout_request_timeout_s,
             check_alive=self.check_alive,
             routes=self._routes,
+            versions=self._versions,
         )
         if self._routes is not None:
             self._control.require_routed_experts()
+        if self.job.config.rollout.pause_generation_mode != "drain":
+            self._control.require_exact_boundaries()
 
     @property
     def _api_key(self) -> str | None:
-        return self._server.api_key if self._server is not None else None
+        return self._servers[0].api_key if self._servers else None
+
+    @property
+    def _flush_cache(self) -> bool:
+        """Whether servers drop their caches with an update; they cannot under frozen requests."""
+        rollout = self.job.config.rollout
+        return rollout.flush_cache_on_update and rollout.pause_generation_mode != "in_place"
 
     @property
     def publisher(self) -> WeightPublisher:
@@ -98,6 +172,7 @@ class Engines:
                     directory=self._run_dir / "weights",
                     hf_checkpoint=self.job.config.model.hf_checkpoint,
                     bucket_bytes=trainer.update_weight_buffer_size,
+                    flush_cache=self._flush_cache,
                 )
             else:
                 self._publisher = DistributedPublisher(
@@ -105,6 +180,7 @@ class Engines:
                     bucket_bytes=trainer.update_weight_buffer_size,
                     backend="nccl" if cuda else "gloo",
                     device="cuda" if cuda else "cpu",
+                    flush_cache=self._flush_cache,
                 )
         return self._publisher
 
@@ -122,8 +198,8 @@ class Engines:
         order = PromptOrder(len(job.prompts), rollout.rollout_seed, job.config.data.rollout_shuffle)
         addrs, api_key = self._addrs, self._api_key
 
-        def make_client() -> SGLangClient:
-            return SGLangClient(
+        def make_client() -> RolloutBackend:
+            client = SGLangClient(
                 addrs,
                 routes=self._routes,
                 api_key=api_key,
@@ -131,7 +207,12 @@ class Engines:
                 max_concurrency=rollout.rollout_max_concurrency,
                 check_alive=self.check_alive,
                 detokenize=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+                versions=self._versions,
+                cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
             )
+            if self._supervisor is None or not self._supervisor.restartable:
+                return client
+            return ResubmittingBackend(client, self._supervisor)
 
         self._producer = Producer(
             make_client,
@@ -152,8 +233,17 @@ class Engines:
             max_weight_staleness=rollout.max_weight_staleness,
             max_concurrency=rollout.rollout_max_concurrency,
             start_step=self._start_rollout,
+            over_sampling_batch_size=rollout.over_sampling_batch_size,
+            buffer_size=rollout.rollout_buffer_size,
+            stale_policy=rollout.stale_policy,
+            filters=rollout.rollout_filter,
+            pause_mode=rollout.pause_generation_mode,
+            on_outcome=self._outcomes.write,
+            make_episode=conversations(job),
+            samples_per_rollout=samples_per_episode(rollout),
             score=score_function(job.reward),
             check_alive=self.check_alive,
+            state=self._buffer,
         )
         return self._producer
 
@@ -162,8 +252,11 @@ class Engines:
         for part in (self._producer, self._publisher, self._control):
             if part is not None:
                 part.close()
-        if self._server is not None:
-            self._server.stop()
+        if self._supervisor is not None:
+            self._supervisor.close()
+        for server in self._servers:
+            server.stop()
+        self._outcomes.close()
         self.job.reward.close()
 
 

@@ -13,15 +13,20 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
+from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
-from r3train.loop.async_loop import LoopSettings, ReplayPlan
+from r3train.environments.registry import get_environment
+from r3train.loop.parts import LoopSettings, ReplayPlan
 from r3train.rewards.registry import Reward, get_reward
 from r3train.routing.layers import recomputed_layers, stage_layer_numbers
 from r3train.types import Prompt, route_dtype
 
 _PROBE_LEN = 32
+# --plant-fault: the rollouts [first, last) that it spoils
+_POISONED = {"nan_once": (1, 2), "nan_always": (1, 1 << 62)}
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Job:
     prompts: list[Prompt]
     tokenizer: Any
     reward: Reward
+    prompt_file: FileFingerprint
 
 
 def preflight(config: RunConfig, world_size: int) -> Job:
@@ -53,8 +59,11 @@ def preflight(config: RunConfig, world_size: int) -> Job:
         max_prompt_len=limit,
         limit_name=limit_name,
     )
+    if config.rollout.environment is not None:
+        get_environment(config.rollout.environment)(prompts[0])  # what it refuses, it refuses now
+    prompt_file = FileFingerprint.of(data.prompt_data)
     reward = get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
-    return Job(config, hf, prompts, tokenizer, reward)
+    return Job(config, hf, prompts, tokenizer, reward, prompt_file)
 
 
 def open_run_dir(config: RunConfig, broadcast: Callable[[Any], Any]) -> Path:
@@ -68,6 +77,11 @@ def open_run_dir(config: RunConfig, broadcast: Callable[[Any], Any]) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     write_atomically(run_dir / "config.toml", config.to_toml())
     return run_dir
+
+
+def start_stamp() -> str:
+    """A name for this start of the job that sorts after every earlier one."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -97,10 +111,15 @@ def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
         probe_tokens=probe,
         # bfloat16 engines differ by rounding alone: the tight bound holds in float32
         probe_tolerance=0.5 if config.model.bf16 else 1e-4,
-        save_interval=config.trainer.save_interval,
         # a resumed actor is ahead of the checkpoint that a server starts from, and what a server
         # of somebody else's holds is not known
-        publish_at_start=bool(start_rollout or config.rollout.rollout_external_engine_addrs),
+        publish_at_start=bool(
+            start_rollout
+            or config.checkpoint.load is not None
+            or config.rollout.rollout_external_engine_addrs
+        ),
+        has_engines=config.checkpoint.replay_rollouts is None,
+        poisoned=_POISONED.get(config.faults.plant_fault),
     )
 
 
@@ -110,13 +129,18 @@ def replay_plan(job: Job) -> ReplayPlan | None:
     if not config.replay.use_rollout_routing_replay:
         return None
     parallel, model = config.parallel, config.model
-    chunks = stage_layer_numbers(
-        hf.num_hidden_layers,
-        parallel.pipeline_model_parallel_size,
-        vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
-        first=parallel.decoder_first_pipeline_num_layers,
-        last=parallel.decoder_last_pipeline_num_layers,
-    )
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks = parse_pipeline_layout(
+            parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+        )
+    else:
+        chunks = stage_layer_numbers(
+            hf.num_hidden_layers,
+            parallel.pipeline_model_parallel_size,
+            vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+        )
     again = [
         layer
         for stage in chunks

@@ -8,12 +8,11 @@ and cuts every other rank its slices.
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,81 +21,27 @@ import torch.distributed as dist
 from r3train.evidence.check import StepExpectation, StepVerdict, judge, totals
 from r3train.evidence.writer import EvidenceWriter
 from r3train.loop import planted_bugs, weight_probe
-from r3train.loop.batch import Packing, Scored, slices_for_ranks, step_expectation, train_samples
-from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
+from r3train.loop.batch import (
+    Packing,
+    ids_of_data_ranks,
+    slices_for_ranks,
+    step_expectation,
+    train_samples,
+)
+from r3train.loop.keeper import Keeper
+from r3train.loop.parts import LoopSettings, RankZero, ReplayPlan, RolloutSource
+from r3train.loop.recovery import Recovery
+from r3train.loop.report import (
+    RolloutReport,
+    notable_samples,
+    rollout_metrics,
+    source_metrics,
+    train_metrics,
+)
 from r3train.loop.scatter import broadcast_json, gather_topologies, scatter_slices
+from r3train.loop.stop import StopRequested
 from r3train.trainer.backend import TrainerBackend
 from r3train.types import RankSlice
-
-logger = logging.getLogger(__name__)
-
-
-class RolloutSource(Protocol):
-    """Where complete groups come from; ``rollout.producer.Producer`` is the one implementation."""
-
-    def next_batch(self, step: int, on_wait: Callable | None = None) -> list[list[Scored]]: ...
-
-    def quiesced(self) -> AbstractContextManager[None]: ...
-
-    def set_version(self, version: int) -> None: ...
-
-    def stats(self) -> dict[str, Any]: ...
-
-
-class Display(Protocol):
-    """What a person watches on rank 0."""
-
-    def rollout_begin(self, rollout_id: int, num_groups: int) -> None: ...
-
-    def rollout_update(self, groups_done: int, tokens: int) -> None: ...
-
-    def train_update(self, activity: str) -> None: ...
-
-    def step_line(self, metrics: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class ReplayPlan:
-    """R3 as the loop needs it; None in its place trains without replay."""
-
-    num_layers: int
-    num_experts: int
-    topk: int
-    route_dtype: type
-    moe_layers: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    mismatch_threshold: float
-    check: bool
-    plant_bug: str | None
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """The numbers of the loop."""
-
-    num_rollout: int
-    start_rollout: int
-    rollout_batch_size: int
-    steps_per_rollout: int
-    max_tokens_per_gpu: int
-    grpo_std_normalization: bool
-    needs_reference: bool
-    ci_test: bool
-    probe_tokens: np.ndarray | None  # int32[T], under --check-weight-update-equal
-    probe_tolerance: float
-    save_interval: int | None
-    publish_at_start: bool  # the servers do not hold the actor's first weights, or may not
-
-
-@dataclass
-class RankZero:
-    """What rank 0 holds and other ranks do not."""
-
-    start_source: Callable[[], RolloutSource]  # begins to generate
-    publisher: Any  # weights.publish.WeightPublisher
-    probe: Callable[[np.ndarray], list[np.ndarray]]  # log-probs of one text on each server
-    display: Display
-    metrics: Any  # evidence.metrics.MetricsWriter
 
 
 class AsyncLoop:
@@ -110,15 +55,18 @@ class AsyncLoop:
         *,
         zero: RankZero | None,
         evidence: EvidenceWriter | None,
-        save: Callable[[int], None] | None = None,
+        keeper: Keeper,
+        recovery: Recovery,
     ):
         self._actor = actor
         self._settings = settings
         self._replay = replay
         self._zero = zero
         self._evidence = evidence
-        self._save = save
+        self._keeper = keeper
+        self._recovery = recovery
         self._source: RolloutSource | None = None
+        self._source_stats: dict[str, Any] = {}
         self._topologies = gather_topologies(actor.topology)
         self._passes = (
             ("old_log_prob",) + (("ref_log_prob",) if settings.needs_reference else ()) + ("train",)
@@ -126,14 +74,17 @@ class AsyncLoop:
 
     def run(self) -> None:
         """Train to the end; raises what went wrong, on the rank where it did."""
-        s = self._settings
+        s, keeper = self._settings, self._keeper
         if s.publish_at_start:
             self._publish(s.start_rollout)
         if self._zero is not None:
-            self._source = self._zero.start_source()
+            self._source = keeper.watch(self._zero.start_source())
         for rollout_id in range(s.start_rollout, s.num_rollout):
             began = time.monotonic()
-            slices, expectation, metrics = self._take_rollout(rollout_id)
+            taken = self._take_rollout(rollout_id)
+            if taken is None:  # told to stop while waiting
+                return keeper.stopped(rollout_id)
+            slices, expectation, metrics = taken
             waited = time.monotonic()
             metrics.update(self._train(rollout_id, slices))
             verdict = self._judge(rollout_id, expectation)
@@ -142,25 +93,37 @@ class AsyncLoop:
                 if not verdict.passed:  # what was seen is written before the run ends over it
                     self._report(rollout_id, metrics)
                     verdict.raise_if_failed()
+            try:
+                keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
+            except FloatingPointError:
+                self._report(rollout_id, metrics)
+                raise
             trained = time.monotonic()
-            if s.save_interval and self._save and (rollout_id + 1) % s.save_interval == 0:
-                self._save(rollout_id + 1)
-            published = time.monotonic()
-            if rollout_id + 1 < s.num_rollout or s.probe_tokens is not None:
+            stopping = keeper.stopping()
+            if (rollout_id + 1 < s.num_rollout or s.probe_tokens is not None) and not stopping:
                 metrics.update(self._publish(rollout_id + 1))
+            published = time.monotonic()
+            keeper.poll()
+            if keeper.due(rollout_id + 1):
+                keeper.save(rollout_id + 1)
             done = time.monotonic()
+            metrics.update(self._recovery.counts())
             metrics.update(
                 {
                     "perf/rollout_wait_s": waited - began,
                     "perf/train_s": trained - waited,
-                    "perf/publish_s": done - published,
+                    "perf/publish_s": published - trained,
+                    "perf/save_s": done - published,
                     "perf/step_s": done - began,
                     "perf/tokens_per_s": metrics.get("rollout/tokens", 0) / (done - began),
                 }
             )
             self._report(rollout_id, metrics)
-        if self._save and s.num_rollout > s.start_rollout:
-            self._save(s.num_rollout)
+            if stopping and rollout_id + 1 < s.num_rollout:
+                return keeper.stopped(rollout_id + 1)
+        if s.num_rollout > s.start_rollout:
+            keeper.save(s.num_rollout)
+            keeper.finish()
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         if self._zero is not None:
@@ -171,14 +134,27 @@ class AsyncLoop:
 
     def _take_rollout(
         self, rollout_id: int
-    ) -> tuple[list[list[RankSlice]], StepExpectation | None, dict[str, Any]]:
-        """This rank's slices of each optimizer step, the expectation and metrics (rank 0)."""
+    ) -> tuple[list[list[RankSlice]], StepExpectation | None, dict[str, Any]] | None:
+        """This rank's slices of each optimizer step, the expectation and metrics (rank 0).
+
+        None, on all ranks, when rank 0 was told to stop while it waited.
+        """
         plan: dict[str, Any] | None = None
         packed: list[list[RankSlice]] | None = None
-        expectation, metrics = None, {}
+        expectation, metrics, failure = None, {}, None
         if self._zero is not None:
-            packed, plan, expectation, metrics = self._prepare(rollout_id)
+            try:
+                packed, plan, expectation, metrics = self._prepare(rollout_id)
+            except StopRequested:
+                plan = {"microbatches": None}
+            except self._recovery.caught as error:
+                failure = error
+        if self._recovery.needed(failure):
+            self._revive(rollout_id)
+            return self._take_rollout(rollout_id)
         counts = broadcast_json(plan)["microbatches"]
+        if counts is None:
+            return None
         mine = scatter_slices(packed)
         steps, start = [], 0
         for count in counts:
@@ -203,10 +179,16 @@ class AsyncLoop:
         samples, stats = train_samples(groups, std_normalization=s.grpo_std_normalization)
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
+        zero.metrics.write_samples(rollout_id, notable_samples(samples))
+        counts_now = self._source.stats()
+        metrics.update(source_metrics(counts_now, self._source_stats))
+        self._source_stats = counts_now
 
         trained = samples
         if replay is not None and replay.plant_bug in planted_bugs.ROUTE_BUGS:
             trained = planted_bugs.plant(replay.plant_bug, samples, replay.moe_layers)
+        if s.poisoned is not None and rollout_id in range(*s.poisoned):
+            trained = planted_bugs.poison(trained)
         packing = Packing(
             topologies=self._topologies,
             max_tokens_per_gpu=s.max_tokens_per_gpu,
@@ -232,6 +214,7 @@ class AsyncLoop:
                 recomputed=replay.recomputed,
                 num_microbatches=sum(counts),
                 ranks_per_stage=len(self._topologies) // self._topologies[0].pp_size,
+                ids_of_ranks=ids_of_data_ranks(of_rank, self._topologies),
             )
         return of_rank, {"microbatches": counts}, expectation, metrics
 
@@ -241,15 +224,17 @@ class AsyncLoop:
         """Log-prob passes over the whole rollout, then its optimizer steps."""
         if self._zero is not None:
             self._zero.display.train_update("training")
+        began = time.monotonic()
         everything = [s for step in steps for s in step]
         old = self._actor.compute_log_probs(everything, "old_log_prob")
         ref = None
         if self._settings.needs_reference:
             ref = self._actor.compute_log_probs(everything, "ref_log_prob")
+        log_prob_s = time.monotonic() - began
         reports = [self._actor.train_step(step, old, ref) for step in steps]
         if self._settings.ci_test and rollout_id == 0:
             _check_first_step(reports[0])
-        return train_metrics(reports)
+        return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
 
     def _judge(self, rollout_id: int, expectation: StepExpectation | None) -> StepVerdict | None:
         """Write this rank's evidence, add all ranks' up, and judge them on rank 0."""
@@ -275,9 +260,12 @@ class AsyncLoop:
                     "step": rollout_id,
                     "passed": verdict.passed,
                     "passes": self._passes,
-                    "expected_fingerprints": {
-                        str(n): f"{f:#018x}" for n, f in expectation.fingerprints.items()
-                    },
+                    "world_size": len(self._topologies),
+                    "num_experts": self._replay.num_experts,
+                    "topk": self._replay.topk,
+                    "mismatch_threshold": self._replay.mismatch_threshold,
+                    **expectation.to_json(),
+                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
                     "counts": verdict.counts,
                     "agreement": verdict.agreement,
                     "failures": [asdict(f) for f in verdict.failures],
@@ -289,23 +277,62 @@ class AsyncLoop:
     # -- publish -----------------------------------------------------------------------------
 
     def _publish(self, version: int) -> dict[str, Any]:
-        """Send the weights to all servers while nothing is in flight; drain elsewhere."""
+        """Bring all servers to the weights of ``version``; metrics on rank 0."""
+        if not self._settings.has_engines:
+            return {}
+        if self._zero is not None:
+            self._zero.display.train_update("publishing weights")
+        quiet = self._source.quiesced() if self._source is not None else nullcontext()
+        metrics, failure = self._send_weights(version, quiet)
+        if self._recovery.needed(failure):
+            metrics = self._revive(version)
+        gap = self._check_servers(version)  # a server that is frozen would not answer
+        if gap is not None:
+            metrics["train/weight_probe_gap"] = gap
+        return metrics
+
+    def _send_weights(
+        self, version: int, quiet: AbstractContextManager[None]
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        """Send the weights while nothing is generated; drain elsewhere.
+
+        Returns metrics, or on rank 0 a failure that a restart of the servers would mend.
+        """
         weights = self._actor.hf_weights()
         if self._zero is None:
             for _ in weights:
                 raise AssertionError("only rank 0 holds whole tensors")
-            self._check_servers(version)
-            return {}
-        self._zero.display.train_update("publishing weights")
-        with self._source.quiesced() if self._source is not None else nullcontext():
-            published = self._zero.publisher.publish(weights, version=version)
-            gap = self._check_servers(version)
-            if self._source is not None:
-                self._source.set_version(version)
-        metrics = {"perf/published_bytes": published.num_bytes, "rollout/weight_version": version}
-        if gap is not None:
-            metrics["train/weight_probe_gap"] = gap
-        return metrics
+            return {}, None
+        try:
+            with quiet:
+                published = self._zero.publisher.publish(weights, version=version)
+                if self._source is not None:
+                    self._source.set_version(version)
+        except self._recovery.caught as error:
+            for _ in weights:  # the other ranks are sending
+                pass
+            return {}, error
+        return {
+            "perf/published_bytes": published.num_bytes,
+            "rollout/weight_version": version,
+        }, None
+
+    def _revive(self, version: int) -> dict[str, Any]:
+        """Restart lost servers and give them the weights of ``version``; all ranks together.
+
+        Raises the cause, after a checkpoint, when there are too many restarts.
+        """
+        while True:
+            failure = self._recovery.restart()
+            if failure is not None:
+                self._keeper.save(version)
+                self._keeper.finish()
+                raise failure
+            # new servers have nothing in flight; what waits for them is sent afterwards
+            metrics, failure = self._send_weights(version, nullcontext())
+            if not self._recovery.needed(failure):
+                self._recovery.restored(version)
+                return metrics
 
     def _check_servers(self, version: int) -> float | None:
         """--check-weight-update-equal: probe every server with one text."""

@@ -30,6 +30,13 @@ def plant(
     return list(samples)
 
 
+def poison(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """A NaN among the first sample's advantages, as a broken reward or kernel would leave one."""
+    first = samples[0]
+    advantages = np.where(first.sample.loss_mask, np.float32("nan"), first.advantages)
+    return [replace(first, advantages=advantages), *samples[1:]]
+
+
 def _with_routes(s: TrainSample, routes: np.ndarray) -> TrainSample:
     return replace(s, sample=replace(s.sample, routed_experts=routes))
 

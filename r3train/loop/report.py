@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,15 @@ class RolloutReport:
 def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> dict[str, Any]:
     """Rewards, lengths, staleness of one rollout."""
     lengths = np.array([s.sample.response_len for s in samples])
+    # -1 stands on tokens that no weights generated: the prompt's and an environment's
     oldest = [
-        int(s.sample.weight_versions[s.sample.prompt_len :].min(initial=1 << 30)) for s in samples
+        int(s.sample.weight_versions[s.sample.loss_mask].min(initial=1 << 30)) for s in samples
     ]
     staleness = [report.rollout_id - v for v in oldest if v < 1 << 30]
+    histogram = {
+        f"rollout/staleness_{age}": staleness.count(age)
+        for age in range(max(staleness, default=0) + 1)
+    }
     groups = report.groups
     return {
         "rollout/reward_mean": groups.mean,
@@ -42,8 +47,65 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/aborted": sum(s.sample.finish_reason == "abort" for s in samples),
         "rollout/staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "rollout/staleness_max": max(staleness, default=0),
+        "rollout/spanning_samples": sum(_num_versions(s) > 1 for s in samples),
+        **histogram,
     }
 
+
+def _num_versions(s: TrainSample) -> int:
+    """How many weight versions generated the sample: more than one, and it spans an update."""
+    return len(np.unique(s.sample.weight_versions[s.sample.loss_mask]))
+
+
+def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """What the source did since the last step's batch, from its counts then and now.
+
+    The two shares are of the wall time between: training waited for a batch, and generation had
+    nothing in flight.  A source without these counts (dumped rollouts) gives none.
+    """
+    if "wall_s" not in now:
+        return {}
+
+    def since(key: str) -> float:
+        return now[key] - before.get(key, 0)
+
+    wall_s = max(since("wall_s"), 1e-9)
+    earlier = before.get("outcomes", {})
+    fates = {key: count - earlier.get(key, 0) for key, count in now["outcomes"].items()}
+    fates = {f"rollout/groups_{key}": count for key, count in fates.items() if key != "trained"}
+    return {
+        "perf/train_wait_share": since("waiting_s") / wall_s,
+        "perf/rollout_idle_share": since("idle_s") / wall_s,
+        "rollout/buffered_groups": now["buffered_groups"],
+        "rollout/resumed": since("resumed_rollouts"),
+        **fates,
+    }
+
+
+def notable_samples(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
+    """The lowest reward, the longest response and the highest reward, with their text."""
+    picked = {
+        "worst": min(samples, key=lambda s: s.reward),
+        "longest": max(samples, key=lambda s: s.sample.response_len),
+        "best": max(samples, key=lambda s: s.reward),
+    }
+    return [
+        {
+            "kind": kind,
+            "sample_id": s.sample.sample_id,
+            "prompt_id": s.sample.prompt.prompt_id,
+            "reward": s.reward,
+            "response_len": s.sample.response_len,
+            "finish_reason": s.sample.finish_reason,
+            "prompt": s.sample.prompt.text[-_TEXT:],
+            "text": s.sample.text[:_TEXT],
+        }
+        for kind, s in picked.items()
+    ]
+
+
+# characters of a text: enough to see what went wrong, and megabytes a run at most
+_TEXT = 2000
 
 # the trainer's names -> ours, where they differ
 _NAMES = {
@@ -53,7 +115,7 @@ _NAMES = {
 }
 _LAST = ("lr",)
 _MAX = ("log_prob_gap_max",)
-_SUM = ("num_loss_tokens",)
+_SUM = ("num_loss_tokens", "skipped_steps")
 
 
 def train_metrics(reports: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -19,6 +19,10 @@ class EngineDied(EngineError):
     """An engine process that this job owns has ended; the message holds its log's tail."""
 
 
+class EngineUnreachable(EngineError):
+    """No connection to an engine, a connection that broke, or no answer in time."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one response is drawn; the same for every sample of a run.
@@ -38,7 +42,7 @@ class SamplingParams:
     seed: int = 42
 
     def response_budget(self, prompt_len: int, prompt_id: str) -> int:
-        """Tokens the engine may generate after a prompt.
+        """Tokens that may follow a prompt, those of an environment included.
 
         Raises ValueError when the prompt alone fills the context.
         """
@@ -79,11 +83,17 @@ class RolloutBackend(Protocol):
         sample_id: int,
         group_id: int,
         weight_version: int | None = None,
+        exact_version: bool = True,
+        resume_from: RolloutSample | None = None,
+        turn_limit: int | None = None,
     ) -> RolloutSample:
-        """Draw one response.
+        """Draw one response, or the rest of one.
 
-        ``weight_version`` is the version that every token must carry, or None when an update may
-        land in mid-generation.  Raises EngineError or ValueError naming the sample.
+        ``weight_version`` is the version that every new token must carry; with ``exact_version``
+        False an update may land in mid-generation, and it is the oldest one.  ``resume_from``
+        holds all tokens so far; what comes is added to it.  ``turn_limit`` bounds the new tokens
+        below what the whole response may still take.  Raises EngineError or ValueError naming the
+        sample.
         """
         ...
 

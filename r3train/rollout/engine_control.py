@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
@@ -11,10 +12,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.rollout.backend import EngineError
+from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_answer import ExpectedRoutes
 from r3train.rollout.sglang_control import SGLangControl
 from r3train.rollout.sglang_http import SGLangHTTP
 from r3train.routing.wire import decode_routed_experts
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -24,7 +28,8 @@ class EngineControl:
 
     Usable from any thread while a producer's loop runs elsewhere.  Calls raise EngineError with
     the server's own message; the two calls that need a simultaneous partner in the trainer
-    (joining a group, receiving a broadcast) return a Future.
+    (joining a group, receiving a broadcast) return a Future.  ``versions`` is kept true: unknown
+    from the beginning of an update on, and the new version once every server has confirmed it.
     """
 
     def __init__(
@@ -35,7 +40,10 @@ class EngineControl:
         timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
         routes: ExpectedRoutes | None = None,
+        versions: ServerVersions | None = None,
     ) -> None:
+        self.versions = versions or ServerVersions([None] * len(addrs))
+        self._sent_version: int | None = None
         self._http = SGLangHTTP(
             addrs, api_key=api_key, request_timeout_s=timeout_s, check_alive=check_alive
         )
@@ -99,6 +107,16 @@ class EngineControl:
                     "--use-rollout-routing-replay has nothing to replay"
                 )
 
+    def require_exact_boundaries(self) -> None:
+        """Raise ValueError for a server whose version labels are off by a token at an update."""
+        for url, info in zip(self._http.urls, self.server_info(), strict=True):
+            if not info.get("disable_overlap_schedule"):
+                raise ValueError(
+                    f"engine {url} was started without --disable-overlap-schedule: with weight "
+                    "updates in mid-generation the version of the token at the boundary would be "
+                    "wrong"
+                )
+
     def pause_generation(self, mode: str = "in_place") -> None:
         self._run(self._control.pause_generation(mode))
 
@@ -116,17 +134,62 @@ class EngineControl:
         self._run(self._control.destroy_weights_update_group(group_name))
 
     def begin_weight_update(self) -> None:
+        self.versions.unknown()
+        self._sent_version = None
         self._run(self._control.begin_weight_update())
 
     def end_weight_update(self) -> None:
         self._run(self._control.end_weight_update())
+        if self._sent_version is not None:
+            self.confirm_version(self._sent_version)
 
-    def update_weights_from_distributed(self, **arguments: Any) -> Future[None]:
+    def update_weights_from_distributed(
+        self, *, weight_version: int | None = None, **arguments: Any
+    ) -> Future[None]:
         """Arguments as ``SGLangControl.update_weights_from_distributed``; done once loaded."""
-        return self._submit(self._control.update_weights_from_distributed(**arguments))
+        self._sent_version = weight_version
+        return self._submit(
+            self._control.update_weights_from_distributed(
+                weight_version=weight_version, **arguments
+            )
+        )
 
-    def update_weights_from_disk(self, model_path: str, *, weight_version: int) -> None:
-        self._run(self._control.update_weights_from_disk(model_path, weight_version=weight_version))
+    def update_weights_from_disk(
+        self, model_path: str, *, weight_version: int, flush_cache: bool = True
+    ) -> None:
+        self.versions.unknown()
+        self._run(
+            self._control.update_weights_from_disk(
+                model_path, weight_version=weight_version, flush_cache=flush_cache
+            )
+        )
+        self.confirm_version(weight_version)
+
+    def confirm_version(self, version: int) -> None:
+        """Ask every server for its label; those with another one stay out of use.
+
+        Raises EngineError when no server holds ``version``.
+        """
+        labels = self.weight_versions()
+        for server, label in enumerate(labels):
+            if label == str(version):
+                self.versions.record(version, server)
+            else:
+                self.versions.unknown(server)
+                logger.warning(
+                    "engine %s holds weights %s after the update to %d: it is not used",
+                    self._http.urls[server],
+                    label,
+                    version,
+                )
+        if not self.versions.holders(version):
+            raise EngineError(
+                f"no engine holds weight version {version} after the update: {labels}"
+            )
+
+    def abort_all(self) -> None:
+        """Abort every request on every server; their partial answers come back to who asked."""
+        self._run(self._control.abort())
 
     def update_weight_version(self, version: int) -> None:
         self._run(self._control.update_weight_version(version))

@@ -1,8 +1,7 @@
 """Rollouts made while the actor trains: a thread that keeps the engines as busy as staleness allows.
 
-Group g (all samples of one prompt) belongs to train step ``g // rollout_batch_size``.  It may be
-submitted once that step is at most ``max_weight_staleness`` ahead of the weight version that the
-servers hold, which counts completed train steps.
+The bookkeeping (what may be submitted, what is too old, what a step takes) is ``group_buffer``'s;
+here are the thread, the requests, and what happens to them while new weights are published.
 """
 
 from __future__ import annotations
@@ -12,19 +11,38 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
+from r3train.rollout import producer_state
 from r3train.rollout.backend import RolloutBackend, SamplingParams
+from r3train.rollout.episode import Episode, generate_once
+from r3train.rollout.flight import Flight
+from r3train.rollout.group_buffer import BufferLimits, Group, GroupBuffer, Outcome, Scored
+from r3train.rollout.loop_thread import LoopThread
+from r3train.rollout.producer_state import ProducerState
+from r3train.rollout.rates import Rates
+from r3train.rollout.turns import Sending, Turns
+from r3train.rollout.update_pause import UpdatePause
 from r3train.types import Prompt, RolloutSample
 
-Scored = tuple[RolloutSample, float]
 OnWait = Callable[[dict[str, Any]], None]
 
 _TICK_S = 0.2
 _ALIVE_EVERY_S = 0.5
-_RATE_WINDOW_S = 10.0
+
+
+@dataclass(slots=True)
+class _Item:
+    """One rollout to make, or to go on with: place ``place`` of one attempt at a group."""
+
+    group: Group
+    attempt: int
+    place: int
+    sample_id: int
+    episode: Episode
 
 
 class Producer:
@@ -34,6 +52,9 @@ class Producer:
     of group g; ``score`` runs on a thread pool, so that rewards overlap with generation; without
     it every reward is 0.  ``check_alive`` raises when an engine process has ended.  Steps run from
     ``start_step`` (also the first weight version) up to, not including, ``num_rollout``.
+    ``pause_mode`` says what a weight update does to requests in flight.  ``make_episode`` makes the
+    course of one rollout (one turn without it).  ``on_outcome`` is told what became of each prompt.
+    ``state`` is what an earlier run's ``snapshot`` gave.
 
     A failure anywhere in the producer is raised by every later call that waits.
     """
@@ -50,164 +71,216 @@ class Producer:
         max_weight_staleness: int,
         max_concurrency: int,
         start_step: int = 0,
+        over_sampling_batch_size: int | None = None,
+        buffer_size: int | None = None,
+        stale_policy: str = "drop",
+        filters: Sequence[str] = (),
+        pause_mode: str = "drain",
         score: Callable[[RolloutSample], float] | None = None,
         score_threads: int = 4,
         check_alive: Callable[[], None] | None = None,
+        make_episode: Callable[[Prompt], Episode] | None = None,
+        samples_per_rollout: int = 1,
+        on_outcome: Callable[[Outcome], None] | None = None,
+        state: ProducerState | None = None,
     ) -> None:
-        for name, value, least in (
-            ("rollout_batch_size", rollout_batch_size, 1),
-            ("n_samples_per_prompt", n_samples_per_prompt, 1),
-            ("max_weight_staleness", max_weight_staleness, 0),
-            ("max_concurrency", max_concurrency, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected at least {least}")
+        submitted = over_sampling_batch_size or rollout_batch_size
+        allowed = (max_weight_staleness + 1) * rollout_batch_size + submitted - rollout_batch_size
+        limits = BufferLimits(
+            batch=rollout_batch_size,
+            samples=n_samples_per_prompt,
+            num_rollout=num_rollout,
+            staleness=max_weight_staleness,
+            over_sampling=submitted,
+            size=buffer_size or allowed,
+            stale_policy=stale_policy,
+            filters=tuple(filters),
+        )
         self._make_backend = make_backend
         self._prompt_for = prompt_for
         self._sampling = sampling
-        self._batch = rollout_batch_size
-        self._samples = n_samples_per_prompt
-        self._num_rollout = num_rollout
-        self._staleness = max_weight_staleness
-        self._max_concurrency = max_concurrency
+        self._limits = limits
+        self._pause = UpdatePause(pause_mode, self._on_loop, self._empty)
         self._score = score
         self._check_alive = check_alive
+        self._make_episode = make_episode or (lambda prompt: generate_once)
+        self._samples_per_rollout = samples_per_rollout
+        self._on_outcome = on_outcome
         self._scorers = ThreadPoolExecutor(score_threads, thread_name_prefix="reward")
 
         # Guarded by _changed, which is notified after every change.
         self._changed = threading.Condition()
         self._version = start_step
-        self._next_group = start_step * rollout_batch_size
-        self._paused = 0
-        self._in_flight = 0
-        self._running = 0  # in flight, or being scored
-        self._taken_steps: set[int] = set()
-        self._groups: dict[int, list[Scored]] = {}
-        self._pending: dict[int, dict[int, Scored]] = {}
+        self._buffer = GroupBuffer(
+            limits, start_step=start_step, next_group=start_step * rollout_batch_size
+        )
+        self._items: deque[_Item] = deque()
+        self._rates = Rates()
+        self._flight = Flight(max_concurrency, self._changed, self._rates)
         self._error: BaseException | None = None
         self._closing = False
-        self._generated_tokens = 0
-        self._finished_samples = 0
-        self._aborted_samples = 0
-        self._waiting_s = 0.0
-        self._recent: deque[tuple[float, int]] = deque()
+        self._tasks: dict[tuple[int, int], set[asyncio.Task]] = {}
+        if state is not None:
+            self._restore(state)
 
+        self._backend: RolloutBackend | None = None
         self._wake: asyncio.Event | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("producer", self._fail)
+        self._thread.start(self._produce)
 
     # ---- the producer's own thread -------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._produce())
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-            self._fail(error)
-        finally:
-            self._loop.close()
-
     async def _produce(self) -> None:
         self._wake = asyncio.Event()
-        backend = self._make_backend()
+        self._backend = backend = self._make_backend()
+        sending = Sending(
+            backend,
+            self._sampling,
+            self._flight,
+            self._rates,
+            self._changed,
+            version=lambda: self._version,
+            aborting=lambda: self._pause.aborting,
+            left=self._leave_flight,
+            exact_version=self._pause.exact_version,
+        )
         try:
             async with asyncio.TaskGroup() as tasks:
-                last_group = self._num_rollout * self._batch
-                while self._next_group < last_group and not self._closing:
-                    if not self._may_submit(self._next_group):
+                while not self._closing:
+                    item = self._next_item()
+                    if item is None:
                         await self._sleep_until_changed()
                         continue
-                    group_id = self._next_group
-                    prompt = self._prompt_for(group_id)
-                    for i in range(self._samples):
-                        if not await self._take_slot():
-                            break
-                        sample_id = group_id * self._samples + i
-                        tasks.create_task(self._one(backend, prompt, sample_id, group_id))
-                    self._next_group += 1
-                # Waiting here, rather than in the task group's exit, lets close() interrupt.
-                while self._running and not self._closing:
-                    await self._sleep_until_changed()
-                if self._closing:
-                    raise _Closing
+                    task = tasks.create_task(self._one(sending, item))
+                    key = item.group.group_id, item.attempt
+                    self._tasks.setdefault(key, set()).add(task)
+                    task.add_done_callback(lambda done, key=key: self._forget(key, done))
+                raise _Closing
         except BaseExceptionGroup as failures:
-            real = failures.subgroup(lambda error: not isinstance(error, _Closing))
+            # the condition is asked of groups too, and a group that meets it comes back whole
+            ours = (_Closing, BaseExceptionGroup)
+            real = failures.subgroup(lambda error: not isinstance(error, ours))
             if real is not None:
                 raise _first_leaf(real) from None
         finally:
+            await self._pause.close(backend)
             await backend.aclose()
 
-    def _may_submit(self, group_id: int) -> bool:
-        with self._changed:
-            ahead = group_id // self._batch - self._version
-            return not self._paused and ahead <= self._staleness
+    def _forget(self, key: tuple[int, int], task: asyncio.Task) -> None:
+        left = self._tasks.get(key, set())
+        left.discard(task)
+        if not left:
+            self._tasks.pop(key, None)
 
-    async def _take_slot(self) -> bool:
-        """Wait for a free place in flight; False when closing."""
-        while not self._closing:
-            with self._changed:
-                if not self._paused and self._in_flight < self._max_concurrency:
-                    self._in_flight += 1
-                    self._running += 1
-                    return True
-            await self._sleep_until_changed()
-        return False
+    def _next_item(self) -> _Item | None:
+        """The next rollout to send, with its place in flight taken; None while it must wait."""
+        with self._changed:
+            if not self._flight.has_place():
+                return None
+            while True:
+                if not self._items and not self._submit_group():
+                    return None
+                item = self._items.popleft()
+                if self._buffer.current(item.group.group_id, item.attempt) is item.group:
+                    break
+            if item.group.started_version is None:
+                item.group.started_version = self._version
+            self._flight.take()
+            return item
+
+    def _submit_group(self) -> bool:
+        buffer = self._buffer
+        if buffer.room(self._version) <= 0:
+            return False
+        new = self._prompt_for(buffer.next_group) if buffer.wants_prompt() else None
+        self._add_items(buffer.submit(new))
+        return True
+
+    def _add_items(self, group: Group) -> None:
+        for place in range(self._limits.samples):
+            if place not in group.samples:
+                sample_id = (group.group_id * self._limits.samples + place) * (
+                    self._samples_per_rollout
+                )
+                episode = self._make_episode(group.prompt)
+                self._items.append(_Item(group, group.attempt, place, sample_id, episode))
 
     async def _sleep_until_changed(self) -> None:
         assert self._wake is not None
         await self._wake.wait()
         self._wake.clear()
 
-    async def _one(
-        self, backend: RolloutBackend, prompt: Prompt, sample_id: int, group_id: int
-    ) -> None:
+    async def _one(self, sending: Sending, item: _Item) -> None:
+        """Make one rollout, score it, and put it into its group."""
+        group = item.group
+        turns = Turns(sending, group.prompt, item.sample_id, group.group_id)
         try:
-            # Nothing is in flight during an update, so the version cannot change on the way.
-            sample = await backend.generate(
-                prompt,
-                self._sampling,
-                sample_id=sample_id,
-                group_id=group_id,
-                weight_version=self._version,
+            samples, reward = await item.episode(
+                turns, group.prompt, sampling=self._sampling, sample_id=item.sample_id
             )
         finally:
-            with self._changed:
-                self._in_flight -= 1
-                self._notify()
-        self._count(sample)
-        reward = 0.0
-        if self._score is not None:
-            reward = float(await self._loop.run_in_executor(self._scorers, self._score, sample))
+            turns.release()
         with self._changed:
-            done = self._pending.setdefault(group_id, {})
-            done[sample_id] = (sample, reward)
-            if len(done) == self._samples:
-                del self._pending[group_id]
-                self._groups[group_id] = [done[key] for key in sorted(done)]
-            self._running -= 1
+            self._rates.finished(samples)
+        scored = [(sample, await self._reward(sample, reward)) for sample in samples]
+        with self._changed:
+            if self._buffer.current(group.group_id, item.attempt) is group:
+                self._buffer.finish(group, item.place, scored)
+                self._tell_outcomes()
             self._notify()
 
-    def _count(self, sample: RolloutSample) -> None:
-        now = time.monotonic()
+    async def _reward(self, sample: RolloutSample, reward: float | None) -> float:
+        """The environment's own reward, else the scored text's."""
+        if reward is not None:
+            return reward
+        if self._score is None:
+            return 0.0
+        return float(await self._thread.loop.run_in_executor(self._scorers, self._score, sample))
+
+    def _leave_flight(self) -> None:
         with self._changed:
-            self._generated_tokens += sample.response_len
-            self._finished_samples += 1
-            self._aborted_samples += sample.finish_reason == "abort"
-            self._recent.append((now, sample.response_len))
-            while self._recent and self._recent[0][0] < now - _RATE_WINDOW_S:
-                self._recent.popleft()
+            self._flight.leave()
+            self._notify()
 
     def _notify(self) -> None:
         """Wake both sides; call with the condition held."""
         self._changed.notify_all()
-        if self._wake is not None and not self._loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # the loop closed in between
-                self._loop.call_soon_threadsafe(self._wake.set)
+        if self._wake is not None:
+            self._thread.soon(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._flight.wake()
+        self._wake.set()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
+
+    def _tell_outcomes(self) -> None:
+        for outcome in self._buffer.drain_log():
+            if self._on_outcome is not None:
+                self._on_outcome(outcome)
+
+    def _expire(self) -> None:
+        """Take out what would be too stale at the next step; call with the condition held."""
+        for group in self._buffer.expire(self._buffer.next_step):
+            self._thread.soon(self._cancel, (group.group_id, group.attempt))
+        self._tell_outcomes()
+
+    def _cancel_all(self) -> None:
+        """End what no step will take; call with the condition held."""
+        self._items.clear()
+
+        def cancel() -> None:
+            for key in list(self._tasks):
+                self._cancel(key)
+
+        self._thread.soon(cancel)
+
+    def _cancel(self, key: tuple[int, int]) -> None:
+        for task in self._tasks.get(key, set()).copy():
+            task.cancel()
 
     # ---- the training thread's side ------------------------------------------------------------
 
@@ -227,40 +300,73 @@ class Producer:
             self._changed.wait(_TICK_S)
 
     def next_batch(self, step: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
-        """The groups of one train step, in order of group index, once all are complete.
+        """The groups of one train step, in order of group id, once enough are complete.
 
         ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
         own failure, or EngineDied, at once.
         """
-        wanted = range(step * self._batch, (step + 1) * self._batch)
-        assert step < self._num_rollout, f"step {step} of {self._num_rollout} was asked for"
+        assert step < self._limits.num_rollout, f"step {step} of {self._limits.num_rollout}"
         began = time.monotonic()
         with self._changed:
-            assert step - self._version <= self._staleness, (
+            assert step - self._version <= self._limits.staleness, (
                 f"step {step} is never submitted while the servers hold version {self._version}: "
-                f"max_weight_staleness is {self._staleness}"
+                f"max_weight_staleness is {self._limits.staleness}"
             )
-            assert step not in self._taken_steps, f"step {step} was taken already"
+            expected = self._buffer.next_step
+            assert step == expected, f"step {step} was asked for, step {expected} is the next"
+            self._expire()
+            self._notify()
             try:
-                self._wait_for(lambda: all(g in self._groups for g in wanted), on_wait)
+                self._wait_for(lambda: self._buffer.ready() == self._limits.batch, on_wait)
             finally:
-                self._waiting_s += time.monotonic() - began
-            self._taken_steps.add(step)
-            return [self._groups.pop(g) for g in wanted]
+                self._rates.waiting_s += time.monotonic() - began
+            groups = self._buffer.take()
+            self._expire()
+            if self._buffer.next_step == self._limits.num_rollout:
+                self._cancel_all()
+            self._tell_outcomes()
+            self._notify()
+            return [group.scored() for group in groups]
 
     @contextlib.contextmanager
     def quiesced(self) -> Iterator[None]:
-        """Nothing in flight inside: stops submitting, waits for what runs, resumes afterwards."""
+        """Nothing is generated inside: what that does to requests in flight is ``pause_mode``.
+
+        Without an error all goes on afterwards, under the version that ``set_version`` said.  After
+        one nothing more is sent: nobody knows which weights the servers hold.
+        """
         with self._changed:
-            self._paused += 1
-        try:
-            with self._changed:
-                self._wait_for(lambda: self._in_flight == 0)
+            self._flight.paused += 1
+            self._expire()
+        with self._pause.held():
             yield
-        finally:
-            with self._changed:
-                self._paused -= 1
-                self._notify()
+        with self._changed:
+            self._flight.paused -= 1
+            self._notify()
+
+    def _empty(self, until: float | None) -> bool:
+        """Wait until nothing is in flight, or until then; whether nothing is."""
+        with self._changed:
+            self._wait_for(
+                lambda: self._flight.count == 0 or (until is not None and time.monotonic() >= until)
+            )
+            return self._flight.count == 0
+
+    def _on_loop(self, call: Callable[[RolloutBackend], Any]) -> None:
+        """Make a call of the backend in the producer's loop, and wait for it."""
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            backend = self._backend
+        if backend is not None:
+            self._thread.wait_for(lambda: call(backend))
+
+    def resume(self) -> None:
+        """Go on after a failed ``quiesced``: new servers hold what ``set_version`` said."""
+        with self._changed:
+            self._flight.paused = 0
+            self._pause.forget()
+            self._notify()
 
     def set_version(self, version: int) -> None:
         """Say which weights the servers hold from now on; call it inside ``quiesced``."""
@@ -269,34 +375,39 @@ class Producer:
             self._version = version
             self._notify()
 
+    def snapshot(self) -> ProducerState:
+        """All that is neither trained nor dropped: what a later run's ``state`` is."""
+        with self._changed:
+            return producer_state.pack(self._buffer)
+
+    def _restore(self, state: ProducerState) -> None:
+        for group in producer_state.unpack(self._buffer, state, self._prompt_for):
+            if not group.complete:
+                self._add_items(group)
+
     def stats(self) -> dict[str, Any]:
         """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
         with self._changed:
             return self._stats()
 
     def _stats(self) -> dict[str, Any]:
-        now = time.monotonic()
-        recent = [(at, tokens) for at, tokens in self._recent if at >= now - _RATE_WINDOW_S]
-        span_s = max(now - recent[0][0], 1.0) if recent else 1.0
         return {
             "weight_version": self._version,
-            "generated_tokens": self._generated_tokens,
-            "finished_samples": self._finished_samples,
-            "aborted_samples": self._aborted_samples,
-            "mean_response_len": self._generated_tokens / max(self._finished_samples, 1),
-            "tokens_per_s": sum(tokens for _, tokens in recent) / span_s,
-            "in_flight": self._in_flight,
-            "submitted_groups": self._next_group,
-            "buffered_groups": len(self._groups),
-            "waiting_s": self._waiting_s,
+            "in_flight": self._flight.count,
+            "submitted_groups": self._buffer.next_group,
+            "buffered_groups": self._buffer.complete_groups,
+            "outcomes": dict(self._buffer.outcomes),
+            **self._rates.stats(),
         }
 
     def close(self) -> None:
         """Cancel what runs, close the backend and end the thread. Idempotent."""
         with self._changed:
             self._closing = True
+            self._buffer.close()
+            self._tell_outcomes()
             self._notify()
-        self._thread.join(timeout=30)
+        self._thread.join(timeout_s=30)
         self._scorers.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Producer:

@@ -9,14 +9,15 @@ Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from r3train.rollout import stitch
 from r3train.rollout.backend import EngineError
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Prompt, RolloutSample
+from r3train.types import Prompt, RolloutSample, route_dtype
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -39,10 +40,15 @@ def read_answer(
     max_new_tokens: int,
     routes: ExpectedRoutes | None,
     weight_version: int | None = None,
+    exact_version: bool = True,
+    resume_from: RolloutSample | None = None,
     detokenize: Callable[[Sequence[int]], str] | None = None,
 ) -> RolloutSample:
     """Validate and convert one answer.
 
+    ``resume_from`` is what was sent, where that was more than the prompt; the answer is then added
+    to it, and its rows begin where those of ``resume_from`` end.  ``weight_version`` is the version
+    of every new token, or with ``exact_version`` False the oldest that it may carry.
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
     """
@@ -50,57 +56,75 @@ def read_answer(
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    before = resume_from
+    if before is None:
+        before = stitch.begin(
+            prompt,
+            sample_id=sample_id,
+            group_id=group_id,
+            row_shape=(routes.num_layers, routes.topk) if routes else None,
+            row_dtype=route_dtype(routes.num_experts) if routes else np.uint8,
+        )
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
     output_ids = _output_ids(answer.get("output_ids"), name)
-    prompt_ids = np.asarray(prompt.token_ids, dtype=np.int32)
-    prompt_len, response_len = len(prompt_ids), len(output_ids)
-    for key, expected in (("prompt_tokens", prompt_len), ("completion_tokens", response_len)):
+    input_len, output_len = before.num_tokens, len(output_ids)
+    for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
         if meta.get(key) != expected:
             raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
-    if response_len > max_new_tokens:
+    if output_len > max_new_tokens:
         raise ValueError(
-            f"sample {name}: {response_len} output tokens, expected at most {max_new_tokens}"
+            f"sample {name}: {output_len} output tokens, expected at most {max_new_tokens}"
         )
-    if response_len == 0 and finish_reason != "abort":
+    if output_len == 0 and finish_reason != "abort":
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
-    num_tokens = prompt_len + response_len
-    log_probs = np.zeros(num_tokens, dtype=np.float32)
-    log_probs[prompt_len:] = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
-    versions = np.full(num_tokens, -1, dtype=np.int32)
-    versions[prompt_len:] = _versions(meta.get("weight_versions"), response_len, name)
-    if weight_version is not None and (versions[prompt_len:] != weight_version).any():
-        got = np.unique(versions[prompt_len:]).tolist()
+    log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    versions = _versions(meta.get("weight_versions"), output_len, name)
+    _check_versions(versions, weight_version, exact_version, name)
+    rows, rows_start = None, stitch.rows_known(before)
+    # a request aborted in the queue was never computed: it has no token and may have no row
+    if routes is not None and output_len:
+        rows = _rows(meta.get("routed_experts"), routes, input_len + output_len, rows_start, name)
+    sample = stitch.extend(
+        before,
+        stitch.Segment(output_ids, log_probs, versions, rows, rows_start, finish_reason),
+    )
+    if detokenize is not None:
+        text = detokenize(sample.token_ids[sample.prompt_len :].tolist())
+        sample = replace(sample, text=text)
+    return sample
+
+
+def _check_versions(
+    versions: np.ndarray, weight_version: int | None, exact: bool, name: str
+) -> None:
+    if weight_version is None or len(versions) == 0:
+        return
+    got = np.unique(versions).tolist()
+    if exact and got != [weight_version]:
         raise ValueError(f"sample {name}: weight versions {got}, expected {weight_version} alone")
-    routed_experts = None
-    if routes is not None:
-        payload = meta.get("routed_experts")
-        if not isinstance(payload, str):
-            raise ValueError(
-                f"sample {name}: the answer carries no routed_experts; is the server started with "
-                "--enable-return-routed-experts, and is no router in front of it?"
-            )
-        routed_experts = decode_routed_experts(
-            payload,
-            num_tokens=num_tokens,
-            num_layers=routes.num_layers,
-            topk=routes.topk,
-            num_experts=routes.num_experts,
-            sample=name,
+    if got[0] < weight_version or (np.diff(versions) < 0).any():
+        raise ValueError(
+            f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
         )
-    loss_mask = np.zeros(num_tokens, dtype=bool)
-    loss_mask[prompt_len:] = True
-    return RolloutSample(
-        sample_id=sample_id,
-        group_id=group_id,
-        prompt=prompt,
-        token_ids=np.concatenate([prompt_ids, output_ids]),
-        prompt_len=prompt_len,
-        loss_mask=loss_mask,
-        rollout_log_probs=log_probs,
-        routed_experts=routed_experts,
-        weight_versions=versions,
-        finish_reason=finish_reason,
-        text=detokenize(output_ids.tolist()) if detokenize is not None else "",
+
+
+def _rows(
+    payload: Any, routes: ExpectedRoutes, num_tokens: int, start: int, name: str
+) -> np.ndarray:
+    """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
+    if not isinstance(payload, str):
+        raise ValueError(
+            f"sample {name}: the answer carries no routed_experts; is the server started with "
+            "--enable-return-routed-experts, and is no router in front of it?"
+        )
+    return decode_routed_experts(
+        payload,
+        num_tokens=num_tokens,
+        num_layers=routes.num_layers,
+        topk=routes.topk,
+        num_experts=routes.num_experts,
+        start=start,
+        sample=name,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from r3train.rollout.backend import EngineError
+from r3train.rollout.backend import EngineError, EngineUnreachable
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
 _KEEPALIVE_S = 2.0
@@ -79,7 +79,8 @@ class SGLangHTTP:
         """One request; returns the parsed JSON, or the text of an answer that is not JSON.
 
         Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
-        or EngineError for a broken connection, a timeout, a status of 400 and above, or a JSON
+        EngineUnreachable for a broken connection or a timeout, or EngineError for a status of 400
+        and above, or a JSON
         answer that says ``success: false``; every message begins with ``what``.
         """
         url = self.urls[server]
@@ -93,17 +94,17 @@ class SGLangHTTP:
             except aiohttp.ClientConnectorError as error:
                 if delay_s is None:
                     await self._raise_if_dead()
-                    raise EngineError(f"{what}: cannot connect to {url}: {error}") from error
+                    raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
                 if self._check_alive is not None:
                     self._check_alive()
                 await asyncio.sleep(delay_s)
             except aiohttp.ClientError as error:
                 await self._raise_if_dead()
-                raise EngineError(
+                raise EngineUnreachable(
                     f"{what}: connection to {url} broke: {type(error).__name__}: {error}"
                 ) from error
             except TimeoutError as error:
-                raise EngineError(
+                raise EngineUnreachable(
                     f"{what}: no answer from {url}{path} within {timeout_s:g} s"
                 ) from error
         return await self._parse(status, raw, url=url + path, what=what)

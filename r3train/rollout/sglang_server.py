@@ -175,7 +175,7 @@ class SGLangServer:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         guard = [sys.executable, "-m", "r3train.rollout.server_guard"]
         guard += ["--owner-pid", str(os.getpid()), "--"]
-        with open(self.log_path, "wb") as log:
+        with open(self.log_path, "ab") as log:
             self._guard = subprocess.Popen(
                 guard + self.command(),
                 stdin=subprocess.PIPE,  # its end of file tells the guard that the owner is gone
@@ -185,6 +185,12 @@ class SGLangServer:
                 start_new_session=True,  # Ctrl-C is the owner's to handle
             )
         return self
+
+    def restart(self) -> SGLangServer:
+        """End what is left of the server and start it anew at the same address; see ``start``."""
+        self.stop()
+        self._guard, self._stopped = None, False
+        return self.start()
 
     def check_alive(self) -> None:
         """Raise EngineDied, with exit code and log tail, once the server has ended by itself."""
@@ -207,7 +213,7 @@ class SGLangServer:
         while True:
             self.check_alive()
             elapsed = time.monotonic() - began
-            if self._healthy():
+            if self.healthy():
                 return
             if elapsed > self.start_timeout_s:
                 raise EngineError(
@@ -219,8 +225,9 @@ class SGLangServer:
                 self.on_progress(elapsed, log_tail(self.log_path, lines=1))
             time.sleep(_POLL_S)
 
-    def _healthy(self) -> bool:
-        connection = http.client.HTTPConnection(self.host, self.port, timeout=5)
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether ``/health`` answers 200 within the time; SGLang generates a token for it."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
             connection.request("GET", "/health", headers=headers)

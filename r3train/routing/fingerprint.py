@@ -40,6 +40,11 @@ def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:
     return (sample_id << _POSITION_BITS) + np.arange(num_tokens, dtype=np.int64)
 
 
+def sample_ids(uids: np.ndarray) -> set[int]:
+    """The samples that token uids belong to; padding belongs to none.  uids: int64[m]."""
+    return set(np.unique(uids[uids != PADDING_UID] >> _POSITION_BITS).tolist())
+
+
 def describe_uid(uid: int) -> str:
     """A token uid in words, for messages."""
     return f"sample {uid >> _POSITION_BITS} position {uid & ((1 << _POSITION_BITS) - 1)}"

@@ -7,6 +7,8 @@ for the trainer's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 def stage_layer_numbers(
     num_layers: int,
@@ -29,13 +31,21 @@ def stage_layer_numbers(
             f"stage layer counts {counts} must divide by virtual_pipeline_model_parallel_size "
             f"= {vpp_size}"
         )
-    out: list[list[tuple[int, ...]]] = [[] for _ in range(pp_size)]
+    return chunk_layer_numbers([[c // vpp_size for c in counts]] * vpp_size)
+
+
+def chunk_layer_numbers(counts: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """1-based layer numbers as [pp rank][vp stage] from the layer count of each [vp stage][pp rank].
+
+    The general case (Megatron's pipeline_model_parallel_layout): layers run through all stages of
+    the first virtual one, then of the next.
+    """
+    out: list[list[tuple[int, ...]]] = [[] for _ in counts[0]]
     start = 1
-    for _ in range(vpp_size):
-        for rank, count in enumerate(counts):
-            chunk = count // vpp_size
-            out[rank].append(tuple(range(start, start + chunk)))
-            start += chunk
+    for stage in counts:
+        for rank, count in enumerate(stage):
+            out[rank].append(tuple(range(start, start + count)))
+            start += count
     return out
 
 

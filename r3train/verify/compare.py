@@ -14,6 +14,8 @@ from r3train.verify.phases import DELTAS, EXPORT, FORWARD, GRADIENTS, LOSS, ROUT
 
 # a parameter that hardly moves is measured against this share of the typical size per element
 _SMALL = 1e-3
+# and a step against no less than this many float32 roundings of the weight that it changed
+_ROUNDINGS = 1e4 * 2.0**-24
 
 
 @dataclass(frozen=True)
@@ -33,18 +35,24 @@ def compare(
     checkpoint: dict[str, Tensor],
     *,
     last_phase: int,
+    rows: Tensor | None = None,
 ) -> dict[int, PhaseError]:
-    """Errors of ``found`` against ``reference`` in every phase that was run."""
-    count, example = route_errors(found, reference, variant)
+    """Errors of ``found`` against ``reference`` in every phase that was run.
+
+    rows: bool[F], the batch rows whose routes and activations count; all unless given.
+    """
+    if rows is None:
+        rows = torch.ones(found.log_probs.shape, dtype=torch.bool)
+    count, example = route_errors(found, reference, variant, rows)
     errors = {
         ROUTES: PhaseError(ROUTES, float(count), example),
-        FORWARD: _forward(found, reference, variant),
+        FORWARD: _forward(found, reference, variant, rows),
         LOSS: _loss(found, reference, scales),
         GRADIENTS: _gradients(found, reference),
     }
     if last_phase >= DELTAS:
-        errors[DELTAS] = _deltas(found, reference)
-    if last_phase >= EXPORT:
+        errors[DELTAS] = _deltas(found, reference, checkpoint)
+    if found.exported:
         errors[EXPORT] = _export(found, checkpoint)
     return errors
 
@@ -61,21 +69,19 @@ def relative_l2(found: Tensor, reference: Tensor) -> float:
     return float((found - reference).norm() / reference.norm().clamp_min(1e-30))
 
 
-def _forward(found: Outcome, reference: Outcome, variant: ModelVariant) -> PhaseError:
-    errors = [(relative_l2(found.log_probs, reference.log_probs), "log-probs")]
+def _forward(found: Outcome, reference: Outcome, variant: ModelVariant, rows: Tensor) -> PhaseError:
+    errors = [(relative_l2(found.log_probs[rows], reference.log_probs[rows]), "log-probs")]
     for name in (OLD, TRAIN, RECOMPUTE):
         for number in variant.moe_layer_numbers:
             if name == RECOMPUTE and number not in found.recomputed:
                 continue
             for what in ("logits", "probs"):
-                pair = [
-                    getattr(o, what)[TRAIN if o is reference else name] for o in (found, reference)
-                ]
-                error = relative_l2(*(t[:, number - 1] for t in pair))
+                mine, theirs = getattr(found, what)[name], getattr(reference, what)[TRAIN]
+                error = relative_l2(mine[rows, number - 1], theirs[rows, number - 1])
                 errors.append((error, f"{name} {what} of layer {number}"))
         if name != RECOMPUTE:
             for i in range(variant.num_layers):
-                error = relative_l2(found.blocks[name][:, i], reference.blocks[TRAIN][:, i])
+                error = relative_l2(found.blocks[name][rows, i], reference.blocks[TRAIN][rows, i])
                 errors.append((error, f"{name} output of layer {i + 1}"))
     return _worst(FORWARD, errors)
 
@@ -92,7 +98,10 @@ def _loss(found: Outcome, reference: Outcome, scales: Scales) -> PhaseError:
 
 
 def _relative_by_name(
-    found: dict[str, Tensor], reference: dict[str, Tensor], label: str
+    found: dict[str, Tensor],
+    reference: dict[str, Tensor],
+    label: str,
+    weights: dict[str, Tensor] | None = None,
 ) -> list[tuple[float, str]]:
     """Relative L2 of every parameter; names missing on either side are infinitely wrong."""
     total = torch.stack([t.double().square().sum() for t in reference.values()]).sum()
@@ -102,6 +111,8 @@ def _relative_by_name(
     for name in set(found) & set(reference):
         a, b = found[name].double(), reference[name].double()
         size = max(float(b.norm()), _SMALL * typical * b.numel() ** 0.5)
+        if weights is not None:
+            size = max(size, _ROUNDINGS * float(weights[name].double().norm()))
         errors.append((float((a - b).norm()) / size, label + name))
     return errors
 
@@ -112,10 +123,12 @@ def _gradients(found: Outcome, reference: Outcome) -> PhaseError:
     return _worst(GRADIENTS, [*errors, (norm, "grad norm")])
 
 
-def _deltas(found: Outcome, reference: Outcome) -> PhaseError:
+def _deltas(found: Outcome, reference: Outcome, checkpoint: dict[str, Tensor]) -> PhaseError:
     errors = []
     for step in ("adam1", "adam2", "sgd1", "sgd2"):
-        errors += _relative_by_name(found.deltas[step], reference.deltas[step], f"{step} ")
+        errors += _relative_by_name(
+            found.deltas[step], reference.deltas[step], f"{step} ", checkpoint
+        )
     return _worst(DELTAS, errors)
 
 

@@ -105,7 +105,7 @@ def attached_mtp() -> Iterator[None]:
         def load(bridge: Any, chunks: Sequence[torch.nn.Module], path: Any) -> None:
             original(bridge, chunks, path)
             for chunk in map(hf_bridge.unwrap, chunks):
-                if not hasattr(chunk, "mtp"):
+                if not hasattr(chunk.decoder, "mtp"):
                     _attach(chunk)
 
         return load
@@ -117,7 +117,8 @@ def attached_mtp() -> Iterator[None]:
         weight = model.weight.detach().clone()
         del router._parameters["weight"]
         router.register_buffer("weight", weight, persistent=False)
-        chunk.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([router])})
+        # inside the decoder: Megatron walks an ``mtp`` of the model itself, layer by layer
+        chunk.decoder.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([router])})
 
         def run(module: torch.nn.Module, args: tuple, output: torch.Tensor) -> None:
             with torch.no_grad():
@@ -246,6 +247,12 @@ def gates_detached(scene: Scene) -> Iterator[None]:
         return get_replay_topk
 
     with patched(RouterReplay, "get_replay_topk", make):
+        yield
+
+
+@mutation("padding rows count as load for the expert biases", topology="cp2_glm", phase=ROUTES)
+def padding_counted(scene: Scene) -> Iterator[None]:
+    with patched(RoutingReplayManager, "_mask_padding", lambda original: lambda *_: None):
         yield
 
 

@@ -47,7 +47,10 @@ class Outcome:
     deltas: dict[str, Weights] = field(default_factory=dict)
     exported: Weights = field(default_factory=dict)
     recomputed: set[int] = field(default_factory=set)  # layer numbers expected in RECOMPUTE
+    # layer number -> tokens counted for each expert's bias, summed over ranks
+    loads: dict[int, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    route_bytes: list[int] = field(default_factory=list)  # sent to each rank
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,7 @@ def read_outcome(
     """Put together what the ranks of one job wrote down."""
     out = Outcome()
     ranks = [torch.load(p, weights_only=True) for p in sorted(directory.glob("rank*.pt"))]
+    out.route_bytes = [rank["route_bytes"] for rank in ranks]
     num_rows, layers = len(batch.tokens), variant.num_layers
     row_of_token = torch.from_numpy(batch.row_of_token)
     rows = _rows_by_place(ranks, row_of_token)
@@ -164,6 +168,8 @@ def read_outcome(
         out.problems += [f"rank {rank['place']['rank']}: {p}" for p in rank["problems"]]
         if rank["evidence_problems"]:
             out.problems.append(f"rank {rank['place']['rank']}: the R3 check counts anomalies")
+        for number, load in rank["loads"].items():
+            out.loads[number] = out.loads.get(number, 0) + load
         if recompute != "none":
             out.recomputed |= _recomputed_layers(rank, recompute)
         for call in rank["calls"]:
@@ -247,8 +253,13 @@ def _recomputed_layers(rank: dict, recompute: str) -> set[int]:
     return {n for layers in chunks.values() for n in sorted(layers)[:first]}
 
 
-def route_errors(found: Outcome, reference: Outcome, variant: ModelVariant) -> tuple[int, str]:
-    """Phase 0: (row, layer) places whose experts are not exactly the reference's, and an example."""
+def route_errors(
+    found: Outcome, reference: Outcome, variant: ModelVariant, rows: Tensor
+) -> tuple[int, str]:
+    """Phase 0: (row, layer) places whose experts are not exactly the reference's, and an example.
+
+    rows: bool[F], whose experts are compared; every row must be routed exactly once all the same.
+    """
     moe = np.array(variant.moe_layer_numbers) - 1
     errors, example = len(found.problems), next(iter(found.problems), "")
     for name in (OLD, TRAIN, RECOMPUTE):
@@ -259,6 +270,7 @@ def route_errors(found: Outcome, reference: Outcome, variant: ModelVariant) -> t
         # the reference need not recompute: it must have chosen the same in its forward
         expected_sets = reference.chosen[TRAIN if name == RECOMPUTE else name]
         differs = (found.chosen[name] != expected_sets).any(-1)
+        differs[~rows] = False
         wrong[:, expected] |= differs[:, expected]
         count = int(wrong.sum())
         if count and not example:
@@ -270,4 +282,13 @@ def route_errors(found: Outcome, reference: Outcome, variant: ModelVariant) -> t
                 f"{int(found.seen[name][row, layer])} times"
             )
         errors += count
+    for number, load in found.loads.items():
+        expected_load = reference.chosen[TRAIN][:, number - 1].sum(0)
+        # without all rows compared, those left out may differ
+        if bool(rows.all()) and not torch.equal(load.long(), expected_load):
+            errors += 1
+            example = example or (
+                f"layer {number} counts {load.long().tolist()} tokens for the expert biases, "
+                f"expected {expected_load.tolist()}"
+            )
     return errors, example

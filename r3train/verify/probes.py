@@ -28,6 +28,8 @@ class Recording:
     rows: dict[str, list[Tensor]] = field(default_factory=dict)  # pass -> [microbatch] int64[m]
     calls: list[dict[str, Any]] = field(default_factory=list)
     blocks: list[dict[str, Any]] = field(default_factory=list)
+    # layer number -> tokens this rank counted for each expert's bias, before they were reduced
+    loads: dict[int, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
 
@@ -58,7 +60,14 @@ class Probe:
             probe._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
             return routing(router, logits, *args, **kwargs)
 
-        TopKRouter.routing = observed
+        config = self._actor.model.config
+        finalize = config.finalize_model_grads_func
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            probe._note_loads()
+            return finalize(*args, **kwargs)
+
+        TopKRouter.routing, config.finalize_model_grads_func = observed, counted
         handles = []
         for vp_stage, chunk in enumerate(self._actor.model.unwrapped):
             handles.append(
@@ -79,9 +88,17 @@ class Probe:
         try:
             yield self
         finally:
-            TopKRouter.routing = routing
+            TopKRouter.routing, config.finalize_model_grads_func = routing, finalize
             for handle in handles:
                 handle.remove()
+
+    def _note_loads(self) -> None:
+        for chunk in self._actor.model.unwrapped:
+            for layer in chunk.decoder.layers:
+                router = getattr(layer.mlp, "router", None)
+                if router is not None and router.enable_expert_bias:
+                    load = router.local_tokens_per_expert.detach().cpu().clone()
+                    self.recording.loads[layer.layer_number] = load
 
     def _start_chunk(self, vp_stage: int) -> None:
         self._current[vp_stage] = self._count.get(vp_stage, 0)

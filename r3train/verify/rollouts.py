@@ -6,13 +6,14 @@ any rank says which sample and position it is, without believing a single index 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import base64
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from r3train.routing import wire
-from r3train.types import Prompt, RolloutSample, TrainSample, missing_marker
+from r3train.types import Prompt, RolloutSample, TrainSample
 from r3train.verify.model_zoo import VOCAB_SIZE, ModelVariant
 
 PROMPT_LEN = 3
@@ -60,6 +61,13 @@ class RolloutBatch:
         return (position >= PROMPT_LEN - 1) & (position < last)
 
     @property
+    def inner_rows(self) -> np.ndarray:
+        """bool[F]: every row but the last of each sample."""
+        inner = np.ones(len(self.tokens), dtype=bool)
+        inner[self.starts + self.lengths - 1] = False
+        return inner
+
+    @property
     def row_of_token(self) -> np.ndarray:
         """int64[VOCAB_SIZE]: the flat row in which a token id stands, -1 for ids not in the batch."""
         rows = np.full(VOCAB_SIZE, -1, dtype=np.int64)
@@ -72,11 +80,7 @@ class RolloutBatch:
         return f"sample {sample} position {row - int(self.starts[sample])}"
 
     def save(self, path: Path) -> None:
-        np.savez(path, **{name: getattr(self, name) for name in self.__slots_names()})
-
-    @staticmethod
-    def __slots_names() -> list[str]:
-        return list(RolloutBatch.__dataclass_fields__)
+        np.savez(path, **vars(self))
 
     @classmethod
     def load(cls, path: Path) -> RolloutBatch:
@@ -119,31 +123,37 @@ def make_rollouts(variant: ModelVariant, kind: str, seed: int = 0) -> RolloutBat
     )
 
 
-def with_log_probs(batch: RolloutBatch, log_probs: np.ndarray, seed: int = 1) -> RolloutBatch:
+def with_log_probs(
+    batch: RolloutBatch, log_probs: np.ndarray, *, old_spread: float = 0.2, seed: int = 1
+) -> RolloutBatch:
     """Old, reference and rollout log-probs scattered round the model's own.
 
     log_probs: float[F], row-aligned.  Far enough from them that the PPO clip, the KL term and the
-    importance weights' bounds are all at work.
+    importance weights' bounds are all at work; with a small ``old_spread`` no ratio is clipped, for
+    runs too coarse to say on which side of the clip a token falls.
     """
     generator = np.random.default_rng(seed)
-    inner = np.ones(len(log_probs), dtype=bool)
-    inner[batch.starts + batch.lengths - 1] = False
+    inner = batch.inner_rows
 
     def near(centre: np.ndarray, spread: float) -> np.ndarray:
         noise = spread * generator.standard_normal(len(centre))
         return np.where(inner, np.minimum(centre + noise, -1e-3), 0).astype(np.float32)
 
-    old = near(log_probs, 0.2)
+    old = near(log_probs, old_spread)
     streams = dict(
         old_log_probs=old,
         ref_log_probs=near(log_probs, 0.3),
         rollout_log_probs=near(old, 0.5),
     )
-    return RolloutBatch(**{**_fields(batch), **streams})
+    return replace(batch, **streams)
 
 
-def _fields(batch: RolloutBatch) -> dict:
-    return {name: getattr(batch, name) for name in RolloutBatch.__dataclass_fields__}
+def with_holes_filled(batch: RolloutBatch, variant: ModelVariant) -> RolloutBatch:
+    """Every row but the last of a sample recorded in full, for runs whose own scores are coarse."""
+    routes = batch.routes.copy()
+    holes = (routes < 0).any(-1) & batch.inner_rows[:, None]
+    routes[holes] = np.arange(variant.topk)
+    return replace(batch, routes=routes)
 
 
 def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSample]:
@@ -185,11 +195,4 @@ def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSampl
 
 def _as_engine_payload(routes: np.ndarray) -> bytes:
     """base64 of little-endian int32, -1 where nothing was recorded: what SGLang sends."""
-    import base64
-
     return base64.b64encode(np.ascontiguousarray(routes, dtype="<i4").tobytes())
-
-
-def route_marker(samples: list[TrainSample]) -> int:
-    """The missing marker of the samples' route dtype."""
-    return missing_marker(samples[0].sample.routed_experts.dtype)

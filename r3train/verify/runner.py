@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from r3train.verify.jobs import Job
-from r3train.verify.topologies import TOPOLOGIES
+from r3train.verify.topologies import Topology
 
 JOB_TIMEOUT_S = 240
 _START_TIMEOUT_S = 240
@@ -27,11 +27,16 @@ class JobStatus:
     seconds: float
 
 
-def run(jobs: Sequence[Job], scratch: Path, report: Callable[[str], None]) -> dict[str, JobStatus]:
+def run(
+    jobs: Sequence[Job],
+    scratch: Path,
+    topologies: dict[str, Topology],
+    report: Callable[[str], None],
+) -> dict[str, JobStatus]:
     """Run every job and say how it ended, by job id; outputs are in each job's directory."""
     statuses: dict[str, JobStatus] = {}
-    for world_size in sorted({TOPOLOGIES[j.topology].world_size for j in jobs}):
-        waiting = [j for j in jobs if TOPOLOGIES[j.topology].world_size == world_size]
+    for world_size in sorted({topologies[j.topology].world_size for j in jobs}):
+        waiting = [j for j in jobs if topologies[j.topology].world_size == world_size]
         while waiting:
             started = time.monotonic()
             _launch(world_size, waiting, scratch)
@@ -69,7 +74,7 @@ def _launch(world_size: int, jobs: Sequence[Job], scratch: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(world_size), "-m", "r3train.verify.worker", str(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(scratch / f"launch{world_size}.log", "w") as log:
+    with open(scratch / f"launch{world_size}.log", "a") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )

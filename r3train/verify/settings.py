@@ -10,4 +10,4 @@ NO_CLIPPING = 1e9
 ADAM = TrainerSection(
     optimizer="adam", lr=1e-3, weight_decay=0.01, adam_eps=1e-4, clip_grad=NO_CLIPPING
 )
-SGD = TrainerSection(optimizer="sgd", lr=1e-1, clip_grad=NO_CLIPPING)
+SGD = TrainerSection(optimizer="sgd", lr=0.3, clip_grad=NO_CLIPPING)

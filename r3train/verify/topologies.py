@@ -75,7 +75,8 @@ FULL_UNIFORM_2 = FULL_UNIFORM | dict(recompute_num_layers=2)
 FULL_BLOCK_1 = FULL_UNIFORM | dict(recompute_method="block")
 SELECTIVE_MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 SELECTIVE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-ALLGATHER = dict(moe_token_dispatcher_type="allgather")
+# layers of each virtual stage and rank, written out: the one way to split 61 layers over PP4*VPP2
+LAYOUT_1212 = dict(transformer_overrides={"pipeline_model_parallel_layout": "Et|tt|t|ttL"})
 DISTRIBUTED_OPTIMIZER = dict(use_distributed_optimizer=True)
 OVERLAP = DISTRIBUTED_OPTIMIZER | dict(overlap_grad_reduce=True)
 
@@ -100,9 +101,7 @@ _ALL = [
     Topology("tp2", 2, _parallel(tp=2), ci=True),
     Topology("tp2etp2", 2, _parallel(tp=2, etp=2)),
     Topology("tp2ep2", 2, _parallel(tp=2, ep=2)),
-    Topology("tp2_allgather", 2, _parallel(tp=2, etp=2), model=ALLGATHER),
     Topology("ep2", 2, _parallel(ep=2), ci=True),
-    Topology("ep2_allgather", 2, _parallel(ep=2), model=ALLGATHER),
     Topology("dp2", 2, ci=True),
     Topology("dp2_distopt", 2, DISTRIBUTED_OPTIMIZER, ci=True),
     Topology("dp2_overlap", 2, OVERLAP),
@@ -135,6 +134,14 @@ _ALL = [
     Topology("cp2", 2, _parallel(cp=2), ci=True),
     Topology("tp2_glm", 2, _parallel(tp=2, ep=2), variant="glm"),
     Topology("pp2_glm", 2, _parallel(pp=2), variant="glm", model=FULL_UNIFORM),
+    Topology("cp2_glm", 2, _parallel(cp=2), variant="glm", ci=True),
+    Topology(
+        "vpp2pp2_layout",
+        2,
+        _parallel(pp=2, vpp=2),
+        model=FULL_UNIFORM | LAYOUT_1212,
+        variant="dense6",
+    ),
     Topology("cp2_grouped", 2, _parallel(cp=2), variant="grouped"),
     Topology("tp2_pre_softmax", 2, _parallel(tp=2), variant="pre_softmax"),
     Topology("tp2_sigmoid", 2, _parallel(tp=2), variant="sigmoid"),

@@ -6,9 +6,11 @@ file share a world size; the processes, with their slow imports, are started onc
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
+import traceback
 import warnings
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -22,6 +24,7 @@ DEVICE = prepare_device()
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
@@ -73,6 +76,8 @@ class JobRun:
 
     def _actor(self, place: RankTopology, trainer: TrainerSection) -> MegatronActor:
         loss = self.loss
+        fields = dict(self.topology.model)
+        overrides = self.variant.overrides | fields.pop("transformer_overrides", {})
         return MegatronActor(
             topology=place,
             device=DEVICE,
@@ -80,9 +85,9 @@ class JobRun:
             model=ModelSection(
                 hf_checkpoint=self.job.checkpoint,
                 bf16=self.job.bf16,
-                transformer_overrides=self.variant.overrides
+                transformer_overrides=overrides
                 | (self.mutation.overrides if self.mutation else {}),
-                **self.topology.model,
+                **fields,
             ),
             parallel=self.topology.parallel_section(),
             trainer=trainer,
@@ -112,7 +117,7 @@ class JobRun:
             self._streams(slices, stream)
             for stream in (self.batch.old_log_probs, self.batch.ref_log_probs)
         )
-        if record and self.job.last_phase >= 5:
+        if record and self.mutation is None:
             self._save_weights(actor, "export")
         metrics = []
         if record:
@@ -221,6 +226,7 @@ class JobRun:
         place = actor.topology
         recording = asdict(probe.recording)
         recording["place"] = asdict(place)
+        recording["route_bytes"] = sum(s.routes.nbytes for s in slices)
         recording["log_probs"] = [
             dict(
                 tokens=torch.from_numpy(s.tokens),
@@ -241,20 +247,35 @@ class JobRun:
 
 def run_jobs(jobs: list[Job]) -> None:
     """Run the jobs in order; the status of each is written by rank 0 once all ranks are through."""
+    init_distributed("auto", timeout_minutes=2)
     for job in jobs:
         started = time.monotonic()
-        init_distributed("auto", timeout_minutes=2)
         error = ""
         try:
             JobRun(job).run()
         except Exception as e:  # noqa: BLE001 - a mutation may raise anything; it is the verdict
             error = f"{type(e).__name__}: {e}"
+            traceback.print_exc()
         errors: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(errors, error)
         if dist.get_rank() == 0:
             status = dict(error=next(filter(None, errors), ""), seconds=time.monotonic() - started)
             (Path(job.output) / "status.json").write_text(json.dumps(status))
-        shutdown()
+        _leave_model_parallel()
+    shutdown()
+
+
+def _leave_model_parallel() -> None:
+    """Forget the topology and close its process groups; the world stays.
+
+    Megatron forgets its groups without closing them, and every gloo group holds threads.  Joining
+    the world anew is no way out: torchrun's store still holds the addresses of the first time.
+    """
+    parallel_state.destroy_model_parallel()
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 if __name__ == "__main__":

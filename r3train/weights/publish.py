@@ -50,7 +50,9 @@ class EngineControl(Protocol):
 
     def update_weights_from_distributed(self, **arguments: Any) -> Future[None]: ...
 
-    def update_weights_from_disk(self, model_path: str, *, weight_version: int) -> None: ...
+    def update_weights_from_disk(
+        self, model_path: str, *, weight_version: int, flush_cache: bool = True
+    ) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,11 @@ class Published:
 
 
 class WeightPublisher(Protocol):
-    """Sends one version of the weights to all servers; nothing may be in flight meanwhile."""
+    """Sends one version of the weights to all servers; nothing may be generated meanwhile."""
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published: ...
+
+    def reconnect(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -119,7 +123,8 @@ class DistributedPublisher:
 
     ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
     ``master_address`` is where the servers reach this rank; the port is chosen by the system.
-    The group is made at the first ``publish`` and kept.
+    The group is made at the first ``publish`` and kept.  ``flush_cache`` drops what the servers
+    cached under the old weights; they refuse that while requests are running.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class DistributedPublisher:
         device: torch.device | str = "cpu",
         master_address: str = "127.0.0.1",
         timeout_s: float = 600.0,
+        flush_cache: bool = True,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
@@ -140,6 +146,7 @@ class DistributedPublisher:
         self._device = torch.device(device)
         self._master_address = master_address
         self._timeout = timedelta(seconds=timeout_s)
+        self._flush_cache = flush_cache
         # Servers may outlive this trainer and refuse a name that they have seen.
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._group: dist.ProcessGroup | None = None
@@ -222,7 +229,7 @@ class DistributedPublisher:
             load_format="flattened_bucket",
             weight_version=version,
             # The cache is dropped once, with the version; a flush a bucket would be waste.
-            flush_cache=version is not None,
+            flush_cache=self._flush_cache and version is not None,
         )
         try:
             work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
@@ -248,6 +255,11 @@ class DistributedPublisher:
                 self._engine.check_alive()
             time.sleep(_POLL_S)
         theirs.result()
+
+    def reconnect(self) -> None:
+        """Forget servers that have been started anew: the next ``publish`` makes a new group."""
+        self.close()
+        self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
 
     def close(self) -> None:
         """Leave the group, on both sides where they still answer. Idempotent."""

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from r3train.weights.publish import EngineControl, NamedTensors, Published, check_name
 
 _VERSION_DIR = re.compile(r"v\d{6,}")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
 class DiskPublisher:
@@ -34,6 +34,7 @@ class DiskPublisher:
         directory: str | Path,
         hf_checkpoint: str | Path,
         bucket_bytes: int,
+        flush_cache: bool = True,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
@@ -41,6 +42,7 @@ class DiskPublisher:
         self._directory = Path(directory).resolve()
         self._hf_checkpoint = Path(hf_checkpoint)
         self._bucket_bytes = bucket_bytes
+        self._flush_cache = flush_cache
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Write one version, have it loaded, drop the older ones.
@@ -59,7 +61,9 @@ class DiskPublisher:
         # A reader sees a whole checkpoint or none.
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        self._engine.update_weights_from_disk(str(final), weight_version=version)
+        self._engine.update_weights_from_disk(
+            str(final), weight_version=version, flush_cache=self._flush_cache
+        )
         for other in self._directory.iterdir():
             if other != final and _VERSION_DIR.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
@@ -67,8 +71,11 @@ class DiskPublisher:
 
     def _copy_config(self, target: Path) -> None:
         for source in sorted(self._hf_checkpoint.iterdir()):
-            if source.is_file() and not source.name.endswith(_WEIGHT_SUFFIXES):
+            if source.is_file() and not source.name.endswith(WEIGHT_SUFFIXES):
                 shutil.copyfile(source, target / source.name)
+
+    def reconnect(self) -> None:
+        """Nothing is held that a new server would miss."""
 
     def close(self) -> None:
         """Nothing is held; the newest version stays on disk."""

@@ -77,6 +77,50 @@ class Reference:
         return values, torch.stack(routes, 1).numpy()[:-1]
 
 
+class MixedReference:
+    """HF's log-probs and routes of a text whose tokens several weight versions generated.
+
+    Version v has the weights of ``directories[v % len]``.
+    """
+
+    def __init__(self, directories: list[Path]) -> None:
+        self._references = [Reference(path) for path in directories]
+
+    def __call__(
+        self, token_ids: np.ndarray, prompt_len: int, versions: np.ndarray, *, keep_kv: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """versions: int[R] of the response tokens.  As ``Reference``: float32[T], int64[T-1, L, K].
+
+        A token of version v was predicted by the forward of the token before it under v's weights.
+        ``keep_kv`` builds on the keys and values of older weights; else each version computes all
+        that stands before it anew.
+        """
+        import torch
+
+        # weights of each row's forward: those of the token that it predicted
+        of_row = np.concatenate([np.full(prompt_len - 1, versions[0]), versions])
+        edges = [0, *(np.flatnonzero(np.diff(of_row)) + 1).tolist(), len(of_row)]
+        log_probs, routes, cache = [np.zeros(1, np.float32)], [], None
+        tokens = torch.as_tensor(np.asarray(token_ids), dtype=torch.int64)
+        for first, last in zip(edges[:-1], edges[1:], strict=True):
+            model = self._references[of_row[first] % len(self._references)]._model
+            with torch.no_grad():
+                start = first if keep_kv else 0
+                out = model(
+                    tokens[None, start:last],
+                    past_key_values=cache if keep_kv else None,
+                    use_cache=keep_kv,
+                    output_router_logits=True,
+                )
+            cache = out.past_key_values if keep_kv else None
+            scores = torch.log_softmax(out.logits[0].float(), -1)[first - start :]
+            scored = scores.gather(1, tokens[first + 1 : last + 1, None])[:, 0]
+            log_probs.append(scored.numpy())
+            chosen = [torch.topk(r.float(), TOPK, -1).indices for r in out.router_logits]
+            routes.append(torch.stack(chosen, 1).numpy()[first - start :])
+        return np.concatenate(log_probs), np.concatenate(routes)
+
+
 def shared_memory_of(processes: list) -> set[str]:
     """SGLang's files in /dev/shm that these processes hold open."""
     found = set()

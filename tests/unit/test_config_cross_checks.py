@@ -118,6 +118,18 @@ def test_topologies_that_do_not_fit_are_refused(message, world_size, fields):
         ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
         ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
         ("--save-interval needs --save", {"save_interval": 2}),
+        ("--save-keep-last needs --save", {"save_keep_last": 2}),
+        ("--async-save needs --save", {"async_save": True}),
+        ("--auto-resume needs --save", {"auto_resume": True}),
+        ("--load-model-only needs --load", {"load_model_only": True}),
+        ("nowhere: no such directory of rollouts", {"replay_rollouts": "nowhere"}),
+        ("--dump-rollouts would copy", {"replay_rollouts": ".", "dump_rollouts": True}),
+        ("has none", {"replay_rollouts": ".", "check_weight_update_equal": True}),
+        ("has none", {"replay_rollouts": ".", "max_engine_restarts": 1}),
+        (
+            "belong to somebody else",
+            {"max_engine_restarts": 1, "rollout_external_engine_addrs": ["h:1"]},
+        ),
         (
             "leaves no room for a prompt in rollout_max_context_len 8",
             {"rollout_max_context_len": 8},

@@ -79,7 +79,7 @@ def test_flags_take_typed_values():
     config = parsed("--lr", "3e-3", "--rollout-top-k", "-1", "--save", "ck", "--optimizer", "sgd")
     assert config.trainer.lr == 3e-3
     assert config.rollout.rollout_top_k == -1
-    assert str(config.trainer.save) == "ck"
+    assert str(config.checkpoint.save) == "ck"
     assert config.trainer.optimizer == "sgd"
 
 
@@ -117,9 +117,9 @@ def test_a_list_flag_without_a_value_is_an_error():
 
 def test_none_unsets_what_the_file_sets(tmp_path):
     path = tmp_path / "r.toml"
-    path.write_text('[trainer]\nsave = "ck"\nglobal_batch_size = 4\n')
+    path.write_text('[checkpoint]\nsave = "ck"\n[trainer]\nglobal_batch_size = 4\n')
     config = parsed("--config", str(path), "--save", "none", "--global-batch-size", "none")
-    assert config.trainer.save is None and config.trainer.global_batch_size is None
+    assert config.checkpoint.save is None and config.trainer.global_batch_size is None
 
 
 def test_server_flags_pass_through_with_and_without_values():

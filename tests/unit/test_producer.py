@@ -23,7 +23,9 @@ class FakeBackend:
         self.delay_s = delay_s
         self.rng = np.random.default_rng(0)
 
-    async def generate(self, prompt, sampling, *, sample_id, group_id, weight_version=None):
+    async def generate(
+        self, prompt, sampling, *, sample_id, group_id, weight_version=None, **_options
+    ):
         self.asked.append((sample_id, weight_version))
         self.running += 1
         self.peak = max(self.peak, self.running)
@@ -196,7 +198,7 @@ def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
         with pytest.raises(AssertionError, match="step 6 of 6"):
             producer.next_batch(6)
         producer.next_batch(0)
-        with pytest.raises(AssertionError, match="taken already"):
+        with pytest.raises(AssertionError, match="step 0 was asked for, step 1 is the next"):
             producer.next_batch(0)
 
 

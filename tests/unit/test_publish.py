@@ -99,7 +99,7 @@ class Engine:
         self.calls = []
         self.refuse = refuse
 
-    def update_weights_from_disk(self, model_path, *, weight_version):
+    def update_weights_from_disk(self, model_path, *, weight_version, flush_cache=True):
         self.calls.append((model_path, weight_version))
         if self.refuse:
             raise RuntimeError("no")

@@ -7,6 +7,7 @@ import pytest
 
 from r3train.rollout.backend import EngineError
 from r3train.rollout.sglang_answer import ExpectedRoutes, read_answer
+from r3train.rollout.stitch import finished
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt
 
@@ -122,7 +123,8 @@ def aborted(**reason):
 def test_an_aborted_request_may_be_empty_but_no_other():
     sample = read(aborted(message="Abort in waiting queue"))
     assert (sample.finish_reason, sample.response_len) == ("abort", 0)
-    assert sample.routed_experts.shape == (2, 2, 2)
+    assert sample.routed_experts.shape == (0, 2, 2), "it was never computed"
+    assert (finished(sample).routed_experts == np.full((2, 2, 2), 255)).all()
     answer = aborted()
     answer["meta_info"]["finish_reason"] = {"type": "stop"}
     with pytest.raises(ValueError, match="no output token"):
@@ -132,3 +134,30 @@ def test_an_aborted_request_may_be_empty_but_no_other():
 def test_an_abort_for_an_error_of_the_engine_is_an_engine_error():
     with pytest.raises(EngineError, match=r"sample 12 .*aborted it \(500\): out of memory"):
         read(aborted(status_code=500, message="out of memory"))
+
+
+def test_versions_may_rise_in_mid_answer_where_an_update_may_land_there():
+    assert read(GOOD, weight_version=4, exact_version=False).weight_versions[-1] == 5
+    with pytest.raises(ValueError, match=r"\[4, 5\], expected rising ones from 5 on"):
+        read(GOOD, weight_version=5, exact_version=False)
+    falling = copy.deepcopy(GOOD)
+    falling["meta_info"]["weight_versions"][1]["version"] = "3"
+    with pytest.raises(ValueError, match="expected rising ones from 3 on"):
+        read(falling, weight_version=3, exact_version=False)
+
+
+def test_the_rest_of_a_sample_is_added_behind_its_own_rows():
+    first = read(GOOD)
+    rest = copy.deepcopy(GOOD)
+    rest["meta_info"]["prompt_tokens"] = 5
+    rest["meta_info"]["routed_experts"] = encode_routed_experts(ROUTES[2:])
+    whole = read(rest, resume_from=first)
+    assert whole.token_ids.tolist() == [5, 6, 7, 9, 11, 9, 11] and whole.prompt_len == 3
+    np.testing.assert_array_equal(whole.routed_experts, np.concatenate([ROUTES, ROUTES[2:]]))
+    assert whole.weight_versions.tolist() == [-1, -1, -1, 4, 5, 4, 5]
+    whole_again = copy.deepcopy(rest)
+    whole_again["meta_info"]["routed_experts"] = encode_routed_experts(
+        np.zeros((6, 2, 2), np.uint8)
+    )
+    with pytest.raises(ValueError, match="sample 12 .*expected 32 "):
+        read(whole_again, resume_from=first)  # a prefix sent twice

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sample_seed
 from r3train.rollout.engine_control import EngineControl
+from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.rollout.sglang_http import SGLangHTTP, base_url
 from r3train.types import Prompt
@@ -297,3 +299,124 @@ async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
             with pytest.raises(ValueError, match=message):
                 await asyncio.to_thread(getattr(engine, question))
         engine.close()
+
+
+async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
+    versions = ServerVersions([0, 0])
+    fakes = [Fake(), Fake()]
+
+    async def ask(client, group_id, weight_version):
+        await client.generate(
+            PROMPT,
+            SamplingParams(4),
+            sample_id=group_id,
+            group_id=group_id,
+            weight_version=weight_version,
+            exact_version=False,
+        )
+
+    def labelled(version):
+        async def handle(_request, body):
+            answer = answer_to(body)
+            answer["meta_info"]["weight_versions"][0]["version"] = str(version)
+            return web.json_response(answer)
+
+        return handle
+
+    async with client_of(*fakes, versions=versions) as client:
+        await asyncio.gather(*[ask(client, i, 0) for i in range(8)])
+        assert [len(fake.bodies) for fake in fakes] == [4, 4]
+        versions.unknown()  # an update begins
+        late = asyncio.create_task(ask(client, 0, 1))
+        await asyncio.sleep(0.2)
+        assert not late.done(), "nobody holds version 1 yet"
+        fakes[1].handler = labelled(1)
+        versions.record(1, server=1)
+        await late
+        await asyncio.gather(*[ask(client, i, 1) for i in range(8)])
+        assert [len(fake.bodies) for fake in fakes] == [4, 13], "not even groups that were stuck"
+        fakes[0].handler = labelled(1)
+        versions.record(1, server=0)
+        await asyncio.gather(*[ask(client, i, 1) for i in range(100, 108)])
+        assert [len(fake.bodies) for fake in fakes] == [8, 17]
+
+
+async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
+    versions = ServerVersions([3, None])
+    async with client_of(Fake(), Fake(), versions=versions, request_timeout_s=0.3) as client:
+        with pytest.raises(
+            EngineError, match=r"sample 4: no server holds weight version 5 .*: 3, "
+        ):
+            await client.generate(
+                PROMPT, SamplingParams(4), sample_id=4, group_id=0, weight_version=5
+            )
+
+
+async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks():
+    fake = Fake()
+    async with client_of(fake, cache_per_version=True) as client:
+        first = await one(client)
+        client.routes = object()  # the question alone is looked at here
+        with pytest.raises(ValueError):
+            await client.generate(
+                PROMPT,
+                SamplingParams(4),
+                sample_id=0,
+                group_id=0,
+                weight_version=7,
+                resume_from=replace(first, routed_experts=np.zeros((3, 1, 1), np.uint8)),
+                turn_limit=2,
+            )
+    body = fake.bodies[1]
+    assert body["input_ids"] == [5, 6, 7, 9] and body["routed_experts_start_len"] == 3
+    assert body["sampling_params"]["max_new_tokens"] == 2, "3 are left, the turn takes 2"
+    assert body["extra_key"] == "weights-7" and "extra_key" not in fake.bodies[0]
+
+
+async def test_a_cancelled_request_is_aborted_on_its_server():
+    async def sleep(request, body):
+        if request.path == "/generate":
+            await asyncio.sleep(5)
+        return web.json_response({})
+
+    fake = Fake(sleep)
+    async with client_of(fake) as client:
+        call = asyncio.create_task(one(client, 3))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await client.aclose()
+    assert fake.paths == ["/generate", "/abort_request"]
+    assert fake.bodies[1] == {"rid": fake.bodies[0]["rid"]}
+
+
+async def test_after_an_update_a_server_with_another_label_is_left_out():
+    def holding(label):
+        async def handle(_request, _body):
+            return web.json_response({"weight_version": label, "success": True})
+
+        return handle
+
+    fakes = [Fake(holding("2")), Fake(holding("1"))]
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        with EngineControl(addrs) as engine:
+            await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
+            assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
+            with pytest.raises(EngineError, match="no engine holds weight version 9"):
+                await asyncio.to_thread(
+                    engine.update_weights_from_disk, "somewhere", weight_version=9
+                )
+            await asyncio.to_thread(engine.begin_weight_update)
+            assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
+
+
+async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():
+    async def overlapping(_request, _body):
+        return web.json_response({"disable_overlap_schedule": False})
+
+    async with Fake(overlapping).running() as addr:
+        with EngineControl([addr]) as engine:
+            with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
+                await asyncio.to_thread(engine.require_exact_boundaries)

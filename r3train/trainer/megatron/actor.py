@@ -6,6 +6,7 @@ evidence.  All ranks call every method together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -98,7 +99,7 @@ class MegatronActor:
         if parallel.overlap_grad_reduce:
             no_sync = [c.no_sync for c in chunks]
             config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
-        if parallel.overlap_param_gather:
+        if chunks[0].ddp_config.overlap_param_gather:
             sync = [c.start_param_sync for c in chunks]
             config.param_sync_func = sync if len(chunks) > 1 else sync[0]
 
@@ -129,15 +130,33 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
     ) -> dict[str, float]:
-        """See TrainerBackend.  Metrics: means over the global loss tokens, grad norm, lr."""
+        """See TrainerBackend.  Metrics: means over the global loss tokens, grad norm, lr.
+
+        A loss or a gradient that is not finite skips the step (weights, moments and schedule stay
+        as they are) on all ranks alike, and counts in ``skipped_steps``.
+        """
         results = self.backward(slices, old_log_probs, ref_log_probs)
-        success, grad_norm, _ = self.optimizer.step()
-        self.scheduler.step(increment=1)
         metrics = reduce_metrics(results, self.topology, self._loss, self.device)
+        finite = self._finite(metrics["loss"])
+        success, grad_norm = False, math.nan
+        if finite:
+            success, grad_norm, _ = self.optimizer.step()
+            self.scheduler.step(increment=1)
         metrics["grad_norm"] = float(grad_norm) if grad_norm is not None else 0.0
         metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
         metrics["update_successful"] = float(success)
+        metrics["skipped_steps"] = float(not finite)
         return metrics
+
+    def _finite(self, loss: float) -> bool:
+        """Whether the loss and every gradient on every rank are finite; a collective."""
+        finite = torch.tensor(math.isfinite(loss), device=self.device)
+        for chunk in self.model.chunks:
+            for p in (p for p in chunk.parameters() if p.requires_grad):
+                finite &= torch.isfinite(p.main_grad.sum())
+        flag = finite.to(torch.int32)
+        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MIN)
+        return bool(flag.item())
 
     def backward(
         self,
@@ -195,7 +214,18 @@ class MegatronActor:
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See TrainerBackend."""
+        self.gather_parameters()
         return export_hf_weights(self.model.bridge, self.model.chunks)
+
+    def gather_parameters(self) -> None:
+        """Make every rank's parameters whole before anything but a forward reads them.
+
+        With overlap_param_gather a step updates only this rank's shard; the rest is gathered when
+        the next forward asks for it.
+        """
+        for chunk in self.model.chunks:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)
 
     @torch.no_grad()
     def load_reference(self, checkpoint: Path) -> None:
@@ -216,6 +246,7 @@ class MegatronActor:
             self._write_parameters(actor)
 
     def _copy_parameters(self) -> dict[str, torch.Tensor]:
+        self.gather_parameters()
         return {
             f"{i}.{name}": p.detach().to("cpu", copy=True)
             for i, chunk in enumerate(self.model.chunks)

@@ -1,23 +1,35 @@
 """Checkpoints of the actor in Megatron's torch_dist format.
 
-``save`` writes ``DIR/iter_NNNNNNN.tmp`` and renames it when every rank is done, then points
-``DIR/latest_checkpointed_iteration.txt`` at it: a crash leaves the previous checkpoint whole.
+A checkpoint is written to ``DIR/iter_NNNNNNN.tmp`` and renamed when every rank is done, then
+``DIR/latest_checkpointed_iteration.txt`` is pointed at it: a crash, or a full disk, leaves the
+previous checkpoint whole.  N counts the rollouts trained.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
+from torch.distributed.checkpoint.api import CheckpointException
+
+from r3train.trainer.megatron import rng
 from r3train.trainer.megatron.actor import MegatronActor
+from r3train.trainer.megatron.write_results import WriteResults
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
+_NAME = re.compile(r"iter_\d{7}")
 
 # reshards over TP, PP and DP; megatron-core's default type fails on save without Transformer Engine
 _METADATA = {
@@ -26,16 +38,30 @@ _METADATA = {
     "distrib_optim_sharding_type": "fully_reshardable",
 }
 
+# writes further files into the checkpoint's directory, on rank 0
+WriteExtra = Callable[[Path], None]
 
-def _sharded_state(actor: MegatronActor, *, is_loading: bool) -> dict[str, Any]:
+
+# torch's exception of a failed writer is no Exception
+_FAILURES = (Exception, CheckpointException)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the one before it is as it was."""
+
+
+def _sharded_state(
+    actor: MegatronActor, *, is_loading: bool, with_optimizer: bool = True
+) -> dict[str, Any]:
     chunks = actor.model.unwrapped
     state: dict[str, Any] = {}
     for i, chunk in enumerate(chunks):
         state[_model_key(i, len(chunks))] = chunk.sharded_state_dict(metadata=_METADATA)
-    state["optimizer"] = actor.optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=_METADATA
-    )
-    state["scheduler"] = actor.scheduler.state_dict()
+    if with_optimizer:
+        state["optimizer"] = actor.optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=_METADATA
+        )
+        state["scheduler"] = actor.scheduler.state_dict()
     return state
 
 
@@ -43,33 +69,174 @@ def _model_key(i: int, count: int) -> str:
     return "model" if count == 1 else f"model{i}"
 
 
-def save_checkpoint(actor: MegatronActor, directory: Path, num_rollouts: int) -> Path:
-    """Save model, optimizer and scheduler after ``num_rollouts`` rollouts; a collective."""
-    final = directory / f"iter_{num_rollouts:07d}"
-    temporary = final.with_suffix(".tmp")
-    if dist.get_rank() == 0:
-        _remove(temporary)
-        temporary.mkdir(parents=True)
-    dist.barrier()
-    dist_checkpointing.save(_sharded_state(actor, is_loading=False), str(temporary))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (temporary / _STATE).write_text(json.dumps({"num_rollouts": num_rollouts}) + "\n")
-        _remove(final)
-        temporary.rename(final)
-        pointer = directory / f"{LATEST}.tmp"
-        pointer.write_text(f"{num_rollouts}\n")
-        os.replace(pointer, directory / LATEST)
-    dist.barrier()
-    return final
+class Checkpointer:
+    """Writes checkpoints of one actor; every method is a collective.
+
+    asynchronous: ``save`` returns once the state is copied (a fork), and the files become a
+    checkpoint at a later ``poll`` or ``finish``.  keep_last: older checkpoints are removed.
+    """
+
+    def __init__(
+        self,
+        actor: MegatronActor,
+        directory: Path,
+        *,
+        asynchronous: bool = False,
+        keep_last: int | None = None,
+    ):
+        self._actor = actor
+        self._directory = directory
+        self._asynchronous = asynchronous
+        self._keep_last = keep_last
+        filesystem_async._results_queue = WriteResults()
+        # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
+        self._queue = AsyncCallsQueue(persistent=False)
+        self._writing: Path | None = None
+        self._last: int | None = None
+
+    def save(
+        self, num_rollouts: int, facts: dict[str, Any], write_extra: WriteExtra | None = None
+    ) -> None:
+        """Save model, optimizer, scheduler and RNG of every rank after ``num_rollouts``.
+
+        facts: JSON-able, read back by ``read_state``.  Does nothing when that checkpoint was
+        written already.  Raises CheckpointError, with the cause, when it cannot be written.
+        """
+        if self._last == num_rollouts:
+            return
+        self.finish()
+        final = self._directory / f"iter_{num_rollouts:07d}"
+        temporary = final.with_suffix(".tmp")
+        self._writing = temporary
+        try:
+            if dist.get_rank() == 0:
+                _remove(temporary)
+                temporary.mkdir(parents=True)
+                _write_state(temporary, num_rollouts, self._actor, facts)
+                if write_extra is not None:
+                    write_extra(temporary)
+            dist.barrier()
+            rng.save(temporary, dist.get_rank())
+            self._actor.gather_parameters()
+            request = dist_checkpointing.save(
+                _sharded_state(self._actor, is_loading=False),
+                str(temporary),
+                async_sharded_save=self._asynchronous,
+            )
+        except _FAILURES as error:
+            raise self._failure(error) from error
+        self._last = num_rollouts
+        if request is None:
+            self._switch(final)
+        else:
+            request.add_finalize_fn(lambda: self._switch(final))
+            self._queue.schedule_async_request(request)
+
+    def poll(self) -> None:
+        """Make a checkpoint of the files that are complete by now."""
+        self._finalize(blocking=False)
+
+    def finish(self) -> None:
+        """Wait for what is being written."""
+        self._finalize(blocking=True)
+
+    def _finalize(self, *, blocking: bool) -> None:
+        if self._writing is None:
+            return
+        try:
+            self._queue.maybe_finalize_async_calls(blocking=blocking)
+        except _FAILURES as error:
+            raise self._failure(error) from error
+
+    def _switch(self, final: Path) -> None:
+        """The last step of a save: rename, point, remove what is old."""
+        dist.barrier()
+        if dist.get_rank() == 0:
+            assert self._writing is not None
+            _sync_tree(self._writing)
+            _remove(final)
+            self._writing.rename(final)
+            _write_pointer(self._directory, final)
+            if self._keep_last is not None:
+                for old in checkpoints(self._directory)[: -self._keep_last]:
+                    _remove(old)
+        self._writing = None
+        dist.barrier()
+
+    def _failure(self, error: BaseException) -> CheckpointError:
+        """Free the space that the failed checkpoint took, and say what is left."""
+        failed, self._writing = self._writing, None
+        if dist.get_rank() == 0 and failed is not None:
+            _remove(failed)
+        pointer = self._directory / LATEST
+        left = "there is no earlier checkpoint"
+        if pointer.is_file():
+            left = f"the checkpoint after {pointer.read_text().strip()} rollouts is intact"
+        return CheckpointError(f"{failed}: cannot write the checkpoint: {_cause(error)}; {left}")
+
+
+def _cause(error: BaseException) -> str:
+    """The failure of a rank's writer, which torch wraps in one exception of all ranks."""
+    if isinstance(error, CheckpointException):
+        failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
+        return "; ".join(failures) or "another rank failed"
+    return f"{type(error).__name__}: {error}"
+
+
+def _write_state(
+    directory: Path, num_rollouts: int, actor: MegatronActor, facts: dict[str, Any]
+) -> None:
+    state = {
+        **facts,
+        "num_rollouts": num_rollouts,
+        "weight_version": num_rollouts,
+        "topology": _sizes(actor),
+    }
+    (directory / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def _sizes(actor: MegatronActor) -> dict[str, int]:
+    t = actor.topology
+    return {
+        "world_size": t.world_size,
+        "tensor_model_parallel_size": t.tp_size,
+        "pipeline_model_parallel_size": t.pp_size,
+        "virtual_pipeline_model_parallel_size": t.vpp_size,
+        "context_parallel_size": t.cp_size,
+        "expert_model_parallel_size": t.ep_size,
+        "expert_tensor_parallel_size": t.etp_size,
+    }
+
+
+def _write_pointer(directory: Path, final: Path) -> None:
+    pointer = directory / f"{LATEST}.tmp"
+    with pointer.open("w", encoding="utf-8") as file:
+        file.write(f"{int(final.name.removeprefix('iter_'))}\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(pointer, directory / LATEST)
+
+
+def _sync_tree(path: Path) -> None:
+    """Flush the files to disk: the pointer must not get there before them."""
+    for child in [path, *path.rglob("*")]:
+        handle = os.open(child, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def _remove(path: Path) -> None:
-    """Delete a directory that an interrupted or repeated save left behind."""
-    if path.is_dir():
-        for child in sorted(path.rglob("*"), reverse=True):
-            child.rmdir() if child.is_dir() else child.unlink()
-        path.rmdir()
+    """Delete a directory that an interrupted, failed or repeated save left behind."""
+    shutil.rmtree(path, ignore_errors=not path.exists())
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """The whole checkpoints of a directory, oldest first."""
+    if not directory.is_dir():
+        return []
+    return sorted(p for p in directory.iterdir() if _NAME.fullmatch(p.name))
 
 
 def latest_checkpoint(directory: Path) -> Path:
@@ -84,18 +251,39 @@ def latest_checkpoint(directory: Path) -> Path:
     return path
 
 
-def num_rollouts_of(directory: Path) -> int:
-    """Rollouts that the latest checkpoint was trained on."""
-    state = json.loads((latest_checkpoint(directory) / _STATE).read_text())
-    return int(state["num_rollouts"])
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself: ``num_rollouts``, ``weight_version`` and saved facts."""
+    try:
+        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{checkpoint / _STATE}: cannot be read: {error}") from None
 
 
-def load_checkpoint(actor: MegatronActor, directory: Path) -> None:
-    """Load model, optimizer and scheduler from the latest checkpoint; a collective."""
-    path = latest_checkpoint(directory)
-    state = dist_checkpointing.load(_sharded_state(actor, is_loading=True), str(path))
+def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool = False) -> None:
+    """Load a checkpoint into the actor; a collective.
+
+    model_only leaves optimizer, schedule and RNG as they are, and takes any topology.  Raises
+    ValueError where the expert parallelism differs and the optimizer is asked for.
+    """
+    saved = read_state(checkpoint)["topology"]
+    if not model_only:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if saved[name] != _sizes(actor)[name]:
+                raise ValueError(
+                    f"{checkpoint}: saved with {name} {saved[name]}, asked for"
+                    f" {_sizes(actor)[name]}: the optimizer cannot be reshaped over experts;"
+                    " --load-model-only takes the model alone"
+                )
+    sharded = _sharded_state(actor, is_loading=True, with_optimizer=not model_only)
+    state = dist_checkpointing.load(sharded, str(checkpoint))
     chunks = actor.model.unwrapped
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=True)
+    if model_only:
+        actor.optimizer.reload_model_params()
+        return
     actor.optimizer.load_state_dict(state["optimizer"])
     actor.scheduler.load_state_dict(state["scheduler"])
+    if saved == _sizes(actor):
+        rng.load(checkpoint, dist.get_rank())
+    torch.distributed.barrier()

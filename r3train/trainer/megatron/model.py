@@ -64,7 +64,8 @@ def build_model(
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        overlap_param_gather=parallel.overlap_param_gather,
+        # there is nothing to gather where every rank steps all parameters (SGD)
+        overlap_param_gather=parallel.overlap_param_gather and use_distributed_optimizer,
         use_distributed_optimizer=use_distributed_optimizer,
         check_for_nan_in_grad=False,
         average_in_collective=False,
@@ -74,9 +75,25 @@ def build_model(
         _mark_expert_parameters(chunk, parallel)
         chunk = chunk.to(device)
         if model.bf16:
-            chunk = Float16Module(config, chunk)
+            chunk = _in_bf16(config, chunk)
         wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0))
     return Model(config, bridge, wrapped, bridge.hf_config.vocab_size)
+
+
+def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
+    """The chunk in bfloat16, its routers' expert biases in float32 as the engine keeps them.
+
+    Megatron restores their dtype at the first forward, when the digits are gone.
+    """
+    biases = [
+        (m, m.expert_bias.detach().clone())
+        for m in chunk.modules()
+        if torch.is_tensor(getattr(m, "expert_bias", None))
+    ]
+    wrapped = Float16Module(config, chunk)
+    for router, bias in biases:
+        router.expert_bias.data = bias
+    return wrapped
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
@@ -118,6 +135,7 @@ def _transformer_overrides(
         sequence_parallel=parallel.sequence_parallel,
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
+        pipeline_model_parallel_layout=parallel.pipeline_model_parallel_layout,
         # packs differ in length: stages tell one another the shape
         variable_seq_lengths=True,
         # interleaved schedules are silently wrong with batched p2p

@@ -59,8 +59,8 @@ class StagedRoutes:
         if num_padding:
             filler = padding_routes(num_padding, routes.shape[2], num_experts)
             routes[~real] = filler[:, None, :]
-        missing = (routes == marker).any(2)  # [m, l], real rows only by now
-        rows_with_missing = np.flatnonzero(missing.any(1))
+        missing = routes == marker  # real rows only by now
+        rows_with_missing = np.flatnonzero(missing.reshape(len(missing), -1).any(1))
         if routes.dtype == np.uint16:  # torch's uint16 has no arithmetic
             routes = routes.astype(np.int32)
 
@@ -75,7 +75,7 @@ class StagedRoutes:
             uids=to_device(s.route_uids),
             num_rows=len(real),
             num_real=int(real.sum()),
-            missing_rows_per_layer=missing.sum(0).tolist(),
+            missing_rows_per_layer=missing[rows_with_missing].any(2).sum(0).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
         )
 

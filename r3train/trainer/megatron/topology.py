@@ -23,7 +23,13 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(minutes=timeout_minutes))
+    timeout = timedelta(minutes=timeout_minutes)
+    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # torchrun keeps its store over --max-restarts (torch 2.13): without a name of their own the new
+    # ranks would look for the dead ones at the addresses that those left in it
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:

@@ -1,0 +1,109 @@
+"""Wall time per step, asynchronous against synchronous, side by side on the tiny model.
+
+    python benchmarks/async_overlap.py --output runs/async_overlap.json
+
+A training step and a rollout that cost the same take half the time when they overlap.  One real
+SGLang server generates; two cores cannot hold both sides, so training is a sleep, as long as a
+rollout alone just took.  Each repetition measures that anew, then runs the two one after the
+other, so that a machine that grows busy is busy for all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import click
+import numpy as np
+
+from r3train.rollout.backend import SamplingParams
+from r3train.rollout.engine_control import EngineControl
+from r3train.rollout.producer import Producer
+from r3train.rollout.sglang_answer import ExpectedRoutes
+from r3train.rollout.sglang_client import SGLangClient
+from r3train.rollout.sglang_server import SGLangServer
+from r3train.tiny import TinyOptions, build
+from r3train.types import Prompt
+
+_BATCH, _SAMPLES, _RESPONSE, _STEPS = 8, 4, 32, 7
+
+
+def prompt_for(group: int) -> Prompt:
+    ids = np.random.default_rng(group).integers(3, 60, 16).astype(np.int32)
+    return Prompt(str(group), group, "", ids, None)
+
+
+def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float]:
+    """One run; seconds a step and each side's share of waiting, the first step left out."""
+    options = TinyOptions()
+    routes = ExpectedRoutes(options.num_layers, options.topk, options.num_experts)
+    with EngineControl([addr]) as control:
+        control.update_weight_version(0)
+        with Producer(
+            lambda: SGLangClient([addr], routes=routes),
+            prompt_for,
+            SamplingParams(_RESPONSE, ignore_eos=True),
+            rollout_batch_size=_BATCH,
+            n_samples_per_prompt=_SAMPLES,
+            num_rollout=_STEPS,
+            max_weight_staleness=staleness,
+            max_concurrency=_BATCH * _SAMPLES,
+            pause_mode=mode,
+        ) as producer:
+            producer.next_batch(0)
+            began, before = time.monotonic(), producer.stats()
+            for step in range(_STEPS - 1):
+                time.sleep(train_s)
+                with producer.quiesced():
+                    control.update_weight_version(step + 1)
+                    producer.set_version(step + 1)
+                producer.next_batch(step + 1)
+            wall_s, after = time.monotonic() - began, producer.stats()
+    waited, idle = (after[k] - before[k] for k in ("waiting_s", "idle_s"))
+    return {
+        "step_s": wall_s / (_STEPS - 1),
+        "train_wait_share": waited / wall_s,
+        "rollout_idle_share": idle / wall_s,
+    }
+
+
+@click.command()
+@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/async_overlap.json"))
+@click.option("--repeat", default=3, show_default=True)
+@click.option("--mode", type=click.Choice(["drain", "in_place"]), default="in_place")
+def main(output: Path, repeat: int, mode: str) -> None:
+    """Measure both, alternating; write every run, the medians and their ratio."""
+    with tempfile.TemporaryDirectory() as directory:
+        tiny = Path(directory) / "tiny"
+        build(tiny, TinyOptions())
+        log = Path(directory) / "sglang.log"
+        with SGLangServer(tiny / "model", log, return_routed_experts=True) as server:
+            run(server.addr, 0, 0.0, "drain")  # warm-up
+            runs = []
+            for i in range(repeat):
+                train_s = run(server.addr, 0, 0.0, "drain")["step_s"]
+                sync = run(server.addr, 0, train_s, "drain")
+                overlapped = run(server.addr, 1, train_s, mode)
+                ratio = overlapped["step_s"] / sync["step_s"]
+                runs.append({"train_s": train_s, "sync": sync, "async": overlapped, "ratio": ratio})
+                click.echo(
+                    f"{i}: a side {train_s:.3f} s, sync {sync['step_s']:.3f} s, async"
+                    f" {overlapped['step_s']:.3f} s, ratio {ratio:.3f}"
+                )
+    report = {
+        "machine": platform.processor() or platform.machine(),
+        "mode": mode,
+        "runs": runs,
+        "ratio": statistics.median(r["ratio"] for r in runs),
+    }
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(report, indent=1) + "\n")
+    click.echo(f"async / sync = {report['ratio']:.3f} (median of {repeat}), {output}")
+
+
+if __name__ == "__main__":
+    main()

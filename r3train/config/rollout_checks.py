@@ -1,0 +1,104 @@
+"""Rules of the asynchronous rollout: what would deadlock, lie or never end is refused at start-up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from r3train.config.run import RunConfig
+
+
+def rollout_conflicts(config: RunConfig) -> Iterator[str]:
+    """Complaints about settings of the rollout that cannot go together, each with its reason."""
+    yield from _buffer(config)
+    yield from _filters(config)
+    yield from _updates(config)
+    yield from _servers(config)
+    yield from _environment(config)
+
+
+def _buffer(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    batch, submitted = rollout.rollout_batch_size, rollout.groups_per_rollout
+    if submitted < batch:
+        yield (
+            f"over_sampling_batch_size {submitted} is below rollout_batch_size {batch}: a rollout"
+            " would never be complete"
+        )
+    size = rollout.rollout_buffer_size
+    if size is not None and size < max(batch, submitted):
+        name = "rollout_batch_size" if submitted <= batch else "over_sampling_batch_size"
+        yield (
+            f"rollout_buffer_size {size} is below {name} {max(batch, submitted)}: training would"
+            " wait for groups that never fit"
+        )
+    if rollout.stale_policy == "regenerate" and submitted <= batch:
+        yield (
+            "--stale-policy regenerate needs --over-sampling-batch-size above rollout_batch_size:"
+            " in the order of the prompts no group gets stale"
+        )
+
+
+def _filters(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if "zero_variance" not in rollout.rollout_filter:
+        return
+    if rollout.n_samples_per_prompt < 2:
+        yield (
+            "--rollout-filter zero_variance needs n_samples_per_prompt above 1: every group of one"
+            " would be dropped, and no rollout ever complete"
+        )
+    if rollout.rollout_top_k == 1:
+        yield (
+            "--rollout-filter zero_variance cannot go with rollout_top_k 1: greedy samples of a"
+            " prompt are equal, so every group would be dropped"
+        )
+
+
+def _updates(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    mode = rollout.pause_generation_mode
+    if mode == "retract" and config.replay.use_rollout_routing_replay:
+        yield (
+            "--pause-generation-mode retract cannot go with --use-rollout-routing-replay: SGLang"
+            " recomputes the rows of a retracted request with the new weights, and they no longer"
+            " describe the log-probs that were kept; use in_place or abort"
+        )
+    if mode == "drain":
+        return
+    if rollout.max_weight_staleness == 0:
+        yield (
+            f"--pause-generation-mode {mode} needs max_weight_staleness above 0: a rollout that"
+            " spans an update is at least one version old"
+        )
+    if (
+        "disable_overlap_schedule" in rollout.sglang
+        and not rollout.sglang["disable_overlap_schedule"]
+    ):
+        yield (
+            f"sglang.disable_overlap_schedule is off, and --pause-generation-mode {mode} needs it:"
+            " with overlap the version of the token at an update is off by one"
+        )
+
+
+def _servers(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.rollout_external_engine_addrs and rollout.rollout_num_engines > 1:
+        yield (
+            "--rollout-num-engines is of our own servers, and --rollout-external-engine-addrs names"
+            " others: give one of the two"
+        )
+    if len(set(rollout.rollout_external_engine_addrs)) < len(rollout.rollout_external_engine_addrs):
+        yield "--rollout-external-engine-addrs names a server twice"
+
+
+def _environment(config: RunConfig) -> Iterator[str]:
+    rollout = config.rollout
+    if rollout.environment is None:
+        if rollout.environment_samples == "turn":
+            yield "--environment-samples turn needs --environment"
+        return
+    if rollout.environment_samples == "turn" and config.steps_per_rollout > 1:
+        yield (
+            "--environment-samples turn makes as many samples as there are turns, which do not"
+            " divide into optimizer steps: leave global_batch_size unset"
+        )

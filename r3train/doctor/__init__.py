@@ -1,0 +1,1 @@
+"""``r3train doctor``: what will go wrong with this machine and this configuration, and what to do."""

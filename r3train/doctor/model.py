@@ -1,0 +1,198 @@
+"""The checkpoint, its tokenizer, the prompts and the reward, as far as reading tells."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import check_model, check_static, prompt_limit, replay_warnings
+from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.doctor.finding import Finding, fact, ok, problem, warning
+
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Parameters of a checkpoint, counted from the headers of its files."""
+
+    dense: int
+    expert: int
+    num_bytes: int
+    num_files: int
+
+    @property
+    def total(self) -> int:
+        return self.dense + self.expert
+
+
+def check_config(config: RunConfig, world_size: int) -> Iterator[Finding]:
+    """Rules between sections, and with the checkpoint; one finding a rule that is broken."""
+    checks = [lambda: check_static(config, world_size)]
+    try:
+        hf = read_hf_facts(config.model.hf_checkpoint)
+        checks.append(lambda: check_model(config, hf, world_size))
+    except ValueError:
+        pass  # check_checkpoint says it
+    found = False
+    for check in checks:
+        try:
+            check()
+        except ValueError as error:
+            found = True
+            for line in str(error).splitlines():
+                if line.strip():
+                    yield problem("configuration", line.strip(), "docs/configuration.md")
+    for text in replay_warnings(config):
+        found = True
+        yield warning("configuration", text, "add --use-rollout-routing-replay, or drop the check")
+    if not found:
+        yield ok("configuration", f"its rules hold for {world_size} rank(s)")
+
+
+def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
+    """The model's facts, and whether every weight file is there and whole."""
+    path = config.model.hf_checkpoint
+    try:
+        hf = read_hf_facts(path)
+    except ValueError as error:
+        remedy = "point --hf-checkpoint at a directory with config.json and *.safetensors"
+        yield problem("checkpoint", str(error), remedy)
+        return
+    if hf.is_moe:
+        text = (
+            f"{hf.model_type}: {hf.num_hidden_layers} layers, {len(hf.moe_layer_numbers)} of them "
+            f"with {hf.num_experts} experts, top {hf.num_experts_per_tok}"
+        )
+    else:
+        text = f"{hf.model_type}: {hf.num_hidden_layers} layers, dense: R3 has nothing to replay"
+    yield fact("model", text)
+    if hf.is_moe and not config.replay.use_rollout_routing_replay:
+        text = "mixture of experts without R3: rollout and trainer will choose different experts"
+        yield warning("model", text, "add --use-rollout-routing-replay")
+    try:
+        weights = read_weights(path)
+    except ValueError as error:
+        yield problem("checkpoint", str(error), "download the checkpoint again")
+        return
+    yield ok(
+        "checkpoint", f"{weights.total:,} parameters in {weights.num_files} file(s), all there"
+    )
+    if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
+        text = "no eos_token_id in config.json or generation_config.json"
+        yield warning("checkpoint", text, "set it, or --rollout-stop-token-ids")
+
+
+def check_tokenizer(config: RunConfig, hf: HfModelFacts | None) -> Iterator[Finding]:
+    """Whether it loads and its ids fit the model's vocabulary."""
+    from r3train.data.tokenizer import load_tokenizer
+
+    path = config.model.hf_checkpoint
+    if not path.is_dir():
+        return
+    remedy = "copy the tokenizer files of the model's own release beside the weights"
+    try:
+        tokenizer = load_tokenizer(path)
+    except ValueError as error:
+        yield problem("tokenizer", str(error).splitlines()[0], remedy)
+        return
+    if hf is not None and len(tokenizer) > hf.vocab_size:
+        text = f"{len(tokenizer)} tokens, the model has {hf.vocab_size}: ids past them crash it"
+        yield problem("tokenizer", text, remedy)
+        return
+    if config.data.apply_chat_template and not getattr(tokenizer, "chat_template", None):
+        text = "--apply-chat-template and no chat template in the tokenizer"
+        yield problem("tokenizer", text, "drop the flag, or add chat_template.jinja")
+        return
+    yield ok("tokenizer", f"{len(tokenizer)} tokens")
+    yield from _check_prompts(config, hf, tokenizer)
+
+
+def _check_prompts(config: RunConfig, hf: HfModelFacts | None, tokenizer) -> Iterator[Finding]:
+    from r3train.data.prompts import load_prompts
+    from r3train.rewards.registry import get_reward
+
+    if hf is None:
+        return
+    data = config.data
+    limit, limit_name = prompt_limit(config, hf)
+    try:
+        prompts = load_prompts(
+            data.prompt_data,
+            tokenizer=tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            apply_chat_template=data.apply_chat_template,
+            max_prompt_len=limit,
+            limit_name=limit_name,
+        )
+        yield ok("prompts", f"{len(prompts)}, the longest {max(len(p.token_ids) for p in prompts)}")
+    except ValueError as error:
+        yield problem(
+            "prompts", str(error).splitlines()[0], "mend the file, or its keys and limits"
+        )
+    try:
+        reward = get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
+        reward.close()
+        yield ok("reward", data.custom_rm_path or data.rm_type)
+    except ValueError as error:
+        remedy = "mend --rm-type or --custom-rm-path (module:function)"
+        yield problem("reward", str(error).splitlines()[0], remedy)
+
+
+def read_weights(path: Path) -> Weights:
+    """Count parameters from the headers of *.safetensors, and compare with the index.
+
+    Raises ValueError naming the file that is missing, cut or unreadable.
+    """
+    index = path / "model.safetensors.index.json"
+    names = sorted(file.name for file in path.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of weights: {error}") from None
+        missing = sorted(wanted - set(names))
+        if missing:
+            raise ValueError(f"{path}: {missing[0]} is missing ({len(missing)} of {len(wanted)})")
+        names = sorted(wanted)
+    if not names:
+        raise ValueError(f"{path}: no *.safetensors file")
+    dense = expert = num_bytes = 0
+    for name in names:
+        for tensor, count, size in _tensors(path / name):
+            num_bytes += size
+            if ".experts." in tensor:
+                expert += count
+            else:
+                dense += count
+    return Weights(dense, expert, num_bytes, len(names))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, elements, bytes) of each tensor, from the header; the file must hold them all."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+        if length + 8 > size:
+            raise ValueError(f"{file}: cut within its header ({size} bytes)")
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            raise ValueError(f"{file}: its header is not JSON: {error}") from None
+    header.pop("__metadata__", None)
+    end = 0
+    for name, entry in header.items():
+        begin, stop = entry["data_offsets"]
+        end = max(end, stop)
+        count = prod(entry["shape"])
+        yield name, count, count * _ITEM_BYTES.get(entry["dtype"], stop - begin)
+    if 8 + length + end != size:
+        raise ValueError(f"{file}: {size} bytes, its header tells of {8 + length + end}: cut?")

@@ -1,0 +1,43 @@
+"""What an environment sees of a rollout, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from r3train.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of the model.  ``token_ids`` are what it generated; ``text`` is for reading alone:
+    the conversation goes on from the tokens, never from the text."""
+
+    index: int  # 0-based
+    token_ids: list[int]
+    text: str
+    is_last: bool  # no further turn fits: the observation would not be seen
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer.
+
+    An observation of text is tokenised by itself and appended; one of token ids is appended as it
+    is.  The rewards of all turns add up to the episode's; where none gives one, --rm-type scores
+    the text.
+    """
+
+    observation: str | list[int] = ""
+    done: bool = False
+    reward: float | None = None
+
+
+class Environment(Protocol):
+    """One episode: made with its prompt, told every turn in order."""
+
+    def __init__(self, prompt: Prompt) -> None: ...
+
+    async def step(self, turn: Turn) -> StepResult:
+        """Answer one turn; may await (a tool, a service).  Raises what ends the run."""
+        ...

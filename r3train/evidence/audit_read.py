@@ -1,0 +1,209 @@
+"""A run's evidence files, step by step and in bounded memory, whatever a crash left of them.
+
+The rank files are read side by side in windows of steps: what is in memory is a few steps' sums,
+not their records.  Where a run was started several times in one directory, the last finished time
+that a step was trained counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from r3train.evidence.check import COUNTED_ON_COPIES, COUNTERS
+from r3train.evidence.writer import EVIDENCE_DIR, STEPS_FILE
+
+# (pass, stage, 1-based layer)
+Cell = tuple[str, str, int]
+# per-rank sums held at once; about 200 bytes each
+_BUDGET = 400_000
+_ERRORS = ("rows_native", "duplicate_rows", "map_deviation", "rows_recompute_differ")
+_DERIVED = ("num_calls", "fingerprint", "map_deviation")
+
+
+@dataclass
+class StepEvidence:
+    """One judged step as it was run: its line in steps.jsonl, and sums over the rank files.
+
+    ``cells`` holds the counters of ``check.COUNTERS`` in their order; ``of_rank`` the calls and the
+    fingerprint of each rank; ``at_fault`` the ranks on whose own records a counter of errors is not 0.
+    """
+
+    step: int
+    attempt: str
+    line: dict[str, Any]
+    cells: dict[Cell, list[int]] = field(default_factory=dict)
+    of_rank: dict[Cell, dict[int, list[int]]] = field(default_factory=dict)
+    at_fault: dict[tuple[Cell, str], set[int]] = field(default_factory=dict)
+    ranks: set[int] = field(default_factory=set)
+    num_records: int = 0
+
+    def add(self, r: dict[str, Any]) -> None:
+        """Add one record.  Raises KeyError, TypeError or ValueError where it is not a record."""
+        cell: Cell = (r["replay_pass"], r["stage"], int(r["layer_number"]))
+        rank, copies = int(r["rank"]), not r.get("counts_tokens", True)
+        derived = {
+            "num_calls": 1,
+            "fingerprint": int(r["fingerprint"], 16),
+            "map_deviation": abs(r["map_sum"] - r["num_rows"] * r["topk"]),
+        }
+        values = [derived[n] if n in _DERIVED else r[n] for n in COUNTERS]
+        for name in _ERRORS:
+            if derived.get(name) or (name not in derived and r[name]):
+                self.at_fault.setdefault((cell, name), set()).add(rank)
+        kinds = ("rows_replayed", "rows_filled", "rows_padding", "rows_native")
+        if sum(r[k] for k in kinds) != r["num_rows"]:
+            self.at_fault.setdefault((cell, "row kinds"), set()).add(rank)
+        sums = self.cells.setdefault(cell, [0] * len(COUNTERS))
+        for i, name in enumerate(COUNTERS):
+            if not copies or name in COUNTED_ON_COPIES:
+                sums[i] += values[i]
+        own = self.of_rank.setdefault(cell, {}).setdefault(rank, [0, 0])
+        own[0] += 1
+        own[1] = (own[1] + (0 if copies else values[1])) % (1 << 64)
+        self.ranks.add(rank)
+        self.num_records += 1
+
+
+class EvidenceFiles:
+    """The evidence of one run directory; what is odd about the files is known after ``steps()``."""
+
+    def __init__(self, run_dir: Path):
+        self.directory = run_dir / EVIDENCE_DIR
+        self.broken: list[str] = []  # lines that no crash explains
+        self.truncated: list[str] = []  # files whose last line was never finished
+        self.out_of_order: dict[int, int] = {}  # rank -> records
+        self.unfinished: dict[str, set[int]] = {}  # attempt -> steps with records and no verdict
+        self.num_records = 0
+        self.rank_files: dict[int, Path] = {}
+        for path in sorted(self.directory.glob("rank_*.jsonl")):
+            number = path.stem.removeprefix("rank_")
+            if number.isdigit():
+                self.rank_files[int(number)] = path
+        self._index_steps()
+
+    def _index_steps(self) -> None:
+        """Where each line of steps.jsonl is, and which of several for one step counts."""
+        self._entries: list[tuple[str, int, int]] = []  # attempt, step, offset
+        path = self.directory / STEPS_FILE
+        starts = _Starts()
+        if path.is_file():
+            for offset, line in self._lines(path, 0):
+                try:
+                    step = int(line["step"])
+                    line["passed"], line["passes"], line["expected_fingerprints"]
+                except (KeyError, TypeError, ValueError):
+                    self.broken.append(f"{path.name} at byte {offset}: not a step's verdict")
+                    continue
+                self._entries.append((starts.name(line, step, again=True), step, offset))
+        self._place = {(a, s): i for i, (a, s, _) in enumerate(self._entries)}
+        latest = {step: i for i, (_, step, _) in enumerate(self._entries)}
+        self._counting = set(latest.values())
+        self.judged_steps = sorted(latest)
+
+    @property
+    def attempts(self) -> list[str]:
+        """Starts of the run that left anything, in order."""
+        return list(dict.fromkeys([a for a, _, _ in self._entries] + sorted(self.unfinished)))
+
+    @property
+    def superseded(self) -> list[tuple[str, int]]:
+        """(attempt, step) of every verdict that a later one for the same step replaces."""
+        return [e[:2] for i, e in enumerate(self._entries) if i not in self._counting]
+
+    def judged_in(self, attempt: str) -> list[int]:
+        """Steps that one start of the run judged."""
+        return [step for a, step, _ in self._entries if a == attempt]
+
+    def _lines(self, path: Path, offset: int) -> Iterator[tuple[int, dict]]:
+        """(offset, object) of each line from ``offset`` on."""
+        with path.open("rb") as file:
+            file.seek(offset)
+            for raw in file:
+                at, offset = offset, offset + len(raw)
+                try:
+                    value = orjson.loads(raw)
+                    if not isinstance(value, dict):
+                        raise json.JSONDecodeError("not an object", "", 0)
+                except ValueError:
+                    if not raw.endswith(b"\n"):
+                        self.truncated.append(path.name)
+                    elif raw.strip():
+                        self.broken.append(f"{path.name} at byte {at}: not a JSON object")
+                    continue
+                yield at, value
+
+    def steps(self) -> Iterator[StepEvidence]:
+        """Every judged step that counts, in the order of the file."""
+        readers = {rank: _RankReader(path) for rank, path in self.rank_files.items()}
+        begin = 0
+        while begin < len(self._entries):
+            first = self._step_at(begin)
+            stages = first.line.get("expected_calls", {})
+            cells = sum(len(layers) for s in stages.values() for layers in s.values()) or 100
+            end = begin + max(1, min(256, _BUDGET // (cells * max(1, len(readers)))))
+            end = min(end, len(self._entries))
+            window = {i: self._step_at(i) for i in range(begin, end) if i in self._counting}
+            for rank, reader in readers.items():
+                self._read(rank, reader, window, begin, end)
+            yield from window.values()
+            begin = end
+        for rank, reader in readers.items():  # what follows the last verdict
+            self._read(rank, reader, {}, begin, begin)
+
+    def _step_at(self, i: int) -> StepEvidence:
+        attempt, step, offset = self._entries[i]
+        with (self.directory / STEPS_FILE).open("rb") as file:
+            file.seek(offset)
+            return StepEvidence(step, attempt, orjson.loads(file.readline()))
+
+    def _read(
+        self, rank: int, reader: _RankReader, window: dict[int, StepEvidence], begin: int, end: int
+    ) -> None:
+        """Add a rank's records up to the first that belongs behind the window."""
+        for offset, record in self._lines(reader.path, reader.offset):
+            try:
+                step = int(record["step"])
+                attempt = reader.starts.name(record, step)
+                place = self._place.get((attempt, step))
+                if place is not None and place >= end:
+                    reader.offset = offset
+                    return
+                self.num_records += 1
+                if place is None:
+                    self.unfinished.setdefault(attempt, set()).add(step)
+                elif place < begin:
+                    self.out_of_order[rank] = self.out_of_order.get(rank, 0) + 1
+                elif place in window:
+                    window[place].add(record)
+            except (KeyError, TypeError, ValueError) as error:
+                what = f"{type(error).__name__}: {error}"
+                self.broken.append(f"{reader.path.name} at byte {offset}: not a record ({what})")
+        reader.offset = reader.path.stat().st_size
+
+
+class _Starts:
+    """Names the start of the run that a line belongs to; without one, a step going back is a start."""
+
+    def __init__(self) -> None:
+        self._number, self._last = 1, -1
+
+    def name(self, line: dict, step: int, *, again: bool = False) -> str:
+        if line.get("attempt"):
+            return str(line["attempt"])
+        if step < self._last or (again and step == self._last):
+            self._number += 1
+        self._last = step
+        return f"start {self._number}"
+
+
+class _RankReader:
+    """Where the reading of one rank's file stands."""
+
+    def __init__(self, path: Path):
+        self.path, self.offset, self.starts = path, 0, _Starts()

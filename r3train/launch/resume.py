@@ -1,0 +1,78 @@
+"""Where a run begins: at rollout 0, or at a checkpoint that its settings agree with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from r3train.config import RunConfig
+from r3train.launch.job import Job
+from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.rollout_file import Scored, read_samples
+from r3train.trainer.megatron import checkpoint
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint to load, if any, and the first rollout to train."""
+
+    checkpoint: Path | None = None
+    model_only: bool = False
+    start_rollout: int = 0
+
+    def buffer(self) -> tuple[list[Scored], dict[str, Any]] | None:
+        """Samples that were generated and not trained, and the producer's facts (rank 0)."""
+        if self.checkpoint is None or self.model_only:
+            return None
+        path = self.checkpoint / BUFFER_FILE
+        return read_samples(path) if path.exists() else None
+
+
+def resume_point(job: Job) -> ResumePoint:
+    """Where --auto-resume or --load says; raises ValueError for a checkpoint of another run."""
+    settings = job.config.checkpoint
+    if settings.auto_resume and (settings.save / checkpoint.LATEST).is_file():
+        return _point(job, checkpoint.latest_checkpoint(settings.save))
+    if settings.load is None:
+        return ResumePoint()
+    path = checkpoint.latest_checkpoint(settings.load)
+    if settings.load_model_only:
+        return ResumePoint(path, model_only=True)
+    return _point(job, path)
+
+
+def _point(job: Job, path: Path) -> ResumePoint:
+    state = checkpoint.read_state(path)
+    saved, now = state.get("run", {}), run_facts(job)
+    if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
+        raise ValueError(
+            f"{path}: was trained on prompts of another content than {job.config.data.prompt_data}"
+            f" has now (sha256 {str(saved.get('prompt_data_sha256'))[:12]}..., now"
+            f" {now['prompt_data_sha256'][:12]}...): bring the file back, or start anew from the"
+            " weights with --load-model-only"
+        )
+    different = [
+        f"{name} was {saved.get(name)!r}, is {value!r}"
+        for name, value in now.items()
+        if saved.get(name) != value
+    ]
+    if different:
+        raise ValueError(
+            f"{path}: cannot go on with other settings of the data order: {'; '.join(different)}."
+            " Start anew from the weights with --load-model-only"
+        )
+    return ResumePoint(path, start_rollout=int(state["num_rollouts"]))
+
+
+def run_facts(job: Job) -> dict[str, Any]:
+    """What the order of prompts and the numbers of samples follow from."""
+    config: RunConfig = job.config
+    return {
+        "prompt_data_sha256": job.prompt_file.sha256,
+        "num_prompts": len(job.prompts),
+        "rollout_batch_size": config.rollout.rollout_batch_size,
+        "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
+        "rollout_seed": config.rollout.rollout_seed,
+        "rollout_shuffle": config.data.rollout_shuffle,
+    }

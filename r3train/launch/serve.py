@@ -1,0 +1,108 @@
+"""``r3train serve``: one SGLang server with the flags that a configuration would give its own.
+
+For servers on nodes of their own: the trainer gets their addresses by
+--rollout-external-engine-addrs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import click
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.options import train_options, usage_errors
+from r3train.rollout.backend import EngineError
+from r3train.rollout.sglang_server import SGLangServer
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to bind.")
+@click.option("--port", type=int, help="[default: a free one]")
+@click.option("--index", default=0, show_default=True, help="Of several servers: its seed differs.")
+@click.option("--log", type=click.Path(path_type=Path), help="[default: standard output]")
+@click.option(
+    "--address-file",
+    type=click.Path(path_type=Path),
+    help="Written with host:port once the server answers, removed when it ends.",
+)
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    host: str,
+    port: int | None,
+    index: int,
+    log: Path | None,
+    address_file: Path | None,
+    flags: tuple[str, ...],
+) -> None:
+    """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
+
+    It listens without a key: bind it to a network that only the cluster reaches.
+    """
+    config = _config(flags)
+    with usage_errors():
+        read_hf_facts(config.model.hf_checkpoint)
+    server = SGLangServer(
+        config.model.hf_checkpoint,
+        log or Path("/dev/stdout"),
+        dtype="bfloat16" if config.model.bf16 else "float32",
+        server_args=dict(config.rollout.sglang),
+        return_routed_experts=config.replay.use_rollout_routing_replay,
+        seed=config.rollout.rollout_seed + index,
+        start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+        host=host,
+        port=port,
+    )
+    server.api_key = None  # the trainer knows an address alone
+    _serve(server, address_file)
+
+
+def _config(flags: tuple[str, ...]) -> RunConfig:
+    found: list[RunConfig] = []
+    train_options(found.append).main(args=list(flags), prog_name="serve", standalone_mode=False)
+    if not found:
+        raise click.exceptions.Exit(0)  # --help
+    return found[0]
+
+
+class _Stop(Exception):
+    """Raised where the process is when it is told to end."""
+
+
+def _on_signal(*_: object) -> None:
+    raise _Stop
+
+
+def _serve(server: SGLangServer, address_file: Path | None) -> None:
+    code = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _on_signal)
+    try:
+        server.start()
+        server.wait_ready()
+        if address_file is not None:
+            address_file.parent.mkdir(parents=True, exist_ok=True)
+            staging = address_file.with_name(f".{address_file.name}.{os.getpid()}")
+            staging.write_text(server.addr + "\n", encoding="utf-8")
+            os.replace(staging, address_file)
+        click.echo(f"serving {server.model_path} at {server.addr}")
+        while True:
+            time.sleep(1.0)
+            server.check_alive()
+    except _Stop:
+        pass
+    except EngineError as error:
+        click.echo(str(error), err=True)
+        code = 1
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)  # what is being ended is ended once
+        if address_file is not None:
+            address_file.unlink(missing_ok=True)
+        server.stop()
+    sys.exit(code)

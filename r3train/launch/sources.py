@@ -1,0 +1,94 @@
+"""Where rank 0's rollouts come from: engines, or dumped files in their place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from r3train.evidence.console import RunDisplay
+from r3train.launch.engines import Engines
+from r3train.launch.job import Job
+from r3train.launch.resume import ResumePoint
+from r3train.loop.parts import RolloutSource
+from r3train.loop.replay_source import DumpedRollouts
+from r3train.rollout.producer import ProducerState
+from r3train.weights.publish import WeightPublisher
+
+
+class RolloutSide(Protocol):
+    """Rank 0's side of the rollout, as the entry point sees it."""
+
+    @property
+    def publisher(self) -> WeightPublisher | None: ...
+
+    def start_server(self) -> None: ...
+
+    def wait_ready(self) -> None: ...
+
+    def start_producer(self) -> RolloutSource: ...
+
+    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+
+    def restart(self) -> None: ...
+
+    def restored(self, version: int) -> None: ...
+
+    def fault_counts(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+def build_engines(job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint) -> RolloutSide:
+    """Engines that generate, or with --replay-rollouts the files that stand for them."""
+    if job.config.checkpoint.replay_rollouts is not None:
+        return Replayed(job)
+    buffer = resume.buffer()
+    state = ProducerState(*buffer) if buffer is not None else None
+    return Engines(job, run_dir, display, resume.start_rollout, state)
+
+
+class Replayed:
+    """Dumped rollouts in the engines' place: no server, and nobody to send weights to."""
+
+    publisher = None
+
+    def __init__(self, job: Job):
+        self._job = job
+
+    def start_server(self) -> None:
+        """There is none."""
+
+    def wait_ready(self) -> None:
+        """There is nothing to wait for."""
+
+    def start_producer(self) -> DumpedRollouts:
+        """The dumped rollouts."""
+        config = self._job.config
+        assert config.checkpoint.replay_rollouts is not None
+        return DumpedRollouts(
+            config.checkpoint.replay_rollouts,
+            needs_routes=config.replay.use_rollout_routing_replay,
+            num_groups=config.rollout.rollout_batch_size,
+            group_size=config.rollout.n_samples_per_prompt,
+        )
+
+    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
+        """No server holds weights."""
+        return []
+
+    def restart(self) -> None:
+        """Refused by the configuration's checks: there is no server."""
+        raise AssertionError("replayed rollouts have no server")
+
+    def restored(self, version: int) -> None:
+        """There is no server."""
+
+    def fault_counts(self) -> dict[str, int]:
+        """There is no server."""
+        return {}
+
+    def close(self) -> None:
+        """End the reward's helpers."""
+        self._job.reward.close()

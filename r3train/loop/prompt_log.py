@@ -1,0 +1,63 @@
+"""Which prompts a run has trained: one line a rollout, and the audit that none is lost or doubled.
+
+A rollout that was trained again after a crash (from an older checkpoint) has a second line, and
+the later one counts: the weights of the first are gone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from r3train.loop.rollout_file import Scored
+
+FILE = "prompts.jsonl"
+
+
+def append(
+    run_dir: Path, rollout_id: int, groups: Sequence[Sequence[Scored]], skipped: int
+) -> None:
+    """Record one trained rollout; ``skipped`` of its optimizer steps were not finite."""
+    first = [group[0][0] for group in groups]
+    record = {
+        "step": rollout_id,
+        "group_ids": [sample.group_id for sample in first],
+        "prompt_ids": [sample.prompt.prompt_id for sample in first],
+        "sample_ids": [[sample.sample_id for sample, _ in group] for group in groups],
+        "weight_versions": [
+            [int(sample.weight_versions.max(initial=-1)) for sample, _ in group] for group in groups
+        ],
+        "skipped_steps": skipped,
+    }
+    with (run_dir / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
+    """The records of a run and its resumptions, oldest first, in order of step."""
+    steps: dict[int, dict[str, Any]] = {}
+    for run_dir in run_dirs:
+        for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines(keepends=True):
+            if line.endswith("\n"):  # a line without its end was cut short by a crash
+                record = json.loads(line)
+                steps[record["step"]] = record
+    return [steps[step] for step in sorted(steps)]
+
+
+def audit(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
+    """What is wrong: rollouts missing, groups trained twice, and samples trained twice."""
+    steps = [record["step"] for record in records]
+    groups = [g for record in records for g in record["group_ids"]]
+    samples = [s for record in records for group in record["sample_ids"] for s in group]
+    return {
+        "missing_steps": sorted(set(range(max(steps, default=-1) + 1)) - set(steps)),
+        "groups_twice": _twice(groups),
+        "samples_twice": _twice(samples),
+    }
+
+
+def _twice(values: Sequence[int]) -> list[int]:
+    seen: set[int] = set()
+    return sorted({value for value in values if value in seen or seen.add(value)})

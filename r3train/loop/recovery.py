@@ -1,0 +1,61 @@
+"""Engines that were lost: started again by rank 0, while all ranks wait to send the weights."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from r3train.loop.scatter import broadcast_json
+from r3train.rollout.backend import EngineDied, EngineUnreachable
+from r3train.weights.publish import WeightUpdateError
+
+LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
+
+
+class Restartable(Protocol):
+    """``launch.engines.Engines``, as recovery sees it."""
+
+    def restart(self) -> None: ...
+
+    def restored(self, version: int) -> None: ...
+
+    def fault_counts(self) -> dict[str, int]: ...
+
+
+class Recovery:
+    """All ranks' part in a restart; ``engines`` is None but on rank 0.
+
+    Without ``enabled`` nothing is caught and nothing is agreed upon.
+    """
+
+    def __init__(self, engines: Restartable | None, *, enabled: bool):
+        self._engines = engines
+        self._enabled = enabled
+
+    @property
+    def caught(self) -> tuple[type[BaseException], ...]:
+        """The exceptions that a restart mends."""
+        return LOST if self._enabled else ()
+
+    def needed(self, failure: BaseException | None) -> bool:
+        """Whether rank 0 has lost its engines; a collective."""
+        return self._enabled and bool(broadcast_json(failure is not None))
+
+    def restart(self) -> BaseException | None:
+        """Start the engines again; a collective.  Returns why there will be none, or None."""
+        failure: BaseException | None = None
+        if self._engines is not None:
+            try:
+                self._engines.restart()
+            except RuntimeError as error:
+                failure = error
+        text = broadcast_json(None if failure is None else str(failure))
+        return failure or (RuntimeError(f"rank 0 lost its engines: {text}") if text else None)
+
+    def counts(self) -> dict[str, int]:
+        """Restarts and requests that were sent again, so far; on rank 0 when enabled."""
+        return self._engines.fault_counts() if self._enabled and self._engines is not None else {}
+
+    def restored(self, version: int) -> None:
+        """The engines hold the weights of ``version`` (rank 0 tells them to go on)."""
+        if self._engines is not None:
+            self._engines.restored(version)

@@ -1,0 +1,85 @@
+"""Rollouts to disk, and from disk in the engines' place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from r3train.loop.rollout_file import Scored, read_samples, write_samples
+
+
+def rollout_path(directory: Path, rollout_id: int) -> Path:
+    """Where a rollout is dumped."""
+    return directory / f"rollout_{rollout_id:07d}.safetensors"
+
+
+def dump_rollout(directory: Path, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> Path:
+    """Write one rollout's groups; see ``rollout_file``."""
+    path = rollout_path(directory, rollout_id)
+    samples = [scored for group in groups for scored in group]
+    facts = {"rollout_id": rollout_id, "group_sizes": [len(group) for group in groups]}
+    write_samples(path, samples, facts)
+    return path
+
+
+def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
+    """One dumped rollout; raises ValueError where it is missing, broken, or another's."""
+    path = rollout_path(directory, rollout_id)
+    samples, facts = read_samples(path)
+    sizes = facts.get("group_sizes")
+    if facts.get("rollout_id") != rollout_id or not sizes or sum(sizes) != len(samples):
+        raise ValueError(f"{path}: does not hold rollout {rollout_id} in whole groups")
+    groups, start = [], 0
+    for size in sizes:
+        groups.append(samples[start : start + size])
+        start += size
+    return groups
+
+
+class DumpedRollouts:
+    """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights."""
+
+    def __init__(self, directory: Path, *, needs_routes: bool, num_groups: int, group_size: int):
+        self._directory = directory
+        self._needs_routes = needs_routes
+        self._num_groups = num_groups
+        self._group_size = group_size
+
+    def next_batch(
+        self, step: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[list[Scored]]:
+        """The groups of one step; raises ValueError naming file and sample."""
+        groups = load_rollout(self._directory, step)
+        path = rollout_path(self._directory, step)
+        sizes = [len(group) for group in groups]
+        if len(sizes) != self._num_groups or set(sizes) != {self._group_size}:
+            raise ValueError(
+                f"{path}: holds {len(sizes)} groups of {sorted(set(sizes))} samples, expected"
+                f" rollout_batch_size {self._num_groups} of n_samples_per_prompt {self._group_size}"
+            )
+        for group in groups:
+            for sample, _ in group:
+                if self._needs_routes and sample.routed_experts is None:
+                    raise ValueError(
+                        f"{path}: sample {sample.sample_id} has no routed_experts: the rollouts"
+                        " were dumped without --use-rollout-routing-replay"
+                    )
+        return groups
+
+    @contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """Nothing is ever in flight."""
+        yield
+
+    def set_version(self, version: int) -> None:
+        """Dumped samples say themselves which weights made them."""
+
+    def snapshot(self) -> None:
+        """Nothing is buffered."""
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """The counts that a display asks for."""
+        return {"generated_tokens": 0, "buffered_groups": 0}

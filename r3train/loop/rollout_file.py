@@ -1,0 +1,152 @@
+"""Scored samples in one safe file: a dumped rollout, a checkpoint's buffer, a bad batch.
+
+safetensors with one tensor a per-token field (the samples' arrays end to end) and a JSON header in
+its metadata: nothing is pickled, and a truncated or altered file is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from r3train.types import Prompt, RolloutSample
+
+Scored = tuple[RolloutSample, float]
+
+_FORMAT = "r3train-samples-1"
+
+
+def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:
+    """Write samples with their rewards, and JSON-able ``facts``; the file appears whole or not.
+
+    Raises OSError when it cannot be written (a full disk); no partial file is left.
+    """
+    tensors, header = _encode(samples)
+    header["facts"] = dict(facts)
+    header["checksum"] = _checksum(tensors)
+    content = save(tensors, {"format": _FORMAT, "header": json.dumps(header)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
+    """The samples, in the order they were written, and the facts.
+
+    Raises ValueError naming the file where there is none, or it is truncated or was altered.
+    """
+    try:
+        content = path.read_bytes()
+        tensors = load(content)
+        size = int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})
+        if metadata.get("format") != _FORMAT:
+            raise ValueError(f"its format is {metadata.get('format')!r}, expected {_FORMAT!r}")
+        header = json.loads(metadata["header"])
+        if _checksum(tensors) != header["checksum"]:
+            raise ValueError("its checksum does not match its content")
+        return _decode(tensors, header), header["facts"]
+    except OSError as error:
+        raise ValueError(f"{path}: cannot read the samples: {error.strerror}") from None
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a whole file of samples: {error}") from error
+
+
+def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Arrays by name, and the JSON header; each prompt is written once."""
+    tensors: dict[str, np.ndarray] = {}
+    plain: dict[str, list[Any]] = {}
+    prompts: dict[int, int] = {}  # id() of a prompt -> its place
+    of_sample = [prompts.setdefault(id(sample.prompt), len(prompts)) for sample, _ in samples]
+    first = {place: samples[i][0].prompt for i, place in reversed(list(enumerate(of_sample)))}
+    for f in fields(RolloutSample):
+        if f.name != "prompt":
+            _put(f.name, [getattr(sample, f.name) for sample, _ in samples], tensors, plain)
+    tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
+    plain_prompts: dict[str, list[Any]] = {}
+    for f in fields(Prompt):
+        values = [getattr(first[place], f.name) for place in range(len(prompts))]
+        _put(f"prompt.{f.name}", values, tensors, plain_prompts)
+    header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
+    return tensors, header
+
+
+def _put(
+    name: str, values: list[Any], tensors: dict[str, np.ndarray], plain: dict[str, list[Any]]
+) -> None:
+    """One field of all records: arrays end to end with their lengths, anything else as JSON."""
+    arrays = [value for value in values if isinstance(value, np.ndarray)]
+    if not arrays:
+        plain[name] = values
+        return
+    assert len(arrays) + sum(value is None for value in values) == len(values), name
+    tensors[name] = np.ascontiguousarray(np.concatenate(arrays))
+    lengths = [-1 if value is None else len(value) for value in values]
+    tensors[f"{name}.length"] = np.array(lengths, dtype=np.int64)
+
+
+def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> list[Scored]:
+    count = len(header["prompt_of_sample"])
+    num_prompts = max(header["prompt_of_sample"], default=-1) + 1
+    names = [f"prompt.{f.name}" for f in fields(Prompt)]
+    columns = [_column(n, num_prompts, tensors, header["prompts"]) for n in names]
+    prompts = [
+        Prompt(**{n.removeprefix("prompt."): c[i] for n, c in zip(names, columns)})
+        for i in range(num_prompts)
+    ]
+    names = [f.name for f in fields(RolloutSample) if f.name != "prompt"]
+    columns = [_column(n, count, tensors, header["samples"]) for n in names]
+    return [
+        (
+            RolloutSample(
+                prompt=prompts[header["prompt_of_sample"][i]],
+                **{n: c[i] for n, c in zip(names, columns)},
+            ),
+            float(tensors["reward"][i]),
+        )
+        for i in range(count)
+    ]
+
+
+def _column(
+    name: str, count: int, tensors: Mapping[str, np.ndarray], plain: Mapping[str, list[Any]]
+) -> list[Any]:
+    if name in plain:
+        values = plain[name]
+        if len(values) != count:
+            raise ValueError(f"{name} has {len(values)} entries, expected {count}")
+        return values
+    lengths = tensors[f"{name}.length"]
+    if len(lengths) != count or int(lengths.clip(min=0).sum()) != len(tensors[name]):
+        raise ValueError(f"the lengths of {name} do not add up to its {len(tensors[name])} entries")
+    ends = np.cumsum(lengths.clip(min=0))
+    return [
+        None if n < 0 else tensors[name][end - n : end].copy()
+        for n, end in zip(lengths.tolist(), ends.tolist())
+    ]
+
+
+def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
+    """crc32 over names and bytes: accidents, not adversaries."""
+    value = 0
+    for name in sorted(tensors):
+        value = zlib.crc32(name.encode(), value)
+        value = zlib.crc32(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8), value)
+    return value

@@ -1,0 +1,76 @@
+"""SIGTERM and SIGUSR1: finish what can be finished inside a grace period, then leave.
+
+Slurm sends one of them before it takes a job away; torchrun sends SIGTERM to its other ranks when
+one has died.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequested(Exception):
+    """Ends a wait of rank 0 for a rollout, because the run was told to stop."""
+
+
+class StopSignal:
+    """Whether this process was told to stop; a context manager that restores the handlers.
+
+    Enter it when there is something to save: until then a signal had better end the process.
+    After ``grace_s`` seconds the process ends with exit code 1, whatever it is doing.
+    """
+
+    def __init__(self, grace_s: float):
+        self._grace_s = grace_s
+        self._received: int | None = None
+        self._timer: threading.Timer | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = number
+            self._timer = threading.Timer(self._grace_s, self._give_up)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _give_up(self) -> None:
+        name = signal.Signals(self._received).name
+        logger.error("%s: not done within signal_grace_s %g: leaving", name, self._grace_s)
+        os._exit(1)
+
+    @property
+    def received(self) -> str | None:
+        """The signal's name, or None."""
+        return signal.Signals(self._received).name if self._received is not None else None
+
+    def exit_code(self, *, saved: bool) -> int:
+        """0, or what a shell says of a process that the signal ended if its work was lost."""
+        return 0 if saved or self._received is None else 128 + self._received
+
+    def agreed(self) -> bool:
+        """Whether any rank was told to stop: a collective, and the same answer on all ranks."""
+        flag = torch.tensor([self._received is not None], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())

@@ -1,0 +1,60 @@
+"""An event loop on a thread of its own, for code that is not asynchronous."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+_POLL_S = 0.2
+
+
+class LoopThread:
+    """Runs one coroutine to its end on its own thread; ``failed`` is told what it raised."""
+
+    def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self.loop = asyncio.new_event_loop()
+        self._main: Callable[[], Coroutine[Any, Any, None]] | None = None
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._main = main
+        self._thread.start()
+
+    def _run(self) -> None:
+        assert self._main is not None
+        try:
+            self.loop.run_until_complete(self._main())
+        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+            self._failed(error)
+        finally:
+            self.loop.close()
+
+    def soon(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Make a call in the loop; nothing happens once it has ended."""
+        if not self.loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # it ended in between
+                self.loop.call_soon_threadsafe(call, *arguments)
+
+    def wait_for(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Await a call in the loop and return when it is done; raises what it raised.
+
+        Returns at once, or early, when the loop has ended: there is nobody left to call.
+        """
+        if self.loop.is_closed() or not self._thread.is_alive():
+            return
+        done = asyncio.run_coroutine_threadsafe(call(), self.loop)
+        while True:
+            try:
+                return done.result(timeout=_POLL_S)
+            except TimeoutError:
+                if done.done():
+                    raise
+                if not self._thread.is_alive():
+                    return
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)

@@ -1,0 +1,223 @@
+"""Show a verification: tables in the terminal, JSON, a self-contained HTML page, Markdown."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from r3train.verify.engine import MutationResult, TopologyResult, Verification
+from r3train.verify.phases import PHASE_NAMES, REQUIRED_FACTOR
+
+_COLOURS = {
+    "passed": "green",
+    "caught": "green",
+    "failed": "red",
+    "survived": "red",
+    "not run": "yellow",
+}
+
+
+def topology_rows(v: Verification) -> list[tuple[str, list[str]]]:
+    """(status, cells) a topology: name, ranks, status, one cell a phase, share of the routes."""
+    rows = []
+    for t in v.topologies:
+        cells = [t.name, str(t.world_size), t.status]
+        cells += [_phase_cell(v, t, phase) for phase in range(len(PHASE_NAMES))]
+        cells.append(f"{t.route_bytes / t.all_route_bytes:.0%}" if t.all_route_bytes else "")
+        rows.append((t.status, cells))
+    return rows
+
+
+TOPOLOGY_HEADER = ["topology", "ranks", "verdict", *PHASE_NAMES, "routes sent"]
+MUTATION_HEADER = ["planted bug", "topology", "verdict", "must fail", "factor", "caught by"]
+
+
+def _phase_cell(v: Verification, t: TopologyResult, phase: int) -> str:
+    worst = t.worst(phase)
+    if worst is None:
+        return ""
+    threshold = v.thresholds.get(phase, 0.0)
+    if threshold == 0:
+        return "exact" if worst.error == 0 else f"{worst.error:.0f} wrong"
+    margin = threshold / worst.error if worst.error else math.inf
+    return (
+        f"{worst.error:.0e} ({margin:.0f}x)"
+        if margin >= 10
+        else (f"{worst.error:.0e} ({margin:.1f}x)")
+    )
+
+
+def mutation_rows(v: Verification) -> list[tuple[str, list[str]]]:
+    """(status, cells) a mutation."""
+    rows = []
+    for m in v.mutations:
+        must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}" if m.phase is not None else "nothing"
+        caught_by = " ".join(str(p) for p in m.caught_by)
+        if m.detail.startswith("refused"):
+            caught_by = "an error"
+        rows.append((m.status, [m.name, m.topology, m.status, must_fail, _factor(m), caught_by]))
+    return rows
+
+
+def _factor(m: MutationResult) -> str:
+    if m.phase is None:
+        return ""
+    return "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
+
+
+def threshold_line(v: Verification) -> str:
+    """The thresholds and the noise they come from, in words."""
+    parts = []
+    for phase, threshold in sorted(v.thresholds.items()):
+        if threshold == 0:
+            parts.append(f"{PHASE_NAMES[phase]} exact")
+        else:
+            noise = f" (noise {v.noise[phase]:.1e})" if phase in v.noise else ""
+            parts.append(f"{PHASE_NAMES[phase]} {threshold:.1e}{noise}")
+    return f"{v.dtype} on {v.device}; thresholds: " + ", ".join(parts)
+
+
+def print_report(v: Verification, console: Console) -> None:
+    """Both tables, what failed and why, and the verdict."""
+    _print_table(
+        console, "topology x phase: largest error (margin)", TOPOLOGY_HEADER, topology_rows(v)
+    )
+    if v.mutations:
+        _print_table(console, "planted bugs", MUTATION_HEADER, mutation_rows(v))
+    console.print(threshold_line(v))
+    for t in v.topologies:
+        if t.reason:
+            console.print(f"{t.name}: {t.status}: {t.reason}", markup=False)
+    for m in v.mutations:
+        if m.status in ("failed", "survived"):
+            console.print(f"{m.name}: {m.status}: {m.detail}", markup=False)
+    console.print(verdict(v), style="bold green" if v.ok else "bold red")
+
+
+def verdict(v: Verification) -> str:
+    """One line that says what passed, failed and did not run."""
+
+    def count(results: list, *statuses: str) -> int:
+        return sum(r.status in statuses for r in results)
+
+    line = f"topologies: {count(v.topologies, 'passed')} passed"
+    line += f", {count(v.topologies, 'failed')} failed, {count(v.topologies, 'not run')} not run"
+    if v.mutations:
+        caught = count(v.mutations, "caught")
+        line += f"; planted bugs: {caught} caught, {count(v.mutations, 'survived', 'failed')} not"
+        line += f"; null mutations: {count(v.mutations, 'passed')} passed"
+    return line
+
+
+def _print_table(
+    console: Console, title: str, header: list[str], rows: list[tuple[str, list[str]]]
+) -> None:
+    table = Table(title=title, title_justify="left")
+    for i, name in enumerate(header):
+        table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
+    for status, cells in rows:
+        table.add_row(*cells, style=_COLOURS[status] if status not in ("passed", "caught") else "")
+    console.print(table)
+
+
+def to_json(v: Verification) -> str:
+    """Everything, with phases by name and infinities as strings."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return str(value)
+        if isinstance(value, dict):
+            return {PHASE_NAMES[k] if isinstance(k, int) else k: plain(x) for k, x in value.items()}
+        return [plain(x) for x in value] if isinstance(value, list) else value
+
+    return json.dumps(plain({"ok": v.ok, **asdict(v)}), indent=1) + "\n"
+
+
+def to_html(v: Verification) -> str:
+    """A page that needs nothing beside it."""
+    body = [f"<h1>R3 verification</h1><p class={'ok' if v.ok else 'bad'}>{_e(verdict(v))}</p>"]
+    body.append(f"<p>{_e(threshold_line(v))}</p>")
+    body.append(_html_table(TOPOLOGY_HEADER, topology_rows(v)))
+    if v.mutations:
+        body.append(f"<p>A planted bug must miss its threshold by {REQUIRED_FACTOR:.0f}x.</p>")
+        body.append(_html_table(MUTATION_HEADER, mutation_rows(v)))
+    return _PAGE.replace("BODY", "\n".join(body))
+
+
+def _e(text: str) -> str:
+    return html.escape(text)
+
+
+def _html_table(header: list[str], rows: list[tuple[str, list[str]]]) -> str:
+    head = "".join(f"<th>{_e(name)}</th>" for name in header)
+    lines = [f"<table><tr>{head}</tr>"]
+    for status, cells in rows:
+        kind = {"green": "ok", "red": "bad", "yellow": "off"}[_COLOURS[status]]
+        columns = [f"<td>{_e(c)}</td>" for c in cells]
+        columns[2] = f"<td class={kind}>{_e(cells[2])}</td>"
+        lines.append(f"<tr>{''.join(columns)}</tr>")
+    return "\n".join([*lines, "</table>"])
+
+
+_PAGE = """<!doctype html><meta charset="utf-8"><title>R3 verification</title><style>
+body{font:14px/1.5 system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}
+td,th{border-bottom:1px solid #ddd;padding:.25em .7em;text-align:right;font-variant-numeric:tabular-nums}
+td:first-child,th:first-child{text-align:left}.ok{color:#176d2b}.bad{color:#b00020;font-weight:bold}
+.off{color:#8a6100}</style>
+BODY
+"""
+
+
+def to_markdown(verifications: list[Verification]) -> str:
+    """docs/verification.md."""
+    out = [_DOC_HEAD]
+    for v in verifications:
+        out += [f"## {v.dtype}", threshold_line(v) + ".", verdict(v) + ".", ""]
+        out += _md_table(TOPOLOGY_HEADER, topology_rows(v))
+        if v.mutations:
+            out += ["", "### Planted bugs", ""]
+            claims = {m.name: m.claim for m in v.mutations}
+            rows = [(s, [*cells, claims[cells[0]]]) for s, cells in mutation_rows(v)]
+            out += _md_table([*MUTATION_HEADER, "the bug"], rows)
+        out.append("")
+    return "\n".join(out).rstrip() + "\n"
+
+
+def _md_table(header: list[str], rows: list[tuple[str, list[str]]]) -> list[str]:
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    return lines + ["| " + " | ".join(cells) + " |" for _, cells in rows]
+
+
+_DOC_HEAD = """<!-- written by: r3train verify --mutations --write-docs; do not edit -->
+
+# Verification of replay
+
+One small batch with *given* routes, drawn from another router so that native routing would show, is
+run through the production actor in every topology. Each run is held against two oracles: (a) the same
+actor at world size 1, (b) a plain-PyTorch transformer in float64 that is told its routes and shares no
+code with the actor. The table shows the larger of the two errors, and how far below its threshold it is.
+
+| phase | compared, by sample and position, layer and Hugging Face name |
+|---|---|
+| routes | the experts dispatched, as sets, in the old-log-prob pass, the train forward and every recomputation; every row routed exactly once |
+| forward | router logits, gate probabilities, block outputs, log-probs: relative L2, largest over layers |
+| loss | the token count exactly, the sum of each term |
+| gradients | unsharded main gradients of every parameter and the norm |
+| deltas | what two steps of AdamW and of SGD do to every parameter |
+| export | the tensors sent to the engine, bit for bit |
+
+A threshold is ten times the noise measured in the same run (microbatches permuted; float32 against
+float64), and at most 1e-5 forward, 1e-6 loss, 1e-4 gradients, 1e-3 deltas. *routes sent* is the largest
+share of the batch's routes that any rank is sent. A planted bug must miss the threshold of the phase
+it names by ten times.
+
+    r3train verify --topology tp2ep2 --topology cp2     # these
+    r3train verify --ci --mutations                     # what continuous integration runs
+    r3train verify --mutations --write-docs             # everything, and this page
+"""

@@ -1,0 +1,113 @@
+# Shared by the batch scripts: settings from the environment, signals, requeue, teardown.
+# Sourced, never run.  R3TRAIN_ROOT is the checkout on a file system that all nodes see.
+
+set -uo pipefail
+
+R3TRAIN_ROOT=${R3TRAIN_ROOT:-${SLURM_SUBMIT_DIR:?submit from the checkout, or set R3TRAIN_ROOT}}
+BIN=${BIN:-$R3TRAIN_ROOT/.venv/bin}
+CONFIG=${CONFIG:-configs/tiny_cpu.toml}
+RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
+NPROC_PER_NODE=${NPROC_PER_NODE:-2}
+SAVE_INTERVAL=${SAVE_INTERVAL:-20}
+# the signal comes this long before the end of the job; the ranks get a little less
+SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
+# set: print the commands in the place of running them (a look before a big job)
+RENDER=${RENDER:-}
+START=${SLURM_RESTART_COUNT:-0}
+LOGS=$RUN_DIR/logs/slurm-${SLURM_JOB_ID:?}-start$START
+# the job's own number makes ports of two jobs on a node differ
+RDZV_PORT=${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
+export R3TRAIN_ROOT BIN
+
+STOPPED=""
+STEPS=()
+
+# Start a command in the background and remember it for signals and teardown.
+step() {
+    if [[ -n $RENDER ]]; then
+        printf '%q ' "$@"
+        echo
+        return
+    fi
+    "$@" &
+    STEPS+=($!)
+}
+
+# What Slurm sends before it takes the job away goes to the ranks, who save and end.  By a file:
+# srun would hand a signal to every process of a step, and SGLang, which does not know it, would die.
+STOP_FILE=$LOGS/stop
+tell_ranks() {
+    STOPPED=$1
+    echo "$(date -u +%FT%TZ) got $1: the ranks save and end" >&2
+    echo "$1" >"$STOP_FILE"
+}
+
+# Wait for a step and print nothing; a trap only interrupts the wait.
+finish() {
+    local code
+    while :; do
+        wait "$1"
+        code=$?
+        kill -0 "$1" 2>/dev/null || return $code
+    done
+}
+
+# Everything that was started ends together: asked first, killed after 30 s.
+teardown() {
+    local pid waited
+    for pid in "${STEPS[@]}"; do
+        kill -TERM "$pid" 2>/dev/null
+    done
+    for ((waited = 0; waited < 60; waited++)); do
+        local alive=""
+        for pid in "${STEPS[@]}"; do
+            kill -0 "$pid" 2>/dev/null && alive=1
+        done
+        [[ -z $alive ]] && return
+        sleep 0.5
+    done
+    for pid in "${STEPS[@]}"; do
+        kill -KILL "$pid" 2>/dev/null
+    done
+}
+
+# A run that was stopped early and saved goes back into the queue, and resumes there.
+requeue_if_stopped() {
+    local code=$1
+    if [[ $STOPPED == USR1 && $code -eq 0 ]]; then
+        echo "$(date -u +%FT%TZ) saved after $STOPPED: back into the queue" >&2
+        scontrol requeue "$SLURM_JOB_ID" && sleep 60 # Slurm ends this script meanwhile
+        return 75                                    # not requeued: unfinished is no success
+    fi
+    return "$code"
+}
+
+torchrun_flags=(
+    --nproc-per-node "$NPROC_PER_NODE"
+    --log-dir "$LOGS/node-\$SLURM_NODEID"
+    --tee 3
+    --local-ranks-filter 0
+)
+train_flags=(
+    train_async.py
+    --config "$CONFIG"
+    --run-dir "$RUN_DIR"
+    --no-progress
+    --save "$RUN_DIR/checkpoints"
+    --save-interval "$SAVE_INTERVAL"
+    --auto-resume
+    --signal-grace-s "$SIGNAL_GRACE_S"
+)
+
+cd "$R3TRAIN_ROOT" || exit 1
+if [[ -z $RENDER ]]; then
+    mkdir -p "$LOGS"
+    rm -f "$STOP_FILE"
+    export STOP_FILE
+    trap teardown EXIT
+    trap 'tell_ranks USR1' USR1
+    trap 'tell_ranks TERM' TERM
+fi

@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# A real one-node Slurm on loopback, for tests: munged, slurmctld and slurmd, all files in one
+# directory, nothing of the machine's own Slurm touched.
+#
+#   slurm/local_cluster.sh start DIR     then: export SLURM_CONF=DIR/slurm.conf
+#   slurm/local_cluster.sh stop DIR
+#
+# Needs root.  Installs Debian's slurm-wlm and munge where they are missing.
+set -euo pipefail
+[[ $# -eq 2 && ($1 == start || $1 == stop) ]] || { echo "usage: $0 start|stop DIR" >&2; exit 2; }
+action=$1
+mkdir -p "$2"
+dir=$(cd "$2" && pwd)
+export SLURM_CONF=$dir/slurm.conf
+
+stop() {
+    local name pid
+    for name in slurmd slurmctld munged; do
+        [[ -s $dir/$name.pid ]] || continue
+        pid=$(<"$dir/$name.pid")
+        kill -TERM "$pid" 2>/dev/null || true
+        for _ in $(seq 50); do
+            kill -0 "$pid" 2>/dev/null || break
+            sleep 0.2
+        done
+        kill -KILL "$pid" 2>/dev/null || true
+        rm -f "$dir/$name.pid"
+    done
+}
+
+free_port() {
+    python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+if [[ $action == stop ]]; then
+    scancel --quiet --state=RUNNING 2>/dev/null || true
+    stop
+    exit 0
+fi
+
+[[ $(id -u) -eq 0 ]] || { echo "$0: needs root" >&2; exit 1; }
+if ! command -v slurmctld slurmd munged sbatch >/dev/null; then
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get update -qq
+    apt-get install -y -qq --no-install-recommends slurm-wlm munge >"$dir/apt.log" 2>&1 ||
+        { tail -5 "$dir/apt.log" >&2; exit 1; }
+fi
+stop
+host=$(hostname -s)
+mkdir -p "$dir"/{state,spool,log,munge}
+chmod 700 "$dir/munge"
+[[ -s $dir/munge/key ]] || (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
+cat >"$SLURM_CONF" <<EOF
+ClusterName=local
+SlurmctldHost=$host(127.0.0.1)
+SlurmctldPort=$(free_port)
+SlurmdPort=$(free_port)
+AuthType=auth/munge
+# a requeued job waits until its old credential is void: two minutes by default
+AuthInfo=socket=$dir/munge/socket,cred_expire=5
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SchedulerType=sched/backfill
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+JobRequeue=1
+MpiDefault=none
+SlurmctldPidFile=$dir/slurmctld.pid
+SlurmdPidFile=$dir/slurmd.pid
+SlurmdSpoolDir=$dir/spool
+StateSaveLocation=$dir/state
+SlurmUser=root
+SlurmctldLogFile=$dir/log/slurmctld.log
+SlurmdLogFile=$dir/log/slurmd.log
+NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$(awk '/MemTotal/ {print int($2 / 1200)}' /proc/meminfo) State=UNKNOWN
+PartitionName=debug Nodes=$host Default=YES MaxTime=INFINITE State=UP
+EOF
+munged --force --key-file="$dir/munge/key" --socket="$dir/munge/socket" \
+    --pid-file="$dir/munged.pid" --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed"
+slurmctld -f "$SLURM_CONF"
+slurmd -f "$SLURM_CONF"
+for _ in $(seq 60); do
+    state=$(sinfo --noheader --format=%T 2>/dev/null || true)
+    [[ $state == idle ]] && { echo "one node, idle; export SLURM_CONF=$SLURM_CONF"; exit 0; }
+    sleep 0.5
+done
+echo "the node is ${state:-unknown} after 30 s:" >&2
+tail -5 "$dir"/log/*.log >&2
+stop
+exit 1

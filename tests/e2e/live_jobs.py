@@ -1,0 +1,76 @@
+"""Jobs that a test watches, disturbs and ends."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.e2e import jobs
+
+
+@contextmanager
+def running(run_dir: Path, *flags: str, torchrun: tuple[str, ...] = ()) -> Iterator[psutil.Popen]:
+    """A job that goes on; whatever is left of it is ended."""
+    command = jobs.command(run_dir, *flags)
+    at = command.index("--nproc-per-node")
+    command[at:at] = torchrun
+    with (run_dir.parent / f"{run_dir.name}.txt").open("w") as out:
+        job = psutil.Popen(
+            command,
+            cwd=jobs.ROOT,
+            env=jobs.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    tree: list[psutil.Process] = []
+    try:
+        yield job
+        tree = job.children(recursive=True) if job.is_running() else []
+    finally:
+        with_children = [*tree, job]
+        if job.poll() is None:
+            with_children += job.children(recursive=True)
+        for process in with_children:
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:
+                pass
+        job.wait()
+
+
+def output(run_dir: Path) -> str:
+    return (run_dir.parent / f"{run_dir.name}.txt").read_text()
+
+
+def wait_for(
+    condition: Callable[[], bool], job: psutil.Popen, run_dir: Path, timeout: float = 200
+) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert job.poll() is None, output(run_dir)
+        assert time.monotonic() < deadline, output(run_dir)
+        time.sleep(0.05)
+
+
+def steps_done(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def pointer(directory: Path) -> int:
+    path = directory / "latest_checkpointed_iteration.txt"
+    return int(path.read_text()) if path.exists() else 0
+
+
+def rank_processes(job: psutil.Popen) -> dict[int, psutil.Process]:
+    found = {}
+    for process in job.children():
+        if "train_async.py" in " ".join(process.cmdline()):
+            found[int(process.environ()["RANK"])] = process
+    return found

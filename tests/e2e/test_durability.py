@@ -1,0 +1,240 @@
+"""Runs that are dumped, replayed, killed, resumed, exported: nothing changes and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from r3train.loop import prompt_log
+from tests.e2e import jobs
+from tests.e2e.live_jobs import output, pointer, rank_processes, running, steps_done, wait_for
+
+pytestmark = pytest.mark.e2e
+
+WEIGHTS = "model-00001-of-00001.safetensors"
+
+
+def same_numbers(one: list[dict], other: list[dict], *, but: str = "none") -> None:
+    """Losses, gradient norms, rewards, R3 counts: every number that is not a time."""
+    assert [m["step"] for m in one] == [m["step"] for m in other]
+    for a, b in zip(one, other, strict=True):
+        names = [n for n in a if n.startswith(("train/", "r3/", "rollout/reward")) and n in b]
+        names = [n for n in names if but not in n]
+        assert len(names) > 20
+        assert {n: a[n] for n in names} == {n: b[n] for n in names}
+
+
+@pytest.fixture(scope="module")
+def base(tiny_flags) -> list[str]:
+    return [*tiny_flags, *jobs.R3_FLAGS]
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory, base, engine) -> jobs.Job:
+    """Six asynchronous rollouts with sampling, dumped, and the last weights exported."""
+    directory = tmp_path_factory.mktemp("dumped")
+    return jobs.run(
+        directory / "run",
+        *base,
+        *("--num-rollout", "6", "--rollout-external-engine-addrs", engine),
+        *("--dump-rollouts", "--check-weight-update-equal", "--save-hf", str(directory / "hf")),
+    )
+
+
+@pytest.fixture(scope="module")
+def replay(dumped) -> list[str]:
+    return ["--replay-rollouts", str(dumped.run_dir / "rollouts")]
+
+
+def test_the_export_reloads_in_transformers_with_the_logits_of_the_server(dumped, engine):
+    assert dumped.code == 0, dumped.output
+    from r3train.rollout.engine_control import EngineControl
+    from tests.e2e.sglang_support import Reference
+
+    # published and probed at the end: the server holds what the actor holds
+    assert dumped.metrics()[-1]["train/weight_probe_gap"] <= 1e-4
+    tokens = np.arange(3, 23, dtype=np.int32)
+    with EngineControl([engine]) as control:
+        served = control.probe_log_probs(tokens)
+    exported = dumped.run_dir.parent / "hf"
+    ours, _ = Reference(exported)(tokens)
+    np.testing.assert_allclose(ours, served, atol=1e-4)
+    from transformers import AutoTokenizer
+
+    assert AutoTokenizer.from_pretrained(exported)("word")["input_ids"]
+
+
+@pytest.fixture(scope="module")
+def replayed(tmp_path_factory, base, replay) -> jobs.Job:
+    """The dumped rollouts trained without a server, with an asynchronous save after each."""
+    directory = tmp_path_factory.mktemp("replayed")
+    return jobs.run(
+        directory / "run",
+        *base,
+        *replay,
+        *("--num-rollout", "6", "--save", str(directory / "ck"), "--save-interval", "1"),
+        *("--async-save", "--save-keep-last", "2", "--save-hf", str(directory / "hf")),
+    )
+
+
+def test_a_replay_gives_the_same_losses_without_a_server(dumped, replayed):
+    assert replayed.code == 0, replayed.output
+    assert not (replayed.run_dir / "logs" / "sglang.log").exists()
+    same_numbers(dumped.metrics(), replayed.metrics())
+    one, other = (j.run_dir.parent / "hf" / WEIGHTS for j in (dumped, replayed))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_asynchronous_saves_leave_the_last_two_whole_and_nothing_else(replayed):
+    directory = replayed.run_dir.parent / "ck"
+    assert {p.name for p in directory.iterdir()} == {
+        "iter_0000005",
+        "iter_0000006",
+        "latest_checkpointed_iteration.txt",
+    }
+    assert pointer(directory) == 6
+
+
+def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, replay, replayed):
+    flags = [*base, *replay, "--num-rollout", "6", "--save", str(tmp_path / "ck")]
+    killed = tmp_path / "killed"
+    with running(killed, *flags, "--save-interval", "3") as job:
+        wait_for(lambda: pointer(tmp_path / "ck") == 3, job, killed)
+        for process in [job, *job.children(recursive=True)]:
+            process.kill()
+    resumed = jobs.run(
+        tmp_path / "resumed", *flags, "--auto-resume", "--save-hf", str(tmp_path / "hf")
+    )
+    assert resumed.code == 0, resumed.output
+    assert [m["step"] for m in resumed.metrics()] == [3, 4, 5]
+    same_numbers(replayed.metrics()[3:], resumed.metrics())
+    whole = replayed.run_dir.parent / "hf" / WEIGHTS
+    assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
+
+
+def test_a_synchronous_greedy_run_resumes_exactly_with_the_server(tmp_path, base, engine):
+    """Greedy groups have no variance: the entropy bonus is what trains."""
+    flags = [
+        *base,
+        *("--rollout-external-engine-addrs", engine, "--max-weight-staleness", "0"),
+        *("--rollout-top-k", "1", "--entropy-coef", "0.01"),
+    ]
+    whole = jobs.run(
+        tmp_path / "whole", *flags, "--num-rollout", "6", "--save-hf", str(tmp_path / "a")
+    )
+    assert whole.code == 0, whole.output
+    assert all(m["train/grad_norm"] > 0 for m in whole.metrics())
+    flags += ["--save", str(tmp_path / "ck"), "--auto-resume", "--save-hf", str(tmp_path / "b")]
+    first = jobs.run(tmp_path / "run", *flags, "--num-rollout", "3")
+    assert first.code == 0, first.output
+    second = jobs.run(tmp_path / "run", *flags, "--num-rollout", "6")
+    assert second.code == 0, second.output
+    # the engine's own log-probs carry the rounding of whichever batches it made of the requests
+    same_numbers(whole.metrics(), second.metrics(), but="log_prob_gap")
+    assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+
+
+def test_the_model_alone_loads_into_another_topology(tmp_path, base, dumped, replay, replayed):
+    """Saved with two expert-parallel ranks, loaded into two tensor-parallel ones."""
+    checkpoint = str(replayed.run_dir.parent / "ck")
+    flags = [
+        *base,
+        *(
+            *replay,
+            "--num-rollout",
+            "1",
+            "--load",
+            checkpoint,
+            "--lr",
+            "0",
+            "--lr-warmup-iters",
+            "0",
+        ),
+        *("--expert-model-parallel-size", "1", "--tensor-model-parallel-size", "2"),
+        *("--sequence-parallel", "--r3-mismatch-threshold", "1"),
+    ]
+    refused = jobs.run(tmp_path / "refused", *flags)
+    assert refused.code != 0 and "--load-model-only" in refused.output
+    loaded = jobs.run(
+        tmp_path / "run", *flags, "--load-model-only", "--save-hf", str(tmp_path / "hf")
+    )
+    assert loaded.code == 0, loaded.output
+    whole = replayed.run_dir.parent / "hf" / WEIGHTS
+    assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
+
+
+def test_one_step_with_nan_is_skipped_and_two_in_a_row_end_the_run(tmp_path, base, replay):
+    flags = [*base, *replay, "--num-rollout", "4", "--max-bad-steps", "2"]
+    once = jobs.run(tmp_path / "once", *flags, "--plant-fault", "nan_once")
+    assert once.code == 0, once.output
+    assert [m["train/skipped_steps"] for m in once.metrics()] == [0, 1, 0, 0]
+    assert np.isfinite(once.metrics()[2]["train/loss"])
+    assert (once.run_dir / "bad_steps" / "rollout_0000001.safetensors").exists()
+    always = jobs.run(tmp_path / "always", *flags, "--plant-fault", "nan_always")
+    assert always.code != 0 and "2 in a row, max_bad_steps 2" in always.output
+    assert [m["train/skipped_steps"] for m in always.metrics()] == [0, 1, 1]
+
+
+def test_a_disk_full_while_saving_ends_with_its_cause_and_the_checkpoint_before_it(
+    tmp_path, base, replay
+):
+    flags = [*base, *replay, "--num-rollout", "4", "--save", str(tmp_path / "ck")]
+    job = jobs.run(tmp_path / "run", *flags, "--save-interval", "1", "--plant-fault", "disk_full")
+    assert job.code != 0
+    assert "No space left on device" in job.output
+    assert "the checkpoint after 1 rollouts is intact" in job.output
+    assert sorted(p.name for p in (tmp_path / "ck").glob("iter_*")) == ["iter_0000001"]
+    # and it resumes, but not with another prompt file
+    prompts = tmp_path / "prompts.jsonl"
+    original = Path(base[base.index("--prompt-data") + 1]).read_text()
+    prompts.write_text(original.replace("\n", "\n\n", 1))
+    changed = jobs.run(tmp_path / "changed", *flags, "--auto-resume", "--prompt-data", str(prompts))
+    assert changed.code != 0 and "was trained on prompts of another content" in changed.output
+
+
+def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_path, base, engine):
+    """SIGUSR1 to one rank of an asynchronous run, as Slurm would send it before the time is up."""
+    flags = [*base, "--rollout-external-engine-addrs", engine, "--save", str(tmp_path / "ck")]
+    flags += ["--auto-resume", "--async-save"]
+    stopped = tmp_path / "stopped"
+    with running(stopped, *flags, "--num-rollout", "100000") as job:
+        wait_for(lambda: steps_done(stopped) >= 3, job, stopped)
+        rank_processes(job)[1].send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=120) == 0, output(stopped)
+    done = pointer(tmp_path / "ck")
+    assert done >= 3 and f"after {done} rollouts; a checkpoint was saved" in output(stopped)
+    resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", str(done + 3))
+    assert resumed.code == 0, resumed.output
+    records = prompt_log.read([stopped, tmp_path / "resumed"])
+    assert not any(prompt_log.audit(records).values())
+    groups = [g for record in records for g in record["group_ids"]]
+    assert groups == list(range(4 * (done + 3)))
+    # complete samples of the buffer came through the restart: made before it, trained after it
+    first = json.loads((tmp_path / "resumed" / "prompts.jsonl").read_text().splitlines()[0])
+    assert first["step"] == done
+
+
+def test_a_killed_rank_ends_all_within_a_minute_and_torchrun_goes_on_from_the_checkpoint(
+    tmp_path, base, engine
+):
+    run_dir = tmp_path / "run"
+    flags = [*base, "--rollout-external-engine-addrs", engine, "--save", str(tmp_path / "ck")]
+    flags += ["--auto-resume", "--save-interval", "2", "--num-rollout", "10"]
+    with running(run_dir, *flags, torchrun=("--max-restarts", "1")) as job:
+        wait_for(lambda: steps_done(run_dir) >= 5, job, run_dir)
+        old = rank_processes(job)
+        os.kill(old[1].pid, signal.SIGKILL)
+        _, alive = psutil.wait_procs(list(old.values()), timeout=60)
+        assert not alive
+        assert job.wait(timeout=200) == 0, output(run_dir)
+    assert "resuming from" in output(run_dir)
+    records = prompt_log.read([run_dir])
+    assert [r["step"] for r in records] == list(range(10))
+    assert not any(prompt_log.audit(records).values())
+    assert [g for r in records for g in r["group_ids"]] == list(range(40))

@@ -1,0 +1,74 @@
+"""Continuous integration's share of ``r3train verify``: real gloo ranks, two oracles, every bug."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]
+
+
+@pytest.fixture(scope="module")
+def verification(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """What ``r3train verify --ci --mutations`` wrote, and how it exited."""
+    file = tmp_path_factory.mktemp("verify") / "verification.json"
+    command = [sys.executable, "-m", "r3train.cli", "verify", "--ci", "--mutations"]
+    run = subprocess.run(
+        [*command, "--json", str(file)], capture_output=True, text=True, timeout=1400
+    )
+    assert file.is_file(), run.stdout[-3000:] + run.stderr[-3000:]
+    return json.loads(file.read_text()) | {"exit": run.returncode, "output": run.stdout}
+
+
+def test_every_topology_agrees_with_both_oracles_in_every_phase(verification: dict):
+    failed = {t["name"]: t["reason"] for t in verification["topologies"] if t["status"] != "passed"}
+    assert not failed, failed
+    names = {t["name"] for t in verification["topologies"]}
+    assert {
+        "tp2",
+        "ep2",
+        "tp2ep2etp2",
+        "dp2",
+        "pp2_uneven",
+        "vpp2pp2",
+        "cp2",
+        "cp2tp2ep2",
+        "pp2cp2ep2",
+    } <= names
+
+
+def test_every_planted_bug_is_caught_in_the_phase_it_names(verification: dict):
+    survivors = {
+        m["name"]: (m["status"], m["factor"], m["detail"])
+        for m in verification["mutations"]
+        if m["phase"] is not None and m["status"] != "caught"
+    }
+    assert not survivors, survivors
+    assert sum(m["phase"] is not None for m in verification["mutations"]) >= 30
+
+
+def test_the_null_mutations_pass(verification: dict):
+    nulls = {m["name"]: m["status"] for m in verification["mutations"] if m["phase"] is None}
+    assert nulls and set(nulls.values()) == {"passed"}, nulls
+
+
+def test_the_command_exits_zero_only_because_nothing_failed(verification: dict):
+    assert verification["ok"] and verification["exit"] == 0, verification["output"][-2000:]
+
+
+def test_a_topology_that_does_not_fit_reads_not_run_and_never_passed(tmp_path: Path):
+    file = tmp_path / "v.json"
+    command = [sys.executable, "-m", "r3train.cli", "verify", "--topology", "dp8"]
+    run = subprocess.run(
+        [*command, "--world-size", "1", "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    (result,) = json.loads(file.read_text())["topologies"]
+    assert result["status"] == "not run" and "needs 8 ranks" in result["reason"]
+    assert "1 not run" in run.stdout

@@ -1,0 +1,136 @@
+"""Run directories with evidence as a run writes it, small, and to be damaged by tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from r3train.evidence.check import expected_calls, judge, StepExpectation, totals
+from r3train.evidence.metrics import MetricsWriter
+from r3train.evidence.writer import EvidenceWriter, rank_file
+from r3train.types import ReplayEvidence
+
+PASSES = ("old_log_prob", "train")
+LAYERS = (1, 2, 3)
+ROWS = 100
+CONFIG = """[replay]
+use_rollout_routing_replay = true
+enable_r3_correctness_check = true
+r3_mismatch_threshold = 0.02
+"""
+
+
+def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> ReplayEvidence:
+    """One correct call of a rank; its fingerprint depends on step, rank and layer alone."""
+    values = dict(
+        step=step,
+        rank=rank,
+        replay_pass=replay_pass,
+        stage="replay_forward",
+        vp_stage=0,
+        microbatch_id=0,
+        layer_number=layer,
+        num_rows=ROWS + 10,
+        rows_replayed=ROWS,
+        rows_filled=4,
+        rows_padding=6,
+        rows_native=0,
+        duplicate_rows=0,
+        topk=2,
+        replay_idx_sum=777,
+        map_sum=2 * (ROWS + 10),
+        fingerprint=fingerprint(step, rank, layer),
+        rows_equal=90,
+        rows_overlap=9,
+        rows_mismatch=1,
+        rows_recompute_differ=0,
+        control_token_minus=20,
+        control_token_plus=21,
+        control_layer_minus=3,
+        control_layer_plus=4,
+    )
+    return ReplayEvidence(**{**values, **changes})
+
+
+def fingerprint(step: int, rank: int, layer: int) -> int:
+    return (0x9E3779B97F4A7C15 * (step * 64 + rank * 8 + layer + 1)) % (1 << 64)
+
+
+def write_run(
+    run_dir: Path,
+    steps: range = range(3),
+    *,
+    ranks: int = 2,
+    attempt: str = "2026-01-01T00:00:00Z",
+    change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
+) -> Path:
+    """Write a run with the check on; ``change`` is what the trainer really did to each call."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.toml").write_text(CONFIG)
+    writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
+    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+        for step in steps:
+            table = 0
+            for rank, writer in enumerate(writers):
+                records = [record(step, rank, p, layer) for p in PASSES for layer in LAYERS]
+                records = [change(r) if change else r for r in records]
+                writer.write(records)
+                table = table + totals(records, PASSES, max(LAYERS))
+            expectation = expectation_of(step, ranks)
+            verdict = judge(
+                table, PASSES, expectation, mismatch_threshold=0.02, num_experts=8, topk=2
+            )
+            writers[0].write_step(
+                {
+                    "step": step,
+                    "passed": verdict.passed,
+                    "passes": PASSES,
+                    "world_size": ranks,
+                    "num_experts": 8,
+                    "topk": 2,
+                    "mismatch_threshold": 0.02,
+                    **expectation.to_json(),
+                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
+                    "counts": verdict.counts,
+                    "agreement": verdict.agreement,
+                    "failures": [vars(f) for f in verdict.failures],
+                    "threshold_error": verdict.threshold_error,
+                }
+            )
+            metrics.write(step, {"rollout/reward_mean": 0.1, "r3/passed": verdict.passed})
+            if not verdict.passed:  # as a run does
+                break
+    for writer in writers:
+        writer.close()
+    return run_dir
+
+
+def expectation_of(step: int, ranks: int) -> StepExpectation:
+    each = {
+        (rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS}
+        for rank in range(ranks)
+    }
+    return StepExpectation(
+        step=step,
+        fingerprints={
+            layer: sum(own[layer] for own in each.values()) % (1 << 64) for layer in LAYERS
+        },
+        rows_replayed=dict.fromkeys(LAYERS, ROWS * ranks),
+        rows_filled=dict.fromkeys(LAYERS, 4 * ranks),
+        num_calls=expected_calls(
+            passes=PASSES,
+            num_microbatches=1,
+            ranks_per_stage=ranks,
+            moe_layers=LAYERS,
+            recomputed=(),
+        ),
+        fingerprints_of_ranks=each,
+    )
+
+
+def edit(run_dir: Path, rank: int, change: Callable[[list[dict]], list[dict]]) -> None:
+    """Rewrite a rank's file through ``change`` of its records."""
+    path = rank_file(run_dir, rank)
+    records = change([json.loads(line) for line in path.read_text().splitlines()])
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))

@@ -1,0 +1,145 @@
+"""Index maps: packing, the zigzag of context parallelism, sequence shares, bins."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3train.layout.bins import deal_bins, pack_bins
+from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_rows
+from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=8)
+SIZES = st.integers(1, 4)
+
+
+def sample_of(sample_id: int, length: int, layers: int = 3, topk: int = 2) -> TrainSample:
+    mask = np.arange(length) >= 2
+    return TrainSample(
+        RolloutSample(
+            sample_id=sample_id,
+            group_id=0,
+            prompt=Prompt(f"prompt-{sample_id}", 0, "", np.zeros(0, np.int32), None),
+            token_ids=np.arange(length, dtype=np.int32) + 100 * sample_id,
+            prompt_len=2,
+            loss_mask=mask,
+            rollout_log_probs=-np.arange(length, dtype=np.float32),
+            routed_experts=np.zeros((length - 1, layers, topk), np.uint8),
+            weight_versions=np.zeros(length, np.int32),
+            finish_reason="stop",
+        ),
+        reward=0.0,
+        advantages=np.where(mask, 1.0, 0).astype(np.float32),
+    )
+
+
+def test_a_rank_takes_the_chunk_of_its_rank_and_its_mirror_image_of_every_sequence():
+    rows = np.arange(16)
+    cu_seqlens = np.array([0, 8, 16])
+    assert cp_rows(rows, cu_seqlens, 2, 0).tolist() == [0, 1, 6, 7, 8, 9, 14, 15]
+    assert cp_rows(rows, cu_seqlens, 2, 1).tolist() == [2, 3, 4, 5, 10, 11, 12, 13]
+
+
+def test_a_sequence_that_does_not_divide_by_twice_the_context_size_is_refused():
+    with pytest.raises(ValueError, match=r"\[6\] must divide by 2\*cp = 4"):
+        cp_rows(np.arange(6), np.array([0, 6]), 2, 0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=LENGTHS, cp=SIZES, tp=SIZES)
+def test_every_token_is_in_exactly_one_share_and_shares_are_equal(lengths, cp, tp):
+    layout = pack_layout(np.array(lengths), cp_size=cp, tp_size=tp)
+    shares = [
+        sp_rows(cp_rows(layout.rows, layout.cu_seqlens_padded, cp, c), tp, t)
+        for c in range(cp)
+        for t in range(tp)
+    ]
+    assert len({len(s) for s in shares}) == 1 and len(shares[0]) > 0
+    together = np.concatenate(shares)
+    assert sorted(together[together >= 0]) == list(range(sum(lengths)))
+    assert len(together) == layout.num_rows
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, cp=SIZES, tp=SIZES)
+def test_sequence_shares_in_rank_order_are_the_context_share(lengths, cp, tp):
+    layout = pack_layout(np.array(lengths), cp_size=cp, tp_size=tp)
+    for c in range(cp):
+        own = cp_rows(layout.rows, layout.cu_seqlens_padded, cp, c)
+        np.testing.assert_array_equal(np.concatenate([sp_rows(own, tp, t) for t in range(tp)]), own)
+
+
+@given(lengths=LENGTHS, cp=SIZES, tp=SIZES)
+def test_padding_follows_its_sample_and_never_splits_one(lengths, cp, tp):
+    layout = pack_layout(np.array(lengths), cp_size=cp, tp_size=tp)
+    start = 0
+    for i, length in enumerate(lengths):
+        first = int(layout.cu_seqlens_padded[i])
+        assert layout.rows[first : first + length].tolist() == list(range(start, start + length))
+        assert (layout.rows[first + length : layout.cu_seqlens_padded[i + 1]] == -1).all()
+        start += length
+
+
+def test_taking_rows_fills_padding_and_keeps_the_dtype():
+    taken = take_rows(np.array([[1, 2], [3, 4]], np.uint8), np.array([1, -1, 0]), fill=255)
+    assert taken.tolist() == [[3, 4], [255, 255], [1, 2]] and taken.dtype == np.uint8
+    assert take_rows(np.zeros((0, 2)), np.array([-1, -1]), fill=7).tolist() == [[7, 7]] * 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=20),
+    budget=st.integers(50, 120),
+    multiple=st.integers(1, 6),
+)
+def test_bins_hold_every_sample_once_within_the_budget(lengths, budget, multiple):
+    bins = pack_bins(lengths, budget, num_bins_multiple=multiple)
+    assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in b) <= budget for b in bins) and len(bins) % multiple == 0
+    dealt = deal_bins(bins, lengths, multiple)
+    assert len({len(rank) for rank in dealt}) == 1
+    assert sorted(map(tuple, (b for rank in dealt for b in rank))) == sorted(map(tuple, bins))
+
+
+def test_a_sample_longer_than_the_budget_is_refused_by_number():
+    with pytest.raises(ValueError, match="sample 1 of the batch has 9 tokens"):
+        pack_bins([3, 9], 8)
+
+
+def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
+    samples = [sample_of(1, 4), sample_of(2, 3)]
+    batch = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=(3, 2))
+    assert batch.labels.tolist() == [101, 102, 103, 0, 201, 202, 0]
+    assert batch.loss_mask.tolist() == [False, True, True, False, False, True, False]
+    assert batch.rollout_log_probs.tolist() == [-1, -2, -3, 0, -1, -2, 0]
+    assert (batch.routes[[3, 6]] == 255).all() and (batch.routes[[0, 1, 2, 4, 5]] == 0).all()
+
+
+def test_misshapen_or_absent_routes_are_refused_by_sample_and_prompt():
+    with pytest.raises(ValueError, match=r"sample 5 \(prompt prompt-5\) .* expected \(3, 4, 2\)"):
+        build_microbatch(0, [sample_of(5, 4)], cp_size=1, tp_size=1, route_shape=(4, 2))
+
+
+def test_a_rank_is_sent_its_own_layers_and_rows_and_nothing_else():
+    samples = [sample_of(i, 16 + i, layers=8) for i in range(4)]
+    batch = build_microbatch(0, samples, cp_size=2, tp_size=2, route_shape=(8, 2))
+    sent = []
+    for cp in range(2):
+        for tp in range(2):
+            for layers in ((2, 3, 4), (5, 6, 7, 8)):
+                topology = RankTopology(
+                    cp_rank=cp,
+                    cp_size=2,
+                    tp_rank=tp,
+                    tp_size=2,
+                    sequence_parallel=True,
+                    moe_layer_numbers=(layers,),
+                )
+                share = slice_microbatch(batch, topology)
+                assert share.layer_numbers.tolist() == list(layers)
+                sent.append(share.routes.nbytes)
+    # seven MoE layers of the eight, every padded row once
+    assert sum(sent) == batch.layout.num_rows * 7 * 2

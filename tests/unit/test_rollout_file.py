@@ -1,0 +1,143 @@
+"""Samples on disk: all of a sample comes back, and nothing of a file that is not whole."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from r3train.loop import replay_source, rollout_file
+from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.types import Prompt, RolloutSample
+
+
+def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -> RolloutSample:
+    rng = np.random.default_rng(sample_id)
+    n = len(prompt.token_ids) + response
+    return RolloutSample(
+        sample_id=sample_id,
+        group_id=sample_id // 2,
+        prompt=prompt,
+        token_ids=rng.integers(0, 99, n).astype(np.int32),
+        prompt_len=len(prompt.token_ids),
+        loss_mask=rng.random(n) > 0.5,
+        rollout_log_probs=rng.standard_normal(n).astype(np.float32),
+        routed_experts=rng.integers(0, 8, (n - 1, 3, 2)).astype(np.uint8) if routes else None,
+        weight_versions=rng.integers(-1, 4, n).astype(np.int32),
+        finish_reason="stop",
+        text=f"säge {sample_id}",
+    )
+
+
+def scored(routes: bool = True) -> list:
+    prompts = [
+        Prompt(f"p{i}", i, "text", np.arange(1 + i, dtype=np.int32), ["a"], {"k": i})
+        for i in range(2)
+    ]
+    return [(sample(i, prompts[i // 2], 1 + i, routes), 0.1 * i) for i in range(4)]
+
+
+def assert_equal(a: object, b: object) -> None:
+    for f in fields(a):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if f.name == "prompt":
+            assert_equal(x, y)
+        elif isinstance(x, np.ndarray):
+            assert x.dtype == y.dtype and np.array_equal(x, y), f.name
+        else:
+            assert x == y, f.name
+
+
+@pytest.mark.parametrize("routes", [True, False])
+def test_every_field_of_every_sample_comes_back(tmp_path, routes):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(routes), {"rollout_id": 3})
+    back, facts = read_samples(path)
+    assert facts == {"rollout_id": 3}
+    for (a, reward), (b, again) in zip(scored(routes), back, strict=True):
+        assert_equal(a, b)
+        assert reward == again
+    assert back[0][0].prompt is back[1][0].prompt
+
+
+def test_no_sample_at_all_is_a_file_too(tmp_path):
+    write_samples(tmp_path / "s.safetensors", [], {"next": 1})
+    assert read_samples(tmp_path / "s.safetensors") == ([], {"next": 1})
+
+
+def test_the_arrays_take_their_own_bytes_and_little_more(tmp_path):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {})
+    tokens = sum(s.num_tokens for s, _ in scored())
+    # int32 tokens and versions, float32 log-probs, a mask, 3 * 2 experts
+    assert path.stat().st_size < tokens * (4 + 4 + 4 + 1 + 6) + 5000
+
+
+@pytest.mark.parametrize("cut", [1, 100, 5000])
+def test_a_truncated_file_is_refused_by_name(tmp_path, cut):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {})
+    content = path.read_bytes()
+    path.write_bytes(content[: max(0, len(content) - cut)])
+    with pytest.raises(ValueError, match="s.safetensors: not a whole file"):
+        read_samples(path)
+
+
+def test_a_changed_byte_is_refused(tmp_path):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {})
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="checksum"):
+        read_samples(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match="none.safetensors: cannot read"):
+        read_samples(tmp_path / "none.safetensors")
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {"old": True})
+
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rollout_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_samples(path, scored(), {"old": False})
+    assert read_samples(path)[1] == {"old": True}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def groups() -> list:
+    four = scored()
+    return [four[:2], four[2:]]
+
+
+def source(directory, **options):
+    options = {"needs_routes": True, "num_groups": 2, "group_size": 2} | options
+    return replay_source.DumpedRollouts(directory, **options)
+
+
+def test_a_dumped_rollout_is_replayed_in_its_groups(tmp_path):
+    replay_source.dump_rollout(tmp_path, 5, groups())
+    back = source(tmp_path).next_batch(5)
+    assert [[s.sample_id for s, _ in group] for group in back] == [[0, 1], [2, 3]]
+
+
+def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
+    replay_source.dump_rollout(tmp_path, 0, groups())
+    with pytest.raises(ValueError, match="rollout_0000001"):
+        source(tmp_path).next_batch(1)
+    with pytest.raises(ValueError, match="rollout_batch_size 3"):
+        source(tmp_path, num_groups=3).next_batch(0)
+    replay_source.dump_rollout(tmp_path, 0, [scored(routes=False)[:2], scored(routes=False)[2:]])
+    with pytest.raises(ValueError, match="sample 0 has no routed_experts"):
+        source(tmp_path).next_batch(0)
+    replay_source.rollout_path(tmp_path, 0).rename(replay_source.rollout_path(tmp_path, 1))
+    with pytest.raises(ValueError, match="does not hold rollout 1"):
+        source(tmp_path).next_batch(1)

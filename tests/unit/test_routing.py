@@ -1,0 +1,99 @@
+"""Fingerprints and agreement: both sides' numbers, and what each mistake does to them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from r3train.routing.agreement import chance_levels, overlap_counts
+from r3train.routing.fingerprint import (
+    describe_uid,
+    rollout_fingerprint,
+    route_hashes,
+    to_unsigned,
+    token_uids,
+)
+
+LAYERS = np.array([1, 2, 4])
+
+
+def make_routes(rows: int = 6, layers: int = 4, topk: int = 2) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    return generator.random((rows, layers, 8)).argsort(-1)[..., :topk].astype(np.uint8)
+
+
+def on_the_device(sample_id: int, routes: np.ndarray, uids: np.ndarray | None = None) -> list[int]:
+    """The trainer's side of the same sample, a number a layer."""
+    uids = token_uids(sample_id, len(routes)) if uids is None else uids
+    out = []
+    for number in LAYERS.tolist():
+        experts = torch.from_numpy(routes[:, number - 1].astype(np.int64))
+        hashes = route_hashes(torch.from_numpy(uids), experts, number)
+        out.append(to_unsigned(int(torch.where(experts != 255, hashes, 0).sum())))
+    return out
+
+
+def test_the_two_sides_written_apart_give_the_same_numbers():
+    routes = make_routes()
+    routes[2, 1, 0] = 255
+    assert rollout_fingerprint(9, routes, LAYERS).tolist() == on_the_device(9, routes)
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        lambda r: np.roll(r, 1, axis=0),
+        lambda r: np.roll(r, -1, axis=0),
+        lambda r: np.roll(r, 1, axis=1),
+        lambda r: r[:, [1, 0, 2, 3]],
+        lambda r: np.concatenate([r[:-1], (r[-1:] + 1) % 8]),
+        lambda r: np.concatenate([r[:-1], np.full_like(r[-1:], 255)]),
+    ],
+    ids=["token +1", "token -1", "layer +1", "layers swapped", "one row", "row lost"],
+)
+def test_every_mistake_changes_the_fingerprint(mistake):
+    routes = make_routes()
+    assert (
+        rollout_fingerprint(1, mistake(routes), LAYERS) != rollout_fingerprint(1, routes, LAYERS)
+    ).any()
+
+
+def test_two_samples_with_each_others_routes_change_the_sum():
+    a, b = make_routes(), make_routes()[::-1].copy()
+    right = rollout_fingerprint(1, a, LAYERS) + rollout_fingerprint(2, b, LAYERS)
+    swapped = rollout_fingerprint(1, b, LAYERS) + rollout_fingerprint(2, a, LAYERS)
+    assert (right != swapped).all()
+
+
+def test_the_order_of_tokens_and_of_slots_does_not_matter():
+    routes = make_routes()
+    uids = token_uids(3, len(routes))
+    order = np.array([4, 0, 5, 2, 1, 3])
+    assert on_the_device(3, routes[order][:, :, ::-1].copy(), uids[order]) == on_the_device(
+        3, routes
+    )
+
+
+def test_token_names_hold_sample_and_position_or_are_refused():
+    assert describe_uid(int(token_uids(7, 5)[4])) == "sample 7 position 4"
+    with pytest.raises(ValueError, match="cannot be named"):
+        token_uids(1 << 39, 1)
+    with pytest.raises(ValueError, match="cannot be named"):
+        token_uids(0, (1 << 24) + 1)
+
+
+def test_overlap_counts_add_up_over_the_counted_rows():
+    own = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
+    replayed = torch.tensor([[1, 0], [1, 2], [2, 3], [0, 1]])
+    counted = torch.tensor([True, True, True, False])
+    assert [int(x) for x in overlap_counts(own, replayed, counted)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "num_experts, topk, mismatch", [(64, 4, 0.7675), (8, 2, 15 / 28), (4, 4, 0)]
+)
+def test_chance_levels_are_the_hypergeometric_ones(num_experts, topk, mismatch):
+    levels = chance_levels(num_experts, topk)
+    assert levels["mismatch"] == pytest.approx(mismatch, abs=1e-4)
+    assert sum(levels.values()) == pytest.approx(1)
