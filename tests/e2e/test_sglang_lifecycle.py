@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 from tests.e2e.sglang_support import make_model
-from test_sglang_server import ROUTES, prompt_of
+from tests.e2e.test_sglang_server import ROUTES, prompt_of
 
 from r3train.rollout.backend import EngineDied, SamplingParams
 from r3train.rollout.sglang_client import SGLangClient
