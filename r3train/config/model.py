@@ -25,8 +25,8 @@ class ModelSection(Section):
     """Train and serve in bfloat16 instead of float32."""
     attention_backend: Literal["auto", "local", "te"] = "auto"
     """Core attention: te is Transformer Engine, local is plain torch; auto takes te on CUDA."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens travel to the ranks that hold their experts."""
+    moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
+    """How tokens travel to the ranks that hold their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the router's load-balancing loss."""
     recompute_granularity: Literal["full", "selective"] | None = None

@@ -1,0 +1,103 @@
+"""The manager between passes: nothing stays staged, whatever ended the pass."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.types import RankSlice, missing_marker
+
+prepare_device()
+
+from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
+from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager  # noqa: E402
+
+NUM_ROWS, TOPK, NUM_EXPERTS = 6, 2, 8
+
+
+def make_manager(*, ci_test: bool = False, check: bool = True) -> RoutingReplayManager:
+    return RoutingReplayManager(
+        num_experts=NUM_EXPERTS,
+        topk=TOPK,
+        device=torch.device("cpu"),
+        rank=0,
+        counts_tokens=True,
+        ci_test=ci_test,
+        enable_r3_correctness_check=check,
+    )
+
+
+def make_slice(microbatch_id: int = 0) -> RankSlice:
+    """Four real rows, the last without a route, and two of padding; one MoE layer, number 3."""
+    routes = np.full((NUM_ROWS, 1, TOPK), missing_marker(np.uint8), dtype=np.uint8)
+    routes[:3, 0] = [[0, 1], [2, 3], [4, 5]]
+    zeros = np.zeros(NUM_ROWS, dtype=np.int64)
+    return RankSlice(
+        microbatch_id=microbatch_id,
+        cu_seqlens_padded=np.array([0, 4, 6], dtype=np.int32),
+        max_seqlen=4,
+        tokens=zeros,
+        labels=zeros,
+        positions=zeros,
+        loss_mask=zeros.astype(bool),
+        rollout_log_probs=zeros.astype(np.float32),
+        advantages=zeros.astype(np.float32),
+        token_uids=np.array([0, 1, 2, 3, -1, -1]),
+        layer_numbers=np.array([3], dtype=np.int32),
+        routes=routes,
+        route_uids=np.array([0, 1, 2, 3, -1, -1]),
+    )
+
+
+def choose(manager: RoutingReplayManager) -> torch.Tensor:
+    """What the router of layer 3 is served."""
+    scores = torch.arange(NUM_ROWS * NUM_EXPERTS, dtype=torch.float32).view(NUM_ROWS, -1)
+
+    def own(s, topk, num_groups=None, group_topk=None):
+        return torch.topk(s, topk, dim=1)
+
+    return RouterReplay(manager, 0, 3).get_replay_topk(scores, TOPK, None, None, own)[1]
+
+
+def test_recorded_rows_are_replayed_and_holes_take_the_rows_own_best():
+    manager = make_manager()
+    manager.begin_pass("train", [make_slice()])
+    manager.begin_forward(0, 0)
+    experts = choose(manager)
+    assert experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert experts[3].tolist() == [7, 6]
+    assert experts[4:].tolist() == [[0, 1], [2, 3]]  # padding is dealt round the experts
+
+
+def test_outside_a_pass_the_router_chooses_for_itself():
+    assert choose(make_manager())[0].tolist() == [7, 6]
+
+
+def test_an_exception_leaves_no_stale_routes_and_no_half_counted_evidence():
+    manager = make_manager()
+    actor = SimpleNamespace(replay=manager)
+    with pytest.raises(RuntimeError, match="in mid-pass"):
+        with MegatronActor._pass(actor, "train", [make_slice()]):
+            manager.begin_forward(0, 0)
+            choose(manager)
+            raise RuntimeError("in mid-pass")
+    assert manager.staged(0) is None
+    assert manager.collect(0) == []
+    assert choose(manager)[0].tolist() == [7, 6]
+    with MegatronActor._pass(actor, "train", [make_slice()]):  # and the next pass is whole
+        manager.begin_forward(0, 0)
+        assert choose(manager)[0].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ci_test", "check", "expected"),
+    [(False, False, False), (True, False, True), (False, True, True), (True, True, True)],
+)
+def test_the_check_is_on_with_either_flag_and_costs_nothing_with_neither(ci_test, check, expected):
+    manager = make_manager(ci_test=ci_test, check=check)
+    assert manager.enable_check_replay_result is expected
+    assert (manager.recorder is not None) is expected
