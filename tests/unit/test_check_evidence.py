@@ -91,6 +91,17 @@ def test_each_counter_of_errors_fails_its_own_claim_on_its_rank(tmp_path, change
     assert 1 in first["ranks"]
 
 
+def test_a_run_that_was_never_replayed_fails_and_claims_no_agreement(tmp_path):
+    zero = dict.fromkeys(("rows_replayed", "rows_filled", "rows_equal"), 0)
+
+    def bypassed(r):
+        return replace(r, **zero, rows_native=104, rows_overlap=0, rows_mismatch=0, fingerprint=7)
+
+    audit = verdict_of(write_run(tmp_path / "run", change=bypassed))
+    assert audit["claims"] == {"applied": "failed", "covered": "failed", "agreement": "no evidence"}
+    assert {f["step"] for f in audit["findings"]} == {0}
+
+
 def test_a_missing_call_and_a_call_too_many_are_failures(tmp_path):
     run = write_run(tmp_path / "a")
     edit(run, 0, lambda rs: [r for r in rs if not _is_the_one(r)])
