@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.layout.rows import PADDING, cp_rows, pack_layout, sp_rows, take_rows
+from r3train.layout.rows import PADDING, cp_rows, pack_layout, sp_rows, take_layers, take_rows
 from r3train.routing.fingerprint import PADDING_UID, token_uids
 from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample, missing_marker
 
@@ -36,13 +36,11 @@ def build_microbatch(
 
     routes = None
     if route_shape is not None:
-        routes = np.full(
-            (int(lengths.sum()), *route_shape), missing_marker(route_dtype), dtype=route_dtype
-        )
-        start = 0
-        for s, length in zip(samples, lengths.tolist()):
-            routes[start : start + length - 1] = _checked_routes(s, route_shape, route_dtype)
-            start += length
+        routes = np.empty((int(lengths.sum()), *route_shape), dtype=route_dtype)
+        ends = np.cumsum(lengths)
+        for s, end, length in zip(samples, ends.tolist(), lengths.tolist()):
+            routes[end - length : end - 1] = _checked_routes(s, route_shape, route_dtype)
+        routes[ends - 1] = missing_marker(route_dtype)  # a sample's last token was never an input
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -91,9 +89,8 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     layer_numbers = np.array(sorted(sum(topology.moe_layer_numbers, ())), dtype=np.int32)
     routes = None
     if microbatch.routes is not None:
-        # np.take copies a layer's K experts in one go, fancy indexing one by one: ten times slower
-        own_layers = np.take(microbatch.routes, layer_numbers - 1, axis=1)
-        routes = take_rows(own_layers, route_rows, missing_marker(microbatch.routes.dtype))
+        marker = missing_marker(microbatch.routes.dtype)
+        routes = take_rows(take_layers(microbatch.routes, layer_numbers), route_rows, marker)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,

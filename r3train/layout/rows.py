@@ -12,6 +12,8 @@ import numpy as np
 from r3train.types import TokenLayout
 
 PADDING = -1
+# rows a copy must move on average to be worth its call
+_LONG_RUN = 16
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -88,8 +90,29 @@ def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) ->
     dtype, ``fill`` in padding rows.
     """
     out = np.empty((rows.shape[0], *stream.shape[1:]), dtype=stream.dtype)
-    if stream.shape[0]:
-        # clip, then overwrite: -1 would otherwise read the last token
-        np.take(stream, rows, axis=0, out=out, mode="clip")
-    out[rows == PADDING] = fill
+    # a sample is one run of rows (two under context parallelism), and a run is one copy
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    bounds = [0, *breaks.tolist(), rows.shape[0]]
+    if len(bounds) > 2 + rows.shape[0] // _LONG_RUN:
+        if stream.shape[0]:
+            # clip, then overwrite: -1 would otherwise read the last token
+            np.take(stream, rows, axis=0, out=out, mode="clip")
+        out[rows == PADDING] = fill
+        return out
+    for begin, end in zip(bounds, bounds[1:]):
+        if begin == end:
+            continue
+        row = int(rows[begin])
+        if row == PADDING:  # -1, 0, 1, ... counts up too: the padding is its first row alone
+            out[begin] = fill
+            begin, row = begin + 1, 0
+        out[begin:end] = stream[row : row + end - begin]
     return out
+
+
+def take_layers(routes: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
+    """[F, L, K] -> [F, l, K], the layers of the given numbers (from 1); a view where they adjoin."""
+    if layer_numbers.size and (np.diff(layer_numbers) == 1).all():
+        return routes[:, layer_numbers[0] - 1 : layer_numbers[-1]]
+    # np.take copies a layer's K experts in one go, fancy indexing one by one: ten times slower
+    return np.take(routes, layer_numbers - 1, axis=1)

@@ -18,6 +18,9 @@ import pybase64
 from r3train.types import missing_marker, route_dtype
 
 _WIRE_DTYPE = np.dtype("<i4")
+# ids decoded at a time, so that their int32 stay in the core's own cache; a multiple of 3 ids is a whole
+# number of base64 quads
+_BLOCK_IDS = 3 << 14
 
 
 def decode_routed_experts(
@@ -42,26 +45,48 @@ def decode_routed_experts(
             f"sample {sample}: routed_experts_start {start} lies past the last row of "
             f"{num_tokens} tokens"
         )
+    shape = rows, num_layers, topk
+    num_ids = rows * num_layers * topk
+    num_bytes = num_ids * _WIRE_DTYPE.itemsize
+    if len(payload_b64) != -(-num_bytes // 3) * 4:
+        got = len(_decoded(payload_b64, sample))
+        raise _wrong_size(got, num_bytes, shape, sample)
+    routes = np.empty(num_ids, dtype=route_dtype(num_experts))
+    quads = _BLOCK_IDS * _WIRE_DTYPE.itemsize // 3 * 4
+    at = 0
+    for first in range(0, len(payload_b64), quads):
+        raw = _decoded(payload_b64[first : first + quads], sample)
+        if len(raw) != min(num_ids - at, _BLOCK_IDS) * _WIRE_DTYPE.itemsize:
+            got = at * _WIRE_DTYPE.itemsize + len(raw)
+            raise _wrong_size(got, num_bytes, shape, sample)
+        ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
+        # as unsigned numbers, -1 + 1 is 0 and every id below -1 is huge: one comparison for both ends
+        if (ids.view("<u4") + np.uint32(1)).max() > num_experts:
+            bad = int(np.argmax((ids < -1) | (ids >= num_experts)))
+            row, layer, slot = np.unravel_index(at + bad, shape)
+            raise ValueError(
+                f"sample {sample}: routed_experts row {int(row) + start}, layer {int(layer)}, slot "
+                f"{int(slot)} holds expert {int(ids[bad])}, expected -1 to {num_experts - 1}"
+            )
+        # the cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker
+        routes[at : at + ids.size] = ids
+        at += ids.size
+    return routes.reshape(shape)
+
+
+def _decoded(chars: str | bytes, sample: str) -> bytes:
     try:
-        raw = pybase64.b64decode(payload_b64, validate=True)
+        return pybase64.b64decode(chars, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"sample {sample}: routed_experts is not base64: {error}") from None
-    expected = rows * num_layers * topk * _WIRE_DTYPE.itemsize
-    if len(raw) != expected:
-        raise ValueError(
-            f"sample {sample}: routed_experts holds {len(raw)} bytes, expected {expected} "
-            f"({rows} rows x {num_layers} layers x {topk} experts x 4 bytes)"
-        )
-    ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
-    if ids.size and (int(ids.min()) < -1 or int(ids.max()) >= num_experts):
-        flat = int(np.argmax((ids < -1) | (ids >= num_experts)))
-        row, layer, slot = np.unravel_index(flat, (rows, num_layers, topk))
-        raise ValueError(
-            f"sample {sample}: routed_experts row {int(row) + start}, layer {int(layer)}, slot "
-            f"{int(slot)} holds expert {int(ids[flat])}, expected -1 to {num_experts - 1}"
-        )
-    # The cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker.
-    return ids.astype(route_dtype(num_experts), casting="unsafe").reshape(rows, num_layers, topk)
+
+
+def _wrong_size(got: int, expected: int, shape: tuple[int, int, int], sample: str) -> ValueError:
+    rows, layers, topk = shape
+    return ValueError(
+        f"sample {sample}: routed_experts holds {got} bytes, expected {expected} "
+        f"({rows} rows x {layers} layers x {topk} experts x 4 bytes)"
+    )
 
 
 def encode_routed_experts(routes: np.ndarray) -> str:

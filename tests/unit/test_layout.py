@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
-from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_rows
+from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_layers, take_rows
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=8)
@@ -81,6 +81,21 @@ def test_padding_follows_its_sample_and_never_splits_one(lengths, cp, tp):
         assert layout.rows[first : first + length].tolist() == list(range(start, start + length))
         assert (layout.rows[first + length : layout.cu_seqlens_padded[i + 1]] == -1).all()
         start += length
+
+
+@given(LENGTHS, SIZES, SIZES, st.sampled_from([(1, 2, 3, 4), (2, 3), (1, 3), ()]))
+def test_rows_and_layers_are_the_ones_named_whether_copied_in_runs_or_one_by_one(
+    lengths, cp_size, tp_size, numbers
+):
+    layout = pack_layout(np.array(lengths, np.int32), cp_size=cp_size, tp_size=tp_size)
+    stream = np.arange(sum(lengths) * 4 * 2).reshape(-1, 4, 2)
+    layers = np.array(numbers, dtype=np.int32)
+    for rows in (layout.rows, layout.rows[::-1], np.repeat(layout.rows, 40)):
+        taken = take_rows(take_layers(stream, layers), rows, fill=-7)
+        assert taken.shape == (len(rows), len(numbers), 2)
+        for row, got in zip(rows.tolist(), taken):
+            wanted = [[-7, -7]] * len(numbers) if row < 0 else stream[row, layers - 1].tolist()
+            assert got.tolist() == wanted
 
 
 def test_taking_rows_fills_padding_and_keeps_the_dtype():

@@ -70,6 +70,17 @@ def test_an_id_out_of_range_names_sample_row_layer_and_slot(bad):
         decode(payload(ids), 3, 3, 2, 8, sample="9")
 
 
+def test_a_payload_of_several_blocks_keeps_its_order_and_names_the_place_of_a_wrong_id():
+    ids = np.random.default_rng(0).integers(-1, 300, (1500, 12, 8))  # 3 blocks, the last one ragged
+    got = decode(payload(ids), 1501, 12, 8, 300, sample="7")
+    np.testing.assert_array_equal(np.where(got == 65535, -1, got.astype(int)), ids)
+    ids[1400, 7, 3] = 300
+    with pytest.raises(ValueError, match="sample 7: .* row 1400, layer 7, slot 3 holds expert 300"):
+        decode(payload(ids), 1501, 12, 8, 300, sample="7")
+    with pytest.raises(ValueError, match="holds 576000 bytes, expected 576384"):
+        decode(payload(ids), 1502, 12, 8, 301, sample="7")
+
+
 def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
     assert decode(payload([1, 2, 3, 4]), 5, start=2, sample="7").shape == (2, 1, 2)
     with pytest.raises(ValueError, match="row 3, layer 0, slot 1 holds expert 99"):

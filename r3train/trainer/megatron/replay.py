@@ -59,8 +59,10 @@ class StagedRoutes:
         if num_padding:
             filler = padding_routes(num_padding, routes.shape[2], num_experts)
             routes[~real] = filler[:, None, :]
-        missing = routes == marker  # real rows only by now
-        rows_with_missing = np.flatnonzero(missing.reshape(len(missing), -1).any(1))
+        # the marker is the dtype's largest value: a row's maximum tells, with no mask of all slots
+        highest = routes.reshape(len(routes), -1).max(axis=1, initial=0)
+        rows_with_missing = np.flatnonzero(highest == marker)  # real rows only by now
+        original = routes[rows_with_missing]
         if routes.dtype == np.uint16:  # torch's uint16 has no arithmetic
             routes = routes.astype(np.int32)
 
@@ -75,7 +77,7 @@ class StagedRoutes:
             uids=to_device(s.route_uids),
             num_rows=len(real),
             num_real=int(real.sum()),
-            missing_rows_per_layer=missing[rows_with_missing].any(2).sum(0).tolist(),
+            missing_rows_per_layer=(original == marker).any(2).sum(0).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
         )
 
