@@ -112,7 +112,7 @@ def _rows(
     payload: Any, routes: ExpectedRoutes, num_tokens: int, start: int, name: str
 ) -> np.ndarray:
     """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
-    if not isinstance(payload, str):
+    if not isinstance(payload, (str, bytes, memoryview)):
         raise ValueError(
             f"sample {name}: the answer carries no routed_experts; is the server started with "
             "--enable-return-routed-experts, and is no router in front of it?"

@@ -130,7 +130,7 @@ class SGLangControl:
 
     async def prompt_log_probs(
         self, token_ids: Sequence[int] | np.ndarray, *, server: int, routed_experts: bool = False
-    ) -> tuple[np.ndarray, str | None]:
+    ) -> tuple[np.ndarray, str | memoryview | None]:
         """One server's log-probs of a given text, at temperature 1, with no token generated.
 
         Returns float32[T], where entry t is the log-prob of token t after those before it and

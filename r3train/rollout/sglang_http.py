@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import orjson
 
+from r3train.rollout import sglang_json
 from r3train.rollout.backend import EngineError, EngineUnreachable
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
@@ -147,9 +148,9 @@ class SGLangHTTP:
     async def _parse(self, status: int, raw: bytes, *, url: str, what: str) -> Any:
         try:
             if len(raw) > _INLINE_PARSE_BYTES:
-                answer = await asyncio.to_thread(orjson.loads, raw)
+                answer = await asyncio.to_thread(sglang_json.loads, raw)
             else:
-                answer = orjson.loads(raw)
+                answer = sglang_json.loads(raw)
         except orjson.JSONDecodeError:
             answer = raw.decode("utf-8", errors="replace").strip()
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):

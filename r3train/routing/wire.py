@@ -24,7 +24,7 @@ _BLOCK_IDS = 3 << 14
 
 
 def decode_routed_experts(
-    payload_b64: str | bytes,
+    payload_b64: str | bytes | memoryview,
     *,
     num_tokens: int,
     num_layers: int,
@@ -74,7 +74,7 @@ def decode_routed_experts(
     return routes.reshape(shape)
 
 
-def _decoded(chars: str | bytes, sample: str) -> bytes:
+def _decoded(chars: str | bytes | memoryview, sample: str) -> bytes:
     try:
         return pybase64.b64decode(chars, validate=True)
     except (binascii.Error, ValueError) as error:
