@@ -21,6 +21,7 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
 from r3train.loop.parts import LoopSettings, ReplayPlan
 from r3train.rewards.registry import Reward, get_reward
+from r3train.rollout.sglang_flags import check_server_flags
 from r3train.routing.layers import recomputed_layers, stage_layer_numbers
 from r3train.types import Prompt, route_dtype
 
@@ -44,6 +45,7 @@ class Job:
 def preflight(config: RunConfig, world_size: int) -> Job:
     """Everything that can be wrong before GPU or server time is spent; raises ValueError."""
     check_static(config, world_size)
+    check_server_flags(config.rollout.sglang)
     hf = read_hf_facts(config.model.hf_checkpoint)
     check_model(config, hf, world_size)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from r3train.rollout.sglang_flags import check_server_flags, known_flags
 from r3train.rollout.sglang_server import SGLangServer, log_tail, server_flags
 
 
@@ -74,3 +75,19 @@ def test_unchunked_prefill_with_routes_is_refused_before_it_kills_the_server(tmp
     SGLangServer("m", tmp_path / "log", device="cpu", server_args=args)
     with pytest.raises(ValueError, match="chunked_prefill_size -1 with routed experts"):
         SGLangServer("m", tmp_path / "log", server_args=args, return_routed_experts=True)
+
+
+def test_a_flag_that_sglang_does_not_have_is_refused_with_the_nearest_one():
+    check_server_flags(["mem_fraction_static", "tp_size", "tp", "disable-radix-cache"])
+    message = "--sglang-mem-fracton: .*Did you mean --sglang-mem-fraction-static"
+    with pytest.raises(ValueError, match=message):
+        check_server_flags(["mem_fracton"])
+
+
+def test_every_flag_that_a_server_is_started_with_is_one_that_sglang_has(tmp_path):
+    """What is read from SGLang's source is its flags: ours, which it is known to take, are there."""
+    for device in ("cpu", "cuda"):
+        server = SGLangServer("m", tmp_path / "log", return_routed_experts=True, device=device)
+        ours = [word[2:] for word in server.command() if word.startswith("--")]
+        assert len(known_flags()) > 200
+        check_server_flags(name for name in ours if name not in ("owner-fd", "log"))
