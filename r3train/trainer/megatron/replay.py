@@ -234,12 +234,11 @@ class RoutingReplayManager:
     def _mask_padding(self, router: TopKRouter, args: tuple, kwargs: dict) -> tuple | None:
         """Give the router the padding mask of its rows, for auxiliary losses and bias counts.
 
-        Handed in here rather than through the model: block recompute drops the model's own.
+        Handed in here rather than through the model: block recompute drops the model's own.  Also
+        where every row is real: a rank without a mask takes all its peers' rows for real ones too.
         """
         staged = self.staged(self._vp_stage_of(router))
-        if staged is None or staged.num_real == staged.num_rows:
-            return None
-        if not (router.is_aux_loss_enabled() or router.enable_expert_bias):
+        if staged is None or not (router.is_aux_loss_enabled() or router.enable_expert_bias):
             return None
         return (args[0], ~staged.real[:, None]), {}
 
