@@ -238,7 +238,12 @@ class RoutingReplayManager:
         where every row is real: a rank without a mask takes all its peers' rows for real ones too.
         """
         staged = self.staged(self._vp_stage_of(router))
-        if staged is None or not (router.is_aux_loss_enabled() or router.enable_expert_bias):
+        counts_rows = (
+            router.is_aux_loss_enabled()
+            or router.enable_expert_bias
+            or router.config.moe_z_loss_coeff is not None
+        )
+        if staged is None or not counts_rows:
             return None
         return (args[0], ~staged.real[:, None]), {}
 
