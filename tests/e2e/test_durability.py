@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +198,37 @@ def test_a_disk_full_while_saving_ends_with_its_cause_and_the_checkpoint_before_
     prompts.write_text(original.replace("\n", "\n\n", 1))
     changed = jobs.run(tmp_path / "changed", *flags, "--auto-resume", "--prompt-data", str(prompts))
     assert changed.code != 0 and "was trained on prompts of another content" in changed.output
+
+
+@pytest.fixture
+def small_disk(tmp_path, replayed) -> Iterator[Path]:
+    """A file system with room for one checkpoint and a half."""
+    whole = replayed.run_dir.parent / "ck" / "iter_0000006"
+    size = sum(p.stat().st_size for p in whole.rglob("*") if p.is_file())
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size * 3 // 2}", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("not run: no right to mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("saving", ["--no-async-save", "--async-save"])
+def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_it(
+    small_disk, tmp_path, base, replay, saving
+):
+    flags = [*base, *replay, "--num-rollout", "3", "--save", str(small_disk / "ck")]
+    job = jobs.run(tmp_path / "run", *flags, "--save-interval", "1", saving)
+    assert job.code != 0
+    assert "cannot write the checkpoint" in job.output
+    assert "the checkpoint after 1 rollouts is intact" in job.output
+    assert sorted(p.name for p in (small_disk / "ck").glob("iter_*")) == ["iter_0000001"]
+    resumed = jobs.run(
+        tmp_path / "resumed",
+        *(*base, *replay, "--num-rollout", "2", "--load", str(small_disk / "ck")),
+    )
+    assert resumed.code == 0 and [m["step"] for m in resumed.metrics()] == [1]
 
 
 def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_path, base, engine):
