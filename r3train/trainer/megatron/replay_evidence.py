@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # A recomputed router input may differ from the first one by the kernels' own noise, not by more.
 _RECOMPUTE_TOLERANCE = 1e-3
+# columns of the projection by which scores are remembered until they are recomputed: all of them,
+# for every layer and microbatch of a step, would be gigabytes
+_SIGNATURE_COLUMNS = 4
 
 
 @dataclass
@@ -65,8 +68,10 @@ class CallRecorder:
         self._calls: list[_Call] = []
         self._choice: _Choice | None = None
         self._pass = ""
-        # router scores of a train forward, by (microbatch, layer): a recomputation must repeat them
-        self._first_scores: dict[tuple[int, int], torch.Tensor] = {}
+        # of the router scores of a train forward, by (microbatch, layer): a recomputation must
+        # repeat them
+        self._signatures: dict[tuple[int, int], torch.Tensor] = {}
+        self._projection: torch.Tensor | None = None
 
     def begin_pass(self, replay_pass: str) -> None:
         """Calls recorded from here on belong to this pass."""
@@ -74,7 +79,7 @@ class CallRecorder:
 
     def end_pass(self) -> None:
         """No score of this pass may be compared with a later one's."""
-        self._first_scores.clear()
+        self._signatures.clear()
         self._choice = None
 
     def clear(self) -> None:
@@ -158,15 +163,22 @@ class CallRecorder:
         This is what ties a recomputation to its microbatch: routes and uids come from the same
         staged record and would agree with each other even if both were another microbatch's.
         """
-        key, signature = (microbatch_id, choice.layer_number), choice.scores.float()
+        key, signature = (microbatch_id, choice.layer_number), self._signature(choice.scores)
         if stage == "replay_forward":
-            self._first_scores[key] = signature
+            self._signatures[key] = signature
             return zero
-        first = self._first_scores.pop(key, None)
+        first = self._signatures.pop(key, None)
         if first is None or first.shape != signature.shape:
             return zero + signature.shape[0]
         scale = first.abs().amax(1).clamp_min(1.0)
         return ((first - signature).abs().amax(1) > _RECOMPUTE_TOLERANCE * scale).sum()
+
+    def _signature(self, scores: torch.Tensor) -> torch.Tensor:
+        """float32[m, 4]: the scores [m, E] seen from four fixed directions."""
+        if self._projection is None:  # made on the device, so that nothing waits for a copy
+            numbers = torch.arange(scores.shape[1] * _SIGNATURE_COLUMNS, device=scores.device)
+            self._projection = numbers.cos().view(scores.shape[1], _SIGNATURE_COLUMNS)
+        return scores.float() @ self._projection
 
     def collect(self, step: int) -> list[ReplayEvidence]:
         """All calls since the last ``collect``; the one device read of the step."""
