@@ -88,6 +88,7 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
     from r3train.launch.actor import build_actor, export_hf
     from r3train.launch.keeping import build_keeper
     from r3train.launch.resume import resume_point
+    from r3train.launch.route_stores import RouteStores
     from r3train.launch.sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
     from r3train.loop.parts import RankZero
@@ -96,7 +97,10 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
 
     config = job.config
     resume = resume_point(job)
-    engines = None
+    engines = stores = routes = None
+    if config.replay.route_stores:
+        stores = RouteStores(job)
+        parts.callback(stores.close)  # after the engines, whose requests go through them
     if rank == 0:
         display.note(f"run directory: {run_dir}")
         for warning in replay_warnings(config):
@@ -108,12 +112,23 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
         engines.start_server()  # comes up while the actor is built
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
+    if stores is not None:
+        routes = stores.open(actor.topology)
     zero = evidence = None
     if engines is not None:
+        if stores is not None:
+            engines.use_route_stores(stores)
         engines.wait_ready()
         metrics = MetricsWriter(run_dir, config.run.tensorboard)
         parts.callback(metrics.close)
-        zero = RankZero(engines.start_producer, engines.publisher, engines.probe, display, metrics)
+        zero = RankZero(
+            engines.start_producer,
+            engines.publisher,
+            engines.probe,
+            display,
+            metrics,
+            engines.route_wire_bytes,
+        )
     if config.r3_check_enabled:
         attempt = broadcast_json(start_stamp())
         evidence = EvidenceWriter(run_dir, rank, attempt)
@@ -127,6 +142,7 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
         evidence=evidence,
         keeper=build_keeper(job, actor, run_dir, stop, display.note),
         recovery=Recovery(engines, enabled=config.faults.max_engine_restarts > 0),
+        routes=routes,
     ).run()
     if config.checkpoint.save_hf is not None:
         export_hf(actor, config.model.hf_checkpoint, config.checkpoint.save_hf)

@@ -44,6 +44,7 @@ def page() -> str:
         parts.append("| field | value | default | meaning |\n|---|---|---|---|")
         for name, field in model.model_fields.items():
             cells = [f"`{name}`", value_of(field), default_of(field), field.description or ""]
+            cells = [" ".join(cell.split()) for cell in cells]  # a row of a table is one line
             escaped = (cell.replace("|", "\\|").replace("<", "&lt;") for cell in cells)
             parts.append("| " + " | ".join(escaped) + " |")
     return "\n".join(parts) + "\n"

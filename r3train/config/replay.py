@@ -20,5 +20,11 @@ class ReplaySection(Section):
     """Write the evidence of every router call and fail where replay is not exact."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
     """Share of token rows without a common expert above which the check fails."""
+    route_stores: bool = False
+    """Let every data-parallel leader receive and keep a share of the routes, and fetch what its ranks
+    train from the others, instead of sending them all through rank 0."""
+    route_store_host: str | None = Field(default=None, min_length=1)
+    """Address that the route stores bind; unset means loopback on one node, and over several nodes
+    the address by which each reaches the rendezvous."""
     plant_bug: Literal["one_expert", "token_shift", "layer_swap", "bypass"] | None = None
     """Plant a deliberate fault in the replay, to see the check fail."""

@@ -75,6 +75,7 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
                     f"{place}.{own}: set --use-rollout-routing-replay instead, which asks SGLang"
                     " for the routed experts too"
                 )
+    yield from _route_stores(config)
     if not config.replay.use_rollout_routing_replay:
         if config.replay.plant_bug is not None:
             yield "--plant-bug needs --use-rollout-routing-replay: there is no replay to spoil"
@@ -89,6 +90,19 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
                     f" --use-rollout-routing-replay: {reason}"
                 )
     yield from _engine_conflicts(config)
+
+
+def _route_stores(config: RunConfig) -> Iterator[str]:
+    if not config.replay.route_stores:
+        if config.replay.route_store_host is not None:
+            yield "--route-store-host needs --route-stores"
+        return
+    if not config.replay.use_rollout_routing_replay:
+        yield "--route-stores needs --use-rollout-routing-replay: there are no routes to keep"
+    if config.checkpoint.replay_rollouts is not None:
+        yield (
+            "--route-stores stand between a server and the ranks: --replay-rollouts has no server"
+        )
 
 
 def _engine_conflicts(config: RunConfig) -> Iterator[str]:

@@ -42,6 +42,9 @@ class RolloutSection(Section):
     """Seed of the prompt order and of sampling."""
     max_weight_staleness: int = Field(default=1, ge=0)
     """Optimizer steps the generating weights may be behind; 0 is synchronous."""
+    rollout_segment_len: int | None = Field(default=None, ge=1)
+    """Tokens of one request: a longer answer is asked for in segments, and those that came outlive a
+    lost server.  Unset: 256 with --max-engine-restarts, else all at once."""
     rollout_max_concurrency: int = Field(default=64, ge=1)
     """Requests in flight at once."""
     rollout_buffer_size: int | None = Field(default=None, ge=1)

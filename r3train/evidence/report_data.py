@@ -124,7 +124,7 @@ def _heat_map(path: Path) -> HeatMap | None:
 
 
 def _samples(path: Path) -> list[dict[str, Any]]:
-    """The notable samples of the run: over all steps the worst, the longest, the best."""
+    """The notable samples of the run: over all steps the worst, the slowest, the best."""
     kinds: dict[str, list[dict[str, Any]]] = {}
     if not path.is_file():
         return []
@@ -139,12 +139,12 @@ def _samples(path: Path) -> list[dict[str, Any]]:
             kept.append(sample)
             if len(kept) > 200:
                 kinds[kind] = _most(kind, kept, 3)
-    return [s for kind in ("worst", "longest", "best") for s in _most(kind, kinds.get(kind, []), 3)]
+    return [s for kind in ("worst", "slowest", "best") for s in _most(kind, kinds.get(kind, []), 3)]
 
 
 def _most(kind: str, samples: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
     # of equals the latest: what the model writes now
-    signs = {"worst": -1, "longest": 1, "best": 1}
-    key = "response_len" if kind == "longest" else "reward"
-    order = sorted(samples, key=lambda s: (signs[kind] * s.get(key, 0), s.get("step", 0)))
+    sign = -1 if kind == "worst" else 1
+    key = "generation_s" if kind == "slowest" else "reward"
+    order = sorted(samples, key=lambda s: (sign * s.get(key, 0), s.get("step", 0)))
     return order[::-1][:count]

@@ -19,6 +19,7 @@ _CHARTS = (
     ("train/entropy", "Entropy", "nats a token, of the actor", False),
     ("rollout/response_len_mean", "Response length", "tokens", False),
     ("rollout/staleness_mean", "Staleness", "weight versions behind, mean", False),
+    ("rollout/generation_s_max", "Slowest sample", "seconds of generation", False),
     ("perf/tokens_per_s", "Throughput", "generated tokens a second of wall time", False),
     ("train/grad_norm", "Gradient norm", "before clipping", False),
     ("train/log_prob_gap_mean", "Log-prob gap, mean", "|actor - engine|, nats", True),
@@ -32,6 +33,7 @@ _COMPARED = (
     ("log-prob gap, mean", "train/log_prob_gap_mean", False),
     ("k3 KL, mean", "train/log_prob_gap_k3", False),
     ("share of tokens with |gap| above ln 2", "train/log_prob_gap_far_share", False),
+    ("p99.9 of the gap, mean over steps", "train/log_prob_gap_p999", False),
     ("largest gap, mean over steps", "train/log_prob_gap_max", False),
     ("tokens a second, mean", "perf/tokens_per_s", False),
     ("seconds a step, mean", "perf/step_s", False),
@@ -145,7 +147,9 @@ polyline.run{{ i }} { stroke: var(--c{{ i }}); } circle.run{{ i }}, .part{{ i }}
 {% endfor %}
 .heat { fill: var(--c2); } .passed { color: var(--good); } .failed { color: var(--bad); }
 .no-evidence { color: var(--unsure); } .verdict { font-weight: 600; }
+th[class^=key], td[class^=key], .verdict { white-space: nowrap; } p.verdict { white-space: normal; }
 .legend span { margin-right: 14px; white-space: nowrap; font-size: 13px; }
+@media (max-width: 500px) { th, td { padding-right: 8px; font-size: 13px; } svg text { font-size: 13px; } }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0; font-size: 13px; max-height: 220px;
   overflow-y: auto; }
 </style>
@@ -210,11 +214,11 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0; font-size: 
 </div>
 {% if runs | selectattr("samples") | list %}
 <h2>Samples</h2>
-<p class="note">The lowest rewards, the longest responses (the slowest to generate), the highest rewards.</p>
+<p class="note">The lowest rewards, the slowest to generate, the highest rewards.</p>
 <div class="grid-of">
 {% for run in runs %}{% for s in run.samples %}
 <div class="panel"><h3 class="key{{ run.i % 6 }}">{{ s.kind }}, step {{ s.step }}</h3>
-<p class="note">reward {{ "%.3f" % s.reward }}, {{ s.response_len }} tokens, {{ s.finish_reason }}</p>
+<p class="note">reward {{ "%.3f" % s.reward }}, {{ s.response_len }} tokens{% if s.generation_s %} in {{ "%.3g" % s.generation_s }} s{% endif %}, {{ s.finish_reason }}</p>
 <pre><b>{{ s.prompt }}</b>
 {{ s.text }}</pre></div>
 {% endfor %}{% endfor %}

@@ -50,7 +50,8 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
         stride = max(1, -(-(last - first) // 4))
-        return [10.0**e for e in range(first, last + 1, stride)] or [low, high]
+        decades = [10.0**e for e in range(first, last + 1, stride)]
+        return decades if len(decades) > 1 else ticks(low, high, False)
     raw = (high - low) / 5
     size = 10.0 ** math.floor(math.log10(raw))
     size *= next(m for m in (1, 2, 5, 10) if m * size >= raw * 0.999)
@@ -64,7 +65,7 @@ def short(value: float) -> str:
         return f"{value:.4g}"
     if 1000 <= abs(value) < 1e6:
         return f"{value / 1000:.3g}k"
-    return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value:.2g}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def chart_svg(chart: Chart) -> str:
@@ -115,7 +116,9 @@ def chart_svg(chart: Chart) -> str:
 def _range(low: float, high: float, log: bool) -> tuple[float, float]:
     if log:
         return (low / 1.2, high * 1.2) if high > low else (low / 2, high * 2)
-    pad = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
+    if low == high == 0:
+        return -0.06, 1.0  # what is never negative should not look as if it could be
+    pad = 0.06 * (high - low) or abs(high) * 0.1
     return low - pad, high + pad
 
 

@@ -12,6 +12,7 @@ from r3train.data.order import PromptOrder
 from r3train.evidence.console import RunDisplay
 from r3train.launch.conversations import conversations, samples_per_episode
 from r3train.launch.job import Job
+from r3train.launch.route_stores import RouteStores
 from r3train.rewards.registry import Reward
 from r3train.rollout.backend import RolloutBackend, SamplingParams
 from r3train.rollout.engine_control import EngineControl
@@ -25,6 +26,10 @@ from r3train.rollout.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.types import RolloutSample
 from r3train.weights.publish import DistributedPublisher, WeightPublisher
 from r3train.weights.publish_disk import DiskPublisher
+
+
+# A request as long as this costs a few per cent, and a lost server no more than it in each rollout.
+_SEGMENT_LEN = 256
 
 
 class Engines:
@@ -57,6 +62,9 @@ class Engines:
         self._versions: ServerVersions | None = None
         self._supervisor: EngineSupervisor | None = None
         self._outcomes = OutcomeLog(run_dir / OUTCOMES_FILE)
+        self._bad_answers = 0
+        self._client: SGLangClient | None = None
+        self._stores: RouteStores | None = None
 
     def start_server(self) -> None:
         """Launch the servers of our own and return at once; ``wait_ready`` waits for them."""
@@ -66,11 +74,14 @@ class Engines:
         count = config.rollout.rollout_num_engines
         for i in range(count):
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
+            args = self._server_args(i)
             server = SGLangServer(
                 config.model.hf_checkpoint,
                 self._run_dir / "logs" / name,
                 dtype="bfloat16" if config.model.bf16 else "float32",
-                server_args=self._server_args(i),
+                server_args=args,
+                host=str(args.pop("host", "127.0.0.1")),
+                port=args.pop("port", None),
                 return_routed_experts=self._routes is not None,
                 # one stream of random numbers a server, or two would answer alike
                 seed=config.rollout.rollout_seed + i,
@@ -80,12 +91,22 @@ class Engines:
             server.start()
 
     def _server_args(self, index: int) -> dict[str, object]:
-        """The given server flags; on GPUs every server gets devices of its own."""
+        """The given server flags; every server gets a port, and on GPUs devices, of its own."""
         given: dict[str, object] = dict(self.job.config.rollout.sglang)
+        if "port" in given:
+            given["port"] = int(given["port"]) + index
         if index and torch.cuda.is_available():
             tp_size = int(given.get("tp_size", given.get("tp", 1)))  # both are SGLang's spelling
             given["base_gpu_id"] = int(given.get("base_gpu_id", 0)) + index * tp_size
         return given
+
+    def use_route_stores(self, stores: RouteStores) -> None:
+        """Let requests go through stores that keep the routes; before ``start_producer``."""
+        self._stores = stores
+
+    def route_wire_bytes(self) -> int:
+        """Base64 bytes of routes that this process's client has received."""
+        return self._client.route_wire_bytes if self._client is not None else 0
 
     def check_alive(self) -> None:
         """Raise EngineDied when a server that this job owns has ended, or hangs."""
@@ -104,12 +125,18 @@ class Engines:
         self.publisher.reconnect()
 
     def fault_counts(self) -> dict[str, int]:
-        """Restarts of our servers so far, and requests that were sent again."""
-        assert self._supervisor is not None
-        return {
-            "faults/engine_restarts": self._supervisor.restarts,
-            "faults/resubmitted_requests": self._supervisor.resubmitted,
-        }
+        """Bad answers so far; restarts of our servers, and what was sent again because of them."""
+        counts = {"faults/bad_answers": self._bad_answers}
+        if self._supervisor is not None and self._supervisor.restartable:
+            counts |= {
+                "faults/engine_restarts": self._supervisor.restarts,
+                "faults/resubmitted_requests": self._supervisor.resubmitted,
+                "faults/resumed_tokens": self._supervisor.resumed_tokens,
+            }
+        return counts
+
+    def _count_bad_answer(self) -> None:
+        self._bad_answers += 1
 
     def restored(self, version: int) -> None:
         """The restarted servers hold the weights of ``version``: send what broke off again."""
@@ -146,6 +173,8 @@ class Engines:
         )
         if self._routes is not None:
             self._control.require_routed_experts()
+        if self._stores is not None:
+            self._stores.require_reach(self._addrs, self._api_key)
         if self.job.config.rollout.pause_generation_mode != "drain":
             self._control.require_exact_boundaries()
 
@@ -192,6 +221,12 @@ class Engines:
             for i in range(self._control.num_servers)
         ]
 
+    @property
+    def _segment_len(self) -> int | None:
+        """Tokens of one request; without restarts nothing is gained by asking for fewer than all."""
+        given = self.job.config.rollout.rollout_segment_len
+        return given or (_SEGMENT_LEN if self.job.config.faults.max_engine_restarts else None)
+
     def start_producer(self) -> Producer:
         """Begin generating."""
         job, rollout = self.job, self.job.config.rollout
@@ -205,11 +240,16 @@ class Engines:
                 api_key=api_key,
                 request_timeout_s=rollout.rollout_request_timeout_s,
                 max_concurrency=rollout.rollout_max_concurrency,
-                check_alive=self.check_alive,
+                check_alive=self.check_alive if self._servers else None,
+                max_bad_answers=job.config.faults.max_bad_answers,
+                on_bad_answer=self._count_bad_answer,
+                shared_servers=not self._servers,
                 detokenize=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
                 versions=self._versions,
                 cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
+                relay=self._stores.relay() if self._stores is not None else None,
             )
+            self._client = client
             if self._supervisor is None or not self._supervisor.restartable:
                 return client
             return ResubmittingBackend(client, self._supervisor)
@@ -244,6 +284,7 @@ class Engines:
             score=score_function(job.reward),
             check_alive=self.check_alive,
             state=self._buffer,
+            segment_len=self._segment_len,
         )
         return self._producer
 

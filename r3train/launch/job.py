@@ -13,8 +13,10 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
-from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.model import ModelSection
+from r3train.config.parallel import ParallelSection
+from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
@@ -125,12 +127,10 @@ def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
     )
 
 
-def replay_plan(job: Job) -> ReplayPlan | None:
-    """R3 for the loop, or None without --use-rollout-routing-replay."""
-    config, hf = job.config, job.hf
-    if not config.replay.use_rollout_routing_replay:
-        return None
-    parallel, model = config.parallel, config.model
+def recomputed_moe_layers(
+    parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
+) -> tuple[int, ...]:
+    """Numbers of the MoE layers whose router runs a second time in backward."""
     if parallel.pipeline_model_parallel_layout is not None:
         chunks = parse_pipeline_layout(
             parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
@@ -143,7 +143,7 @@ def replay_plan(job: Job) -> ReplayPlan | None:
             first=parallel.decoder_first_pipeline_num_layers,
             last=parallel.decoder_last_pipeline_num_layers,
         )
-    again = [
+    return tuple(
         layer
         for stage in chunks
         for chunk in stage
@@ -155,14 +155,21 @@ def replay_plan(job: Job) -> ReplayPlan | None:
             modules=tuple(model.recompute_modules),
         )
         if layer in hf.moe_layer_numbers
-    ]
+    )
+
+
+def replay_plan(job: Job) -> ReplayPlan | None:
+    """R3 for the loop, or None without --use-rollout-routing-replay."""
+    config, hf = job.config, job.hf
+    if not config.replay.use_rollout_routing_replay:
+        return None
     return ReplayPlan(
         num_layers=hf.num_hidden_layers,
         num_experts=hf.num_experts,
         topk=hf.num_experts_per_tok,
         route_dtype=route_dtype(hf.num_experts),
         moe_layers=hf.moe_layer_numbers,
-        recomputed=tuple(again),
+        recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
         mismatch_threshold=config.replay.r3_mismatch_threshold,
         check=config.r3_check_enabled,
         plant_bug=config.replay.plant_bug,

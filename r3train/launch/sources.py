@@ -11,6 +11,7 @@ from r3train.evidence.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
+from r3train.launch.route_stores import RouteStores
 from r3train.loop.parts import RolloutSource
 from r3train.loop.replay_source import DumpedRollouts
 from r3train.rollout.producer import ProducerState
@@ -30,6 +31,10 @@ class RolloutSide(Protocol):
     def start_producer(self) -> RolloutSource: ...
 
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+
+    def use_route_stores(self, stores: RouteStores) -> None: ...
+
+    def route_wire_bytes(self) -> int: ...
 
     def restart(self) -> None: ...
 
@@ -77,6 +82,14 @@ class Replayed:
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
         """No server holds weights."""
         return []
+
+    def use_route_stores(self, stores: RouteStores) -> None:
+        """Refused by the configuration's checks: there is no server."""
+        raise AssertionError("replayed rollouts have no server")
+
+    def route_wire_bytes(self) -> int:
+        """Nothing comes over a wire."""
+        return 0
 
     def restart(self) -> None:
         """Refused by the configuration's checks: there is no server."""

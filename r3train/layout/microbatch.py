@@ -8,7 +8,15 @@ import numpy as np
 
 from r3train.layout.rows import PADDING, cp_rows, pack_layout, sp_rows, take_layers, take_rows
 from r3train.routing.fingerprint import PADDING_UID, token_uids
-from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample, missing_marker
+from r3train.types import (
+    MicroBatch,
+    RankSlice,
+    RankTopology,
+    RouteRef,
+    TokenLayout,
+    TrainSample,
+    missing_marker,
+)
 
 
 def build_microbatch(
@@ -36,11 +44,9 @@ def build_microbatch(
 
     routes = None
     if route_shape is not None:
-        routes = np.empty((int(lengths.sum()), *route_shape), dtype=route_dtype)
-        ends = np.cumsum(lengths)
-        for s, end, length in zip(samples, ends.tolist(), lengths.tolist()):
-            routes[end - length : end - 1] = _checked_routes(s, route_shape, route_dtype)
-        routes[ends - 1] = missing_marker(route_dtype)  # a sample's last token was never an input
+        routes, places = route_places(lengths, route_shape, route_dtype)
+        for place, s in zip(places, samples):
+            place[:] = checked_routes(s, route_shape, route_dtype)
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -58,7 +64,24 @@ def build_microbatch(
     )
 
 
-def _checked_routes(s: TrainSample, route_shape: tuple[int, int], dtype: type) -> np.ndarray:
+def route_places(
+    lengths: np.ndarray, route_shape: tuple[int, int], dtype: type
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Routes of a microbatch to be filled in: [F, L, K], and of it each sample's [T-1, L, K].
+
+    lengths: int[B], F is their sum.  A sample's last token was never an input: its row is marked
+    missing.
+    """
+    routes = np.empty((int(lengths.sum()), *route_shape), dtype=dtype)
+    ends = np.cumsum(lengths)
+    routes[ends - 1] = missing_marker(dtype)
+    return routes, [routes[end - n : end - 1] for end, n in zip(ends.tolist(), lengths.tolist())]
+
+
+def checked_routes(
+    s: TrainSample, route_shape: tuple[int, int], dtype: type
+) -> np.ndarray | RouteRef:
+    """A sample's routes, or the reference to them; raises ValueError naming a misshapen one's."""
     sample = s.sample
     expected = (sample.num_tokens - 1, *route_shape)
     if sample.routed_experts is None:
@@ -82,15 +105,10 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     and by the layers that the rank's chunks hold, so that nothing else is sent to it.
     """
     layout = microbatch.layout
-    rows = cp_rows(layout.rows, layout.cu_seqlens_padded, topology.cp_size, topology.cp_rank)
-    route_rows = rows
-    if topology.sequence_parallel:
-        route_rows = sp_rows(rows, topology.tp_size, topology.tp_rank)
-    layer_numbers = np.array(sorted(sum(topology.moe_layer_numbers, ())), dtype=np.int32)
+    rows, route_rows = _rows_of(layout, topology)
     routes = None
     if microbatch.routes is not None:
-        marker = missing_marker(microbatch.routes.dtype)
-        routes = take_rows(take_layers(microbatch.routes, layer_numbers), route_rows, marker)
+        routes = _take_routes(microbatch.routes, route_rows, topology)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -102,10 +120,32 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         rollout_log_probs=take_rows(microbatch.rollout_log_probs, rows, 0),
         advantages=take_rows(microbatch.advantages, rows, 0),
         token_uids=take_rows(microbatch.row_uids, rows, PADDING_UID),
-        layer_numbers=layer_numbers,
+        layer_numbers=_layer_numbers(topology),
         routes=routes,
         route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
     )
+
+
+def slice_routes(routes: np.ndarray, layout: TokenLayout, topology: RankTopology) -> np.ndarray:
+    """One rank's share of a microbatch's routes: [F, L, K] -> [m, L_local, K]."""
+    return _take_routes(routes, _rows_of(layout, topology)[1], topology)
+
+
+def _take_routes(routes: np.ndarray, route_rows: np.ndarray, topology: RankTopology) -> np.ndarray:
+    own = take_layers(routes, _layer_numbers(topology))
+    return take_rows(own, route_rows, missing_marker(routes.dtype))
+
+
+def _rows_of(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of one rank's token streams, int64[n], and of its routers, int64[m]."""
+    rows = cp_rows(layout.rows, layout.cu_seqlens_padded, topology.cp_size, topology.cp_rank)
+    if topology.sequence_parallel:
+        return rows, sp_rows(rows, topology.tp_size, topology.tp_rank)
+    return rows, rows
+
+
+def _layer_numbers(topology: RankTopology) -> np.ndarray:
+    return np.array(sorted(sum(topology.moe_layer_numbers, ())), dtype=np.int32)
 
 
 assert PADDING == PADDING_UID

@@ -18,18 +18,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.evidence.check import StepExpectation, StepVerdict, judge, totals
+from r3train.evidence.check import StepVerdict, judge, totals
 from r3train.evidence.writer import EvidenceWriter
-from r3train.loop import planted_bugs, weight_probe
-from r3train.loop.batch import (
-    Packing,
-    ids_of_data_ranks,
-    slices_for_ranks,
-    step_expectation,
-    train_samples,
-)
+from r3train.loop import weight_probe
+from r3train.loop.batch import Scored, train_samples
 from r3train.loop.keeper import Keeper
 from r3train.loop.parts import LoopSettings, RankZero, ReplayPlan, RolloutSource
+from r3train.loop.prepare import Expected, Prepared, prepare
 from r3train.loop.recovery import Recovery
 from r3train.loop.report import (
     RolloutReport,
@@ -38,6 +33,7 @@ from r3train.loop.report import (
     source_metrics,
     train_metrics,
 )
+from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import broadcast_json, gather_topologies, scatter_slices
 from r3train.loop.stop import StopRequested
 from r3train.trainer.backend import TrainerBackend
@@ -57,6 +53,7 @@ class AsyncLoop:
         evidence: EvidenceWriter | None,
         keeper: Keeper,
         recovery: Recovery,
+        routes: RouteExchange | None = None,
     ):
         self._actor = actor
         self._settings = settings
@@ -65,8 +62,10 @@ class AsyncLoop:
         self._evidence = evidence
         self._keeper = keeper
         self._recovery = recovery
+        self._routes = routes
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
+        self._route_wire_bytes = 0
         self._topologies = gather_topologies(actor.topology)
         self._passes = (
             ("old_log_prob",) + (("ref_log_prob",) if settings.needs_reference else ()) + ("train",)
@@ -84,10 +83,11 @@ class AsyncLoop:
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
                 return keeper.stopped(rollout_id)
-            slices, expectation, metrics = taken
+            slices, expected, metrics = taken
             waited = time.monotonic()
             metrics.update(self._train(rollout_id, slices))
-            verdict = self._judge(rollout_id, expectation)
+            verdict = self._judge(rollout_id, expected)
+            metrics.update(self._route_metrics())
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
                 if not verdict.passed:  # what was seen is written before the run ends over it
@@ -124,6 +124,8 @@ class AsyncLoop:
         if s.num_rollout > s.start_rollout:
             keeper.save(s.num_rollout)
             keeper.finish()
+        if self._recovery.fatal is not None:
+            raise self._recovery.fatal
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         if self._zero is not None:
@@ -134,37 +136,59 @@ class AsyncLoop:
 
     def _take_rollout(
         self, rollout_id: int
-    ) -> tuple[list[list[RankSlice]], StepExpectation | None, dict[str, Any]] | None:
-        """This rank's slices of each optimizer step, the expectation and metrics (rank 0).
+    ) -> tuple[list[list[RankSlice]], Expected | None, dict[str, Any]] | None:
+        """This rank's slices of each optimizer step; what is expected and metrics (rank 0).
 
         None, on all ranks, when rank 0 was told to stop while it waited.
         """
         plan: dict[str, Any] | None = None
-        packed: list[list[RankSlice]] | None = None
-        expectation, metrics, failure = None, {}, None
+        prepared: Prepared | None = None
+        metrics, failure = {}, None
         if self._zero is not None:
-            try:
-                packed, plan, expectation, metrics = self._prepare(rollout_id)
-            except StopRequested:
-                plan = {"microbatches": None}
-            except self._recovery.caught as error:
-                failure = error
+            groups, plan, failure = self._wait_for_groups(rollout_id)
+            if groups is not None:
+                prepared, metrics = self._prepare(rollout_id, groups)
+                plan = {"microbatches": prepared.counts}
         if self._recovery.needed(failure):
             self._revive(rollout_id)
             return self._take_rollout(rollout_id)
-        counts = broadcast_json(plan)["microbatches"]
+        plan = broadcast_json(plan)
+        if "failed" in plan:
+            self._keeper.failed(rollout_id, plan["failed"])
+            raise self._recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
+        counts = plan["microbatches"]
         if counts is None:
             return None
-        mine = scatter_slices(packed)
+        if self._routes is not None:
+            self._routes.start(prepared)
+        mine = scatter_slices(prepared.slices if prepared is not None else None)
+        if self._routes is not None:
+            mine = self._routes.finish(mine)
         steps, start = [], 0
         for count in counts:
             steps.append(mine[start : start + count])
             start += count
-        return steps, expectation, metrics
+        return steps, prepared.expected if prepared is not None else None, metrics
 
-    def _prepare(self, rollout_id: int) -> tuple:
-        """Rank 0: wait for the rollout, score it, cut it."""
-        zero, s, replay = self._zero, self._settings, self._replay
+    def _wait_for_groups(
+        self, rollout_id: int
+    ) -> tuple[list[list[Scored]] | None, dict[str, Any] | None, BaseException | None]:
+        """Rank 0: the rollout's groups; else what to tell all ranks, or what a restart mends."""
+        recovery = self._recovery
+        if recovery.fatal is None:
+            try:
+                return self._next_groups(rollout_id), None, None
+            except StopRequested:
+                return None, {"microbatches": None}, None
+            except recovery.caught as error:
+                return None, None, error
+            except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
+                recovery.fatal = error
+        return None, {"failed": str(recovery.fatal)}, None
+
+    def _next_groups(self, rollout_id: int) -> list[list[Scored]]:
+        """Rank 0: wait for the rollout, showing how it comes along."""
+        zero, s = self._zero, self._settings
         zero.display.rollout_begin(rollout_id, s.rollout_batch_size)
         zero.display.train_update("waiting for rollout")
         first = self._source.stats()
@@ -176,6 +200,13 @@ class AsyncLoop:
 
         groups = self._source.next_batch(rollout_id, on_wait)
         zero.display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
+        return groups
+
+    def _prepare(
+        self, rollout_id: int, groups: list[list[Scored]]
+    ) -> tuple[Prepared, dict[str, Any]]:
+        """Rank 0: score the rollout and cut it."""
+        zero, s = self._zero, self._settings
         samples, stats = train_samples(groups, std_normalization=s.grpo_std_normalization)
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
@@ -184,39 +215,16 @@ class AsyncLoop:
         metrics.update(source_metrics(counts_now, self._source_stats))
         self._source_stats = counts_now
 
-        trained = samples
-        if replay is not None and replay.plant_bug in planted_bugs.ROUTE_BUGS:
-            trained = planted_bugs.plant(replay.plant_bug, samples, replay.moe_layers)
-        if s.poisoned is not None and rollout_id in range(*s.poisoned):
-            trained = planted_bugs.poison(trained)
-        packing = Packing(
-            topologies=self._topologies,
-            max_tokens_per_gpu=s.max_tokens_per_gpu,
-            route_shape=(replay.num_layers, replay.topk) if replay else None,
-            route_dtype=replay.route_dtype if replay else np.uint8,
+        prepared = prepare(
+            rollout_id,
+            samples,
+            s,
+            self._replay,
+            self._topologies,
+            self._passes,
+            self._routes.adopt if self._routes is not None else None,
         )
-        of_rank: list[list[RankSlice]] = [[] for _ in self._topologies]
-        counts = []
-        share = len(trained) // s.steps_per_rollout
-        for step in range(s.steps_per_rollout):
-            part = trained[step * share : (step + 1) * share]
-            sliced = slices_for_ranks(part, packing, first_microbatch_id=sum(counts))
-            counts.append(len(sliced[0]))
-            for rank, slices in enumerate(sliced):
-                of_rank[rank] += slices
-        expectation = None
-        if replay is not None and replay.check:
-            expectation = step_expectation(
-                rollout_id,
-                [t.sample for t in samples],
-                passes=self._passes,
-                moe_layers=replay.moe_layers,
-                recomputed=replay.recomputed,
-                num_microbatches=sum(counts),
-                ranks_per_stage=len(self._topologies) // self._topologies[0].pp_size,
-                ids_of_ranks=ids_of_data_ranks(of_rank, self._topologies),
-            )
-        return of_rank, {"microbatches": counts}, expectation, metrics
+        return prepared, metrics
 
     # -- train -------------------------------------------------------------------------------
 
@@ -236,7 +244,7 @@ class AsyncLoop:
             _check_first_step(reports[0])
         return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
 
-    def _judge(self, rollout_id: int, expectation: StepExpectation | None) -> StepVerdict | None:
+    def _judge(self, rollout_id: int, expected: Expected | None) -> StepVerdict | None:
         """Write this rank's evidence, add all ranks' up, and judge them on rank 0."""
         if self._evidence is None:
             return None
@@ -246,7 +254,9 @@ class AsyncLoop:
         table = torch.from_numpy(totals(records, self._passes, self._replay.num_layers))
         dist.all_reduce(table)
         verdict = None
-        if expectation is not None:  # rank 0
+        recorded = self._routes.recorded() if self._routes is not None else None
+        if expected is not None:  # rank 0
+            expectation = expected.with_recorded(recorded)
             verdict = judge(
                 table.numpy(),
                 self._passes,
@@ -274,6 +284,15 @@ class AsyncLoop:
             )
         return verdict
 
+    def _route_metrics(self) -> dict[str, Any]:
+        """The step's route bytes: on rank 0's client, and of the stores; a collective with them."""
+        metrics = self._routes.metrics() if self._routes is not None else {}
+        if self._zero is not None and self._replay is not None:
+            now = self._zero.route_wire_bytes()
+            metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes
+            self._route_wire_bytes = now
+        return metrics
+
     # -- publish -----------------------------------------------------------------------------
 
     def _publish(self, version: int) -> dict[str, Any]:
@@ -296,7 +315,8 @@ class AsyncLoop:
     ) -> tuple[dict[str, Any], BaseException | None]:
         """Send the weights while nothing is generated; drain elsewhere.
 
-        Returns metrics, or on rank 0 a failure that a restart of the servers would mend.
+        Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  When the
+        source has failed meanwhile nothing is sent.
         """
         weights = self._actor.hf_weights()
         if self._zero is None:
@@ -312,6 +332,13 @@ class AsyncLoop:
             for _ in weights:  # the other ranks are sending
                 pass
             return {}, error
+        except Exception as error:
+            if self._source is None or error is not self._source.failure:
+                raise
+            for _ in weights:
+                pass
+            self._recovery.fatal = error  # the ranks come together at the next rollout
+            return {}, None
         return {
             "perf/published_bytes": published.num_bytes,
             "rollout/weight_version": version,
@@ -341,6 +368,8 @@ class AsyncLoop:
             return None
         ours = weight_probe.actor_log_probs(self._actor, self._topologies, tokens)
         if self._zero is None:
+            return None
+        if self._recovery.fatal is not None:
             return None
         theirs = self._zero.probe(tokens)  # [servers, T]
         return max(

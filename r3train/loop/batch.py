@@ -5,7 +5,7 @@ Pure, and done by rank 0 alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,14 @@ import numpy as np
 from r3train.evidence.check import StepExpectation, expected_calls
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.loop.recorded import Recorded
 from r3train.rl.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
 from r3train.rl.trajectories import trajectory_rewards, validate_trajectories
-from r3train.routing.fingerprint import recorded_rows, rollout_fingerprint, sample_ids
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 Scored = tuple[RolloutSample, float]
+# the samples of an optimizer step, [data-parallel rank][microbatch][sample]
+Dealt = Sequence[Sequence[Sequence[TrainSample]]]
 
 
 def train_samples(
@@ -63,27 +65,34 @@ class Packing:
 
     topologies: Sequence[RankTopology]
     max_tokens_per_gpu: int
-    route_shape: tuple[int, int] | None  # (L, K) under R3
+    route_shape: tuple[int, int] | None  # (L, K) where rank 0 cuts the routes
     route_dtype: type
 
 
+def deal_samples(samples: Sequence[TrainSample], packing: Packing) -> Dealt:
+    """Which samples of one optimizer step share a microbatch, and which data rank trains them."""
+    some = packing.topologies[0]
+    lengths = [s.sample.num_tokens for s in samples]
+    # an interleaved schedule wants a multiple of the pipeline size
+    multiple = some.dp_size * (some.pp_size if some.vpp_size > 1 else 1)
+    bins = pack_bins(lengths, packing.max_tokens_per_gpu * some.cp_size, num_bins_multiple=multiple)
+    dealt = deal_bins(bins, lengths, some.dp_size)
+    return [[[samples[i] for i in group] for group in groups] for groups in dealt]
+
+
 def slices_for_ranks(
-    samples: Sequence[TrainSample], packing: Packing, *, first_microbatch_id: int
+    dealt: Dealt, packing: Packing, *, first_microbatch_id: int
 ) -> list[list[RankSlice]]:
     """[world_size][microbatches] slices of one optimizer step's samples.
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.
     """
     some = packing.topologies[0]
-    lengths = [s.sample.num_tokens for s in samples]
-    # an interleaved schedule wants a multiple of the pipeline size
-    multiple = some.dp_size * (some.pp_size if some.vpp_size > 1 else 1)
-    bins = pack_bins(lengths, packing.max_tokens_per_gpu * some.cp_size, num_bins_multiple=multiple)
     microbatches = [
         [
             build_microbatch(
                 first_microbatch_id + j,
-                [samples[i] for i in group],
+                group,
                 cp_size=some.cp_size,
                 tp_size=some.tp_size if some.sequence_parallel else 1,
                 route_shape=packing.route_shape,
@@ -91,66 +100,69 @@ def slices_for_ranks(
             )
             for j, group in enumerate(groups)
         ]
-        for groups in deal_bins(bins, lengths, some.dp_size)
+        for groups in dealt
     ]
     return [[slice_microbatch(m, t) for m in microbatches[t.dp_rank]] for t in packing.topologies]
 
 
+def data_rank_of_samples(dealt_of_steps: Sequence[Dealt]) -> dict[int, int]:
+    """Sample id -> the data-parallel rank that trains it."""
+    return {
+        s.sample.sample_id: data_rank
+        for dealt in dealt_of_steps
+        for data_rank, groups in enumerate(dealt)
+        for group in groups
+        for s in group
+    }
+
+
+def record_samples(
+    samples: Sequence[RolloutSample],
+    data_rank_of: Mapping[int, int],
+    num_data_ranks: int,
+    moe_layers: Sequence[int],
+) -> Recorded:
+    """What the rollout recorded of samples whose routes are on this rank."""
+    recorded = Recorded(num_data_ranks, moe_layers)
+    for sample in samples:
+        assert sample.routed_experts is not None
+        # a sample that nobody trains counts too: the check must miss it
+        recorded.add(data_rank_of.get(sample.sample_id, 0), sample.sample_id, sample.routed_experts)
+    return recorded
+
+
 def step_expectation(
     step: int,
-    samples: Sequence[RolloutSample],
+    recorded: Recorded,
     *,
+    num_rows: int,
     passes: tuple[str, ...],
     moe_layers: Sequence[int],
     recomputed: Sequence[int],
     num_microbatches: int,
-    ranks_per_stage: int,
-    ids_of_ranks: dict[tuple[int, ...], set[int]] | None = None,
+    topologies: Sequence[RankTopology],
 ) -> StepExpectation:
     """What the evidence of a rollout must show, from the bytes that the engine sent.
 
-    ids_of_ranks: see ``ids_of_data_ranks``; with it a failure can be traced to its ranks.
+    num_rows: tokens of all samples; num_microbatches: of one rank, over all optimizer steps.
     """
-    layers = np.asarray(moe_layers)
-    fingerprints = np.zeros(len(layers), dtype=np.uint64)
-    whole = np.zeros(len(layers), dtype=np.int64)
-    num_rows = 0
-    of_ranks = {ranks: np.zeros_like(fingerprints) for ranks in ids_of_ranks or {}}
-    for sample in samples:
-        assert sample.routed_experts is not None
-        own = rollout_fingerprint(sample.sample_id, sample.routed_experts, layers)
-        fingerprints += own
-        for ranks, ids in (ids_of_ranks or {}).items():
-            if sample.sample_id in ids:
-                of_ranks[ranks] += own
-        whole += recorded_rows(sample.routed_experts, layers)
-        num_rows += sample.num_tokens
+    whole = recorded.whole_rows.sum(axis=0)
     return StepExpectation(
         step=step,
-        fingerprints=dict(zip(moe_layers, fingerprints.tolist())),
+        fingerprints=dict(zip(moe_layers, recorded.fingerprints.sum(axis=0).tolist())),
         rows_replayed=dict(zip(moe_layers, whole.tolist())),
         rows_filled=dict(zip(moe_layers, (num_rows - whole).tolist())),
         num_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,
-            ranks_per_stage=ranks_per_stage,
+            ranks_per_stage=len(topologies) // topologies[0].pp_size,
             moe_layers=moe_layers,
             recomputed=recomputed,
         ),
         fingerprints_of_ranks={
-            ranks: dict(zip(moe_layers, own.tolist())) for ranks, own in of_ranks.items()
+            tuple(t.rank for t in topologies if t.dp_rank == data_rank): dict(
+                zip(moe_layers, own.tolist())
+            )
+            for data_rank, own in enumerate(recorded.fingerprints)
         },
     )
-
-
-def ids_of_data_ranks(
-    slices_of_rank: Sequence[Sequence[RankSlice]], topologies: Sequence[RankTopology]
-) -> dict[tuple[int, ...], set[int]]:
-    """The sample ids that the ranks of each data-parallel rank hold together."""
-    of_data_rank: dict[int, tuple[list[int], set[int]]] = {}
-    for topology, slices in zip(topologies, slices_of_rank):
-        ranks, ids = of_data_rank.setdefault(topology.dp_rank, ([], set()))
-        ranks.append(topology.rank)
-        for s in slices:
-            ids |= sample_ids(s.route_uids)
-    return {tuple(ranks): ids for ranks, ids in of_data_rank.values()}

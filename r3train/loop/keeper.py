@@ -131,6 +131,13 @@ class Keeper:
         if self._checkpointer is not None:
             self._checkpointer.finish()
 
+    def failed(self, num_rollouts: int, cause: str) -> None:
+        """Save what there is because no further rollout will come, and say so; a collective."""
+        self.save(num_rollouts)
+        self.finish()
+        kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
+        self._tell(f"generation failed after {num_rollouts} rollouts; {kept}: {cause}")
+
     def stopped(self, num_rollouts: int) -> None:
         """Save because the run was told to stop, and say so; a collective."""
         self.save(num_rollouts)

@@ -25,6 +25,9 @@ class RolloutSource(Protocol):
 
     def stats(self) -> dict[str, Any]: ...
 
+    @property
+    def failure(self) -> BaseException | None: ...
+
 
 class Display(Protocol):
     """What a person watches on rank 0."""
@@ -81,3 +84,4 @@ class RankZero:
     probe: Callable[[np.ndarray], list[np.ndarray]]  # log-probs of one text on each server
     display: Display
     metrics: Any  # evidence.metrics.MetricsWriter
+    route_wire_bytes: Callable[[], int] = lambda: 0  # base64 routes that its client received so far

@@ -24,12 +24,14 @@ class Restartable(Protocol):
 class Recovery:
     """All ranks' part in a restart; ``engines`` is None but on rank 0.
 
-    Without ``enabled`` nothing is caught and nothing is agreed upon.
+    Without ``enabled`` nothing is caught and nothing is agreed upon.  ``fatal`` is what no restart
+    mends: rank 0 keeps it until all ranks come together for the next rollout.
     """
 
     def __init__(self, engines: Restartable | None, *, enabled: bool):
         self._engines = engines
         self._enabled = enabled
+        self.fatal: BaseException | None = None
 
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
@@ -52,8 +54,8 @@ class Recovery:
         return failure or (RuntimeError(f"rank 0 lost its engines: {text}") if text else None)
 
     def counts(self) -> dict[str, int]:
-        """Restarts and requests that were sent again, so far; on rank 0 when enabled."""
-        return self._engines.fault_counts() if self._enabled and self._engines is not None else {}
+        """Bad answers, restarts and requests that were sent again, so far; on rank 0."""
+        return self._engines.fault_counts() if self._engines is not None else {}
 
     def restored(self, version: int) -> None:
         """The engines hold the weights of ``version`` (rank 0 tells them to go on)."""

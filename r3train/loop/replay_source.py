@@ -80,6 +80,11 @@ class DumpedRollouts:
         """Nothing is buffered."""
         return None
 
+    @property
+    def failure(self) -> None:
+        """Nothing runs that could fail while nobody asks."""
+        return None
+
     def stats(self) -> dict[str, Any]:
         """The counts that a display asks for."""
         return {"generated_tokens": 0, "buffered_groups": 0}

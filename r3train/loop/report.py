@@ -32,6 +32,7 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         f"rollout/staleness_{age}": staleness.count(age)
         for age in range(max(staleness, default=0) + 1)
     }
+    seconds = np.array([s.sample.generation_s for s in samples])
     groups = report.groups
     return {
         "rollout/reward_mean": groups.mean,
@@ -47,6 +48,8 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/aborted": sum(s.sample.finish_reason == "abort" for s in samples),
         "rollout/staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "rollout/staleness_max": max(staleness, default=0),
+        "rollout/generation_s_mean": float(seconds.mean()),
+        "rollout/generation_s_max": float(seconds.max()),
         "rollout/spanning_samples": sum(_num_versions(s) > 1 for s in samples),
         **histogram,
     }
@@ -83,10 +86,10 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
 
 
 def notable_samples(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
-    """The lowest reward, the longest response and the highest reward, with their text."""
+    """The lowest reward, the slowest to generate and the highest reward, with their text."""
     picked = {
         "worst": min(samples, key=lambda s: s.reward),
-        "longest": max(samples, key=lambda s: s.sample.response_len),
+        "slowest": max(samples, key=lambda s: (s.sample.generation_s, s.sample.response_len)),
         "best": max(samples, key=lambda s: s.reward),
     }
     return [
@@ -96,6 +99,7 @@ def notable_samples(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
             "prompt_id": s.sample.prompt.prompt_id,
             "reward": s.reward,
             "response_len": s.sample.response_len,
+            "generation_s": round(s.sample.generation_s, 4),
             "finish_reason": s.sample.finish_reason,
             "prompt": s.sample.prompt.text[-_TEXT:],
             "text": s.sample.text[:_TEXT],
@@ -114,7 +118,7 @@ _NAMES = {
     "log_prob_gap_far": "log_prob_gap_far_share",
 }
 _LAST = ("lr",)
-_MAX = ("log_prob_gap_max",)
+_MAX = ("log_prob_gap_max", "log_prob_gap_p999")
 _SUM = ("num_loss_tokens", "skipped_steps")
 
 

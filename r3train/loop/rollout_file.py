@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from r3train.types import Prompt, RolloutSample
+from r3train.types import Prompt, RolloutSample, RouteRef
 
 Scored = tuple[RolloutSample, float]
 
@@ -78,7 +78,7 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     first = {place: samples[i][0].prompt for i, place in reversed(list(enumerate(of_sample)))}
     for f in fields(RolloutSample):
         if f.name != "prompt":
-            _put(f.name, [getattr(sample, f.name) for sample, _ in samples], tensors, plain)
+            _put(f.name, [_here(getattr(sample, f.name)) for sample, _ in samples], tensors, plain)
     tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
     plain_prompts: dict[str, list[Any]] = {}
     for f in fields(Prompt):
@@ -86,6 +86,11 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
         _put(f"prompt.{f.name}", values, tensors, plain_prompts)
     header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
     return tensors, header
+
+
+def _here(value: Any) -> Any:
+    """A field's value; routes that a store keeps are brought over."""
+    return value.read() if isinstance(value, RouteRef) else value
 
 
 def _put(
@@ -111,8 +116,14 @@ def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> lis
         Prompt(**{n.removeprefix("prompt."): c[i] for n, c in zip(names, columns)})
         for i in range(num_prompts)
     ]
-    names = [f.name for f in fields(RolloutSample) if f.name != "prompt"]
-    columns = [_column(n, count, tensors, header["samples"]) for n in names]
+    plain = header["samples"]
+    # a field with a default may be younger than the file
+    names = [
+        f.name
+        for f in fields(RolloutSample)
+        if f.name != "prompt" and (f.default is MISSING or f.name in plain)
+    ]
+    columns = [_column(n, count, tensors, plain) for n in names]
     return [
         (
             RolloutSample(

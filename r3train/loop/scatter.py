@@ -7,7 +7,7 @@ group's CPU (gloo) side.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -94,18 +94,42 @@ def broadcast_json(value: Any) -> Any:
     return json.loads(data.numpy().tobytes())
 
 
+def send_json(value_of_rank: Mapping[int, Any]) -> None:
+    """Send some ranks a JSON-able value each, from rank 0; they call ``recv_json``."""
+    pending = []
+    for rank, value in value_of_rank.items():
+        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank)
+        pending.append((dist.isend(message, dst=rank), message))
+    for work, _ in pending:
+        work.wait()
+
+
+def recv_json() -> Any:
+    """What rank 0 sends this rank with ``send_json``."""
+    size = torch.empty(1, dtype=torch.int64)
+    dist.recv(size, src=0)
+    message = torch.empty(int(size), dtype=torch.uint8)
+    dist.recv(message, src=0)
+    return json.loads(message.numpy().tobytes())
+
+
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:
     """Every rank's place in the topology, by rank; all ranks get the list."""
-    mine = json.dumps(asdict(topology)).encode()
+    out = []
+    for facts in gather_json(asdict(topology)):
+        facts["moe_layer_numbers"] = tuple(tuple(c) for c in facts["moe_layer_numbers"])
+        out.append(RankTopology(**facts))
+    return out
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Every rank's JSON-able value, by rank; all ranks get the list."""
+    mine = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(mine)]))
     longest = int(max(sizes))
     padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(dist.get_world_size())]
     dist.all_gather(texts, padded)
-    out = []
-    for text in texts:
-        facts = json.loads(text.numpy().tobytes())
-        facts["moe_layer_numbers"] = tuple(tuple(c) for c in facts["moe_layer_numbers"])
-        out.append(RankTopology(**facts))
-    return out
+    return [json.loads(text.numpy().tobytes()) for text in texts]

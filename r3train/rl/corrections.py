@@ -8,10 +8,16 @@ can be added up before anyone divides.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from r3train.rl.divergence import k3_kl, log_ratio, zero_outside
+
+# Bins of |gap|, 32 a decade from 1e-8 to 100 nats: a quantile is known to 7.5%.
+_BINS_PER_DECADE, _LOWEST, _DECADES = 32, -8, 10
+NUM_GAP_BINS = _BINS_PER_DECADE * _DECADES + 2  # and one below, one above
 
 # A gap of ln 2: one side finds the token at least twice as likely as the other.
 TWICE_AS_LIKELY = math.log(2.0)
@@ -87,3 +93,33 @@ def log_prob_gap_stats(
         "far_share": sums["log_prob_gap_far"] / rows,
         "max": sums["log_prob_gap_max"],
     }
+
+
+def log_prob_gap_histogram(
+    actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
+) -> Tensor:
+    """How many masked rows have a |gap| in each bin; of several microbatches and ranks the sum.
+
+    Returns int64[NUM_GAP_BINS], detached.  A gap that is no number counts as the largest.
+    """
+    gap = (actor_log_probs.detach() - rollout_log_probs.detach()).abs()
+    place = ((gap.double().log10() - _LOWEST) * _BINS_PER_DECADE).floor() + 1
+    place = place.nan_to_num(nan=NUM_GAP_BINS - 1).clamp(0, NUM_GAP_BINS - 1).long()
+    counts = torch.zeros(NUM_GAP_BINS, dtype=torch.int64, device=gap.device)
+    # not bincount, which waits for the device
+    return counts.scatter_add_(0, place, mask.long())
+
+
+def gap_quantile(counts: Sequence[float], share: float, largest: float) -> float:
+    """The |gap| that ``share`` of the rows stay at or below: a bin's upper edge, or ``largest``.
+
+    counts: of ``log_prob_gap_histogram``; largest: the largest gap.  0 without rows.
+    """
+    wanted, seen = share * sum(counts), 0.0
+    if not wanted:
+        return 0.0
+    for place, count in enumerate(counts[:-1]):
+        seen += count
+        if seen >= wanted:
+            return min(10.0 ** (_LOWEST + place / _BINS_PER_DECADE), largest)
+    return largest

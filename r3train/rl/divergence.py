@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 # exp(20) is about 5e8: far beyond any ratio that a healthy run sees, and still finite in float32
@@ -32,4 +33,5 @@ def k3_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     k3; used by GRPO, arXiv 2402.03300, equation 4.
     """
     difference = log_ratio(ref_log_probs, log_probs)
-    return difference.exp() - difference - 1.0
+    # expm1: near 0 float32 would keep the rounding of exp and lose the difference
+    return torch.expm1(difference) - difference

@@ -23,6 +23,14 @@ class EngineUnreachable(EngineError):
     """No connection to an engine, a connection that broke, or no answer in time."""
 
 
+class AnswerCutShort(EngineUnreachable):
+    """An answer whose connection ended before it did."""
+
+
+class BadAnswer(ValueError):
+    """An answer that contradicts itself or the request, or ended early: nothing of it is used."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one response is drawn; the same for every sample of a run.

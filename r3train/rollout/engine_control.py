@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,6 +21,8 @@ from r3train.routing.wire import decode_routed_experts
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_ALIVE_EVERY_S = 0.5
 
 
 class EngineControl:
@@ -64,7 +66,15 @@ class EngineControl:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        return self._submit(call).result()
+        """The call's result; a server that ends or hangs meanwhile ends the wait."""
+        pending = self._submit(call)
+        while not wait([pending], timeout=_ALIVE_EVERY_S).done:
+            try:
+                self.check_alive()
+            except EngineError:
+                pending.cancel()
+                raise
+        return pending.result()
 
     def check_alive(self) -> None:
         """Raise EngineDied when a server process of this job has ended."""

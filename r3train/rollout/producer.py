@@ -32,6 +32,7 @@ OnWait = Callable[[dict[str, Any]], None]
 
 _TICK_S = 0.2
 _ALIVE_EVERY_S = 0.5
+_SCORING_S = 30.0
 
 
 @dataclass(slots=True)
@@ -54,9 +55,10 @@ class Producer:
     ``start_step`` (also the first weight version) up to, not including, ``num_rollout``.
     ``pause_mode`` says what a weight update does to requests in flight.  ``make_episode`` makes the
     course of one rollout (one turn without it).  ``on_outcome`` is told what became of each prompt.
-    ``state`` is what an earlier run's ``snapshot`` gave.
+    ``state`` is what an earlier run's ``snapshot`` gave.  ``segment_len``: see ``Sending``.
 
-    A failure anywhere in the producer is raised by every later call that waits.
+    A failure anywhere in the producer is raised by every later call that waits; what is in flight
+    is not cut off by it, so that ``snapshot`` still finds what was complete.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Producer:
         samples_per_rollout: int = 1,
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
+        segment_len: int | None = None,
     ) -> None:
         submitted = over_sampling_batch_size or rollout_batch_size
         allowed = (max_weight_staleness + 1) * rollout_batch_size + submitted - rollout_batch_size
@@ -105,6 +108,7 @@ class Producer:
         self._check_alive = check_alive
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._samples_per_rollout = samples_per_rollout
+        self._segment_len = segment_len
         self._on_outcome = on_outcome
         self._scorers = ThreadPoolExecutor(score_threads, thread_name_prefix="reward")
 
@@ -120,6 +124,7 @@ class Producer:
         self._error: BaseException | None = None
         self._closing = False
         self._tasks: dict[tuple[int, int], set[asyncio.Task]] = {}
+        self._scoring: set[int] = set()  # sample ids that are complete but for their reward
         if state is not None:
             self._restore(state)
 
@@ -143,6 +148,7 @@ class Producer:
             aborting=lambda: self._pause.aborting,
             left=self._leave_flight,
             exact_version=self._pause.exact_version,
+            segment_len=self._segment_len,
         )
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -175,7 +181,7 @@ class Producer:
     def _next_item(self) -> _Item | None:
         """The next rollout to send, with its place in flight taken; None while it must wait."""
         with self._changed:
-            if not self._flight.has_place():
+            if self._error is not None or not self._flight.has_place():
                 return None
             while True:
                 if not self._items and not self._submit_group():
@@ -211,7 +217,17 @@ class Producer:
         self._wake.clear()
 
     async def _one(self, sending: Sending, item: _Item) -> None:
-        """Make one rollout, score it, and put it into its group."""
+        """Make one rollout, score it, and put it into its group; a failure is the producer's."""
+        try:
+            await self._make(sending, item)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            self._fail(error)
+        finally:
+            with self._changed:
+                self._scoring.discard(item.sample_id)
+                self._changed.notify_all()
+
+    async def _make(self, sending: Sending, item: _Item) -> None:
         group = item.group
         turns = Turns(sending, group.prompt, item.sample_id, group.group_id)
         try:
@@ -222,6 +238,7 @@ class Producer:
             turns.release()
         with self._changed:
             self._rates.finished(samples)
+            self._scoring.add(item.sample_id)
         scored = [(sample, await self._reward(sample, reward)) for sample in samples]
         with self._changed:
             if self._buffer.current(group.group_id, item.attempt) is group:
@@ -368,6 +385,12 @@ class Producer:
             self._pause.forget()
             self._notify()
 
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong in the producer, if anything did."""
+        with self._changed:
+            return self._error
+
     def set_version(self, version: int) -> None:
         """Say which weights the servers hold from now on; call it inside ``quiesced``."""
         with self._changed:
@@ -376,8 +399,13 @@ class Producer:
             self._notify()
 
     def snapshot(self) -> ProducerState:
-        """All that is neither trained nor dropped: what a later run's ``state`` is."""
+        """All that is neither trained nor dropped: what a later run's ``state`` is.
+
+        Samples that wait for their reward are waited for, a while: they are complete.
+        """
         with self._changed:
+            now = set(self._scoring)
+            self._changed.wait_for(lambda: not now & self._scoring, timeout=_SCORING_S)
             return producer_state.pack(self._buffer)
 
     def _restore(self, state: ProducerState) -> None:

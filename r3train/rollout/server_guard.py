@@ -30,10 +30,12 @@ from collections.abc import Callable
 import psutil
 
 _POLL_S = 0.5
+_SIGHTINGS = 3
 _SCAN_S = 5.0
 _REPORT_GRACE_S = 3.0
-_HELPER_GRACE_S = 2.0
-# They clean up shared memory after their users are gone, then leave by themselves.
+# They clean up shared memory after their users are gone, then leave by themselves: at once, but on
+# a busy machine.  Killed before, they leave semaphores behind.
+_HELPER_GRACE_S = 10.0
 _HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
 # SGLang renames its workers; the server cannot serve without any one of them.
 _WORKER_MARK = "sglang::"
@@ -138,6 +140,7 @@ def _watch(
     Notes the files to remove in ``leftovers`` while their users live: a crash leaves nobody to ask.
     """
     workers: dict[int, psutil.Process] = {}
+    seen: dict[psutil.Process, int] = {}  # how often in a row
     next_scan = 0.0
     while not stopping:
         if time.monotonic() > next_scan:
@@ -148,9 +151,11 @@ def _watch(
         status = child.poll()
         if status is not None:
             return status
-        for process in _descendants():
-            if process.pid not in workers and _command_line(process).startswith(_WORKER_MARK):
-                workers[process.pid] = process
+        # A helper that a worker forks has the worker's name until it runs its own program: only what
+        # keeps the name is a worker, whose end matters.
+        marked = [p for p in _descendants() if _command_line(p).startswith(_WORKER_MARK)]
+        seen = {p: seen.get(p, 0) + 1 for p in marked}
+        workers |= {p.pid: p for p, times in seen.items() if times >= _SIGHTINGS}
         dead = [process for process in workers.values() if not _alive([process])]
         if dead:
             # SGLang writes the cause to its log when it notices; give it the time to.

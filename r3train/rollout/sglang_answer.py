@@ -17,9 +17,10 @@ import numpy as np
 from r3train.rollout import stitch
 from r3train.rollout.backend import EngineError
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Prompt, RolloutSample, route_dtype
+from r3train.types import Prompt, RolloutSample, RouteRef, route_dtype
 
 FINISH_REASONS = ("stop", "length", "abort")
+ROUTE_PAYLOADS = (str, bytes, memoryview)  # what routes in base64 may come as
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,23 @@ class ExpectedRoutes:
     num_layers: int
     topk: int
     num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of decoded routes: uint8 or uint16."""
+        return np.dtype(route_dtype(self.num_experts))
+
+
+def sample_name(sample_id: int, prompt: Prompt) -> str:
+    """A sample as messages name it."""
+    return f"{sample_id} (prompt {prompt.prompt_id!r})"
+
+
+def route_wire_bytes(answer: Any) -> int:
+    """Base64 bytes of the routes in an answer; 0 without any, or with a reference to them."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    payload = meta.get("routed_experts") if isinstance(meta, Mapping) else None
+    return len(payload) if isinstance(payload, ROUTE_PAYLOADS) else 0
 
 
 def read_answer(
@@ -52,7 +70,7 @@ def read_answer(
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
     """
-    name = f"{sample_id} (prompt {prompt.prompt_id!r})"
+    name = sample_name(sample_id, prompt)
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
@@ -66,6 +84,9 @@ def read_answer(
             row_dtype=route_dtype(routes.num_experts) if routes else np.uint8,
         )
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
+    if finish_reason == "abort" and "prompt_tokens" not in meta:
+        # aborted in SGLang's queue: an answer without counts and routes, of which nothing is kept
+        return replace(before, finish_reason=finish_reason)
     output_ids = _output_ids(answer.get("output_ids"), name)
     input_len, output_len = before.num_tokens, len(output_ids)
     for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
@@ -110,9 +131,12 @@ def _check_versions(
 
 def _rows(
     payload: Any, routes: ExpectedRoutes, num_tokens: int, start: int, name: str
-) -> np.ndarray:
+) -> np.ndarray | RouteRef:
     """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
-    if not isinstance(payload, (str, bytes, memoryview)):
+    if isinstance(payload, RouteRef):  # a route store has decoded and checked them
+        assert payload.shape == (num_tokens - 1 - start, routes.num_layers, routes.topk), name
+        return payload
+    if not isinstance(payload, ROUTE_PAYLOADS):
         raise ValueError(
             f"sample {name}: the answer carries no routed_experts; is the server started with "
             "--enable-return-routed-experts, and is no router in front of it?"

@@ -11,7 +11,7 @@ import aiohttp
 import orjson
 
 from r3train.rollout import sglang_json
-from r3train.rollout.backend import EngineError, EngineUnreachable
+from r3train.rollout.backend import AnswerCutShort, EngineError, EngineUnreachable
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
 _KEEPALIVE_S = 2.0
@@ -52,6 +52,7 @@ class SGLangHTTP:
             raise ValueError("no engine address was given")
         self.urls = [base_url(addr) for addr in addrs]
         self.request_timeout_s = request_timeout_s
+        self.api_key = api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._check_alive = check_alive
         self._session: aiohttp.ClientSession | None = None
@@ -80,9 +81,9 @@ class SGLangHTTP:
         """One request; returns the parsed JSON, or the text of an answer that is not JSON.
 
         Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
-        EngineUnreachable for a broken connection or a timeout, or EngineError for a status of 400
-        and above, or a JSON
-        answer that says ``success: false``; every message begins with ``what``.
+        EngineUnreachable where there is no connection or no answer in time, AnswerCutShort for a
+        connection that broke, or EngineError for a status of 400 and above, or a JSON answer that
+        says ``success: false``; every message begins with ``what``.
         """
         url = self.urls[server]
         timeout_s = timeout_s or self.request_timeout_s
@@ -94,14 +95,14 @@ class SGLangHTTP:
                 break
             except aiohttp.ClientConnectorError as error:
                 if delay_s is None:
-                    await self._raise_if_dead()
+                    await self.raise_if_dead()
                     raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
                 if self._check_alive is not None:
                     self._check_alive()
                 await asyncio.sleep(delay_s)
             except aiohttp.ClientError as error:
-                await self._raise_if_dead()
-                raise EngineUnreachable(
+                await self.raise_if_dead()
+                raise AnswerCutShort(
                     f"{what}: connection to {url} broke: {type(error).__name__}: {error}"
                 ) from error
             except TimeoutError as error:
@@ -143,7 +144,13 @@ class SGLangHTTP:
             data = orjson.dumps(body or {}, option=orjson.OPT_SERIALIZE_NUMPY)
             headers = {"Content-Type": "application/json"}
         async with self._open_session().request(method, url, data=data, headers=headers) as answer:
-            return answer.status, await answer.read()
+            try:
+                return answer.status, await answer.read()
+            except aiohttp.ClientPayloadError as error:
+                expected = answer.headers.get("Content-Length", "unknown")
+                raise aiohttp.ClientPayloadError(
+                    f"the body ended after {answer.content.total_bytes} bytes, expected {expected}"
+                ) from error
 
     async def _parse(self, status: int, raw: bytes, *, url: str, what: str) -> Any:
         try:
@@ -157,7 +164,7 @@ class SGLangHTTP:
             raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}")
         return answer
 
-    async def _raise_if_dead(self) -> None:
+    async def raise_if_dead(self) -> None:
         """Give a dying engine a moment to be reported dead, with its log, instead of unreachable."""
         if self._check_alive is None:
             return

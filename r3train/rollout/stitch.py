@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from r3train.types import Prompt, RolloutSample, missing_marker
+from r3train.types import Prompt, RolloutSample, RouteRef, missing_marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Segment:
     token_ids: np.ndarray  # int32[O]
     log_probs: np.ndarray  # float32[O]
     weight_versions: np.ndarray  # int32[O]
-    rows: np.ndarray | None  # uint8/uint16 [R, L, K]
+    rows: np.ndarray | RouteRef | None  # uint8/uint16 [R, L, K]
     rows_start: int
     finish_reason: str
 
@@ -107,12 +107,17 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
 
 
 def merge_rows(
-    known: np.ndarray, new: np.ndarray, *, start: int, num_rows: int, sample: str
-) -> np.ndarray:
+    known: np.ndarray | RouteRef,
+    new: np.ndarray | RouteRef,
+    *,
+    start: int,
+    num_rows: int,
+    sample: str,
+) -> np.ndarray | RouteRef:
     """Rows 0..num_rows-1, first write wins; a row in neither is marked missing.
 
-    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1.
-    Returns [num_rows, L, K].  Raises ValueError for rows of another shape or dtype, and for rows
+    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1, both of them
+    arrays or both references.  Returns [num_rows, L, K].  Raises ValueError for rows of another shape or dtype, and for rows
     past ``num_rows``: one of the two counts tokens otherwise.
     """
     if known.shape[1:] != new.shape[1:] or known.dtype != new.dtype:
@@ -125,6 +130,12 @@ def merge_rows(
             f"sample {sample}: rows 0..{len(known) - 1} and {start}..{start + len(new) - 1}, "
             f"expected none past {num_rows - 1}"
         )
+    if isinstance(new, RouteRef):
+        assert isinstance(known, RouteRef) or len(known) == 0, "rows and references in one sample"
+        first = known if isinstance(known, RouteRef) else new[:0]
+        rest = new[len(known) - start :] if len(known) > start else new
+        end = max(start + len(new), len(known))
+        return first.followed_by([max(start - len(known), 0), rest, num_rows - end])
     rows = np.full((num_rows, *known.shape[1:]), missing_marker(known.dtype), dtype=known.dtype)
     rows[start : start + len(new)] = new
     rows[: len(known)] = known

@@ -40,25 +40,22 @@ def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:
     return (sample_id << _POSITION_BITS) + np.arange(num_tokens, dtype=np.int64)
 
 
-def sample_ids(uids: np.ndarray) -> set[int]:
-    """The samples that token uids belong to; padding belongs to none.  uids: int64[m]."""
-    return set(np.unique(uids[uids != PADDING_UID] >> _POSITION_BITS).tolist())
-
-
 def describe_uid(uid: int) -> str:
     """A token uid in words, for messages."""
     return f"sample {uid >> _POSITION_BITS} position {uid & ((1 << _POSITION_BITS) - 1)}"
 
 
 def rollout_fingerprint(
-    sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray
+    sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray, first_position: int = 0
 ) -> np.ndarray:
     """Fingerprint of one sample's recorded routes, a number a layer.
 
-    routed_experts: uint8/uint16 [T-1, L, K] as decoded from the engine; missing slots count as
-    nothing.  layer_numbers: int[l], 1-based MoE layers.  Returns uint64[l].
+    routed_experts: uint8/uint16 [R, L, K] as decoded from the engine, the rows from token
+    ``first_position`` on; missing slots count as nothing.  layer_numbers: int[l], 1-based MoE
+    layers.  Returns uint64[l]; the fingerprints of a sample's parts add up to its own.
     """
-    uids = token_uids(sample_id, routed_experts.shape[0]).view(np.uint64)
+    last = first_position + routed_experts.shape[0]
+    uids = token_uids(sample_id, last)[first_position:].view(np.uint64)
     missing = missing_marker(routed_experts.dtype)
     out = np.zeros(len(layer_numbers), dtype=np.uint64)
     token_part = uids * np.uint64(_UID)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from r3train.evidence.audit import audit_run
 from r3train.types import route_dtype
 from r3train.verify import runner
 from r3train.verify.compare import PhaseError, compare
@@ -28,6 +29,8 @@ from r3train.verify.phases import (
 )
 from r3train.verify.rollouts import make_rollouts, with_holes_filled, with_log_probs
 from r3train.verify.topologies import Topology, baseline
+
+from r3train.verify.job_evidence import EVIDENCE_RUN
 
 if TYPE_CHECKING:  # importing it needs megatron
     from r3train.verify.mutations import Mutation
@@ -48,6 +51,7 @@ class TopologyResult:
     # bytes of routes sent to a rank (the largest share), against sending it all of them
     route_bytes: int = 0
     all_route_bytes: int = 0
+    evidence: str = ""  # what check-evidence says of the run
 
     def worst(self, phase: int) -> PhaseError | None:
         found = [errors[phase] for errors in self.errors.values() if phase in errors]
@@ -66,6 +70,7 @@ class MutationResult:
     caught_by: list[int] = field(default_factory=list)
     factor: float = 0.0
     detail: str = ""
+    evidence: str = ""  # what check-evidence says of it; empty where the bug ended in an error
 
 
 @dataclass
@@ -233,6 +238,9 @@ class Verifier:
             rows=rows,
         )
 
+    def _evidence(self, job_id: str) -> str:
+        return audit_run(Path(self._jobs[job_id].output) / EVIDENCE_RUN).verdict
+
     def _measure_noise(self, by_name: dict) -> dict[int, float]:
         """Largest error of runs that must agree: the actor with its microbatches permuted against
         itself, and at world size 1 against the float64 oracle."""
@@ -272,6 +280,7 @@ class Verifier:
         if status.error or first.error:
             result.status, result.reason = "failed", status.error or f"oracle (a): {first.error}"
             return result
+        result.evidence = self._evidence(t.name)
         result.errors = self._errors(t.name, t, self._last_phase(t.name))
         batch, variant = self._prepare(t)[0], VARIANTS[t.variant]
         result.route_bytes = max(self._outcome(t.name, t).route_bytes)
@@ -303,6 +312,7 @@ class Verifier:
             result.factor = math.inf if refused else 0.0
             result.detail = f"refused: {status.error}" if refused else status.error
             return result
+        result.evidence = self._evidence(job_id)
         errors = self._errors(job_id, by_name[m.topology], m.last_phase)
         factors: dict[int, float] = {}
         for phase in errors["b"]:

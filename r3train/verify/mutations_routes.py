@@ -28,7 +28,7 @@ def _routes_become(change: Callable[[TrainSample, np.ndarray], np.ndarray]) -> I
 
         return checked
 
-    with patched(microbatch, "_checked_routes", make):
+    with patched(microbatch, "checked_routes", make):
         yield
 
 

@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
+from r3train.launch.job import recomputed_moe_layers  # noqa: E402
 from r3train.layout import microbatch as microbatches  # noqa: E402
 from r3train.layout.bins import deal_bins, pack_bins  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
@@ -41,6 +42,7 @@ from r3train.trainer.megatron.topology import (  # noqa: E402
     shutdown,
 )
 from r3train.types import RankSlice, RankTopology  # noqa: E402
+from r3train.verify.job_evidence import write_evidence  # noqa: E402
 from r3train.verify.jobs import Job  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
 from r3train.verify.mutations import MUTATIONS, Scene  # noqa: E402
@@ -76,19 +78,11 @@ class JobRun:
 
     def _actor(self, place: RankTopology, trainer: TrainerSection) -> MegatronActor:
         loss = self.loss
-        fields = dict(self.topology.model)
-        overrides = self.variant.overrides | fields.pop("transformer_overrides", {})
         return MegatronActor(
             topology=place,
             device=DEVICE,
             hf=self.hf,
-            model=ModelSection(
-                hf_checkpoint=self.job.checkpoint,
-                bf16=self.job.bf16,
-                transformer_overrides=overrides
-                | (self.mutation.overrides if self.mutation else {}),
-                **fields,
-            ),
+            model=self._model(),
             parallel=self.topology.parallel_section(),
             trainer=trainer,
             loss=LossSettings(
@@ -103,7 +97,17 @@ class JobRun:
             ),
             total_steps=10,
             use_routing_replay=True,
-            enable_r3_correctness_check=self.mutation is None,
+            enable_r3_correctness_check=True,
+        )
+
+    def _model(self) -> ModelSection:
+        fields = dict(self.topology.model)
+        overrides = self.variant.overrides | fields.pop("transformer_overrides", {})
+        return ModelSection(
+            hf_checkpoint=self.job.checkpoint,
+            bf16=self.job.bf16,
+            transformer_overrides=overrides | (self.mutation.overrides if self.mutation else {}),
+            **fields,
         )
 
     def _train(
@@ -129,6 +133,7 @@ class JobRun:
                 if self.mutation is not None and self.mutation.decoy_pass:
                     probe.begin(None)
                     actor.compute_log_probs(self._decoys(place), "old_log_prob")
+                    actor.collect_evidence(0)  # of no run's step
                 probe.begin("old_log_prob")
                 log_probs = actor.compute_log_probs(slices, "old_log_prob")
                 probe.begin("train")
@@ -161,7 +166,14 @@ class JobRun:
         )
         if self.job.order_seed is not None:
             bins = bins[::-1]
-        mine = deal_bins(bins, lengths, place.dp_size)[place.dp_rank]
+        dealt = deal_bins(bins, lengths, place.dp_size)
+        self.dealt = samples, {
+            samples[i].sample.sample_id: data_rank
+            for data_rank, groups in enumerate(dealt)
+            for members in groups
+            for i in members
+        }
+        mine = dealt[place.dp_rank]
         return [
             microbatches.slice_microbatch(
                 microbatches.build_microbatch(
@@ -179,10 +191,14 @@ class JobRun:
 
     def _decoys(self, place: RankTopology) -> list[RankSlice]:
         """The same microbatches with the routes of another rollout."""
-        batch, rotated = self.batch, (self.batch.routes + 1) % self.variant.num_experts
+        batch, dealt, rotated = (
+            self.batch,
+            self.dealt,
+            (self.batch.routes + 1) % self.variant.num_experts,
+        )
         self.batch = RolloutBatch(**{**vars(batch), "routes": rotated})
         slices = self._slices(place)
-        self.batch = batch
+        self.batch, self.dealt = batch, dealt
         return slices
 
     def _streams(self, slices: list[RankSlice], stream: Any) -> dict[int, torch.Tensor]:
@@ -235,12 +251,27 @@ class JobRun:
             for s in slices
             if s.microbatch_id in log_probs
         ]
-        recording["evidence_problems"] = sum(
+        records = actor.collect_evidence(0)
+        # a planted bug is to be caught by its phase, and by its evidence apart from that
+        recording["evidence_problems"] = self.mutation is None and sum(
             e.duplicate_rows
             + e.rows_native
             + e.rows_recompute_differ
             + abs(e.map_sum - e.num_rows * e.topk)
-            for e in actor.collect_evidence(0)
+            for e in records
+        )
+        samples, data_rank_of = self.dealt
+        write_evidence(
+            self.output,
+            records,
+            samples,
+            data_rank_of,
+            num_microbatches=len(slices),
+            place=place,
+            hf=self.hf,
+            recomputed=recomputed_moe_layers(
+                self.topology.parallel_section(), self._model(), self.hf
+            ),
         )
         torch.save(recording, self.output / f"rank{place.rank:03d}.pt")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import psutil
 import pytest
 
 from r3train.loop import prompt_log
+from r3train.loop.replay_source import load_rollout
 from tests.e2e import jobs
 from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
 
@@ -34,13 +36,16 @@ def all_trained_once(run_dir, num_rollout: int) -> None:
     assert all(len(group) == 4 for r in records for group in r["sample_ids"])
 
 
-def test_a_killed_server_comes_back_with_the_current_weights_and_no_sample_is_lost(
-    tmp_path, tiny_flags
-):
+def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp_path, tiny_flags):
+    """Answers of 300 tokens in segments of 32: the server dies while many are half done."""
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "9", "--max-engine-restarts", "1"]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--max-engine-restarts", "1"]
+    flags += ["--rollout-max-response-len", "300", "--rollout-ignore-eos"]
+    flags += ["--rollout-segment-len", "32", "--max-tokens-per-gpu", "4096", "--dump-rollouts"]
     with running(run_dir, *flags, "--check-weight-update-equal") as job:
-        wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
+        wait_for(lambda: steps_done(run_dir) >= 2, job, run_dir)
+        # the next answers have just been asked for, and take about a step
+        time.sleep(0.4 * jobs.Job(0, "", run_dir).metrics()[1]["perf/step_s"])
         os.kill(scheduler(job).pid, signal.SIGKILL)
         assert job.wait(timeout=280) == 0, output(run_dir)
     assert "restart 1 of 1" in output(run_dir)
@@ -48,7 +53,19 @@ def test_a_killed_server_comes_back_with_the_current_weights_and_no_sample_is_lo
     # the new server was probed after every update, and R3 held at every step
     assert all(m["train/weight_probe_gap"] <= 1e-4 and m["r3/passed"] for m in metrics)
     assert all(m["rollout/staleness_max"] <= 1 for m in metrics)
-    all_trained_once(run_dir, 9)
+    # tokens of the dead server were gone on with, in whole segments
+    kept, again = (metrics[-1][f"faults/{n}"] for n in ("resumed_tokens", "resubmitted_requests"))
+    assert again > 0 and kept > 0 and kept % 32 == 0
+    # and they have the rows that came with them: none is missing, or was guessed
+    all_trained_once(run_dir, 6)
+    for step in range(6):
+        for group in load_rollout(run_dir / "rollouts", step):
+            for sample, _ in group:
+                assert (
+                    sample.response_len == 300
+                    and len(sample.routed_experts) == 299 + sample.prompt_len
+                )
+                assert (sample.routed_experts != 255).all()
 
 
 @pytest.mark.slow

@@ -9,6 +9,29 @@ from pathlib import Path
 
 import pytest
 
+# planted bugs that no evidence of a run can show, and why
+LEAVE_NO_EVIDENCE = {
+    **dict.fromkeys(
+        (
+            "local_token_normalisation",
+            "divided_by_dp",
+            "multiplied_by_cp",
+            "expert_sync_skipped",
+            "expert_group_confused",
+            "tp_mean_instead_of_sum",
+            "gates_detached",
+            "padding_counted",
+        ),
+        "the routes are right: what is wrong is the loss, a gradient or the experts' load",
+    ),
+    **dict.fromkeys(
+        ("contiguous_cp", "cp_halves_swapped", "tp_ranks_reversed"),
+        "one wrong index map for tokens, their ids and routes alike: only agreement can tell",
+    ),
+    "mtp_router_counted": "the evidence is the wrong router's, which replays as it should",
+    "cyclic_fill": "it changes filled slots alone, and no row of this batch holds an expert twice",
+}
+
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]
 
 
@@ -49,6 +72,19 @@ def test_every_planted_bug_is_caught_in_the_phase_it_names(verification: dict):
     }
     assert not survivors, survivors
     assert sum(m["phase"] is not None for m in verification["mutations"]) >= 30
+
+
+def test_check_evidence_passes_every_topology_and_fails_every_bug_that_leaves_evidence(
+    verification: dict,
+):
+    assert {t["evidence"] for t in verification["topologies"]} == {"passed"}
+    for m in verification["mutations"]:
+        if m["detail"].startswith("refused"):  # the run ended before there was any
+            continue
+        fine = m["phase"] is None or m["name"] in LEAVE_NO_EVIDENCE
+        assert m["evidence"] == ("passed" if fine else "failed"), m
+    failed = sum(m["evidence"] == "failed" for m in verification["mutations"])
+    assert failed >= 20
 
 
 def test_the_null_mutations_pass(verification: dict):

@@ -33,6 +33,7 @@ class SimulatedEngine:
         self.running: set[int] = set()
         self.aborting: set[int] = set()
         self.asked: list[tuple[int, int, int]] = []  # sample id, weight version, tokens resumed
+        self.asked_for: list[int] = []  # tokens, of each request
         self.cancelled: list[int] = []
         self.calls: list[str] = []
         self.closed = False
@@ -58,7 +59,8 @@ class SimulatedEngine:
         if turn_limit is not None:
             left = min(left, turn_limit)
         versions: list[int] = []
-        reason = "stop"
+        self.asked_for.append(left)
+        reason = "stop" if before.response_len + left == self.length(sample_id) else "length"
         self.running.add(sample_id)
         try:
             while len(versions) < left:

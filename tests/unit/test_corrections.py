@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from r3train.rl.corrections import (
+    gap_quantile,
+    log_prob_gap_histogram,
     log_prob_gap_stats,
     log_prob_gap_sums,
     truncated_importance_weights,
@@ -123,3 +125,31 @@ def test_nothing_is_read_back_to_the_host():
     mask = torch.empty(5, device="meta", dtype=torch.bool)
     truncated_importance_weights(a, b, mask, clip=2.0)
     log_prob_gap_stats(a, b, mask)
+
+
+def test_a_quantile_of_the_gap_is_known_to_its_bin_whatever_is_added_up():
+    generator = torch.Generator().manual_seed(3)
+    gaps = 10 ** (torch.rand(20_000, generator=generator) * 6 - 6)
+    mask = torch.rand(20_000, generator=generator) > 0.3
+    parts = [
+        log_prob_gap_histogram(g, torch.zeros_like(g), m)
+        for g, m in zip(gaps.split(7000), mask.split(7000))
+    ]
+    counts = sum(parts).tolist()
+    assert sum(counts) == int(mask.sum())
+    for share in (0.5, 0.99, 0.999):
+        exact = float(gaps[mask].quantile(share))
+        found = gap_quantile(counts, share, float(gaps[mask].max()))
+        assert exact * 0.999 <= found <= exact * 1.08
+
+
+def test_quantiles_of_gaps_at_the_ends_are_no_invention():
+    zero = torch.zeros(10)
+    every = torch.ones(10, dtype=torch.bool)
+    equal = log_prob_gap_histogram(zero, zero, every).tolist()
+    assert gap_quantile(equal, 0.999, 0.0) == 0.0
+    nothing = log_prob_gap_histogram(zero, zero, ~every).tolist()
+    assert gap_quantile(nothing, 0.999, 0.0) == 0.0
+    odd = torch.tensor([float("nan"), float("inf"), 1e6])
+    far = log_prob_gap_histogram(odd, zero[:3], every[:3]).tolist()
+    assert far[-1] == 3 and gap_quantile(far, 0.5, 1e6) == 1e6

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from queue import Empty
+from types import SimpleNamespace
 
 import pytest
 
 from r3train.data.fingerprint import FileFingerprint
 from r3train.loop import prompt_log
 from r3train.loop.bad_steps import BadSteps
-from r3train.loop.keeper import WatchedSource
+from r3train.loop.keeper import Keeper, KeeperSettings, WatchedSource
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.trainer.megatron.write_results import WriteResults
 from tests.unit.test_rollout_file import groups
@@ -116,3 +117,31 @@ def test_a_forked_writer_hands_its_parent_one_result_of_any_size():
     assert results.get_nowait() == content
     with pytest.raises(Empty):
         results.get_nowait()
+
+
+def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
+    path, told = tmp_path / "data.jsonl", []
+    path.write_text("one\n")
+    prompts = FileFingerprint.of(path)
+    settings = KeeperSettings(
+        run_dir=tmp_path,
+        save_interval=None,
+        dump_rollouts=False,
+        facts={},
+        config_toml="",
+        prompts_changed=prompts.changed,
+    )
+    keeper = Keeper(
+        settings,
+        stop=StopSignal(60),
+        bad_steps=BadSteps(3, tmp_path),
+        checkpointer=None,
+        tell=told.append,
+    )
+    keeper.watch(SimpleNamespace(next_batch=lambda step, on_wait: [groups()[0]])).next_batch(0)
+    keeper.trained(0, 0)
+    assert told == []
+    path.write_text("one\ntwo\n")
+    keeper.trained(1, 0)
+    keeper.trained(2, 0)
+    assert len(told) == 1 and "the prompt file has changed since the run began" in told[0]

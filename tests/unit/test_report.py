@@ -32,7 +32,8 @@ def with_metrics(run_dir: Path, *, gap: float = 0.01) -> Path:
             values |= {"perf/rollout_wait_s": 0.5, "train/loss": float("nan")}
             metrics.write(step, values)
             sample = {"kind": "worst", "reward": 0.1, "response_len": 3, "finish_reason": "stop"}
-            metrics.write_samples(step, [{**sample, "prompt": "say", "text": f"{EVIL} {step}"}])
+            sample |= {"prompt": "say", "text": f"{EVIL} {step}", "generation_s": step + 0.25}
+            metrics.write_samples(step, [sample, {**sample, "kind": "slowest"}])
     return run_dir
 
 
@@ -123,7 +124,9 @@ def test_the_command_writes_page_and_pictures(runs, tmp_path):
     args = ["report", *map(str, runs), "--output", str(tmp_path / "r.html")]
     result = CliRunner().invoke(main, [*args, "--png", str(tmp_path / "png")])
     assert result.exit_code == 0, result.output
-    assert (tmp_path / "png" / "reward.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("reward", "routing_agreement_of_layers_with_r3"):
+        assert (tmp_path / "png" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert not list((tmp_path / "png").glob("*layers_without*"))
     assert CliRunner().invoke(main, ["report", str(tmp_path / "nowhere")]).exit_code == 2
 
 
@@ -132,9 +135,18 @@ def test_runs_of_one_name_are_told_apart():
     assert names([Path("/a/one")]) == ["one"]
 
 
+def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
+    samples = load_run(runs[0], "a").samples
+    slowest = [s["generation_s"] for s in samples if s["kind"] == "slowest"]
+    assert slowest == [3.25, 2.25, 1.25]
+    assert "3 tokens in 3.25 s" in render([load_run(runs[0], "a")])
+
+
 def test_axes_have_round_numbers_within_the_range():
     assert ticks(0.03, 0.97, False) == pytest.approx([0.2, 0.4, 0.6, 0.8])
     assert ticks(1e-6, 1.0, True) == pytest.approx([1e-6, 1e-4, 1e-2, 1.0])
+    assert ticks(1.1e-6, 1.9e-6, True) == pytest.approx([1.2e-6, 1.4e-6, 1.6e-6, 1.8e-6])
+    assert short(1.2e-6) == "1.2e-6"
     assert [short(v) for v in (0, 0.25, 1e-5, 20000)] == ["0", "0.25", "1e-5", "20k"]
     assert len(thinned(range(100000), [1.0] * 100000)) <= 500
     assert "no numbers" in chart_svg(Chart("x", "", [Line(0, "a", [1], [0.0])], log=True))

@@ -132,7 +132,7 @@ def test_the_end_of_one_worker_ends_a_server_that_does_not_notice(tmp_path):
         "import setproctitle, subprocess, sys, time\n"
         "if len(sys.argv) > 1:\n"
         "    setproctitle.setproctitle('sglang::scheduler')\n"
-        "    time.sleep(1.5)\n"
+        "    time.sleep(4)\n"
         "else:\n"
         "    subprocess.Popen([sys.executable, __file__, 'worker'])\n"
         "    time.sleep(1000)\n"
@@ -141,6 +141,33 @@ def test_the_end_of_one_worker_ends_a_server_that_does_not_notice(tmp_path):
     assert process.wait(timeout=20) == 1
     assert "worker process" in process.stdout.read()
     process.stdin.close()
+    process.stdout.close()
+
+
+def test_a_helper_that_a_worker_forks_is_no_worker(tmp_path):
+    """It has the worker's name until it runs its own program, and ends when it likes."""
+    script = tmp_path / "server.py"
+    script.write_text(
+        "import os, setproctitle, subprocess, sys, time\n"
+        "if len(sys.argv) > 1:\n"
+        "    setproctitle.setproctitle('sglang::scheduler')\n"
+        "    for _ in range(150):\n"
+        "        if os.fork() == 0:\n"
+        "            time.sleep(0.01)\n"
+        "            os._exit(0)\n"
+        "        os.wait()\n"
+        "    print('helpers have ended', flush=True)\n"
+        "    time.sleep(1000)\n"
+        "else:\n"
+        "    subprocess.Popen([sys.executable, __file__, 'worker'])\n"
+        "    time.sleep(1000)\n"
+    )
+    process = guard([sys.executable, str(script)], tmp_path)
+    assert process.stdout.readline() == "helpers have ended\n"
+    time.sleep(1.5)
+    assert process.poll() is None
+    process.stdin.close()
+    assert process.wait(timeout=20) == 0
     process.stdout.close()
 
 

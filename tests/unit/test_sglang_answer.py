@@ -131,6 +131,18 @@ def test_an_aborted_request_may_be_empty_but_no_other():
         read(answer)
 
 
+def test_an_abort_in_the_engines_queue_comes_without_counts_and_adds_nothing():
+    """The whole meta_info of SGLang 0.5.23's ``_handle_abort_req``, under load."""
+    reason = {"type": "abort", "message": "Abort in waiting queue"}
+    meta = {"id": "r", "finish_reason": reason, "weight_version": "5", "completion_tokens": 0}
+    sample = read({"text": "", "output_ids": [], "meta_info": meta})
+    assert (sample.finish_reason, sample.response_len) == ("abort", 0)
+    assert sample.routed_experts.shape == (0, 2, 2)
+    meta["finish_reason"] = {"type": "length"}
+    with pytest.raises(ValueError, match="prompt_tokens is None, expected 3"):
+        read({"text": "", "output_ids": [], "meta_info": meta})
+
+
 def test_an_abort_for_an_error_of_the_engine_is_an_engine_error():
     with pytest.raises(EngineError, match=r"sample 12 .*aborted it \(500\): out of memory"):
         read(aborted(status_code=500, message="out of memory"))

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import socket
+import threading
 import time
 from dataclasses import replace
 
@@ -10,7 +12,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sample_seed
+from r3train.rollout.backend import (
+    AnswerCutShort,
+    BadAnswer,
+    EngineDied,
+    EngineError,
+    SamplingParams,
+    sample_seed,
+)
 from r3train.rollout.engine_control import EngineControl
 from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_client import SGLangClient
@@ -124,7 +133,7 @@ async def test_a_group_stays_on_one_server_and_groups_spread():
         await asyncio.sleep(0.2)
         gate.set()
         await asyncio.gather(*calls)
-    groups = [{int(body["rid"].split("-")[1]) // 4 for body in fake.bodies} for fake in fakes]
+    groups = [{int(body["rid"].split("-")[2]) // 4 for body in fake.bodies} for fake in fakes]
     assert [len(group) for group in groups] == [2, 2] and not groups[0] & groups[1]
 
 
@@ -211,6 +220,114 @@ async def test_a_broken_connection_is_not_retried():
         with pytest.raises(EngineError, match="sample 0: connection to .* broke"):
             await one(client)
     assert len(fake.bodies) == 1
+
+
+def spoiling(times, spoil):
+    """A handler whose first ``times`` answers are spoiled."""
+    left = [times]
+
+    async def handle(_request, body):
+        answer = answer_to(body)
+        if left[0]:
+            left[0] -= 1
+            spoil(answer)
+        return web.json_response(answer)
+
+    return handle
+
+
+def one_log_prob_more(answer):
+    answer["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
+
+
+async def test_a_bad_answer_is_asked_for_again_under_another_id_and_counted():
+    fake, told = Fake(spoiling(2, one_log_prob_more)), []
+    options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1))
+    async with client_of(fake, **options) as client:
+        sample = await one(client)
+    assert sample.token_ids.tolist() == [5, 6, 7, 9] and len(told) == 2
+    assert len({body["rid"] for body in fake.bodies}) == 3
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (one_log_prob_more, "2 output_token_logprobs for 1 output tokens"),
+        (lambda a: a.update(meta_info=None), "has no meta_info"),
+        (lambda a: a["meta_info"].update(weight_versions=[None]), "sample 7: AttributeError"),
+        (lambda a: a["meta_info"].update(output_token_logprobs=[5]), "sample 7: TypeError"),
+        (lambda a: a.update(output_ids=[1 << 40]), "sample 7"),
+    ],
+)
+async def test_the_last_bad_answer_is_raised_with_its_sample_and_cause(spoil, message):
+    fake = Fake(spoiling(9, spoil))
+    async with client_of(fake, max_bad_answers=3) as client:
+        with pytest.raises(BadAnswer, match=f"{message}.*bad answer 3, max_bad_answers 3"):
+            await one(client, 7)
+    assert len(fake.bodies) == 3
+
+
+async def test_a_body_that_ends_early_is_a_bad_answer_with_both_lengths():
+    async def cut(request, body):
+        raw = json.dumps(answer_to(body)).encode()
+        response = web.StreamResponse()
+        response.content_length = len(raw)
+        await response.prepare(request)
+        await response.write(raw[:20])
+        request.transport.close()
+        return response
+
+    fake, told = Fake(cut), []
+    options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
+    async with client_of(fake, **options) as client:
+        with pytest.raises(AnswerCutShort, match="sample 0: .*ended after 20 bytes, expected 2"):
+            await one(client)
+    assert len(fake.bodies) == len(told) == 2
+
+
+async def test_after_a_bad_answer_the_group_goes_to_another_server():
+    fakes = [Fake(spoiling(9, one_log_prob_more)), Fake()]
+    async with client_of(*fakes, max_bad_answers=2) as client:
+        await asyncio.gather(*(one(client, i, i // 2) for i in range(4)))
+        await one(client, 8, 0)
+    assert len(fakes[0].bodies) <= 2 and fakes[1].bodies[-1]["rid"].split("-")[2] == "8"
+
+
+async def test_a_refused_request_is_no_bad_answer():
+    async def refuse(_request, _body):
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    fake = Fake(refuse)
+    async with client_of(fake, max_bad_answers=3) as client:
+        with pytest.raises(EngineError, match="answered 400: too long"):
+            await one(client)
+    assert len(fake.bodies) == 1
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_on_shared_servers_only_own_requests_are_aborted(shared):
+    gate = asyncio.Event()
+
+    async def wait(request, body):
+        if request.path == "/generate":
+            await gate.wait()
+            return web.json_response(answer_to(body))
+        return web.json_response({})
+
+    fake = Fake(wait)
+    async with client_of(fake, shared_servers=shared) as client:
+        calls = [asyncio.create_task(one(client, i, i)) for i in range(2)]
+        await asyncio.sleep(0.2)
+        await client.abort()
+        gate.set()
+        await asyncio.gather(*calls)
+    sent = [b["rid"] for b, path in zip(fake.bodies, fake.paths) if path == "/generate"]
+    aborts = [b for b, path in zip(fake.bodies, fake.paths) if path == "/abort_request"]
+    if shared:
+        assert sorted(b["rid"] for b in aborts) == sorted(sent) and all(len(b) == 1 for b in aborts)
+    else:
+        assert [b.get("abort_all") for b in aborts] == [True]
+    assert not any(a != b and b.startswith(a) for a in sent for b in sent)
 
 
 async def test_a_dead_process_is_reported_instead_of_a_broken_connection():
@@ -420,3 +537,35 @@ async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight
         with EngineControl([addr]) as engine:
             with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
                 await asyncio.to_thread(engine.require_exact_boundaries)
+
+
+def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():
+    """Health is asked for while the call waits, not only before it."""
+
+    async def hang(_request, _body):
+        await asyncio.sleep(60)
+
+    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+    addrs, asked = [], []
+
+    async def serve():
+        async with Fake(hang).running() as addr:
+            addrs.append(addr)
+            ready.set()
+            await stop.wait()
+
+    def hung():
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            raise EngineDied("no sign of life")
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(5)
+    began = time.monotonic()
+    with EngineControl(addrs, check_alive=hung) as control:
+        with pytest.raises(EngineDied, match="no sign of life"):
+            control.begin_weight_update()
+    assert time.monotonic() - began < 10
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(timeout=5)

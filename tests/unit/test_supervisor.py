@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from r3train.rollout.backend import EngineDied, EngineError, EngineUnreachable
@@ -45,10 +47,12 @@ def test_requests_of_a_dead_server_wait_and_are_sent_again_with_the_new_version(
     server = FakeServer()
     watch = supervisor(server)
     asked = []
+    partial = {0: None, 1: SimpleNamespace(loss_mask=np.array([False, True, True]))}
 
     class Inner:
-        async def generate(self, prompt, *, sample_id, weight_version=None):
+        async def generate(self, prompt, *, sample_id, weight_version=None, resume_from=None):
             asked.append((sample_id, weight_version))
+            assert resume_from is partial[sample_id]
             if watch.epoch == 0:
                 raise EngineUnreachable("connection broke")
             return f"answer {sample_id}"
@@ -60,7 +64,9 @@ def test_requests_of_a_dead_server_wait_and_are_sent_again_with_the_new_version(
         backend = ResubmittingBackend(Inner(), watch)
         assert await backend.abort() == "inner"
         both = [
-            asyncio.create_task(backend.generate("p", sample_id=i, weight_version=3))
+            asyncio.create_task(
+                backend.generate("p", sample_id=i, weight_version=3, resume_from=partial[i])
+            )
             for i in range(2)
         ]
         await asyncio.sleep(0.3)
@@ -75,7 +81,7 @@ def test_requests_of_a_dead_server_wait_and_are_sent_again_with_the_new_version(
     assert asyncio.run(run()) == ["answer 0", "answer 1"]
     assert sorted(asked) == [(0, 3), (0, 4), (1, 3), (1, 4)]
     assert server.calls == ["stop", "restart", "ready"]
-    assert watch.resubmitted == 2
+    assert watch.resubmitted == 2 and watch.resumed_tokens == 2
     watch.close()
 
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from r3train.rl.corrections import truncated_importance_weights
+from r3train.rl.corrections import log_prob_gap_histogram, truncated_importance_weights
 from r3train.rl.losses import policy_loss
 from r3train.trainer.megatron.hf_bridge import unwrap
 from r3train.trainer.megatron.replay import RoutingReplayManager
@@ -194,7 +194,11 @@ def make_train_step(
             entropy_coef=settings.entropy_coef,
             tis_weights=weights,
         )
-        report = {"sums": {**result.sums, **tis_sums}, "maxima": result.maxima}
+        report = {
+            "sums": {**result.sums, **tis_sums},
+            "maxima": result.maxima,
+            "gaps": log_prob_gap_histogram(old, batch.rollout_log_probs, batch.loss_mask),
+        }
         return result.loss, batch.loss_mask.sum().int(), report
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from r3train.rl.corrections import NUM_GAP_BINS, gap_quantile
 from r3train.trainer.megatron.forward_step import LossSettings
 from r3train.types import RankTopology
 
@@ -29,7 +30,8 @@ def reduce_metrics(
 ) -> dict[str, float]:
     """Means over the global loss tokens (maxima as they are), equal on all ranks.
 
-    reports: one {"sums": ..., "maxima": ...} a microbatch on the last stage, none elsewhere.
+    reports: one {"sums": ..., "maxima": ..., "gaps": ...} a microbatch on the last stage, none
+    elsewhere.
     Only tensor-parallel rank 0 contributes: its peers hold the same tokens.
     """
     names = list(_SUMS)
@@ -37,18 +39,21 @@ def reduce_metrics(
         names.append("kl")
     if settings.use_tis:
         names.extend(_TIS_SUMS)
-    sums = torch.zeros(len(names), dtype=torch.float64, device=device)
+    sums = torch.zeros(len(names) + NUM_GAP_BINS, dtype=torch.float64, device=device)
     maxima = torch.zeros(len(_MAXIMA), dtype=torch.float64, device=device)
     if topology.tp_rank == 0:
         for report in reports:
-            sums += torch.stack([report["sums"][n].double() for n in names])
+            values = torch.stack([report["sums"][n].double() for n in names])
+            sums += torch.cat([values, report["gaps"].double()])
             found = torch.stack([report["maxima"][n].double() for n in _MAXIMA])
             maxima = torch.maximum(maxima, found)
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
-    totals = dict(zip(names, sums.tolist()))
+    gaps = sums[len(names) :].tolist()
+    totals = dict(zip(names, sums.tolist()))  # as many as there are names
     num_tokens = totals.pop("num_tokens")
     metrics = {name: total / max(num_tokens, 1.0) for name, total in totals.items()}
     metrics.update(zip(_MAXIMA, maxima.tolist()))
+    metrics["log_prob_gap_p999"] = gap_quantile(gaps, 0.999, metrics["log_prob_gap_max"])
     metrics["num_loss_tokens"] = num_tokens
     return metrics

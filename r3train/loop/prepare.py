@@ -1,0 +1,125 @@
+"""One rollout made ready for all ranks: cut, dealt, and what its evidence must show.
+
+Done by rank 0 alone.  With --route-stores the samples hold references to their routes, the slices
+hold none (``route_exchange`` brings them), and what was recorded is found by the leaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from r3train.evidence.check import StepExpectation
+from r3train.loop import planted_bugs
+from r3train.loop.batch import (
+    Dealt,
+    Packing,
+    data_rank_of_samples,
+    deal_samples,
+    record_samples,
+    slices_for_ranks,
+    step_expectation,
+)
+from r3train.loop.parts import LoopSettings, ReplayPlan
+from r3train.loop.recorded import Recorded
+from r3train.types import RankSlice, RankTopology, RouteRef, TrainSample
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the evidence must show, but for what was recorded where that is found by the leaders."""
+
+    of_recorded: Callable[[Recorded], StepExpectation]
+    recorded: Recorded | None  # where the routes are on this rank
+
+    def with_recorded(self, recorded: Recorded | None) -> StepExpectation:
+        """The whole expectation; ``recorded`` is the leaders', or None."""
+        found = self.recorded if recorded is None else recorded
+        assert found is not None
+        return self.of_recorded(found)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A rollout on rank 0, ready to be sent."""
+
+    samples: Sequence[TrainSample]  # as the rollout left them
+    dealt_of_steps: Sequence[Dealt]  # as they are trained
+    slices: list[list[RankSlice]]  # [world_size][microbatches of all steps]
+    counts: list[int]  # microbatches of each optimizer step
+    expected: Expected | None  # with the check on
+
+
+def prepare(
+    rollout_id: int,
+    samples: Sequence[TrainSample],
+    settings: LoopSettings,
+    replay: ReplayPlan | None,
+    topologies: Sequence[RankTopology],
+    passes: tuple[str, ...],
+    adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None,
+) -> Prepared:
+    """Deal and cut a rollout's samples; ``adopt`` (with --route-stores) makes routes references."""
+    if adopt is not None:
+        samples = adopt(samples)
+    trained = samples
+    if replay is not None and replay.plant_bug in planted_bugs.ROUTE_BUGS:
+        trained = planted_bugs.plant(replay.plant_bug, _with_bytes(samples), replay.moe_layers)
+        if adopt is not None:
+            trained = adopt(trained)
+    if settings.poisoned is not None and rollout_id in range(*settings.poisoned):
+        trained = planted_bugs.poison(trained)
+    packing = Packing(
+        topologies=topologies,
+        max_tokens_per_gpu=settings.max_tokens_per_gpu,
+        route_shape=(replay.num_layers, replay.topk) if replay and adopt is None else None,
+        route_dtype=replay.route_dtype if replay else np.uint8,
+    )
+    of_rank: list[list[RankSlice]] = [[] for _ in topologies]
+    counts: list[int] = []
+    dealt_of_steps = []
+    share = len(trained) // settings.steps_per_rollout
+    for step in range(settings.steps_per_rollout):
+        dealt = deal_samples(trained[step * share : (step + 1) * share], packing)
+        sliced = slices_for_ranks(dealt, packing, first_microbatch_id=sum(counts))
+        dealt_of_steps.append(dealt)
+        counts.append(len(sliced[0]))
+        for rank, slices in enumerate(sliced):
+            of_rank[rank] += slices
+    expected = None
+    if replay is not None and replay.check:
+        recorded = None
+        of_recorded = partial(
+            step_expectation,
+            rollout_id,
+            num_rows=sum(s.sample.num_tokens for s in samples),
+            passes=passes,
+            moe_layers=replay.moe_layers,
+            recomputed=replay.recomputed,
+            num_microbatches=sum(counts),
+            topologies=topologies,
+        )
+        if adopt is None:
+            recorded = record_samples(
+                [s.sample for s in samples],
+                data_rank_of_samples(dealt_of_steps),
+                topologies[0].dp_size,
+                replay.moe_layers,
+            )
+        expected = Expected(of_recorded, recorded)
+    return Prepared(samples, dealt_of_steps, of_rank, counts, expected)
+
+
+def _with_bytes(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples with their routes here; brings them over where they are references."""
+    return [
+        (
+            replace(s, sample=replace(s.sample, routed_experts=s.sample.routed_experts.read()))
+            if isinstance(s.sample.routed_experts, RouteRef)
+            else s
+        )
+        for s in samples
+    ]

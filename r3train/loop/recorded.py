@@ -1,0 +1,45 @@
+"""What the rollout recorded: fingerprints and whole rows, taken from the bytes of the engine.
+
+On rank 0 from its samples, or with --route-stores on every leader from the rows that it holds;
+sums of the leaders' tables are what rank 0 would have found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from r3train.routing.fingerprint import recorded_rows, rollout_fingerprint
+
+
+class Recorded:
+    """Of each data-parallel rank's samples, a number a MoE layer.
+
+    fingerprints: uint64[dp, l]; whole_rows: int64[dp, l], rows whose every slot was reported.
+    """
+
+    def __init__(self, num_data_ranks: int, moe_layers: Sequence[int]) -> None:
+        self.layers = np.asarray(moe_layers)
+        self.fingerprints = np.zeros((num_data_ranks, len(self.layers)), dtype=np.uint64)
+        self.whole_rows = np.zeros((num_data_ranks, len(self.layers)), dtype=np.int64)
+
+    def add(
+        self, data_rank: int, sample_id: int, rows: np.ndarray, first_position: int = 0
+    ) -> None:
+        """Rows of a sample, uint8/uint16 [R, L, K], from token ``first_position`` on."""
+        self.fingerprints[data_rank] += rollout_fingerprint(
+            sample_id, rows, self.layers, first_position
+        )
+        self.whole_rows[data_rank] += recorded_rows(rows, self.layers)
+
+    def table(self) -> np.ndarray:
+        """int64[2, dp, l], to be added up over ranks; fingerprints in the bits of their int64."""
+        return np.stack([self.fingerprints.view(np.int64), self.whole_rows])
+
+    @classmethod
+    def of_table(cls, table: np.ndarray, moe_layers: Sequence[int]) -> Recorded:
+        """The inverse of ``table``."""
+        out = cls(table.shape[1], moe_layers)
+        out.fingerprints, out.whole_rows = table[0].view(np.uint64), table[1]
+        return out

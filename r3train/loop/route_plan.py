@@ -1,0 +1,68 @@
+"""What each leader must fetch: references of a step's samples as plain numbers (JSON).
+
+Pure, and done by rank 0 alone.  A leader's plan holds
+
+    microbatches  [{lengths, parts}, ...] of its data-parallel rank, all optimizer steps in order;
+                  a part is [sample, first row, store, key, start, stop], store -1 for missing rows
+    recorded      [data rank, sample id, position, key, start, stop] of rows that its store keeps:
+                  the rollout side of the evidence is computed from them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from r3train.layout.microbatch import checked_routes
+from r3train.loop.batch import Dealt, data_rank_of_samples
+from r3train.loop.parts import ReplayPlan
+from r3train.types import RouteRef, TrainSample
+
+
+def leader_plans(
+    samples: Sequence[TrainSample], dealt_of_steps: Sequence[Dealt], replay: ReplayPlan
+) -> list[dict[str, Any]]:
+    """One plan a leader, by data-parallel rank.
+
+    samples: as the rollout left them, for the evidence; dealt_of_steps: as they are trained.
+    Raises ValueError naming the sample whose routes are absent or misshapen.
+    """
+    plans: list[dict[str, Any]] = [{"microbatches": [], "recorded": []} for _ in dealt_of_steps[0]]
+    for dealt in dealt_of_steps:
+        for plan, groups in zip(plans, dealt, strict=True):
+            plan["microbatches"] += [_microbatch(group, replay) for group in groups]
+    data_rank_of = data_rank_of_samples(dealt_of_steps)
+    for s in samples:
+        # a sample that nobody trains counts too: the check must miss it
+        data_rank = data_rank_of.get(s.sample.sample_id, 0)
+        for position, (store, *place) in _places(s, replay):
+            if store >= 0:
+                plans[store]["recorded"].append([data_rank, s.sample.sample_id, position, *place])
+    return plans
+
+
+def _microbatch(group: Sequence[TrainSample], replay: ReplayPlan) -> dict[str, Any]:
+    parts = [
+        [index, first, *place]
+        for index, s in enumerate(group)
+        for first, place in _places(s, replay)
+    ]
+    return {"lengths": [s.sample.num_tokens for s in group], "parts": parts}
+
+
+def _places(s: TrainSample, replay: ReplayPlan) -> Iterator[tuple[int, list[int]]]:
+    """Where a sample's rows are: (first row, [store, key, start, stop]), in order."""
+    routes = checked_routes(s, (replay.num_layers, replay.topk), replay.route_dtype)
+    assert isinstance(routes, RouteRef), "adopt samples first"
+    first = 0
+    for segment in routes.segments:
+        rows = segment.rows
+        place = [rows.store, rows.key] if rows is not None else [-1, -1]
+        yield first, [*place, segment.start, segment.stop]
+        first += len(segment)
+
+
+def parts_of(plan: Mapping[str, Any]) -> Iterator[tuple[int, int, tuple[int, int, int, int]]]:
+    """A planned microbatch's parts: (sample, first row, (store, key, start, stop))."""
+    for sample, first, *place in plan["parts"]:
+        yield sample, first, tuple(place)

@@ -1,0 +1,108 @@
+"""Answers that were cut short or tampered with on their way: refused, asked for again, never trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from r3train.loop import prompt_log
+from r3train.loop.replay_source import load_rollout
+from r3train.loop.rollout_file import read_samples
+from tests.e2e import jobs
+from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
+from tests.e2e.meddling_proxy import FAR_EXPERT, SPOILERS, Meddling, meddling_proxy
+
+pytestmark = pytest.mark.e2e
+
+
+def trained_samples(records: list[dict]) -> list[int]:
+    return [s for record in records for group in record["sample_ids"] for s in group]
+
+
+def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny_flags, engine):
+    """Every sixth answer is spoiled, in each way there is; the prompt file changes meanwhile."""
+    prompts, run_dir = tmp_path / "prompts.jsonl", tmp_path / "run"
+    shutil.copy(tiny_flags[tiny_flags.index("--prompt-data") + 1], prompts)
+    meddling = Meddling(lambda n: SPOILERS[n // 6 % len(SPOILERS)] if n % 6 == 4 else None)
+    with meddling_proxy(engine, meddling) as proxy:
+        flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--prompt-data", str(prompts)]
+        flags += ["--rollout-external-engine-addrs", proxy, "--check-weight-update-equal"]
+        with running(run_dir, *flags, "--dump-rollouts") as job:
+            wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
+            with prompts.open("a") as file:
+                file.write(json.dumps({"prompt": "one more", "label": "x"}) + "\n")
+            assert job.wait(timeout=200) == 0, output(run_dir)
+    spoiled = meddling.spoiled()
+    assert len(spoiled) >= 16 and set(spoiled) == set(SPOILERS)
+    metrics = jobs.Job(0, "", run_dir).metrics()
+    assert len(metrics) == 6 and all(m["r3/passed"] is True for m in metrics)
+    assert metrics[-1]["faults/bad_answers"] == len(spoiled)
+    assert metrics[0]["faults/bad_answers"] < len(spoiled), "counted as they came"
+    records = prompt_log.read([run_dir])
+    assert not any(prompt_log.audit(records).values())
+    assert sorted(trained_samples(records)) == list(range(6 * 16))
+    # what came whole is what was trained: each sample was told untouched exactly once
+    good = [rid.split("-")[2] for _, rid, how in meddling.told if how is None]
+    assert len(good) == len(set(good)) == 6 * 16
+    # both sides' waits are accounted for
+    assert all(0 <= m["perf/train_wait_share"] <= 1 for m in metrics)
+    assert all(0 <= m["perf/rollout_idle_share"] <= 1 for m in metrics)
+    assert output(run_dir).count("the prompt file has changed since the run began") == 1
+
+
+@pytest.mark.parametrize(
+    "spoiler, delay_s, got, expected",
+    [
+        ("far_expert", 0.0, str(FAR_EXPERT), "expert"),
+        # slower than a step: found when the update waits for requests, not when training does
+        ("cut", 1.0, "the body ended after", "expected"),
+    ],
+)
+def test_answers_that_stay_bad_end_the_job_with_their_cause_and_a_checkpoint(
+    spoiler, delay_s, got, expected, tmp_path, tiny_flags, engine
+):
+    checkpoint = tmp_path / "ck"
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--save", str(checkpoint)]
+    flags += ["--auto-resume", "--dump-rollouts"]
+    first_bad = 40  # in the middle of the third rollout
+    meddling = Meddling(
+        lambda n: spoiler if n >= first_bad else None,
+        lambda n: delay_s if n >= first_bad else 0.0,
+    )
+    with meddling_proxy(engine, meddling) as proxy:
+        failed = jobs.run(tmp_path / "failed", *flags, "--rollout-external-engine-addrs", proxy)
+    assert failed.code == 1, failed.output
+    text = " ".join(failed.output.split())
+    assert got in text and expected in text and "max_bad_answers 3" in text
+    assert "a checkpoint was saved" in text and "sample " in text
+    done = pointer(checkpoint)
+    assert 1 <= done == len(failed.metrics()) < 6
+    if delay_s:
+        assert "perf/published_bytes" not in failed.metrics()[-1], "it failed in the update"
+    # no complete sample is lost: each is trained, or in the checkpoint
+    saved, _ = read_samples(checkpoint / f"iter_{done:07d}" / "buffer.safetensors")
+    kept = {sample.sample_id: sample for sample, _ in saved}
+    before = prompt_log.read([failed.run_dir])
+    times = [at for at, _, how in meddling.told if how is not None]
+    complete = meddling.samples_told(until=times[0])
+    assert len(complete) >= 30 and kept
+    assert complete <= set(trained_samples(before)) | set(kept)
+    # and none is generated or trained again
+    resumed = jobs.run(tmp_path / "resumed", *flags, "--rollout-external-engine-addrs", engine)
+    assert resumed.code == 0, resumed.output
+    records = prompt_log.read([failed.run_dir, resumed.run_dir])
+    assert not any(prompt_log.audit(records).values())
+    assert sorted(trained_samples(records)) == list(range(6 * 16))
+    assert all(m["r3/passed"] is True for m in resumed.metrics())
+    later = dumped_samples(resumed.run_dir / "rollouts", range(done, 6))
+    for sample_id, sample in kept.items():
+        assert later[sample_id].token_ids.tolist() == sample.token_ids.tolist()
+        assert (later[sample_id].routed_experts == sample.routed_experts).all()
+
+
+def dumped_samples(directory: Path, steps: range) -> dict:
+    groups = [group for step in steps for group in load_rollout(directory, step)]
+    return {sample.sample_id: sample for group in groups for sample, _ in group}

@@ -1,0 +1,56 @@
+"""How old the trained samples are, over runs on the real server with some requests held back."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.e2e import jobs
+from tests.e2e.meddling_proxy import Meddling, meddling_proxy
+
+pytestmark = pytest.mark.e2e
+
+STEPS = 8
+
+
+def histogram(metrics: list[dict]) -> Counter:
+    """Samples by staleness, of a whole run."""
+    ages: Counter = Counter()
+    for line in metrics:
+        for name, count in line.items():
+            age = name.removeprefix("rollout/staleness_")
+            if age != name and age.isdigit():
+                ages[int(age)] += count
+    return ages
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_sample_is_older_than_allowed_though_requests_are_slow(
+    staleness, tmp_path, tiny_flags, engine
+):
+    """One request in eleven takes a second more, which is several steps."""
+    meddling = Meddling(delay_s=lambda n: 1.0 if n % 11 == 3 else 0.0)
+    with meddling_proxy(engine, meddling) as proxy:
+        job = jobs.run(
+            tmp_path / "run",
+            *tiny_flags,
+            *jobs.R3_FLAGS,
+            *("--num-rollout", str(STEPS), "--max-weight-staleness", str(staleness)),
+            # in small steps: how well three-step-old routes agree is not the matter here
+            *("--lr", "1e-5"),
+            *("--over-sampling-batch-size", "6", "--stale-policy", "regenerate"),
+            *("--pause-generation-mode", "abort" if staleness else "drain"),
+            *("--rollout-external-engine-addrs", proxy),
+        )
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    ages = histogram(metrics)
+    assert sum(ages.values()) == STEPS * 16
+    oldest = max(age for age, count in ages.items() if count)
+    assert oldest <= staleness and (oldest > 0) == (staleness > 0), ages
+    assert all(m["rollout/staleness_max"] <= staleness and m["r3/passed"] for m in metrics)
+    # the share of time that each side waited
+    assert all(0 <= m["perf/train_wait_share"] <= 1 for m in metrics)
+    assert all(0 <= m["perf/rollout_idle_share"] <= 1 for m in metrics)
+    assert max(m["perf/train_wait_share"] for m in metrics) > 0.1

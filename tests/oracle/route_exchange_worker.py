@@ -1,0 +1,251 @@
+"""One rank of test_route_exchange: slices by way of route stores beside slices cut by rank 0.
+
+    torchrun --nproc-per-node 4 -m tests.oracle.route_exchange_worker DIRECTORY [--corrupt]
+
+Real gloo ranks and real stores over HTTP; no model.  Writes what was equal to rank_N.json.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from r3train.loop.parts import LoopSettings, ReplayPlan
+from r3train.loop.prepare import prepare
+from r3train.loop.recorded import Recorded
+from r3train.loop.route_exchange import RouteExchange, leader_ranks
+from r3train.loop.scatter import gather_json, pack_slices, scatter_slices
+from r3train.rollout.route_node import RouteNode
+from r3train.rollout.route_relay import RouteLedger
+from r3train.rollout.sglang_answer import ExpectedRoutes
+from r3train.routing.layers import stage_layer_numbers
+from r3train.types import (
+    Prompt,
+    RankTopology,
+    RolloutSample,
+    RouteRef,
+    RouteSegment,
+    StoredRows,
+    TrainSample,
+    missing_marker,
+)
+
+LAYERS, TOPK = 4, 2
+SETTINGS = dict(
+    num_rollout=1,
+    start_rollout=0,
+    rollout_batch_size=1,
+    max_tokens_per_gpu=64,
+    grpo_std_normalization=False,
+    needs_reference=False,
+    ci_test=False,
+    probe_tokens=None,
+    probe_tolerance=0.0,
+    publish_at_start=False,
+    has_engines=True,
+    poisoned=None,
+)
+TOPOLOGIES = {
+    "dp4": {},
+    "tp2_sp_dp2": dict(tp=2, sp=True),
+    "cp2_dp2": dict(cp=2),
+    "pp2_dp2": dict(pp=2),
+    "tp2_sp_cp2": dict(tp=2, sp=True, cp=2),
+    "vpp2_pp2_dp2": dict(pp=2, vpp=2),
+}
+
+
+def places(world: int, tp=1, cp=1, pp=1, vpp=1, sp=False) -> list[RankTopology]:
+    """Every rank's place, in Megatron's order: tensor, context, data, pipeline."""
+    dp = world // (tp * cp * pp)
+    layers = stage_layer_numbers(LAYERS, pp, vpp_size=vpp)
+    out = []
+    for rank in range(world):
+        rest, tp_rank = divmod(rank, tp)
+        rest, cp_rank = divmod(rest, cp)
+        pp_rank, dp_rank = divmod(rest, dp)
+        own = dict(tp_rank=tp_rank, cp_rank=cp_rank, pp_rank=pp_rank, dp_rank=dp_rank)
+        sizes = dict(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp, vpp_size=vpp)
+        out.append(
+            RankTopology(
+                rank=rank,
+                world_size=world,
+                sequence_parallel=sp,
+                moe_layer_numbers=tuple(layers[pp_rank]),
+                **own,
+                **sizes,
+            )
+        )
+    return out
+
+
+def make_samples(rng: np.random.Generator, dtype: type, first_id: int) -> list[TrainSample]:
+    """Samples of many lengths, some rows with missing slots, some wholly missing."""
+    samples = []
+    for i in range(14):
+        n = int(rng.integers(2, 40))
+        routes = rng.integers(0, 16, (n - 1, LAYERS, TOPK)).astype(dtype)
+        routes[rng.random(routes.shape) < 0.05] = missing_marker(dtype)
+        routes[rng.random(n - 1) < 0.2] = missing_marker(dtype)
+        samples.append(
+            TrainSample(
+                RolloutSample(
+                    sample_id=first_id + i,
+                    group_id=i,
+                    prompt=Prompt("p", 0, "", np.zeros(1, np.int32), None),
+                    token_ids=rng.integers(0, 99, n).astype(np.int32),
+                    prompt_len=1,
+                    loss_mask=np.arange(n) > 0,
+                    rollout_log_probs=rng.random(n).astype(np.float32),
+                    routed_experts=routes,
+                    weight_versions=np.zeros(n, np.int32),
+                    finish_reason="stop",
+                ),
+                0.0,
+                rng.random(n).astype(np.float32),
+            )
+        )
+    return samples
+
+
+def stored(
+    samples: list[TrainSample],
+    rng: np.random.Generator,
+    first_key: int,
+    node: RouteNode | None,
+    ledger: RouteLedger | None,
+    num_stores: int,
+) -> list[TrainSample]:
+    """Cut every sample's rows into parts, and keep each in a store of its own; on all ranks alike.
+
+    A part of missing rows alone is kept nowhere, and every fifth sample stays on rank 0.
+    """
+    out, key = [], first_key
+    for i, s in enumerate(samples):
+        routes = s.sample.routed_experts
+        if i % 5 == 4:
+            out.append(s)
+            continue
+        cuts = sorted({0, len(routes), *rng.integers(0, len(routes) + 1, 3).tolist()})
+        segments = []
+        for a, b in zip(cuts, cuts[1:]):
+            store = int(rng.integers(num_stores))
+            if (routes[a:b] == missing_marker(routes.dtype)).all():
+                segments.append(RouteSegment(None, 0, b - a))
+                continue
+            key += 1
+            if node is not None and node.index == store:
+                # with rows around them that are not these
+                node.store.put(key, np.concatenate([routes[:1], routes[a:b], routes[:1]]))
+            if ledger is not None:
+                released = partial(give_back, ledger, store)
+                name = StoredRows(store, key, node.read, released)
+                segments.append(RouteSegment(name, 1, 1 + b - a))
+        if ledger is not None:
+            reference = RouteRef(tuple(segments), (LAYERS, TOPK), routes.dtype)
+            s = replace(s, sample=replace(s.sample, routed_experts=reference))
+        out.append(s)
+    return out
+
+
+def give_back(ledger: RouteLedger, store: int, key: int) -> None:
+    ledger.put_back(store, [key])
+
+
+def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict[str, object]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    topologies = places(world, **TOPOLOGIES[name])
+    leaders = leader_ranks(topologies)
+    experts = 16 if dtype == np.uint8 else 300
+    routes = ExpectedRoutes(LAYERS, TOPK, experts)
+    replay = ReplayPlan(
+        num_layers=LAYERS,
+        num_experts=experts,
+        topk=TOPK,
+        route_dtype=dtype,
+        moe_layers=tuple(range(1, LAYERS + 1)),
+        recomputed=(),
+        mismatch_threshold=0.1,
+        check=True,
+        plant_bug=None,
+    )
+    node = None
+    if rank in leaders:
+        node = RouteNode(topologies[rank].dp_rank, "key", routes, "127.0.0.1")
+    ports = gather_json(node.start() if node is not None else None)
+    ledger = None
+    if node is not None:
+        node.connect([f"http://127.0.0.1:{ports[leader]}" for leader in leaders])
+    if rank == 0:
+        ledger = RouteLedger(len(leaders), node.read, routes)
+    exchange = RouteExchange(topologies, rank, replay, node=node, ledger=ledger)
+    rng, found = np.random.default_rng(7), {}
+    settings = LoopSettings(steps_per_rollout=steps_per_rollout, **SETTINGS)
+    try:
+        for rollout in range(2):
+            samples = make_samples(rng, dtype, 100 * rollout)
+            direct, expected = None, None
+            if rank == 0:
+                plain = prepare(rollout, samples, settings, replay, topologies, ("train",), None)
+                direct, expected = plain.slices, plain.expected.recorded
+                assert len(direct[0]) > 1, "several microbatches"
+            direct = scatter_slices(direct)
+            # far from the keys that rank 0 draws for what it puts into its own store
+            first_key = (rollout + 1) << 20
+            kept = stored(samples, rng, first_key, node, ledger, len(leaders))
+            if corrupt and node is not None and node.index == len(leaders) - 1:
+                victim = next(iter(node.store._held.values()))
+                victim[1, 0, 0] ^= 1
+            dist.barrier()
+            prepared = None
+            if rank == 0:
+                prepared = prepare(
+                    rollout, kept, settings, replay, topologies, ("train",), exchange.adopt
+                )
+            exchange.start(prepared)
+            via = scatter_slices(prepared.slices if prepared else None)
+            assert all(s.routes is None for s in via), "rank 0 sends no routes"
+            via = exchange.finish(via)
+            recorded = exchange.recorded()
+            found[f"slices_{rollout}"] = bool(np.array_equal(pack_slices(direct), pack_slices(via)))
+            found[f"routes_bytes_{rollout}"] = sum(s.routes.nbytes for s in via)
+            if expected is not None:
+                found[f"recorded_{rollout}"] = same_records(recorded, expected)
+            if node is not None:
+                found[f"held_{rollout}"] = node.store.counts()["held_keys"]
+                found[f"fetched_{rollout}"] = node.fetched_bytes
+            del kept, prepared
+            exchange.metrics()
+    finally:
+        dist.barrier()
+        exchange.close()
+        if node is not None:
+            node.close()
+    return found
+
+
+def same_records(a: Recorded, b: Recorded) -> bool:
+    return np.array_equal(a.fingerprints, b.fingerprints) and np.array_equal(
+        a.whole_rows, b.whole_rows
+    )
+
+
+def main() -> None:
+    directory, corrupt = Path(sys.argv[1]), "--corrupt" in sys.argv
+    dist.init_process_group("gloo")
+    names = ["dp4"] if corrupt else list(TOPOLOGIES)
+    found = {name: check(name, np.uint8, corrupt, 1) for name in names}
+    if not corrupt:
+        found["dp4_uint16_two_steps"] = check("dp4", np.uint16, False, 2)
+    (directory / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
