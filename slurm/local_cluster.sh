@@ -2,12 +2,14 @@
 # A real one-node Slurm on loopback, for tests: munged, slurmctld and slurmd, all files in one
 # directory, nothing of the machine's own Slurm touched.
 #
-#   slurm/local_cluster.sh start DIR     then: export SLURM_CONF=DIR/slurm.conf
+#   slurm/local_cluster.sh install DIR   Debian's slurm-wlm and munge, where they are missing
+#   slurm/local_cluster.sh start DIR     installs too; then: export SLURM_CONF=DIR/slurm.conf
 #   slurm/local_cluster.sh stop DIR
 #
-# Needs root.  Installs Debian's slurm-wlm and munge where they are missing.
+# Needs root.
 set -euo pipefail
-[[ $# -eq 2 && ($1 == start || $1 == stop) ]] || { echo "usage: $0 start|stop DIR" >&2; exit 2; }
+[[ $# -eq 2 && $1 =~ ^(install|start|stop)$ ]] ||
+    { echo "usage: $0 install|start|stop DIR" >&2; exit 2; }
 action=$1
 mkdir -p "$2"
 dir=$(cd "$2" && pwd)
@@ -39,12 +41,25 @@ if [[ $action == stop ]]; then
 fi
 
 [[ $(id -u) -eq 0 ]] || { echo "$0: needs root" >&2; exit 1; }
-if ! command -v slurmctld slurmd munged sbatch >/dev/null; then
+missing=""
+for program in slurmctld slurmd munged sbatch; do
+    command -v "$program" >/dev/null || missing=1
+done
+if [[ -n $missing ]]; then
     export DEBIAN_FRONTEND=noninteractive
-    apt-get update -qq
-    apt-get install -y -qq --no-install-recommends slurm-wlm munge >"$dir/apt.log" 2>&1 ||
-        { tail -5 "$dir/apt.log" >&2; exit 1; }
+    # a package's own daemons stay off: nothing of the machine's is to run
+    policy=/usr/sbin/policy-rc.d
+    if [[ ! -e $policy ]]; then
+        printf '#!/bin/sh\nexit 101\n' >"$policy"
+        chmod +x "$policy"
+        trap 'rm -f "$policy"' EXIT
+    fi
+    {
+        timeout 120 apt-get update -qq &&
+            timeout 240 apt-get install -y -qq --no-install-recommends slurm-wlm munge
+    } >"$dir/apt.log" 2>&1 || { tail -5 "$dir/apt.log" >&2; exit 1; }
 fi
+[[ $action == install ]] && exit 0
 stop
 host=$(hostname -s)
 mkdir -p "$dir"/{state,spool,log,munge}

@@ -1,0 +1,161 @@
+"""The commands of the README and of docs/, as they stand there, and what a test may do with each."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from tests.e2e.jobs import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = r"(?:make|torchrun|r3train|python3?|pip|sbatch|bash|sinfo|docker)"
+_COMMAND = re.compile(rf"^(?:\w+=\S* )*(?:\.venv/bin/)?{PROGRAMS} \S")
+
+
+class Kind(Enum):
+    """What is done with a command."""
+
+    RUN = "run as it is"
+    JOB = "run with two rollouts and a server that is there: pages need what it leaves"
+    DRY = "run with --dry-run; with two rollouts in the slow tests"
+    MAKE = "make -n: what it would run"
+    SLOW = "run as it is in the slow tests"
+    SERVE = "run in the slow tests until it answers, then ended"
+    ELSEWHERE = "not run here"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Commands that ``pattern`` matches; for ELSEWHERE why, and the test that covers them."""
+
+    pattern: str
+    kind: Kind
+    why: str = ""
+    covered_by: str = ""  # path::test
+
+
+# the first rule that matches counts
+RULES = (
+    Rule(r"make ", Kind.MAKE),
+    Rule(
+        r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)",
+        Kind.ELSEWHERE,
+        "gigabytes of CUDA wheels",
+        "tests/e2e/test_docs_commands.py::test_the_gpu_extra_is_there",
+    ),
+    Rule(
+        r"torchrun .*qwen3_30b_a3b|r3train serve .*qwen3_30b_a3b",
+        Kind.ELSEWHERE,
+        "needs GPUs and a checkpoint of 60 GB",
+        "tests/contract/test_configs.py::test_the_30b_recipe_fits_eight_gpus",
+    ),
+    Rule(
+        r".*sbatch .*train_multi_node",
+        Kind.ELSEWHERE,
+        "needs sixteen nodes",
+        "tests/unit/test_slurm_scripts.py::test_16_nodes_are_12_of_torchrun_and_4_of_servers",
+    ),
+    Rule(
+        r"sbatch .*train_single_node",
+        Kind.ELSEWHERE,
+        "needs Slurm, which .ci/run has",
+        "tests/e2e/test_slurm.py::test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes",
+    ),
+    Rule(
+        r"sbatch .*r3_regression|bash slurm/local_cluster|SLURM_CONF=\S+ sinfo",
+        Kind.ELSEWHERE,
+        "needs Slurm, which .ci/run has",
+        "tests/e2e/test_slurm.py::test_the_regression_job_passes_and_its_exit_code_says_so",
+    ),
+    Rule(
+        r"r3train verify ",
+        Kind.ELSEWHERE,
+        "minutes to half an hour, and rewrites a page",
+        "tests/oracle/test_replay_in_every_topology.py::"
+        "test_every_planted_bug_is_caught_in_the_phase_it_names",
+    ),
+    Rule(
+        r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)",
+        Kind.ELSEWHERE,
+        "measures for minutes, on a machine with nothing else to do",
+        "tests/e2e/test_docs_commands.py::test_benchmarks_that_are_named_are_there",
+    ),
+    Rule(r"r3train serve ", Kind.SERVE),
+    Rule(r"r3train doctor .*--probe", Kind.SLOW),
+    Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),
+    Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),
+    Rule(r"torchrun .*train_async\.py ", Kind.DRY),
+    Rule(r"python train_async\.py --help", Kind.RUN),
+    Rule(r"r3train (make-tiny-model|doctor|check-evidence|report) ", Kind.RUN),
+)
+
+
+def rule_of(command: str) -> Rule:
+    """The rule that a command falls under.  Raises ValueError where there is none."""
+    for rule in RULES:
+        if re.match(rule.pattern, command + " "):
+            return rule
+    raise ValueError(f"no rule says what to do with the command: {command}")
+
+
+def commands(page: str) -> list[str]:
+    """All commands of a page's code blocks, whitespace and comments taken out.
+
+    A block marked sh holds nothing else.  In a block without a mark, and in an indented one, lines
+    that begin with a known program are commands.
+    """
+    found = []
+    for mark, lines in _blocks(page):
+        joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+        for line in joined.splitlines():
+            words = " ".join(shlex.quote(w) if _odd(w) else w for w in _words(line))
+            if words and (mark == "sh" or (mark == "" and _COMMAND.match(words))):
+                found.append(words)
+    return found
+
+
+def _blocks(page: str) -> list[tuple[str, list[str]]]:
+    """(mark, lines) of every fenced block, and of every indented one under the mark ""."""
+    blocks: list[tuple[str, list[str]]] = []
+    fenced, indented = False, False
+    for line in page.splitlines():
+        if line.startswith("```"):
+            fenced, indented = not fenced, False
+            if fenced:
+                blocks.append((line.strip("` "), []))
+        elif fenced:
+            blocks[-1][1].append(line)
+        elif line.startswith("    "):
+            if not indented:
+                blocks.append(("", []))
+            indented = True
+            blocks[-1][1].append(line.strip())
+        else:
+            indented = False
+    return blocks
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # text with an apostrophe
+        return []
+
+
+def _odd(word: str) -> bool:
+    return "[" in word or " " in word
+
+
+def spans(page: str) -> list[str]:
+    """All code in backticks within the text, but for whole blocks."""
+    text = re.sub(r"^```.*?^```", "", page, flags=re.M | re.S)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
+def is_a_test(covered_by: str) -> bool:
+    path, _, name = covered_by.partition("::")
+    file = Path(ROOT / path)
+    return file.is_file() and f"def {name}(" in file.read_text(encoding="utf-8")

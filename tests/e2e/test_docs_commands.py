@@ -1,0 +1,234 @@
+"""Every command of the README and of docs/ is run; what cannot be is listed with what covers it.
+
+The commands of a page run in their order, in a directory that has the checkout's files and ``runs/``
+of its own.  A command that several pages show runs once.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from r3train.cli import SUBCOMMANDS, main
+from r3train.rollout.sglang_server import free_port
+from tests.e2e import docs_commands, jobs
+from tests.e2e.docs_commands import PAGES, Kind
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+OF_THE_CHECKOUT = ("configs", "slurm", "benchmarks", "docs", "r3train", "train_async.py")
+SHORT = ["--num-rollout", "2", "--no-tensorboard"]
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def checkout(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory to run the pages' commands in, after ``make demo`` has made runs/tiny."""
+    directory = tmp_path_factory.mktemp("checkout")
+    for name in OF_THE_CHECKOUT:
+        (directory / name).symlink_to(jobs.ROOT / name)
+    shutil.copytree(tiny, directory / "runs" / "tiny")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def once() -> set[str]:
+    """The commands that have been run."""
+    return set()
+
+
+def environment() -> dict[str, str]:
+    return {
+        **jobs.environment(),
+        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        # torchrun meets at 29500 unless told otherwise, and other jobs of this machine do too
+        "PET_MASTER_PORT": str(free_port("127.0.0.1")),
+    }
+
+
+def run(command: str, checkout: Path, timeout: float = 240) -> str:
+    """Run a command as a shell would; its output.  Fails where its exit code is not 0."""
+    command = re.sub(r"--port \d+", lambda _: f"--port {free_port('127.0.0.1')}", command)
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=checkout,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+def serve(command: str, checkout: Path) -> None:
+    """Run a server until it answers, and end it."""
+    file = checkout / "address"
+    command = re.sub(r"--port \d+", "", command) + f" --address-file {file} --log {checkout}/log"
+    server = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=checkout, env=environment())
+    try:
+        deadline = time.monotonic() + 240
+        while not file.exists():
+            assert server.poll() is None and time.monotonic() < deadline, command
+            time.sleep(0.2)
+    finally:
+        server.terminate()
+        server.wait(60)
+    assert not file.exists()
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(jobs.ROOT))
+
+
+def commands_of(kinds: set[Kind]) -> Callable:
+    """A parameter a page that has a command of these kinds."""
+    pages = []
+    for page in PAGES:
+        of_page = docs_commands.commands(page.read_text(encoding="utf-8"))
+        if any(_kind(command) in kinds for command in of_page):
+            pages.append(page)
+    return pytest.mark.parametrize("page", pages, ids=_name)
+
+
+def _kind(command: str) -> Kind | None:
+    try:
+        return docs_commands.rule_of(command).kind
+    except ValueError:
+        return None  # a test of its own says so
+
+
+@commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.MAKE})
+def test_the_commands_of_a_page_run(page, checkout, once, engine):
+    for command in docs_commands.commands(page.read_text(encoding="utf-8")):
+        kind = docs_commands.rule_of(command).kind
+        if command in once or kind in (Kind.SLOW, Kind.SERVE, Kind.ELSEWHERE):
+            continue
+        once.add(command)
+        if kind is Kind.RUN:
+            run(command, checkout)
+        elif kind is Kind.JOB:
+            run(f"{command} {' '.join(SHORT)} --rollout-external-engine-addrs {engine}", checkout)
+        elif kind is Kind.DRY:
+            assert "[replay]" in run(f"{command} --dry-run", checkout)
+        elif kind is Kind.MAKE:
+            target = command.split()[1]
+            made = run(f"make -C {jobs.ROOT} --no-print-directory -n {target}", checkout)
+            assert "train_async.py" in made or target != "demo"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@commands_of({Kind.DRY, Kind.SLOW, Kind.SERVE})
+def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
+    for command in docs_commands.commands(page.read_text(encoding="utf-8")):
+        kind = docs_commands.rule_of(command).kind
+        if f"really {command}" in once:
+            continue
+        once.add(f"really {command}")
+        if kind is Kind.DRY:
+            run(f"{command} {' '.join(SHORT)}", checkout)
+        elif kind is Kind.SLOW:
+            run(command, checkout)
+        elif kind is Kind.SERVE:
+            serve(command, checkout)
+        elif "make-tiny-model" in command:
+            run(command, checkout)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_a_rule_says_what_to_do_with_every_command(page):
+    for command in docs_commands.commands(page.read_text(encoding="utf-8")):
+        rule = docs_commands.rule_of(command)
+        if rule.kind is Kind.ELSEWHERE:
+            assert rule.why and docs_commands.is_a_test(rule.covered_by), rule
+
+
+def test_commands_are_found_and_one_without_a_rule_is_refused():
+    page = (
+        "text\n\n    r3train frob \\\n        --hard  # really\n\n```\nmake tea\nno command\n```\n"
+    )
+    page += "```sh\nX=1 anything --at all\n```\n```toml\nmake = 1\n```\n"
+    found = docs_commands.commands(page)
+    assert found == ["r3train frob --hard", "make tea", "X=1 anything --at all"]
+    for command in (found[0], found[2]):
+        with pytest.raises(ValueError, match="no rule"):
+            docs_commands.rule_of(command)
+
+
+def test_a_command_that_fails_fails_the_test(checkout):
+    with pytest.raises(AssertionError, match="nowhere"):
+        run("r3train check-evidence runs/nowhere", checkout)
+
+
+def test_the_gpu_extra_is_there():
+    project = tomllib.loads((jobs.ROOT / "pyproject.toml").read_text())["project"]
+    pins = project["optional-dependencies"]["gpu"]
+    named = re.findall(r"torch==[\d.]+", (jobs.ROOT / "README.md").read_text())
+    assert named and set(named) <= set(pins)
+
+
+def test_benchmarks_that_are_named_are_there():
+    for page in PAGES:
+        for name in re.findall(r"benchmarks[./](\w+)", page.read_text(encoding="utf-8")):
+            assert (jobs.ROOT / "benchmarks" / f"{name}.py").is_file(), f"{page.name}: {name}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, jobs.ROOT / "AGENTS.md"], ids=_name)
+def test_what_the_text_names_is_there(page):
+    targets = re.findall(r"^([a-z-]+):", (jobs.ROOT / "Makefile").read_text(), re.M)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / link).exists(), link
+    for span in docs_commands.spans(page.read_text(encoding="utf-8")):
+        words = span.split()
+        if words[0] == "make" and len(words) > 1:
+            assert words[1] in targets, span
+        if words[0] == "r3train" and len(words) > 1:
+            assert words[1] in SUBCOMMANDS, span
+        for flag in re.findall(r"(?<!\S)--[a-z][a-z0-9-]*[a-z0-9](?![-\w])", span):
+            assert _is_known(flag), f"{page.name}: {span}"
+
+
+# flags of other programs that the pages name
+_THEIRS = {
+    *("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--standalone"),
+    *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
+    *(
+        "--flag",
+        "--requeue",
+        "--enable-return-routed-experts",
+        "--extra-index-url",
+        "--no-build-isolation",
+    ),
+}
+
+
+def _is_known(flag: str) -> bool:
+    if flag in _THEIRS or flag.startswith("--sglang-") or flag in _our_flags():
+        return True
+    scripts = (jobs.ROOT / "benchmarks").glob("*.py")
+    return any(f'"{flag}"' in script.read_text(encoding="utf-8") for script in scripts)
+
+
+@functools.cache
+def _our_flags() -> set[str]:
+    import train_async
+
+    flags = {"--help", "--version"}
+    commands = [train_async.main, *(main.get_command(None, name) for name in SUBCOMMANDS)]
+    for command in commands:
+        for parameter in command.params:
+            flags |= {*parameter.opts, *parameter.secondary_opts}
+    return flags
