@@ -21,15 +21,19 @@ PYTEST_ARGS ?=
 BIN := .venv/bin
 # -qq: errors alone
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
-KEY := $(shell cat requirements/*.txt pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
+# bench.txt is for a venv of its own
+PINS := $(filter-out requirements/bench.txt,$(sort $(wildcard requirements/*.txt)))
+KEY := $(shell cat $(PINS) pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 CPU_STAMP := .venv/.cpu-$(KEY)
 DEV_STAMP := .venv/.dev-$(KEY)
+BENCH_KEY := $(shell cat requirements/bench.txt requirements/constraints.txt | cksum | tr ' ' '-')-$(notdir $(PYTHON))
+BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-slow lint format docs verify bench clean
+.PHONY: help venv dev demo test test-slow lint format docs verify bench bench-venv clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(CPU_STAMP)  ## Make .venv with everything that runs on a CPU machine
 
@@ -86,10 +90,22 @@ docs: dev  ## Write docs/configuration.md from the models in r3train/config
 verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
 	OMP_NUM_THREADS=1 $(BIN)/r3train verify --mutations
 
-bench: venv  ## Run the benchmarks that take minutes
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/route_path.py
-	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/replay_overhead.py
+# TRL wants packages that r3train does not, and pins of its own: it never enters .venv
+$(BENCH_STAMP):
+	@echo "making .venv-trl: TRL, which the benchmark compares with (1.6 GB on disk)"
+	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -m venv --clear .venv-trl
+	@.venv-trl/bin/python -m pip install -qq --disable-pip-version-check --no-deps \
+	    $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
+	@.venv-trl/bin/python -m pip install -qq --disable-pip-version-check \
+	    -c requirements/constraints.txt -r requirements/bench.txt
+	@touch $@
+
+bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
+
+bench: venv bench-venv  ## Measure everything into docs/performance.md and docs/results.md (15 minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
 
 clean:  ## Remove .venv, caches and build output; runs/ stays
-	rm -rf .venv build *.egg-info .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .venv-trl build *.egg-info .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,18 +4,17 @@ Three actors hold the same weights and take turns in one process, so that whatev
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
 model chooses itself, so that all three do the same work.
 
-    python benchmarks/replay_overhead.py [--rounds 15] [--tokens 1024]
+    python -m benchmarks.replay_overhead [--rounds 15] [--tokens 1024] [--topk 8]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import statistics
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -27,11 +26,13 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
+from benchmarks.measure import ratios, spread, write_result  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
+from r3train.rollout.sglang_server import free_port  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.forward_step import LossSettings  # noqa: E402
@@ -64,19 +65,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
     parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=MODEL.num_layers)
+    parser.add_argument("--topk", type=int, default=MODEL.topk)
+    parser.add_argument("--experts", type=int, default=MODEL.num_experts)
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
         os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29533")
+    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
+    model = replace(
+        MODEL,
+        num_layers=arguments.layers,
+        topk=arguments.topk,
+        num_experts=arguments.experts,
+    )
     with tempfile.TemporaryDirectory() as scratch:
-        build(Path(scratch) / "tiny", MODEL)
-        result = measure(Path(scratch) / "tiny" / "model", arguments)
-    print(json.dumps(result, indent=1))
+        build(Path(scratch) / "tiny", model)
+        result = measure(Path(scratch) / "tiny" / "model", model, arguments)
     shutdown()
+    write_result(arguments.output, result)
 
 
-def measure(checkpoint: Path, arguments: argparse.Namespace) -> dict:
+def measure(checkpoint: Path, model: TinyOptions, arguments: argparse.Namespace) -> dict:
     """Seconds of a step (old-log-prob pass and train step) of each actor, and their ratios."""
     init_distributed("auto", 10)
     place = init_model_parallel(ParallelSection(), 1)
@@ -85,10 +96,11 @@ def measure(checkpoint: Path, arguments: argparse.Namespace) -> dict:
         "replay": make_actor(checkpoint, place, replay=True, check=False),
         "replay and check": make_actor(checkpoint, place, replay=True, check=True),
     }
-    slices = make_slices(actors["native"], arguments)
+    slices = make_slices(actors["native"], model, arguments)
     seconds: dict[str, list[float]] = {name: [] for name in actors}
     for round_number in range(arguments.rounds + 2):
-        for name, actor in actors.items():
+        order = list(actors.items())  # none is always the first after another's caches
+        for name, actor in order[round_number % 3 :] + order[: round_number % 3]:
             started = clock()
             old = actor.compute_log_probs(slices, "old_log_prob")
             actor.train_step(slices, old, None)
@@ -99,13 +111,16 @@ def measure(checkpoint: Path, arguments: argparse.Namespace) -> dict:
                 seconds[name].append(clock() - started)
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
-        model=f"{MODEL.num_layers} layers x {MODEL.hidden_size}, top {MODEL.topk} of "
-        f"{MODEL.num_experts} experts x {MODEL.moe_intermediate_size}",
+        model=f"{model.num_layers} layers x {model.hidden_size}, top {model.topk} of "
+        f"{model.num_experts} experts x {model.moe_intermediate_size}",
+        layers=model.num_layers,
+        topk=model.topk,
+        experts=model.num_experts,
         tokens=arguments.tokens,
         rounds=arguments.rounds,
         seconds={name: spread(values) for name, values in seconds.items()},
-        replay_over_native=ratio(seconds["replay"], seconds["native"]) | {"aim": 1.01},
-        check_over_replay=ratio(seconds["replay and check"], seconds["replay"]) | {"aim": 1.05},
+        replay_over_native=ratios(seconds["replay"], seconds["native"]) | {"aim": 1.01},
+        check_over_replay=ratios(seconds["replay and check"], seconds["replay"]) | {"aim": 1.05},
     )
 
 
@@ -125,12 +140,14 @@ def make_actor(checkpoint: Path, place, *, replay: bool, check: bool) -> Megatro
     )
 
 
-def make_slices(actor: MegatronActor, arguments: argparse.Namespace) -> list[RankSlice]:
+def make_slices(
+    actor: MegatronActor, model: TinyOptions, arguments: argparse.Namespace
+) -> list[RankSlice]:
     """Two microbatches whose routes are the actor's own choice."""
     generator = np.random.default_rng(0)
     length = arguments.tokens // arguments.samples
-    dtype = route_dtype(MODEL.num_experts)
-    shape = (MODEL.num_layers, MODEL.topk)
+    dtype = route_dtype(model.num_experts)
+    shape = (model.num_layers, model.topk)
     samples = []
     for i in range(arguments.samples):
         mask = np.arange(length) >= 8
@@ -140,7 +157,7 @@ def make_slices(actor: MegatronActor, arguments: argparse.Namespace) -> list[Ran
                     sample_id=i,
                     group_id=i,
                     prompt=Prompt("p", i, "", np.zeros(0, np.int32), None),
-                    token_ids=generator.integers(3, MODEL.vocab_size, length).astype(np.int32),
+                    token_ids=generator.integers(3, model.vocab_size, length).astype(np.int32),
                     prompt_len=8,
                     loss_mask=mask,
                     rollout_log_probs=np.where(mask, -6.0, 0).astype(np.float32),
@@ -172,22 +189,11 @@ def make_slices(actor: MegatronActor, arguments: argparse.Namespace) -> list[Ran
     for hook in hooks:
         hook.remove()
     for i, s in enumerate(slices):
-        for layer in range(MODEL.num_layers):
-            routing_map = maps[i * MODEL.num_layers + layer]
-            experts = routing_map.int().topk(MODEL.topk, dim=1).indices
+        for layer in range(model.num_layers):
+            routing_map = maps[i * model.num_layers + layer]
+            experts = routing_map.int().topk(model.topk, dim=1).indices
             s.routes[:, layer] = experts.cpu().numpy().astype(dtype)
     return slices
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, median, high = statistics.quantiles(values, n=4)
-    return dict(median=round(median, 4), q1=round(low, 4), q3=round(high, 4))
-
-
-def ratio(over: list[float], under: list[float]) -> dict[str, float]:
-    """Ratios of neighbouring steps."""
-    return spread([a / b for a, b in zip(over, under)])
 
 
 if __name__ == "__main__":

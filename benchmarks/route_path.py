@@ -7,17 +7,17 @@ uint8 routes.  Beside it, in the same run: a plain copy of the wire's bytes, whi
 read (the memory's own speed), and the -1 fill against the formulation by one-hot int64
 [rows, topk, experts].
 
-    python benchmarks/route_path.py [--samples 64] [--tokens 8192] [--layers 48]
+    python -m benchmarks.route_path [--samples 64] [--tokens 8192] [--layers 48]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -28,6 +28,7 @@ import numpy as np  # noqa: E402
 import pybase64  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.measure import ratios, write_result  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.padding import fill_missing  # noqa: E402
 from r3train.routing.wire import decode_routed_experts  # noqa: E402
@@ -47,10 +48,11 @@ def main() -> None:
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5, help="rounds of the fill comparison")
+    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     result = {"path": measure_path(arguments), "fill": measure_fill(arguments)}
-    print(json.dumps(result, indent=1))
+    write_result(arguments.output, result)
 
 
 def measure_path(a: argparse.Namespace) -> dict[str, Any]:
@@ -110,9 +112,16 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
         wire_copy_gigabytes_a_second=round(
             len(payload) * a.samples / seconds["wire_copy"] / 1e9, 3
         ),
-        path_over_one_copy_of_the_wire=round(path / seconds["wire_copy"], 2),
+        path_over_one_copy_of_the_wire=ratios(
+            [sum(each) for each in zip(*(times[name] for name in stages))],
+            [sum(g) for g in batched(times["wire_copy"], SAMPLES_A_MICROBATCH)],
+        ),
         peak_memory_gigabytes=round(peak / 1e9, 2),
     )
+
+
+def batched(values: list[float], size: int) -> list[list[float]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]
 
 
 def make_sample(i: int, num_tokens: int, routes: np.ndarray) -> TrainSample:

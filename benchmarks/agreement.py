@@ -1,0 +1,147 @@
+"""How far actor and engine disagree about the same tokens, without R3 and with it.
+
+    python -m benchmarks.agreement [--seeds 3] [--write-docs]
+    python -m benchmarks.agreement --ranks 8 --config configs/qwen3_30b_a3b.toml [any training flag]
+
+Without --config the model is a random one, small weights and larger ones being two settings.  A seed
+is a checkpoint (without --config) and a rollout from a real SGLang server in bfloat16.  The
+dumped tokens then go through the actor in float32 and in bfloat16, each with its own routes and with
+the replayed ones: four readings of the same tokens, nothing is trained in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.measure import machine, write_result
+from benchmarks.results_page import RESULTS_PAGE, results_page
+from r3train.config import RunConfig
+from r3train.config.options import train_options
+from r3train.tiny import TinyOptions, build
+
+ROOT = Path(__file__).resolve().parents[1]
+# deep and wide enough that bfloat16 moves some tokens to other experts in every layer
+MODEL = dict(
+    num_layers=8,
+    hidden_size=128,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    num_experts=32,
+    topk=4,
+    moe_intermediate_size=64,
+)
+TINY_FLAGS = """--rm-type accepted_words --rollout-batch-size 16 --n-samples-per-prompt 8
+ --rollout-max-response-len 48 --rollout-ignore-eos --max-tokens-per-gpu 2048""".split()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="Every other flag" " is one of train_async.py, --config among them.",
+    )
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=1, help="of the actor")
+    parser.add_argument("--server-dtype", default="bfloat16")
+    parser.add_argument(
+        "--initializer-range",
+        type=float,
+        nargs="+",
+        default=[0.1, 0.2],
+        help="of the tiny model's weights; each is a setting of its own",
+    )
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--write-docs", action="store_true", help="write docs/results.md")
+    arguments, flags = parser.parse_known_args()
+    result = {
+        "machine": machine(),
+        "command": shlex.join(
+            ["python", "-m", "benchmarks.agreement", "--seeds", str(arguments.seeds)]
+            + ["--ranks", str(arguments.ranks), *flags]
+        ),
+        "server_dtype": arguments.server_dtype,
+        "runs": [],
+    }
+    settings = [None] if "--config" in flags else arguments.initializer_range
+    for setting in settings:
+        for seed in range(arguments.seeds):
+            with tempfile.TemporaryDirectory() as scratch:
+                run = one_seed(seed, setting, arguments, flags, Path(scratch))
+            result["runs"].append({"initializer_range": setting, **run})
+            for actor in ("float32", "bfloat16"):
+                off, on = run[actor]["off"], run[actor]["on"]
+                line = f"seed {seed}, actor {actor}: k3 KL {off['k3']:.3g} -> {on['k3']:.3g}"
+                print(line, file=sys.stderr, flush=True)
+    write_result(arguments.output, result)
+    if arguments.write_docs:
+        RESULTS_PAGE.write_text(results_page(result), encoding="utf-8")
+
+
+def one_seed(
+    seed: int,
+    initializer_range: float | None,
+    arguments: argparse.Namespace,
+    flags: list[str],
+    scratch: Path,
+) -> dict[str, Any]:
+    """Generate once, read four times; what the worker found, and what it was found on."""
+    given = list(flags)
+    if initializer_range is not None:
+        options = TinyOptions(
+            **MODEL, seed=seed, dtype="bfloat16", initializer_range=initializer_range
+        )
+        build(scratch / "tiny", options)
+        given = [*TINY_FLAGS, "--hf-checkpoint", str(scratch / "tiny" / "model"), *given]
+        given += ["--prompt-data", str(scratch / "tiny" / "prompts.jsonl")]
+    given += ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
+    given += ["--num-rollout", "1", "--max-weight-staleness", "0", "--rollout-seed", str(seed)]
+    given += ["--run-dir", str(scratch), "--sglang-dtype", arguments.server_dtype]
+    config = train_options(lambda config: config).main(given, standalone_mode=False)
+    facts = generate(config, arguments.ranks, scratch)
+    (scratch / "resolved.toml").write_text(config.to_toml(), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(arguments.ranks), "-m", "benchmarks.agreement_worker"]
+    command += ["--config", str(scratch / "resolved.toml"), "--rollouts", str(scratch / "rollouts")]
+    command += ["--output", str(scratch / "found.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"the actor ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    return {"seed": seed, **facts, **json.loads((scratch / "found.json").read_text())}
+
+
+def generate(config: RunConfig, ranks: int, scratch: Path) -> dict[str, Any]:
+    """One rollout from the servers of the configuration, dumped; facts of the model."""
+    from r3train.evidence.console import RunDisplay
+    from r3train.launch.engines import Engines
+    from r3train.launch.job import preflight
+    from r3train.loop.replay_source import dump_rollout
+
+    job = preflight(config, ranks)
+    engines = Engines(job, scratch, RunDisplay(1, enabled=False), 0)
+    try:
+        engines.start_server()
+        engines.wait_ready()
+        groups = engines.start_producer().next_batch(0)
+    finally:
+        engines.close()
+    dump_rollout(scratch / "rollouts", 0, groups)
+    return {
+        "layers": len(job.hf.moe_layer_numbers),
+        "experts": job.hf.num_experts,
+        "topk": job.hf.num_experts_per_tok,
+        "hidden": job.hf.hidden_size,
+        "samples": sum(len(group) for group in groups),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""One rank of the agreement study: a dumped rollout through the actor, R3 off and on.
+
+Started by ``benchmarks.agreement`` under torchrun; writes what rank 0 found as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+DEVICE = prepare_device()
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from r3train.config import RunConfig  # noqa: E402
+from r3train.launch.actor import build_actor  # noqa: E402
+from r3train.launch.job import Job, preflight, replay_plan  # noqa: E402
+from r3train.launch.resume import resume_point  # noqa: E402
+from r3train.loop.batch import Packing, deal_samples, slices_for_ranks, train_samples  # noqa: E402
+from r3train.loop.replay_source import load_rollout  # noqa: E402
+from r3train.loop.scatter import gather_topologies  # noqa: E402
+from r3train.rl.corrections import log_prob_gap_stats  # noqa: E402
+from r3train.trainer.megatron import topology  # noqa: E402
+from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
+from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
+from r3train.types import RankSlice, missing_marker  # noqa: E402
+
+ACTORS = {"float32": False, "bfloat16": True}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True, help="resolved configuration")
+    parser.add_argument("--rollouts", type=Path, required=True, help="directory of the dump")
+    parser.add_argument("--output", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    config = RunConfig.from_toml(arguments.config)
+    job = preflight(config, int(os.environ["WORLD_SIZE"]))
+    topology.init_distributed("auto", config.parallel.distributed_timeout_minutes)
+    groups = load_rollout(arguments.rollouts, 0)
+    samples, _ = train_samples(groups, std_normalization=True)
+    found: dict[str, Any] = {}
+    for name, bf16 in ACTORS.items():
+        model = config.model.model_copy(update={"bf16": bf16})
+        own = replace(job, config=config.model_copy(update={"model": model}))
+        found[name] = measure(own, samples)
+        parallel_state.destroy_model_parallel()
+    if dist.get_rank() == 0:
+        arguments.output.write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def measure(job: Job, samples: Sequence) -> dict[str, Any]:
+    """Gap and routing of one actor without and with replay, over the same tokens; a collective."""
+    actor = build_actor(job, DEVICE, resume_point(job))
+    plan = replay_plan(job)
+    packing = Packing(
+        topologies=gather_topologies(actor.topology),
+        max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
+        route_shape=(plan.num_layers, plan.topk),
+        route_dtype=plan.route_dtype,
+    )
+    of_rank = slices_for_ranks(deal_samples(samples, packing), packing, first_microbatch_id=0)
+    slices = of_rank[actor.topology.rank]
+    with watched_routers(actor, slices) as native:
+        off = actor.compute_log_probs(slices, None)  # outside a pass the routers choose themselves
+    on = actor.compute_log_probs(slices, "old_log_prob")
+    own_choice: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
+    for e in actor.collect_evidence(0):
+        if e.counts_tokens:
+            rows = e.rows_equal + e.rows_overlap + e.rows_mismatch
+            own_choice[e.layer_number][0] += rows
+            own_choice[e.layer_number][1] += rows - e.rows_equal
+            own_choice[e.layer_number][2] += e.rows_mismatch
+    return {
+        "off": gap(actor, slices, off),
+        "on": gap(actor, slices, on),
+        "layers_off": shares(native),
+        "layers_on": shares(own_choice),
+    }
+
+
+@contextmanager
+def watched_routers(
+    actor: MegatronActor, slices: Sequence[RankSlice]
+) -> Iterator[dict[int, list[float]]]:
+    """Compare what every router returns with the recorded routes while the block runs.
+
+    Yields {1-based layer: [rows, rows of another set, rows without a common expert, sum over rows of
+    the margin between the k-th and the next logit, sum of the logits' standard deviation]}.
+    """
+    place = actor.topology
+    counts: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
+    calls: dict[int, int] = defaultdict(int)
+
+    def look(router: Any, args: tuple, output: tuple) -> None:
+        layer = router.layer_number
+        s = slices[calls[layer]]  # a router sees the microbatches in their order
+        calls[layer] += 1
+        if not (place.sequence_parallel or place.tp_rank == 0):
+            return  # another rank's rows
+        column = s.layer_numbers.tolist().index(layer)
+        recorded = s.routes[:, column]
+        whole = torch.from_numpy(
+            np.flatnonzero(
+                (s.route_uids >= 0) & (recorded != missing_marker(recorded.dtype)).all(1)
+            )
+        )
+        chosen = output[1].cpu()[whole]
+        theirs = torch.zeros_like(chosen)
+        theirs.scatter_(1, torch.from_numpy(recorded[whole.numpy()].astype(np.int64)), True)
+        shared = (chosen & theirs).sum(1)
+        logits = router.gating(args[0]).float().reshape(-1, chosen.shape[1]).cpu()[whole]
+        highest = logits.topk(recorded.shape[1] + 1, dim=1).values
+        counts[layer] = [
+            total + float(more)
+            for total, more in zip(
+                counts[layer],
+                (
+                    len(whole),
+                    (shared < recorded.shape[1]).sum(),
+                    (shared == 0).sum(),
+                    (highest[:, -2] - highest[:, -1]).sum(),
+                    logits.std(dim=1).sum(),
+                ),
+            )
+        ]
+
+    hooks = [
+        r.register_forward_hook(look) for c in actor.model.unwrapped for r in decoder_routers(c)
+    ]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def shares(counts: dict[int, list[float]]) -> dict[str, list[float]]:
+    """Of each layer in order, over all ranks: shares of rows, mean margin, mean logit spread."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, dict(counts))
+    total: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(5))
+    for part in parts:
+        for layer, values in part.items():
+            total[layer] += values
+    names = ("differ", "disjoint", "margin", "logit_std")
+    table = [total[layer][1:] / max(total[layer][0], 1) for layer in sorted(total)]
+    return {name: [float(row[i]) for row in table] for i, name in enumerate(names)}
+
+
+def gap(
+    actor: MegatronActor, slices: Sequence[RankSlice], log_probs: dict[int, torch.Tensor]
+) -> dict[str, float]:
+    """The log-prob gap over all response tokens of all ranks."""
+    ours, theirs = [np.zeros(0)], [np.zeros(0)]
+    if actor.topology.tp_rank == 0:
+        for s in slices:
+            if s.microbatch_id in log_probs:  # the last pipeline stage alone
+                rows = s.loss_mask & (s.token_uids >= 0)
+                ours.append(log_probs[s.microbatch_id].double().cpu().numpy()[rows])
+                theirs.append(s.rollout_log_probs[rows].astype(np.float64))
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, (np.concatenate(ours), np.concatenate(theirs)))
+    ours_all = torch.from_numpy(np.concatenate([a for a, _ in parts]))
+    theirs_all = torch.from_numpy(np.concatenate([b for _, b in parts]))
+    stats = log_prob_gap_stats(ours_all, theirs_all, torch.ones(len(ours_all), dtype=torch.bool))
+    sizes = (ours_all - theirs_all).abs().numpy()
+    return {name: float(value) for name, value in stats.items()} | {
+        "p999": float(np.quantile(sizes, 0.999)),
+        "tokens": len(sizes),
+    }
+
+
+if __name__ == "__main__":
+    main()

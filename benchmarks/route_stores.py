@@ -1,0 +1,372 @@
+"""What passes through rank 0 with every route, and what is left to it with --route-stores.
+
+    SGLang's answers -> decode -> deal, cut -> every rank's slices
+
+Local processes stand for 2 and 4 data-parallel leaders; a process that hands out one and the same
+synthetic answer stands for the engine.  Client, stores, dealing, cutting and gloo are the
+production code.  Both ways run in turns, in the same processes.
+
+Seconds are processor seconds of a process, so that they do not depend on what else runs: rank 0's
+in all, and the busiest leader's.  Rank 0 is a leader too; "coordinator" is its share when requests
+go to the other leaders' stores alone: what stays at rank 0 however many leaders there are.
+
+    python -m benchmarks.route_stores [--leaders 2 4] [--samples 8] [--tokens 4096]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pybase64
+import torch
+import torch.distributed as dist
+from aiohttp import web
+
+from benchmarks.measure import ratios, spread, write_result
+from r3train.loop.parts import LoopSettings, ReplayPlan
+from r3train.loop.prepare import prepare
+from r3train.loop.route_exchange import RouteExchange
+from r3train.loop.scatter import gather_json, scatter_slices
+from r3train.rollout.backend import SamplingParams
+from r3train.rollout.route_node import RouteNode
+from r3train.rollout.route_relay import RouteLedger, RouteRelay
+from r3train.rollout.sglang_answer import ExpectedRoutes
+from r3train.rollout.sglang_client import SGLangClient
+from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+
+PROMPT_LEN = 256
+EXPERTS = 128
+TOKEN = "a key for processes of this machine"
+
+
+@dataclass(frozen=True)
+class Shape:
+    samples: int  # of each leader, a round
+    tokens: int
+    layers: int
+    topk: int
+    rounds: int
+
+    @property
+    def routes(self) -> ExpectedRoutes:
+        return ExpectedRoutes(self.layers, self.topk, EXPERTS)
+
+    @property
+    def route_bytes(self) -> int:
+        return (self.tokens - 1) * self.layers * self.topk
+
+
+def serve_engine(shape: Shape, ports: Any) -> None:
+    """The process that stands for SGLang."""
+    output_len = shape.tokens - PROMPT_LEN
+    ids = np.random.default_rng(0).integers(0, EXPERTS, shape.route_bytes).astype("<i4")
+    answer = orjson.dumps(
+        {
+            "output_ids": [7] * output_len,
+            "meta_info": {
+                "prompt_tokens": PROMPT_LEN,
+                "completion_tokens": output_len,
+                "finish_reason": {"type": "length"},
+                "output_token_logprobs": [[-1.2345678, 7, None]] * output_len,
+                "weight_versions": [{"version": "0", "start": 0, "end": output_len}],
+                "routed_experts": pybase64.b64encode(ids.tobytes()).decode(),
+            },
+        }
+    )
+
+    async def reply(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=answer, content_type="application/json")
+
+    async def serve() -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post("/generate", reply)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ports.put((runner.addresses[0][1], len(answer)))
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+class Rank:
+    """One leader's process."""
+
+    def __init__(self, rank: int, leaders: int, shape: Shape, engine: str) -> None:
+        self.shape, self.engine, self.leaders, self.rank = shape, engine, leaders, rank
+        layers = tuple(range(1, shape.layers + 1))
+        self.topologies = [
+            RankTopology(
+                rank=i,
+                world_size=leaders,
+                dp_rank=i,
+                dp_size=leaders,
+                moe_layer_numbers=(layers,),
+            )
+            for i in range(leaders)
+        ]
+        self.replay = ReplayPlan(
+            shape.layers, EXPERTS, shape.topk, np.uint8, layers, (), 0.1, False, None
+        )
+        self.settings = LoopSettings(
+            num_rollout=1,
+            start_rollout=0,
+            rollout_batch_size=1,
+            steps_per_rollout=1,
+            max_tokens_per_gpu=2 * shape.tokens,
+            grpo_std_normalization=False,
+            needs_reference=False,
+            ci_test=False,
+            probe_tokens=None,
+            probe_tolerance=0.0,
+            publish_at_start=False,
+            has_engines=True,
+            poisoned=None,
+        )
+        self.node = RouteNode(rank, TOKEN, shape.routes, "127.0.0.1")
+        self.urls = [f"http://127.0.0.1:{port}" for port in gather_json(self.node.start())]
+        self.node.connect(self.urls)
+        self.ledger = RouteLedger(leaders, self.node.read, shape.routes) if rank == 0 else None
+        self.exchange = RouteExchange(
+            self.topologies, rank, self.replay, node=self.node, ledger=self.ledger
+        )
+
+    async def generate(self, stores: str) -> tuple[list[RolloutSample], int]:
+        """All samples of a round, and the base64 bytes of routes that came to the client."""
+        relay = RouteRelay(self.urls, TOKEN, self.ledger) if stores else None
+        client = SGLangClient(
+            [self.engine], routes=self.shape.routes, relay=relay, max_concurrency=8
+        )
+        prompt = Prompt("p", 0, "", np.zeros(PROMPT_LEN, np.int32), None)
+        sampling = SamplingParams(self.shape.tokens - PROMPT_LEN)
+        count = self.shape.samples * self.leaders
+        groups = list(range(count))
+        if stores == "others":  # every store in turn but rank 0's own
+            groups = [
+                i // (self.leaders - 1) * self.leaders + 1 + i % (self.leaders - 1) for i in groups
+            ]
+        try:
+            calls = [
+                client.generate(prompt, sampling, sample_id=i, group_id=group)
+                for i, group in enumerate(groups)
+            ]
+            return list(await asyncio.gather(*calls)), client.route_wire_bytes
+        finally:
+            await client.aclose()
+
+    def round(self, stores: str) -> dict[str, Any]:
+        """One rollout, from the engine's answers to every rank's slices."""
+        found: dict[str, Any] = {}
+        samples: list[RolloutSample] = []
+        before = self.node.fetched_bytes, self.node.store.counts()["wire_bytes"]
+        with measured(found, "answers"):
+            if self.rank == 0:
+                samples, found["client_wire_bytes"] = asyncio.run(self.generate(stores))
+        with measured(found, "slices"):
+            prepared = None
+            if self.rank == 0:
+                zeros = np.zeros(self.shape.tokens, np.float32)
+                prepared = prepare(
+                    0,
+                    [TrainSample(s, 0.0, zeros) for s in samples],
+                    self.settings,
+                    self.replay,
+                    self.topologies,
+                    ("train",),
+                    self.exchange.adopt if stores else None,
+                )
+                found["sent_bytes"] = sum(
+                    f.nbytes
+                    for slices in prepared.slices[1:]
+                    for s in slices
+                    for f in vars_of(s)
+                    if isinstance(f, np.ndarray)
+                )
+            if stores:
+                self.exchange.start(prepared)
+            slices = scatter_slices(prepared.slices if prepared is not None else None)
+            if stores:
+                slices = self.exchange.finish(slices)
+        found["fetched_bytes"] = self.node.fetched_bytes - before[0]
+        found["store_wire_bytes"] = self.node.store.counts()["wire_bytes"] - before[1]
+        found["checksum"] = int(sum(int(s.routes.sum(dtype=np.uint64)) for s in slices))
+        return found
+
+    def fetch(self, num_bytes: int = 1 << 27) -> dict[str, float]:
+        """Rows from rank 0's store to rank 1 over HTTP: seconds of both, and processor seconds."""
+        rows = num_bytes // (self.shape.layers * self.shape.topk)
+        shape = rows, self.shape.layers, self.shape.topk
+        key = 1 << 40
+        if self.rank == 0:
+            self.node.store.put(key, np.ones(shape, np.uint8))
+        found: dict[str, Any] = {}
+        place = np.zeros(shape, np.uint8)
+        cpu = time.process_time()
+        with measured(found, "fetch"):
+            if self.rank == 1:
+                self.node.fetch([(0, key, 0, rows)], [place]).result()
+        found["store_cpu_s"] = time.process_time() - cpu
+        if self.rank == 0:
+            self.node.store.release([key])
+        return {**found, "bytes": place.nbytes}
+
+    def close(self) -> None:
+        self.exchange.close()
+        self.node.close()
+
+
+def vars_of(s: Any) -> Iterator[Any]:
+    return (getattr(s, name) for name in s.__dataclass_fields__)
+
+
+@contextmanager
+def measured(into: dict[str, Any], name: str) -> Iterator[None]:
+    """Wall and processor seconds of a phase that all ranks begin and end together."""
+    dist.barrier()
+    wall, cpu = time.monotonic(), time.process_time()
+    yield
+    own = time.process_time() - cpu
+    dist.barrier()
+    into[f"{name}_wall_s"] = time.monotonic() - wall
+    # a leader's store works on while rank 0 does
+    into[f"{name}_cpu_s"] = own if dist.get_rank() == 0 else time.process_time() - cpu
+
+
+def work(rank: int, leaders: int, shape: Shape, engine: str, store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=leaders)
+    me = Rank(rank, leaders, shape, engine)
+    ways = {"without": "", "with": "all", "coordinator": "others"}
+    rounds: dict[str, list] = {way: [] for way in ways}
+    for number in range(shape.rounds + 1):
+        for way, stores in ways.items():
+            found = gather_json(me.round(stores))
+            if number:  # the first warms up
+                rounds[way].append(found)
+    fetches = [gather_json(me.fetch()) for _ in range(shape.rounds + 1)][1:]
+    if rank == 0:
+        results.put((rounds, fetches))
+    dist.barrier()
+    me.close()
+    dist.destroy_process_group()
+
+
+def summary(
+    leaders: int, shape: Shape, answer_bytes: int, rounds: dict[str, list], fetches: list
+) -> dict[str, Any]:
+    """Medians over the rounds, and ratios of rounds that ran one after the other."""
+    total = shape.samples * leaders * shape.route_bytes
+    sums = {sum(rank["checksum"] for rank in found) for way in rounds.values() for found in way}
+    assert len(sums) == 1, "both ways must bring the same routes"
+
+    def median(way: str, value: Any) -> float:
+        return statistics.median(value(found) for found in rounds[way])
+
+    def cpu(r: dict) -> float:
+        return r["answers_cpu_s"] + r["slices_cpu_s"]
+
+    def of(way: str) -> dict[str, Any]:
+        return dict(
+            rank0_cpu_s=round(median(way, lambda f: cpu(f[0])), 3),
+            rank0_answers_cpu_s=round(median(way, lambda f: f[0]["answers_cpu_s"]), 3),
+            rank0_slices_cpu_s=round(median(way, lambda f: f[0]["slices_cpu_s"]), 3),
+            busiest_other_leader_cpu_s=round(median(way, lambda f: max(map(cpu, f[1:]))), 3),
+            all_ranks_cpu_s=round(median(way, lambda f: sum(map(cpu, f))), 3),
+            wall_s=round(median(way, lambda f: f[0]["answers_wall_s"] + f[0]["slices_wall_s"]), 3),
+            rank0_wire_gb=round(
+                median(way, lambda f: f[0]["client_wire_bytes"] + f[0]["store_wire_bytes"]) / 1e9, 4
+            ),
+            rank0_client_wire_gb=round(median(way, lambda f: f[0]["client_wire_bytes"]) / 1e9, 4),
+            rank0_sent_gb=round(median(way, lambda f: f[0]["sent_bytes"]) / 1e9, 4),
+            busiest_fetched_gb=round(
+                median(way, lambda f: max(r["fetched_bytes"] for r in f)) / 1e9, 4
+            ),
+        )
+
+    without, with_ = rounds["without"], rounds["with"]
+    answers = shape.samples * leaders
+    coordinator = of("coordinator")
+    return dict(
+        leaders=leaders,
+        samples=answers,
+        route_gigabytes=round(total / 1e9, 4),
+        answer_megabytes=round(answer_bytes / 1e6, 3),
+        without=of("without"),
+        with_stores=of("with"),
+        coordinator=coordinator,
+        rank0_cpu_without_over_with=ratios(
+            [cpu(found[0]) for found in without], [cpu(found[0]) for found in with_]
+        ),
+        rank0_cpu_without_over_coordinator=ratios(
+            [cpu(found[0]) for found in without], [cpu(found[0]) for found in rounds["coordinator"]]
+        ),
+        fetch_gigabytes_a_second=dict(
+            wall=spread([f[1]["bytes"] / f[1]["fetch_wall_s"] / 1e9 for f in fetches]),
+            of_the_reader=spread([f[1]["bytes"] / f[1]["fetch_cpu_s"] / 1e9 for f in fetches]),
+            of_the_store=spread([f[1]["bytes"] / f[0]["store_cpu_s"] / 1e9 for f in fetches]),
+        ),
+        rank0_cpu_s_per_route_gb=dict(
+            without=round(of("without")["rank0_cpu_s"] / total * 1e9, 3),
+            with_stores=round(of("with")["rank0_cpu_s"] / total * 1e9, 3),
+        ),
+        coordinator_ms_per_answer=round(coordinator["rank0_answers_cpu_s"] / answers * 1e3, 3),
+        leader_cpu_s_per_route_gb=round(
+            of("with")["busiest_other_leader_cpu_s"] / (total / leaders) * 1e9, 3
+        ),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--leaders", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--samples", type=int, default=8, help="of each leader, a round")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--topk", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path)
+    a = parser.parse_args()
+    shape = Shape(a.samples, a.tokens, a.layers, a.topk, a.rounds)
+    spawn = multiprocessing.get_context("spawn")
+    ports = spawn.Queue()
+    engine = spawn.Process(target=serve_engine, args=(shape, ports), daemon=True)
+    engine.start()
+    try:
+        port, answer_bytes = ports.get(timeout=60)
+        results = []
+        for leaders in a.leaders:
+            found = spawn.Queue()
+            with tempfile.TemporaryDirectory() as directory:
+                store = str(Path(directory) / "store")
+                arguments = (leaders, shape, f"127.0.0.1:{port}", store, found)
+                ranks = [spawn.Process(target=work, args=(i, *arguments)) for i in range(leaders)]
+                for rank in ranks:
+                    rank.start()
+                rounds, fetches = found.get(timeout=1200)
+                for rank in ranks:
+                    rank.join(timeout=60)
+            results.append(summary(leaders, shape, answer_bytes, rounds, fetches))
+    finally:
+        engine.kill()
+        engine.join()
+    asked = {name: value for name, value in vars(a).items() if name != "output"}
+    cores = len(os.sched_getaffinity(0))
+    write_result(a.output, {"shape": asked, "cores": cores, "results": results})
+
+
+if __name__ == "__main__":
+    main()
