@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import random
 import secrets
 import socket
 import subprocess
@@ -17,6 +19,7 @@ from r3train.rollout.backend import EngineDied, EngineError
 # on_progress(elapsed_s, last log line)
 OnProgress = Callable[[float, str], None]
 
+_PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
 # torchrun's variables describe the trainer's group; the server must not join it, and
@@ -29,10 +32,17 @@ _TORCHRUN_NAMES = frozenset(
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody on ``host`` listened on a moment ago."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-        sock.bind((host, 0))
-        return sock.getsockname()[1]
+    """A TCP port that nobody on ``host`` listened on a moment ago.
+
+    A server binds it only seconds later.  Ports that the system gives to outgoing connections
+    (32768 and up by default) may be taken by then, so it is drawn from those below.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket(family) as sock, contextlib.suppress(OSError):
+            sock.bind((host, port))
+            return port
+    raise OSError(f"{host}: 100 ports of {_PORTS} were tried, and none can be bound")
 
 
 def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:

@@ -3,7 +3,7 @@
 import pytest
 
 from r3train.rollout.sglang_flags import check_server_flags, known_flags
-from r3train.rollout.sglang_server import SGLangServer, log_tail, server_flags
+from r3train.rollout.sglang_server import SGLangServer, free_port, log_tail, server_flags
 
 
 def value_of(command, flag):
@@ -91,3 +91,15 @@ def test_every_flag_that_a_server_is_started_with_is_one_that_sglang_has(tmp_pat
         ours = [word[2:] for word in server.command() if word.startswith("--")]
         assert len(known_flags()) > 200
         check_server_flags(name for name in ours if name not in ("owner-fd", "log"))
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take_before_the_server_does():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    ports = {free_port("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 10 and max(ports) < first
+
+
+def test_an_address_of_another_machine_has_no_free_port():
+    with pytest.raises(OSError, match="192.0.2.1: 100 ports"):
+        free_port("192.0.2.1")
