@@ -148,9 +148,10 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
             "send": sent / rates.gloo_send / GIGA,
         }
 
-    leader = seconds(answers * share, routes * share, kept * share, (kept + copies) * share)
-    # a leader's microbatches hold samples of all stores: nearly all of its rows come from others
-    leader["exchange"] = routes * share * (1 - share) * 2 / c.network / GIGA
+    leader = seconds(answers * share, routes * share, kept * share, kept * share)
+    # a leader's microbatches hold samples of all stores: nearly all of its rows come from others,
+    # over HTTP, and as many bytes go out
+    leader["exchange"] = routes * share * (1 - share) * 2 / min(c.network, rates.http_read) / GIGA
     weights = model.parameters * 2
     return Cost(
         gpus=gpus,
@@ -164,8 +165,8 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
         leader=leader,
         rank0_beside_leaders={
             "parse": tokens * c.log_prob_json / rates.log_prob_parse / GIGA,
-            "message": streams / rates.message / GIGA,
-            "send": streams / rates.gloo_send / GIGA,
+            "message": copies * others / rates.message / GIGA,
+            "send": copies * others / rates.gloo_send / GIGA,
         },
         weights_s=weights / c.weight_broadcast / GIGA,
         stage_weights_s=weights / model.pp / c.weight_broadcast / GIGA,
@@ -432,15 +433,18 @@ def _conclusions(rates: Rates, c: Cluster) -> Iterator[str]:
         )
         where = f"from {first.gpus} GPUs on" if first else "nowhere up to 4096 GPUs"
         yield (
-            f"- {model.name}: rank 0's route path outlasts training {where}. With routes at the"
-            f" leaders the path is {ratio:,.0f} times shorter at {last.gpus} GPUs, and"
+            f"- {model.name}: rank 0's route path outlasts training {where}. With `--route-stores`"
+            f" the path is {ratio:,.0f} times shorter at {last.gpus} GPUs, and"
             f" {'weight sync' if last.weights_s > last.train_s else 'training'} is what a step waits"
             f" for; every pipeline stage sending its own weights would make the sync"
             f" {last.stage_weights_s:,.1f} s (not built)."
         )
     yield ""
     yield "The route path overlaps with training up to the cutting: receiving, parsing and decoding are"
-    yield "done while the step before trains, on the threads of one process."
+    yield "done while the step before trains, on the threads of one process. With `--route-stores` each"
+    yield "data-parallel leader receives, decodes, exchanges and cuts its own (docs/architecture.md);"
+    yield "what it saves rank 0 on this machine is measured by `benchmarks/route_stores.py`. What is left to"
+    yield "rank 0 then are log-probs as JSON and the token streams, which it sends to every rank itself."
 
 
 def recorded() -> tuple[Rates, str, str]:

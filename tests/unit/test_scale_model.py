@@ -29,7 +29,10 @@ def test_leaders_share_the_route_path_and_rank_0_keeps_what_is_not_routes():
     for stage in ("receive", "parse", "decode", "cut"):
         assert few.rank0[stage] == many.rank0[stage]
         assert many.leader[stage] == pytest.approx(few.leader[stage] / 8)
-    assert few.rank0_beside_leaders == many.rank0_beside_leaders
+    assert few.rank0_beside_leaders["parse"] == many.rank0_beside_leaders["parse"] > 0
+    # the token streams go from rank 0 to every other rank, with leaders too
+    assert many.rank0_beside_leaders["send"] == pytest.approx(4 * 49e6 * 255 / 256 / 1e9)
+    assert many.leader["send"] == pytest.approx(80e6 / 64 / 1e9)
 
 
 def test_ids_above_254_take_two_bytes_and_dense_layers_are_not_sent_on():
