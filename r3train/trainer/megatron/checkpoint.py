@@ -99,13 +99,16 @@ class Checkpointer:
     ) -> None:
         """Save model, optimizer, scheduler and RNG of every rank after ``num_rollouts``.
 
-        facts: JSON-able, read back by ``read_state``.  Does nothing when that checkpoint was
-        written already.  Raises CheckpointError, with the cause, when it cannot be written.
+        facts: JSON-able, read back by ``read_state``.  Of a checkpoint that was written already only
+        the extra files are written again: rollouts have been completed since.  Raises
+        CheckpointError, with the cause, when it cannot be written.
         """
-        if self._last == num_rollouts:
-            return
         self.finish()
         final = self._directory / f"iter_{num_rollouts:07d}"
+        if self._last == num_rollouts:
+            if dist.get_rank() == 0 and write_extra is not None:
+                write_extra(final)
+            return
         temporary = final.with_suffix(".tmp")
         self._writing = temporary
         try:
