@@ -1,8 +1,8 @@
 """What a step moves at 64 to 4096 GPUs, where it waits first, and what leaders of their own change.
 
-    python benchmarks/scale_model.py                # with the constants that docs/scale.md records
-    python benchmarks/scale_model.py --measure      # measure them anew on this machine
-    python benchmarks/scale_model.py --measure --write-docs
+    python -m benchmarks.scale_model                # with the constants that docs/scale.md records
+    python -m benchmarks.scale_model --measure      # measure them anew on this machine
+    python -m benchmarks.scale_model --measure --write-docs
 
 Rates of the route path are measured with the production code (JSON and base64 decoding, packing,
 cutting, packing into messages, gloo between two processes).  What needs the cluster (network,
@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
-import statistics
-import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from datetime import date
 from pathlib import Path
 
+from benchmarks.scale_rates import GIGA, Rates, measure
+
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
-GIGA = 1e9
 GPU_COUNTS = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -59,20 +56,6 @@ MODELS = (
     Model("DeepSeek-V3", 61, 58, 8, 256, 671e9, 37e9, 4, 8, 1),
     Model("60 layers, top 8 of 128", 60, 60, 8, 128, 120e9, 12e9, 4, 2, 1),
 )
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Measured on one core: GB/s of uint8 route bytes unless said otherwise."""
-
-    http_read: float  # of an answer's bytes, from another process of this machine
-    parse: float  # of an answer's bytes, its routes lifted out
-    log_prob_parse: float  # of an answer's bytes beside its routes
-    decode: float
-    pack_and_cut: float  # of every rank's share together
-    message: float  # of slices made into one message
-    gloo_send: float  # of a message, between two processes of one machine
-    unpack: float
 
 
 @dataclass(frozen=True)
@@ -173,187 +156,6 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
     )
 
 
-# ---- measured constants -----------------------------------------------------------------------
-
-
-def measure() -> Rates:
-    """The production code's rates, on one core: medians of several rounds."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    import numpy as np
-    import orjson
-    import pybase64
-
-    from r3train.layout.microbatch import build_microbatch, slice_microbatch
-    from r3train.loop.scatter import pack_slices, unpack_slices
-    from r3train.rollout import sglang_json
-    from r3train.routing.wire import decode_routed_experts
-    from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
-
-    tokens, layers, topk, experts, tp, pp = 8192, 48, 8, 128, 2, 4
-    rows = tokens - 1
-    ids = np.random.default_rng(0).integers(0, experts, (rows, layers, topk)).astype("<i4")
-    payload = pybase64.b64encode(ids.tobytes()).decode()
-    beside = {"output_token_logprobs": [[-0.5 - i / tokens, i, None] for i in range(tokens)]}
-    answer = orjson.dumps({"meta_info": {"routed_experts": payload, **beside}})
-    light = orjson.dumps({"meta_info": beside})
-    size = rows * layers * topk
-
-    def decode() -> np.ndarray:
-        return decode_routed_experts(
-            payload,
-            num_tokens=tokens,
-            num_layers=layers,
-            topk=topk,
-            num_experts=experts,
-            sample="0",
-        )
-
-    zeros = np.zeros(tokens, np.float32)
-    samples = [
-        TrainSample(
-            RolloutSample(
-                sample_id=i,
-                group_id=i,
-                prompt=Prompt("p", i, "", np.zeros(0, np.int32), None),
-                token_ids=np.zeros(tokens, np.int32),
-                prompt_len=1,
-                loss_mask=np.ones(tokens, bool),
-                rollout_log_probs=zeros,
-                routed_experts=decode(),
-                weight_versions=np.zeros(tokens, np.int32),
-                finish_reason="stop",
-            ),
-            reward=0.0,
-            advantages=zeros,
-        )
-        for i in range(2)
-    ]
-    share = layers // pp
-    places = [
-        RankTopology(
-            tp_rank=t,
-            tp_size=tp,
-            pp_rank=p,
-            pp_size=pp,
-            sequence_parallel=True,
-            moe_layer_numbers=(tuple(range(p * share + 1, (p + 1) * share + 1)),),
-        )
-        for p in range(pp)
-        for t in range(tp)
-    ]
-
-    def cut() -> list:
-        batch = build_microbatch(0, samples, cp_size=1, tp_size=tp, route_shape=(layers, topk))
-        return [slice_microbatch(batch, place) for place in places]
-
-    slices = cut()
-    messages = [pack_slices([s]) for s in slices]
-    sent = sum(len(m) for m in messages)
-    return Rates(
-        http_read=measure_http(answer),
-        parse=rate(len(answer), lambda: sglang_json.loads(answer)),
-        log_prob_parse=rate(len(light), lambda: sglang_json.loads(light)),
-        decode=rate(size, decode),
-        pack_and_cut=rate(2 * size, cut),
-        message=rate(sent, lambda: [pack_slices([s]) for s in slices]),
-        gloo_send=measure_gloo(),
-        unpack=rate(sent, lambda: [unpack_slices(m) for m in messages]),
-    )
-
-
-def rate(num_bytes: int, work: Callable[[], object], rounds: int = 9) -> float:
-    """GB a second: the median round, the first one left out."""
-    seconds = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return round(num_bytes / statistics.median(seconds[1:]) / GIGA, 2)
-
-
-def measure_http(answer: bytes, rounds: int = 8) -> float:
-    """GB a second of answers read by the production client from a server in another process."""
-    import asyncio
-
-    from r3train.rollout.sglang_http import SGLangHTTP
-
-    context = multiprocessing.get_context("spawn")
-    ports = context.SimpleQueue()
-    server = context.Process(target=_serve, args=(answer, ports), daemon=True)
-    server.start()
-
-    async def read() -> float:
-        http, seconds = SGLangHTTP([f"127.0.0.1:{ports.get()}"]), []
-        for _ in range(rounds + 1):
-            began = time.perf_counter()
-            await http._send("POST", http.urls[0], None)
-            seconds.append(time.perf_counter() - began)
-        await http.aclose()
-        return statistics.median(seconds[1:])
-
-    try:
-        return round(len(answer) / asyncio.run(read()) / GIGA, 2)
-    finally:
-        server.terminate()
-        server.join()
-
-
-def _serve(answer: bytes, ports) -> None:
-    import asyncio
-
-    from aiohttp import web
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/", lambda request: _answered(web.Response(body=answer)))
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ports.put(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
-
-
-async def _answered(response):
-    return response
-
-
-def measure_gloo(num_bytes: int = 1 << 27) -> float:
-    """GB a second of one gloo send between two processes over loopback."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as directory:
-        results = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_gloo_rank, args=(r, f"{directory}/store", num_bytes, results))
-            for r in (0, 1)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        return round(num_bytes / results.get() / GIGA, 2)
-
-
-def _gloo_rank(rank: int, store: str, num_bytes: int, results) -> None:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    message, seconds = torch.ones(num_bytes, dtype=torch.uint8), []
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
-        dist.barrier()
-        seconds.append(time.perf_counter() - began)
-    if rank == 0:
-        results.put(statistics.median(seconds[1:]))
-    dist.destroy_process_group()
-
-
 # ---- the page ---------------------------------------------------------------------------------
 
 
@@ -372,7 +174,7 @@ def _page_lines(rates: Rates, c: Cluster, when: str, machine: str) -> Iterator[s
     yield "them train. Rates were measured with the production code on one core; the network, the GPUs"
     yield "and training are assumptions. **Nothing on this page has been run on a cluster.**"
     yield ""
-    yield "    python benchmarks/scale_model.py --measure --write-docs"
+    yield "    python -m benchmarks.scale_model --measure --write-docs"
     yield ""
     yield f"| measured on {when}, {machine} | GB/s on one core |"
     yield "|---|---|"
