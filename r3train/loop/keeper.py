@@ -115,7 +115,9 @@ class Keeper:
             state = self._source.snapshot()
 
             def write_extra(directory: Path) -> None:
-                (directory / CONFIG_FILE).write_text(self._settings.config_toml, encoding="utf-8")
+                config = directory / CONFIG_FILE
+                if not config.exists():  # a whole checkpoint may only have its buffer renewed
+                    config.write_text(self._settings.config_toml, encoding="utf-8")
                 if state is not None:
                     write_samples(directory / BUFFER_FILE, state.samples, state.facts)
 
