@@ -12,8 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from r3train.rollout import producer_state
@@ -24,6 +22,8 @@ from r3train.rollout.group_buffer import BufferLimits, Group, GroupBuffer, Outco
 from r3train.rollout.loop_thread import LoopThread
 from r3train.rollout.producer_state import ProducerState
 from r3train.rollout.rates import Rates
+from r3train.rollout.scoring import Scoring
+from r3train.rollout.tasks import RolloutItem, RolloutTasks
 from r3train.rollout.turns import Sending, Turns
 from r3train.rollout.update_pause import UpdatePause
 from r3train.types import Prompt, RolloutSample
@@ -32,18 +32,6 @@ OnWait = Callable[[dict[str, Any]], None]
 
 _TICK_S = 0.2
 _ALIVE_EVERY_S = 0.5
-_SCORING_S = 30.0
-
-
-@dataclass(slots=True)
-class _Item:
-    """One rollout to make, or to go on with: place ``place`` of one attempt at a group."""
-
-    group: Group
-    attempt: int
-    place: int
-    sample_id: int
-    episode: Episode
 
 
 class Producer:
@@ -104,13 +92,11 @@ class Producer:
         self._sampling = sampling
         self._limits = limits
         self._pause = UpdatePause(pause_mode, self._on_loop, self._empty)
-        self._score = score
         self._check_alive = check_alive
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._samples_per_rollout = samples_per_rollout
         self._segment_len = segment_len
         self._on_outcome = on_outcome
-        self._scorers = ThreadPoolExecutor(score_threads, thread_name_prefix="reward")
 
         # Guarded by _changed, which is notified after every change.
         self._changed = threading.Condition()
@@ -118,13 +104,13 @@ class Producer:
         self._buffer = GroupBuffer(
             limits, start_step=start_step, next_group=start_step * rollout_batch_size
         )
-        self._items: deque[_Item] = deque()
+        self._items: deque[RolloutItem] = deque()
         self._rates = Rates()
         self._flight = Flight(max_concurrency, self._changed, self._rates)
         self._error: BaseException | None = None
         self._closing = False
-        self._tasks: dict[tuple[int, int], set[asyncio.Task]] = {}
-        self._scoring: set[int] = set()  # sample ids that are complete but for their reward
+        self._scoring = Scoring(score, score_threads, self._changed)
+        self._tasks = RolloutTasks()
         if state is not None:
             self._restore(state)
 
@@ -151,34 +137,18 @@ class Producer:
             segment_len=self._segment_len,
         )
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with self._tasks.running():
                 while not self._closing:
                     item = self._next_item()
                     if item is None:
                         await self._sleep_until_changed()
                         continue
-                    task = tasks.create_task(self._one(sending, item))
-                    key = item.group.group_id, item.attempt
-                    self._tasks.setdefault(key, set()).add(task)
-                    task.add_done_callback(lambda done, key=key: self._forget(key, done))
-                raise _Closing
-        except BaseExceptionGroup as failures:
-            # the condition is asked of groups too, and a group that meets it comes back whole
-            ours = (_Closing, BaseExceptionGroup)
-            real = failures.subgroup(lambda error: not isinstance(error, ours))
-            if real is not None:
-                raise _first_leaf(real) from None
+                    self._tasks.start(item.key, self._one(sending, item))
         finally:
             await self._pause.close(backend)
             await backend.aclose()
 
-    def _forget(self, key: tuple[int, int], task: asyncio.Task) -> None:
-        left = self._tasks.get(key, set())
-        left.discard(task)
-        if not left:
-            self._tasks.pop(key, None)
-
-    def _next_item(self) -> _Item | None:
+    def _next_item(self) -> RolloutItem | None:
         """The next rollout to send, with its place in flight taken; None while it must wait."""
         with self._changed:
             if self._error is not None or not self._flight.has_place():
@@ -209,25 +179,23 @@ class Producer:
                     self._samples_per_rollout
                 )
                 episode = self._make_episode(group.prompt)
-                self._items.append(_Item(group, group.attempt, place, sample_id, episode))
+                self._items.append(RolloutItem(group, group.attempt, place, sample_id, episode))
 
     async def _sleep_until_changed(self) -> None:
         assert self._wake is not None
         await self._wake.wait()
         self._wake.clear()
 
-    async def _one(self, sending: Sending, item: _Item) -> None:
+    async def _one(self, sending: Sending, item: RolloutItem) -> None:
         """Make one rollout, score it, and put it into its group; a failure is the producer's."""
         try:
             await self._make(sending, item)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
         finally:
-            with self._changed:
-                self._scoring.discard(item.sample_id)
-                self._changed.notify_all()
+            self._scoring.end(item.sample_id)
 
-    async def _make(self, sending: Sending, item: _Item) -> None:
+    async def _make(self, sending: Sending, item: RolloutItem) -> None:
         group = item.group
         turns = Turns(sending, group.prompt, item.sample_id, group.group_id)
         try:
@@ -238,21 +206,13 @@ class Producer:
             turns.release()
         with self._changed:
             self._rates.finished(samples)
-            self._scoring.add(item.sample_id)
-        scored = [(sample, await self._reward(sample, reward)) for sample in samples]
+            self._scoring.begin(item.sample_id)
+        scored = [(sample, await self._scoring.reward(sample, reward)) for sample in samples]
         with self._changed:
             if self._buffer.current(group.group_id, item.attempt) is group:
                 self._buffer.finish(group, item.place, scored)
                 self._tell_outcomes()
             self._notify()
-
-    async def _reward(self, sample: RolloutSample, reward: float | None) -> float:
-        """The environment's own reward, else the scored text's."""
-        if reward is not None:
-            return reward
-        if self._score is None:
-            return 0.0
-        return float(await self._thread.loop.run_in_executor(self._scorers, self._score, sample))
 
     def _leave_flight(self) -> None:
         with self._changed:
@@ -282,22 +242,13 @@ class Producer:
     def _expire(self) -> None:
         """Take out what would be too stale at the next step; call with the condition held."""
         for group in self._buffer.expire(self._buffer.next_step):
-            self._thread.soon(self._cancel, (group.group_id, group.attempt))
+            self._thread.soon(self._tasks.cancel, (group.group_id, group.attempt))
         self._tell_outcomes()
 
     def _cancel_all(self) -> None:
         """End what no step will take; call with the condition held."""
         self._items.clear()
-
-        def cancel() -> None:
-            for key in list(self._tasks):
-                self._cancel(key)
-
-        self._thread.soon(cancel)
-
-    def _cancel(self, key: tuple[int, int]) -> None:
-        for task in self._tasks.get(key, set()).copy():
-            task.cancel()
+        self._thread.soon(self._tasks.cancel_all)
 
     # ---- the training thread's side ------------------------------------------------------------
 
@@ -404,8 +355,7 @@ class Producer:
         Samples that wait for their reward are waited for, a while: they are complete.
         """
         with self._changed:
-            now = set(self._scoring)
-            self._changed.wait_for(lambda: not now & self._scoring, timeout=_SCORING_S)
+            self._scoring.settle()
             return producer_state.pack(self._buffer)
 
     def _restore(self, state: ProducerState) -> None:
@@ -436,21 +386,10 @@ class Producer:
             self._tell_outcomes()
             self._notify()
         self._thread.join(timeout_s=30)
-        self._scorers.shutdown(wait=False, cancel_futures=True)
+        self._scoring.close()
 
     def __enter__(self) -> Producer:
         return self
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
-
-
-class _Closing(Exception):
-    """Cancels the task group on close."""
-
-
-def _first_leaf(group: BaseExceptionGroup) -> BaseException:
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
