@@ -1,10 +1,7 @@
 """The client's HTTP behaviour against a tiny server: balancing, errors, retries, timeouts."""
 
 import asyncio
-import contextlib
-import json
 import socket
-import threading
 import time
 from dataclasses import replace
 
@@ -12,83 +9,11 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.rollout.backend import (
-    AnswerCutShort,
-    BadAnswer,
-    EngineDied,
-    EngineError,
-    SamplingParams,
-    sample_seed,
-)
-from r3train.rollout.engine_control import EngineControl
+from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sample_seed
 from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.rollout.sglang_http import SGLangHTTP, base_url
-from r3train.types import Prompt
-
-PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
-
-
-def answer_to(body):
-    if "input_ids" not in body:
-        return {"success": True, "message": "done"}
-    return {
-        "output_ids": [9],
-        "meta_info": {
-            "prompt_tokens": len(body["input_ids"]),
-            "completion_tokens": 1,
-            "finish_reason": {"type": "stop", "matched": 9},
-            "output_token_logprobs": [[-0.5, 9, None]],
-            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
-        },
-    }
-
-
-class Fake:
-    """One HTTP server that records what it is asked."""
-
-    def __init__(self, handler=None):
-        self.bodies = []
-        self.paths = []
-        self.headers = []
-        self.handler = handler
-
-    async def handle(self, request):
-        body = await request.json() if request.can_read_body else {}
-        self.bodies.append(body)
-        self.paths.append(request.path)
-        self.headers.append(dict(request.headers))
-        if self.handler is not None:
-            return await self.handler(request, body)
-        return web.json_response(answer_to(body))
-
-    @contextlib.asynccontextmanager
-    async def running(self):
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", self.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
-        await site.start()
-        try:
-            yield f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        finally:
-            await runner.cleanup()
-
-
-@contextlib.asynccontextmanager
-async def client_of(*fakes, **options):
-    async with contextlib.AsyncExitStack() as stack:
-        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        client = SGLangClient(addrs, **options)
-        try:
-            yield client
-        finally:
-            await client.aclose()
-
-
-def one(client, sample_id=0, group_id=0, sampling=SamplingParams(4)):
-    return client.generate(PROMPT, sampling, sample_id=sample_id, group_id=group_id)
+from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, one
 
 
 async def test_the_request_carries_tokens_sampling_and_a_seed_of_its_own():
@@ -162,44 +87,6 @@ async def test_a_refusal_carries_the_engines_words_and_the_sample():
             await one(client, 8)
 
 
-async def test_success_false_is_an_error_even_with_status_200():
-    async def refuse(_request, _body):
-        return web.json_response({"success": False, "message": "no group"})
-
-    async with client_of(Fake(), Fake(refuse)) as client:
-        with pytest.raises(EngineError, match="end_weight_update: .* answered 200: no group"):
-            await client.control.end_weight_update()
-
-
-async def test_control_calls_reach_every_server():
-    fakes = [Fake(), Fake(), Fake()]
-    async with client_of(*fakes) as client:
-        await client.pause_generation("in_place")
-        await client.continue_generation()
-        await client.flush_cache()
-        await client.abort()
-        await client.control.init_weights_update_group(
-            master_address="h",
-            master_port=1,
-            rank_offsets=[1, 3, 4],
-            world_size=5,
-            group_name="g",
-            backend="gloo",
-        )
-        with pytest.raises(ValueError, match="pause mode 'later'"):
-            await client.pause_generation("later")
-    for fake, offset in zip(fakes, [1, 3, 4], strict=True):
-        assert fake.paths == [
-            "/pause_generation",
-            "/continue_generation",
-            "/flush_cache",
-            "/abort_request",
-            "/init_weights_update_group",
-        ]
-        assert fake.bodies[3] == {"abort_all": True}
-        assert fake.bodies[4]["rank_offset"] == offset
-
-
 async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
     async def sleep(_request, _body):
         await asyncio.sleep(5)
@@ -220,114 +107,6 @@ async def test_a_broken_connection_is_not_retried():
         with pytest.raises(EngineError, match="sample 0: connection to .* broke"):
             await one(client)
     assert len(fake.bodies) == 1
-
-
-def spoiling(times, spoil):
-    """A handler whose first ``times`` answers are spoiled."""
-    left = [times]
-
-    async def handle(_request, body):
-        answer = answer_to(body)
-        if left[0]:
-            left[0] -= 1
-            spoil(answer)
-        return web.json_response(answer)
-
-    return handle
-
-
-def one_log_prob_more(answer):
-    answer["meta_info"]["output_token_logprobs"].append([-0.5, 9, None])
-
-
-async def test_a_bad_answer_is_asked_for_again_under_another_id_and_counted():
-    fake, told = Fake(spoiling(2, one_log_prob_more)), []
-    options = dict(max_bad_answers=3, on_bad_answer=lambda: told.append(1))
-    async with client_of(fake, **options) as client:
-        sample = await one(client)
-    assert sample.token_ids.tolist() == [5, 6, 7, 9] and len(told) == 2
-    assert len({body["rid"] for body in fake.bodies}) == 3
-
-
-@pytest.mark.parametrize(
-    "spoil, message",
-    [
-        (one_log_prob_more, "2 output_token_logprobs for 1 output tokens"),
-        (lambda a: a.update(meta_info=None), "has no meta_info"),
-        (lambda a: a["meta_info"].update(weight_versions=[None]), "sample 7: AttributeError"),
-        (lambda a: a["meta_info"].update(output_token_logprobs=[5]), "sample 7: TypeError"),
-        (lambda a: a.update(output_ids=[1 << 40]), "sample 7"),
-    ],
-)
-async def test_the_last_bad_answer_is_raised_with_its_sample_and_cause(spoil, message):
-    fake = Fake(spoiling(9, spoil))
-    async with client_of(fake, max_bad_answers=3) as client:
-        with pytest.raises(BadAnswer, match=f"{message}.*bad answer 3, max_bad_answers 3"):
-            await one(client, 7)
-    assert len(fake.bodies) == 3
-
-
-async def test_a_body_that_ends_early_is_a_bad_answer_with_both_lengths():
-    async def cut(request, body):
-        raw = json.dumps(answer_to(body)).encode()
-        response = web.StreamResponse()
-        response.content_length = len(raw)
-        await response.prepare(request)
-        await response.write(raw[:20])
-        request.transport.close()
-        return response
-
-    fake, told = Fake(cut), []
-    options = dict(max_bad_answers=2, on_bad_answer=lambda: told.append(1))
-    async with client_of(fake, **options) as client:
-        with pytest.raises(AnswerCutShort, match="sample 0: .*ended after 20 bytes, expected 2"):
-            await one(client)
-    assert len(fake.bodies) == len(told) == 2
-
-
-async def test_after_a_bad_answer_the_group_goes_to_another_server():
-    fakes = [Fake(spoiling(9, one_log_prob_more)), Fake()]
-    async with client_of(*fakes, max_bad_answers=2) as client:
-        await asyncio.gather(*(one(client, i, i // 2) for i in range(4)))
-        await one(client, 8, 0)
-    assert len(fakes[0].bodies) <= 2 and fakes[1].bodies[-1]["rid"].split("-")[2] == "8"
-
-
-async def test_a_refused_request_is_no_bad_answer():
-    async def refuse(_request, _body):
-        return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    fake = Fake(refuse)
-    async with client_of(fake, max_bad_answers=3) as client:
-        with pytest.raises(EngineError, match="answered 400: too long"):
-            await one(client)
-    assert len(fake.bodies) == 1
-
-
-@pytest.mark.parametrize("shared", [True, False])
-async def test_on_shared_servers_only_own_requests_are_aborted(shared):
-    gate = asyncio.Event()
-
-    async def wait(request, body):
-        if request.path == "/generate":
-            await gate.wait()
-            return web.json_response(answer_to(body))
-        return web.json_response({})
-
-    fake = Fake(wait)
-    async with client_of(fake, shared_servers=shared) as client:
-        calls = [asyncio.create_task(one(client, i, i)) for i in range(2)]
-        await asyncio.sleep(0.2)
-        await client.abort()
-        gate.set()
-        await asyncio.gather(*calls)
-    sent = [b["rid"] for b, path in zip(fake.bodies, fake.paths) if path == "/generate"]
-    aborts = [b for b, path in zip(fake.bodies, fake.paths) if path == "/abort_request"]
-    if shared:
-        assert sorted(b["rid"] for b in aborts) == sorted(sent) and all(len(b) == 1 for b in aborts)
-    else:
-        assert [b.get("abort_all") for b in aborts] == [True]
-    assert not any(a != b and b.startswith(a) for a in sent for b in sent)
 
 
 async def test_a_dead_process_is_reported_instead_of_a_broken_connection():
@@ -397,25 +176,6 @@ def test_an_address_without_a_port_is_refused(addr):
 def test_no_address_at_all_is_refused():
     with pytest.raises(ValueError, match="no engine address"):
         SGLangHTTP([])
-
-
-async def facts(_request, _body):
-    return web.json_response({"tp_size": 2, "pp_size": 2, "enable_return_routed_experts": False})
-
-
-@pytest.mark.parametrize(
-    "question, message",
-    [
-        ("require_routed_experts", "started without --enable-return-routed-experts"),
-        ("update_group_sizes", "runs with pp_size 2"),
-    ],
-)
-async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
-    async with Fake(facts).running() as addr:
-        with EngineControl([addr]) as engine:
-            with pytest.raises(ValueError, match=message):
-                await asyncio.to_thread(getattr(engine, question))
-        engine.close()
 
 
 async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
@@ -506,66 +266,3 @@ async def test_a_cancelled_request_is_aborted_on_its_server():
         await client.aclose()
     assert fake.paths == ["/generate", "/abort_request"]
     assert fake.bodies[1] == {"rid": fake.bodies[0]["rid"]}
-
-
-async def test_after_an_update_a_server_with_another_label_is_left_out():
-    def holding(label):
-        async def handle(_request, _body):
-            return web.json_response({"weight_version": label, "success": True})
-
-        return handle
-
-    fakes = [Fake(holding("2")), Fake(holding("1"))]
-    async with contextlib.AsyncExitStack() as stack:
-        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        with EngineControl(addrs) as engine:
-            await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
-            assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
-            with pytest.raises(EngineError, match="no engine holds weight version 9"):
-                await asyncio.to_thread(
-                    engine.update_weights_from_disk, "somewhere", weight_version=9
-                )
-            await asyncio.to_thread(engine.begin_weight_update)
-            assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
-
-
-async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():
-    async def overlapping(_request, _body):
-        return web.json_response({"disable_overlap_schedule": False})
-
-    async with Fake(overlapping).running() as addr:
-        with EngineControl([addr]) as engine:
-            with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
-                await asyncio.to_thread(engine.require_exact_boundaries)
-
-
-def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():
-    """Health is asked for while the call waits, not only before it."""
-
-    async def hang(_request, _body):
-        await asyncio.sleep(60)
-
-    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
-    addrs, asked = [], []
-
-    async def serve():
-        async with Fake(hang).running() as addr:
-            addrs.append(addr)
-            ready.set()
-            await stop.wait()
-
-    def hung():
-        asked.append(time.monotonic())
-        if len(asked) > 1:
-            raise EngineDied("no sign of life")
-
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert ready.wait(5)
-    began = time.monotonic()
-    with EngineControl(addrs, check_alive=hung) as control:
-        with pytest.raises(EngineDied, match="no sign of life"):
-            control.begin_weight_update()
-    assert time.monotonic() - began < 10
-    loop.call_soon_threadsafe(stop.set)
-    thread.join(timeout=5)

@@ -1,0 +1,76 @@
+"""A tiny HTTP server that answers as SGLang does, for what is about the client alone."""
+
+import contextlib
+import json
+
+import numpy as np
+from aiohttp import web
+
+from r3train.rollout.backend import SamplingParams
+from r3train.rollout.sglang_client import SGLangClient
+from r3train.types import Prompt
+
+
+PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
+
+
+def answer_to(body):
+    if "input_ids" not in body:
+        return {"success": True, "message": "done"}
+    return {
+        "output_ids": [9],
+        "meta_info": {
+            "prompt_tokens": len(body["input_ids"]),
+            "completion_tokens": 1,
+            "finish_reason": {"type": "stop", "matched": 9},
+            "output_token_logprobs": [[-0.5, 9, None]],
+            "weight_versions": [{"version": "0", "start": 0, "end": 1}],
+        },
+    }
+
+
+class Fake:
+    """One HTTP server that records what it is asked."""
+
+    def __init__(self, handler=None):
+        self.bodies = []
+        self.paths = []
+        self.headers = []
+        self.handler = handler
+
+    async def handle(self, request):
+        body = await request.json() if request.can_read_body else {}
+        self.bodies.append(body)
+        self.paths.append(request.path)
+        self.headers.append(dict(request.headers))
+        if self.handler is not None:
+            return await self.handler(request, body)
+        return web.json_response(answer_to(body))
+
+    @contextlib.asynccontextmanager
+    async def running(self):
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", self.handle)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        await site.start()
+        try:
+            yield f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def client_of(*fakes, **options):
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        client = SGLangClient(addrs, **options)
+        try:
+            yield client
+        finally:
+            await client.aclose()
+
+
+def one(client, sample_id=0, group_id=0, sampling=SamplingParams(4)):
+    return client.generate(PROMPT, sampling, sample_id=sample_id, group_id=group_id)
