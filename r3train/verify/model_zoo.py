@@ -33,6 +33,7 @@ class ModelVariant:
     family: str = "qwen3_moe"
     score: str = "softmax"
     expert_intermediate: int = EXPERT_INTERMEDIATE
+    tied: bool = False  # the output layer is the embedding
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -47,6 +48,7 @@ VARIANTS = {
         ModelVariant("moe4"),
         ModelVariant("dense6", num_layers=6, dense_layers=(0, 3)),
         ModelVariant("moe8", num_layers=8, dense_layers=(0,)),
+        ModelVariant("tied", tied=True),
         # one MoE layer: mbridge's loading time grows with the square of the number of tensors
         ModelVariant(
             "wide300", num_layers=2, num_experts=300, dense_layers=(0,), expert_intermediate=8
@@ -101,7 +103,7 @@ def hf_config(v: ModelVariant) -> dict[str, Any]:
         max_position_embeddings=512,
         hidden_act="silu",
         attention_dropout=0.0,
-        tie_word_embeddings=False,
+        tie_word_embeddings=v.tied,
         eos_token_id=1,
         dtype="float32",
     )
@@ -136,8 +138,9 @@ def _weight_shapes(v: ModelVariant) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
         "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB_SIZE, HIDDEN),
     }
+    if not v.tied:
+        shapes["lm_head.weight"] = (VOCAB_SIZE, HIDDEN)
 
     def mlp(prefix: str, width: int) -> None:
         shapes[f"{prefix}.gate_proj.weight"] = (width, HIDDEN)
@@ -176,7 +179,7 @@ def write_checkpoint(v: ModelVariant, directory: Path, seed: int = 0) -> Path:
         noise = torch.randn(shape, generator=generator)
         if "norm" in name:
             weights[name] = 1.0 + 0.1 * noise
-        elif name.endswith("embed_tokens.weight"):
+        elif name.endswith("embed_tokens.weight") and not v.tied:
             weights[name] = noise
         else:
             weights[name] = INIT_STD * noise

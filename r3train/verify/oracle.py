@@ -140,7 +140,8 @@ def forward(
             )
             x = x + out
         trace.blocks[i] = x
-    return rms_norm(x, weights["model.norm.weight"]) @ weights["lm_head.weight"].T, trace
+    output = weights["model.embed_tokens.weight" if variant.tied else "lm_head.weight"]
+    return rms_norm(x, weights["model.norm.weight"]) @ output.T, trace
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ _ALL = [
     Topology("one_dense", 1, variant="dense6"),
     Topology("one_dense_level", 1, variant="dense6", batch="level"),
     Topology("one_moe8", 1, variant="moe8"),
+    Topology("one_tied", 1, variant="tied"),
     Topology("one_wide300", 1, variant="wide300"),
     Topology("one_pre_softmax", 1, variant="pre_softmax"),
     Topology("one_sigmoid", 1, variant="sigmoid"),
@@ -108,6 +109,7 @@ _ALL = [
     Topology("dp2_overlap_gather", 2, OVERLAP | dict(overlap_param_gather=True)),
     Topology("dp2_recompute_moe", 2, model=SELECTIVE_MOE, variant="dense6"),
     Topology("pp2", 2, _parallel(pp=2)),
+    Topology("pp2_tied", 2, _parallel(pp=2), variant="tied", ci=True),
     Topology(
         "pp2_uneven",
         2,
@@ -155,6 +157,7 @@ _ALL = [
     Topology("pp2cp2", 4, _parallel(pp=2, cp=2), model=FULL_BLOCK_1),
     Topology("cp4", 4, _parallel(cp=4)),
     Topology("cp2tp2", 4, _parallel(cp=2, tp=2), variant="dense6"),
+    Topology("tp2pp2_tied", 4, _parallel(tp=2, pp=2, vpp=2), variant="tied"),
     Topology("vpp2pp2dp2", 4, _parallel(pp=2, vpp=2, ep=2) | DISTRIBUTED_OPTIMIZER),
     Topology(
         "pp4_uneven", 4, _parallel(pp=4, first=1, last=1), variant="dense6", model=SELECTIVE_MOE

@@ -107,7 +107,7 @@ class Checkpointer:
         final = self._directory / f"iter_{num_rollouts:07d}"
         if self._last == num_rollouts:
             if dist.get_rank() == 0 and write_extra is not None:
-                write_extra(final)
+                self._renew(final, write_extra)
             return
         temporary = final.with_suffix(".tmp")
         self._writing = temporary
@@ -134,6 +134,16 @@ class Checkpointer:
         else:
             request.add_finalize_fn(lambda: self._switch(final))
             self._queue.schedule_async_request(request)
+
+    def _renew(self, final: Path, write_extra: WriteExtra) -> None:
+        """Write the extra files of a whole checkpoint again; each is replaced whole or not at all."""
+        try:
+            write_extra(final)
+        except OSError as error:
+            raise CheckpointError(
+                f"{final}: cannot write its samples again: {_cause(error)}; {self._what_is_left()},"
+                " without the samples completed since it was saved"
+            ) from error
 
     def poll(self) -> None:
         """Make a checkpoint of the files that are complete by now."""
@@ -171,11 +181,14 @@ class Checkpointer:
         failed, self._writing = self._writing, None
         if dist.get_rank() == 0 and failed is not None:
             _remove(failed)
-        pointer = self._directory / LATEST
-        left = "there is no earlier checkpoint"
-        if pointer.is_file():
-            left = f"the checkpoint after {pointer.read_text().strip()} rollouts is intact"
+        left = self._what_is_left()
         return CheckpointError(f"{failed}: cannot write the checkpoint: {_cause(error)}; {left}")
+
+    def _what_is_left(self) -> str:
+        pointer = self._directory / LATEST
+        if not pointer.is_file():
+            return "there is no earlier checkpoint"
+        return f"the checkpoint after {pointer.read_text().strip()} rollouts is intact"
 
 
 def _cause(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from r3train.trainer.megatron.hf_bridge import EXPERT, as_te_names
+from r3train.trainer.megatron.hf_bridge import EXPERT, OUTPUT_LAYER, as_te_names
 
 _HEADER_BYTES = 512
 
@@ -76,6 +76,8 @@ def _merged_parameters(
         buffers = {n: t for n, t in adapted.state_dict().items() if "expert_bias" in n}
         for local_name, tensor in {**buffers, **parameters}.items():
             name = global_names[local_name]
+            if name == OUTPUT_LAYER and bridge.hf_config.tie_word_embeddings:
+                continue  # the first stage has it under the embedding's name
             if EXPERT in name:
                 yield from _merge_expert(bridge, name, value_of(tensor), leader)
             elif ps.get_data_parallel_rank(with_context_parallel=True) == 0:

@@ -40,6 +40,11 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
         """The family's bridge with our overrides and the names of its dense layers."""
 
         _MLP_MAPPING = {**_DENSE_MLP, **getattr(family, "_MLP_MAPPING", {})}
+        # The last of several pipeline stages has an output layer of its own: the embedding's copy.
+        if hf_config.tie_word_embeddings:
+            _DIRECT_MAPPING = family._DIRECT_MAPPING | {
+                OUTPUT_LAYER: family._DIRECT_MAPPING["embedding.word_embeddings.weight"]
+            }
 
         def _build_base_config(self, **kwargs: Any) -> Any:
             return super()._build_base_config(**{**kwargs, **overrides})
@@ -59,6 +64,7 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
 
 
 EXPERT = ".mlp.experts.linear_fc"
+OUTPUT_LAYER = "output_layer.weight"
 
 
 def merge_expert_shards(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
