@@ -150,6 +150,7 @@ _ALL = [
     Topology("ep2_wide300", 2, _parallel(ep=2), variant="wide300"),
     # four ranks
     Topology("tp2ep2etp2", 4, _parallel(tp=2, ep=2, etp=2), ci=True),
+    Topology("tp4", 4, _parallel(tp=4)),
     Topology("tp2ep4", 4, _parallel(tp=2, ep=4)),
     Topology("ep2dp4", 4, _parallel(ep=2) | DISTRIBUTED_OPTIMIZER),
     Topology("tp2pp2", 4, _parallel(tp=2, pp=2), model=FULL_UNIFORM, variant="dense6"),
