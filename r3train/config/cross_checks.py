@@ -39,6 +39,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
             *_model_topology(config, hf, world_size),
             *_layers_over_stages(config, hf),
             *_model_lengths(config, hf),
+            *_model_engine(config, hf),
             *_model_replay(config, hf),
         ]
     )
@@ -354,6 +355,16 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     for token in rollout.rollout_stop_token_ids:
         if not 0 <= token < hf.vocab_size:
             yield f"rollout_stop_token_ids: {token} is not in 0..{hf.vocab_size - 1} ({hf.path})"
+
+
+def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    """SGLang 0.5.23's MoE models have an output layer apart from the embedding, tied or not."""
+    if hf.is_moe and hf.tie_word_embeddings and config.checkpoint.replay_rollouts is None:
+        yield (
+            f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's mixture-of-experts"
+            " models would generate from an output layer that nothing was loaded into; write"
+            " lm_head.weight, a copy of the embedding, into the checkpoint and untie it"
+        )
 
 
 def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -276,6 +276,7 @@ def test_the_check_without_the_master_switch_is_one_warning_and_no_error():
         ),
         ("qwen3 has no experts", DENSE, {"expert_model_parallel_size": 2}),
         ("num_experts_per_tok 9 exceeds", {"num_experts_per_tok": 9}, {}),
+        ("tie_word_embeddings is true, expected false", {"tie_word_embeddings": True}, {}),
         ("needs --sequence-parallel: Megatron", {}, {"tensor_model_parallel_size": 2}),
         ("4 layers do not divide by 3 pipeline stages", {}, {"pipeline_model_parallel_size": 3}),
         (
@@ -312,6 +313,12 @@ def test_a_checkpoint_that_does_not_fit_is_refused(message, hf, fields):
 
 def test_a_dense_model_is_fine_without_r3():
     check_model(config(), facts(**DENSE), 1)
+
+
+def test_tied_embeddings_are_fine_where_no_engine_loads_them(tmp_path):
+    tied = {"tie_word_embeddings": True}
+    check_model(config(), facts(**DENSE, **tied), 1)
+    check_model(config(replay_rollouts=tmp_path), facts(**tied), 1)
 
 
 def test_27_layers_go_over_two_uneven_stages():
