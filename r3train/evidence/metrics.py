@@ -21,12 +21,13 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
+
+from r3train.data.json_lines import append_lines, cut_truncated_line
 
 logger = logging.getLogger(__name__)
 
@@ -77,9 +78,8 @@ class MetricsWriter:
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append a few samples of a step, JSON-able facts and text, to ``run_dir/samples.jsonl``."""
-        lines = [json.dumps({"step": int(step), **sample}) + "\n" for sample in samples]
-        with self.path.with_name(SAMPLES_FILE).open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        lines = [{"step": int(step), **sample} for sample in samples]
+        append_lines(self.path.with_name(SAMPLES_FILE), lines)
 
     def close(self) -> None:
         self._file.close()
@@ -172,17 +172,6 @@ def _finite_or_name(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
-
-
-def cut_truncated_line(path: Path) -> None:
-    """Cut off what a crash left behind the last newline, so that appending starts a line."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        logger.warning("%s ended in a truncated line; it was cut off", path)
-        os.truncate(path, whole)
 
 
 def _summary_writer(directory: Path) -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from r3train.evidence.metrics import cut_truncated_line
+from r3train.data.json_lines import cut_truncated_line
 from r3train.types import ReplayEvidence
 
 logger = logging.getLogger(__name__)

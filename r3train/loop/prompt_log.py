@@ -6,11 +6,11 @@ the later one counts: the weights of the first are gone.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from r3train.data.json_lines import append_lines, read_lines
 from r3train.loop.rollout_file import Scored
 
 FILE = "prompts.jsonl"
@@ -31,18 +31,18 @@ def append(
         ],
         "skipped_steps": skipped,
     }
-    with (run_dir / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    append_lines(run_dir / FILE, [record])
 
 
 def read(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
-    """The records of a run and its resumptions, oldest first, in order of step."""
+    """The records of a run and its resumptions, oldest first, in order of step.
+
+    Raises ValueError, with file and line, for a line that is no record.
+    """
     steps: dict[int, dict[str, Any]] = {}
     for run_dir in run_dirs:
-        for line in (run_dir / FILE).read_text(encoding="utf-8").splitlines(keepends=True):
-            if line.endswith("\n"):  # a line without its end was cut short by a crash
-                record = json.loads(line)
-                steps[record["step"]] = record
+        for record in read_lines(run_dir / FILE):
+            steps[record["step"]] = record
     return [steps[step] for step in sorted(steps)]
 
 

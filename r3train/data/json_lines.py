@@ -1,0 +1,80 @@
+"""Files of one JSON object a line, which a crash may cut short and a later run goes on with."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_BLOCK = 1 << 16
+
+
+def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append JSON-able records in one write; the file is made where it is missing.
+
+    What a crash left behind the last newline is cut off first.  Raises OSError (a full disk) with
+    none of the records in the file.
+    """
+    content = "".join(json.dumps(record) + "\n" for record in records).encode()
+    cut_truncated_line(path)
+    with path.open("ab", buffering=0) as file:  # unbuffered: one write call, all or a short count
+        before = os.fstat(file.fileno()).st_size
+        try:
+            written = file.write(content)
+            if written < len(content):
+                file.write(content[written:])  # raises what cut the first one short
+        except OSError:
+            os.truncate(path, before)
+            raise
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The records of a file; a last line without its end was cut short by a crash and is left out.
+
+    Raises ValueError, with file and line, for any other line that is no JSON object.
+    """
+    records = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+        if not line.endswith(b"\n"):
+            break
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number}: got {type(record).__name__}, expected an object")
+        records.append(record)
+    return records
+
+
+def cut_truncated_line(path: Path) -> None:
+    """Cut off what a crash left behind the last newline, so that appending starts a line.
+
+    Reads no more of the file than that.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        whole = _end_of_last_line(file, size)
+    if whole < size:
+        logger.warning("%s ended in a truncated line; it was cut off", path)
+        os.truncate(path, whole)
+
+
+def _end_of_last_line(file: BinaryIO, size: int) -> int:
+    """The offset behind the last newline, 0 without one."""
+    end = size
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        found = file.read(end - start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        end = start
+    return 0
