@@ -23,9 +23,11 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
 from r3train.loop.parts import LoopSettings, ReplayPlan
 from r3train.rewards.registry import Reward, get_reward
+from r3train.rollout.engine_key import engine_api_key
 from r3train.rollout.sglang_flags import check_server_flags
 from r3train.routing.layers import recomputed_layers, stage_layer_numbers
 from r3train.types import Prompt, route_dtype
+from r3train.weights.hf_export import check_export_directory
 
 _PROBE_LEN = 32
 # --plant-fault: the rollouts [first, last) that it spoils
@@ -48,6 +50,9 @@ def preflight(config: RunConfig, world_size: int) -> Job:
     """Everything that can be wrong before GPU or server time is spent; raises ValueError."""
     check_static(config, world_size)
     check_server_flags(config.rollout.sglang)
+    engine_api_key(os.environ)  # one that cannot be sent is refused now
+    if config.checkpoint.save_hf is not None:
+        check_export_directory(config.checkpoint.save_hf, config.model.hf_checkpoint)
     hf = read_hf_facts(config.model.hf_checkpoint)
     check_model(config, hf, world_size)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
