@@ -140,7 +140,7 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
         replay_plan(job),
         zero=zero,
         evidence=evidence,
-        keeper=build_keeper(job, actor, run_dir, stop, display.note),
+        keeper=build_keeper(job, actor, run_dir, stop, display.note, resume),
         recovery=Recovery(engines, enabled=config.faults.max_engine_restarts > 0),
         routes=routes,
     ).run()

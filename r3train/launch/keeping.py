@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.launch.job import Job
-from r3train.launch.resume import run_facts
+from r3train.launch.resume import ResumePoint, run_facts
 from r3train.loop.bad_steps import BadSteps
 from r3train.loop.keeper import Keeper, KeeperSettings
 from r3train.loop.stop import StopSignal
@@ -17,9 +17,14 @@ from r3train.trainer.megatron.actor import MegatronActor
 
 
 def build_keeper(
-    job: Job, actor: MegatronActor, run_dir: Path, stop: StopSignal, tell: Callable[[str], None]
+    job: Job,
+    actor: MegatronActor,
+    run_dir: Path,
+    stop: StopSignal,
+    tell: Callable[[str], None],
+    point: ResumePoint,
 ) -> Keeper:
-    """The keeper of this rank; ``tell`` shows a line to people."""
+    """The keeper of this rank; ``tell`` shows a line to people, ``point`` is where the run begins."""
     config = job.config
     checkpointer: Any = None
     if config.checkpoint.save is not None:
@@ -28,6 +33,7 @@ def build_keeper(
             config.checkpoint.save,
             asynchronous=config.checkpoint.async_save,
             keep_last=config.checkpoint.save_keep_last,
+            resumed_at=point.rollouts_in(config.checkpoint.save),
         )
         if config.faults.plant_fault == "disk_full":
             checkpointer = _FullDisk(checkpointer)

@@ -8,7 +8,7 @@ from typing import Any
 
 from r3train.config import RunConfig
 from r3train.launch.job import Job
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
 from r3train.loop.rollout_file import Scored, read_samples
 from r3train.trainer.megatron import checkpoint
 
@@ -26,7 +26,19 @@ class ResumePoint:
         if self.checkpoint is None or self.model_only:
             return None
         path = self.checkpoint / BUFFER_FILE
+        if not path.exists() and checkpoint.read_state(self.checkpoint).get(HAS_BUFFER):
+            raise ValueError(
+                f"{path}: missing, but the checkpoint was saved with it: without the samples that"
+                " wait in it prompts would be lost or trained twice"
+            )
         return read_samples(path) if path.exists() else None
+
+    def rollouts_in(self, directory: Path) -> int | None:
+        """Rollouts of the checkpoint, where it is whole under its own name in ``directory``."""
+        at = self.checkpoint
+        if at is None or self.model_only or at.suffix or at.parent.resolve() != directory.resolve():
+            return None
+        return self.start_rollout
 
 
 def resume_point(job: Job) -> ResumePoint:

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 BUFFER_FILE = "buffer.safetensors"
 CONFIG_FILE = "config.toml"
+HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 
 
 class Checkpointer(Protocol):
@@ -110,9 +111,10 @@ class Keeper:
         """Save a checkpoint (--save); a collective."""
         if self._checkpointer is None:
             return
-        write_extra = None
+        write_extra, facts = None, self._settings.facts
         if self._source is not None:
             state = self._source.snapshot()
+            facts = {**facts, HAS_BUFFER: state is not None}
 
             def write_extra(directory: Path) -> None:
                 config = directory / CONFIG_FILE
@@ -121,7 +123,7 @@ class Keeper:
                 if state is not None:
                     write_samples(directory / BUFFER_FILE, state.samples, state.facts)
 
-        self._checkpointer.save(num_rollouts, self._settings.facts, write_extra)
+        self._checkpointer.save(num_rollouts, facts, write_extra)
 
     def poll(self) -> None:
         """Complete an asynchronous save that has been written; a collective."""
@@ -134,9 +136,16 @@ class Keeper:
             self._checkpointer.finish()
 
     def failed(self, num_rollouts: int, cause: str) -> None:
-        """Save what there is because no further rollout will come, and say so; a collective."""
-        self.save(num_rollouts)
-        self.finish()
+        """Save what there is because no further rollout will come, and say so; a collective.
+
+        Raises what the save did, once the cause of all has been told.
+        """
+        try:
+            self.save(num_rollouts)
+            self.finish()
+        except Exception:
+            self._tell(f"generation failed after {num_rollouts} rollouts: {cause}")
+            raise
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
         self._tell(f"generation failed after {num_rollouts} rollouts; {kept}: {cause}")
 

@@ -354,6 +354,8 @@ class Producer:
 
         Samples that wait for their reward are waited for, a while: they are complete.
         """
+        # an answer that the loop is just handing on is through when it has done this
+        self._thread.wait_for(lambda: asyncio.sleep(0))
         with self._changed:
             self._scoring.settle()
             return producer_state.pack(self._buffer)

@@ -2,12 +2,14 @@
 
 A checkpoint is written to ``DIR/iter_NNNNNNN.tmp`` and renamed when every rank is done, then
 ``DIR/latest_checkpointed_iteration.txt`` is pointed at it: a crash, or a full disk, leaves the
-previous checkpoint whole.  N counts the rollouts trained.
+previous checkpoint whole.  One of the same name, of an earlier run, steps aside as
+``iter_NNNNNNN.old`` meanwhile and is found there.  N counts the rollouts trained.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +28,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from r3train.trainer.megatron import rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.write_results import WriteResults
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
@@ -73,7 +77,9 @@ class Checkpointer:
     """Writes checkpoints of one actor; every method is a collective.
 
     asynchronous: ``save`` returns once the state is copied (a fork), and the files become a
-    checkpoint at a later ``poll`` or ``finish``.  keep_last: older checkpoints are removed.
+    checkpoint at a later ``poll`` or ``finish``.  keep_last: older checkpoints are removed; those
+    of more rollouts are another run's and stay.  resumed_at: rollouts of the checkpoint in
+    ``directory`` that this run began with, if any.
     """
 
     def __init__(
@@ -83,6 +89,7 @@ class Checkpointer:
         *,
         asynchronous: bool = False,
         keep_last: int | None = None,
+        resumed_at: int | None = None,
     ):
         self._actor = actor
         self._directory = directory
@@ -92,7 +99,7 @@ class Checkpointer:
         # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
         self._queue = AsyncCallsQueue(persistent=False)
         self._writing: Path | None = None
-        self._last: int | None = None
+        self._last = resumed_at
 
     def save(
         self, num_rollouts: int, facts: dict[str, Any], write_extra: WriteExtra | None = None
@@ -167,11 +174,10 @@ class Checkpointer:
         if dist.get_rank() == 0:
             assert self._writing is not None
             _sync_tree(self._writing)
-            _remove(final)
-            self._writing.rename(final)
-            _write_pointer(self._directory, final)
+            _put_in_place(self._writing, final)
             if self._keep_last is not None:
-                for old in checkpoints(self._directory)[: -self._keep_last]:
+                upto = [p for p in checkpoints(self._directory) if p.name <= final.name]
+                for old in upto[: -self._keep_last]:
                     _remove(old)
         self._writing = None
         dist.barrier()
@@ -224,6 +230,22 @@ def _sizes(actor: MegatronActor) -> dict[str, int]:
     }
 
 
+def _put_in_place(written: Path, final: Path) -> None:
+    """Give a whole checkpoint its name and point at it; at no time is there none to resume from."""
+    aside = _aside(final)
+    if final.exists():
+        _remove(aside)
+        final.rename(aside)
+    written.rename(final)
+    _write_pointer(final.parent, final)
+    _remove(aside)
+
+
+def _aside(final: Path) -> Path:
+    """Where the checkpoint waits whose name a new one takes."""
+    return final.with_suffix(".old")
+
+
 def _write_pointer(directory: Path, final: Path) -> None:
     pointer = directory / f"{LATEST}.tmp"
     with pointer.open("w", encoding="utf-8") as file:
@@ -262,6 +284,8 @@ def latest_checkpoint(directory: Path) -> Path:
         raise ValueError(f"{directory}: no checkpoint here ({LATEST} is missing)")
     text = pointer.read_text().strip()
     path = directory / f"iter_{int(text):07d}" if text.isdigit() else None
+    if path is not None and not path.exists() and _aside(path).exists():
+        path = _aside(path)  # a save was cut off while it took this one's place
     if path is None or not (path / _STATE).is_file():
         raise ValueError(f"{pointer} says {text!r}, but there is no whole checkpoint of that name")
     return path
@@ -302,4 +326,10 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     actor.scheduler.load_state_dict(state["scheduler"])
     if saved == _sizes(actor):
         rng.load(checkpoint, dist.get_rank())
+    elif dist.get_rank() == 0:
+        logger.warning(
+            "%s: saved in another topology: the random state of its ranks fits none of these, and"
+            " begins from the seed",
+            checkpoint,
+        )
     torch.distributed.barrier()

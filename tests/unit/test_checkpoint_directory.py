@@ -1,0 +1,149 @@
+"""The directory of checkpoints: what a save puts in place, what it removes, what a cut leaves.
+
+One process stands for all ranks, and the state is a file; what is in a checkpoint is looked at by
+``tests/e2e/test_durability.py``.
+"""
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+prepare_device()
+
+import random  # noqa: E402
+
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from megatron.core import tensor_parallel  # noqa: E402
+
+from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER  # noqa: E402
+from r3train.trainer.megatron import checkpoint, rng  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+
+
+def written(directory, number, text="{}", suffix=".tmp"):
+    path = directory / f"iter_{number:07d}{suffix}"
+    path.mkdir(parents=True)
+    (path / "trainer_state.json").write_text(text)
+    return path
+
+
+def switch(directory, number, keep_last=None, text="{}"):
+    saver = checkpoint.Checkpointer(None, directory, keep_last=keep_last)
+    saver._writing = written(directory, number, text)
+    saver._switch(directory / f"iter_{number:07d}")
+
+
+def names(directory):
+    return sorted(p.name for p in directory.iterdir())
+
+
+def test_of_one_run_the_last_are_kept(tmp_path):
+    for number in (1, 2, 3, 4):
+        switch(tmp_path, number, keep_last=2)
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004", checkpoint.LATEST]
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_new_run_beside_one_that_got_further_keeps_both(tmp_path, keep_last):
+    for number in (10, 20):
+        switch(tmp_path, number)
+    for number in (1, 2, 3):
+        switch(tmp_path, number, keep_last=keep_last)
+        assert checkpoint.latest_checkpoint(tmp_path).name == f"iter_{number:07d}"
+    kept = [f"iter_{n:07d}" for n in range(4 - keep_last, 4)]
+    assert names(tmp_path) == [*kept, "iter_0000010", "iter_0000020", checkpoint.LATEST]
+
+
+@pytest.mark.parametrize("killed_in", ["rename", "_write_pointer", "_remove"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
+    tmp_path, monkeypatch, killed_in, call
+):
+    switch(tmp_path, 5, text='{"which": "old"}')
+    calls = []
+
+    def killing(real):
+        def instead(*arguments):
+            calls.append(1)
+            if len(calls) == call:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        return instead
+
+    with monkeypatch.context() as patch:
+        if killed_in == "rename":
+            patch.setattr(checkpoint.Path, "rename", killing(checkpoint.Path.rename))
+        else:
+            patch.setattr(checkpoint, killed_in, killing(getattr(checkpoint, killed_in)))
+        try:
+            switch(tmp_path, 5, text='{"which": "new"}')
+        except KeyboardInterrupt:
+            pass
+    found = checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))
+    assert found["which"] in ("old", "new")
+    for leftover in tmp_path.glob("*.tmp"):
+        checkpoint._remove(leftover)
+    switch(tmp_path, 5, text='{"which": "newest"}')
+    assert checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))["which"] == "newest"
+    assert names(tmp_path) == ["iter_0000005", checkpoint.LATEST]
+
+
+def test_where_a_run_began_its_checkpoint_has_only_its_samples_renewed(tmp_path):
+    final = written(tmp_path, 5, "untouched", suffix="")
+    saver = checkpoint.Checkpointer(None, tmp_path, resumed_at=5)
+    saver.save(5, {}, lambda directory: (directory / BUFFER_FILE).write_text("new"))
+    assert (final / "trainer_state.json").read_text() == "untouched"
+    assert (final / BUFFER_FILE).read_text() == "new"
+
+
+def test_only_a_checkpoint_of_the_same_directory_is_renewed(tmp_path):
+    at = ResumePoint(tmp_path / "ck" / "iter_0000005", start_rollout=5)
+    assert at.rollouts_in(tmp_path / "x" / ".." / "ck") == 5
+    assert at.rollouts_in(tmp_path / "other") is None
+    aside = ResumePoint(tmp_path / "ck" / "iter_0000005.old", start_rollout=5)
+    assert aside.rollouts_in(tmp_path / "ck") is None
+    assert ResumePoint(at.checkpoint, model_only=True).rollouts_in(tmp_path / "ck") is None
+
+
+def test_a_buffer_that_is_gone_is_missed(tmp_path):
+    path = written(tmp_path, 5, f'{{"{HAS_BUFFER}": true}}', suffix="")
+    with pytest.raises(ValueError, match=rf"{BUFFER_FILE}: missing, .* lost or trained twice"):
+        ResumePoint(path, start_rollout=5).buffer()
+    (path / "trainer_state.json").write_text(f'{{"{HAS_BUFFER}": false}}')
+    assert ResumePoint(path, start_rollout=5).buffer() is None
+
+
+def drawn():
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    with tracker.fork("model-parallel-rng"):
+        forked = torch.rand(3).tolist()
+    return [torch.rand(3).tolist(), forked, np.random.rand(3).tolist(), random.random()]
+
+
+def test_the_random_state_of_a_rank_goes_on_where_it_was_saved(tmp_path):
+    tracker = tensor_parallel.get_cuda_rng_tracker()
+    tracker.reset()
+    tracker.add("model-parallel-rng", 7)
+    random.gauss(0, 1), np.random.randn()  # both keep a second number for the next call
+    rng.save(tmp_path, 0)
+    expected = drawn()
+    assert drawn() != expected, "the states move"
+    rng.load(tmp_path, 0)
+    assert drawn() == expected
+
+
+@pytest.mark.parametrize("content", [None, b"", b"not safetensors"])
+def test_a_random_state_that_cannot_be_read_is_named(tmp_path, content):
+    path = tmp_path / "rng_00003.safetensors"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match="rng_00003.safetensors: cannot read the random state"):
+        rng.load(tmp_path, 3)
