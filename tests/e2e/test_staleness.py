@@ -48,7 +48,8 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
     ages = histogram(metrics)
     assert sum(ages.values()) == STEPS * 16
     oldest = max(age for age, count in ages.items() if count)
-    assert oldest <= staleness and (oldest > 0) == (staleness > 0), ages
+    assert oldest <= staleness, ages
+    assert oldest >= {0: 0, 1: 1, 3: 2}[staleness], f"the bound was never near: {ages}"
     assert all(m["rollout/staleness_max"] <= staleness and m["r3/passed"] for m in metrics)
     # the share of time that each side waited
     assert all(0 <= m["perf/train_wait_share"] <= 1 for m in metrics)
