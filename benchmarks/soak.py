@@ -8,8 +8,9 @@ Prints one line a fault and a verdict; exits with 1 when
 - a prompt is lost or trained twice;
 - a process grows by more than 5% over its life from step 50 on, or one grows from one of its role to
   the next but one that lived as long (faults end processes, and a leak may span their lives);
-- a process gathers file descriptors;
-- a process, a listening port or a shared-memory file is left at the end.
+- a process gathers handles of any kind, or holds more connections to a server than its requests
+  in flight account for;
+- a process, a listening socket or a shared-memory file is left at the end.
 """
 
 from __future__ import annotations
@@ -28,12 +29,26 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.soak_handles import (  # noqa: E402
+    ListeningSockets,
+    count_handles,
+    open_handles,
+    tcp_sockets,
+)
+from benchmarks.soak_processes import (  # noqa: E402
+    own_memory,
+    role,
+    semaphores_of_others,
+    server_port,
+    shared_memory_of,
+)
 from benchmarks.soak_traces import (  # noqa: E402
     Trace,
     growth_across_lives,
     growth_within_life,
     handles_gathered,
 )
+from r3train.config import RunConfig  # noqa: E402
 from r3train.loop import prompt_log  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 
@@ -59,54 +74,17 @@ def command(run_dir: Path, data: Path, steps: int) -> list[str]:
     ]
 
 
-def role(process: psutil.Process, job: psutil.Process) -> str:
-    """A name for what a process does; a short-lived helper (a forked writer) has none: ""."""
-    try:
-        words = " ".join([process.name(), *process.cmdline()])
-        if process.pid == job.pid:
-            return "torchrun"
-        if "server_guard" in words:
-            return "guard"
-        if "resource_tracker" in words:
-            return ""
-        if "sglang" in words:
-            # the name of a process holds 15 characters
-            names = {"sglang::schedul": "scheduler", "sglang::detoken": "detokenizer"}
-            return names.get(process.name()[:15], "server")
-        if "train_async.py" in words and process.ppid() == job.pid:
-            return f"rank {process.environ()['RANK']}"
-    except (psutil.Error, KeyError):
-        pass
-    return ""
+def connection_bound(config: RunConfig) -> int:
+    """Connections to its servers that a job may hold at once.
 
-
-def own_memory(pid: int) -> int:
-    """Resident bytes that are no file's.
-
-    Not psutil's "unique" memory: that of a rank falls while a forked writer shares its pages.
+    One a request in flight (an idle one is used again before another is made), and for each server
+    one of the control's calls and one that asks for its health.
     """
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))]
-    return sum(kib) * 1024
-
-
-def shared_memory_of(pid: int) -> set[Path]:
-    """Files of /dev/shm that a process maps."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:
-        return set()
-    return {Path(x[x.index("/dev/shm/") :]) for x in lines if "/dev/shm/" in x}
-
-
-def semaphores_of_others(files: set[Path]) -> set[Path]:
-    """Named semaphores that a living resource tracker may be there to remove: nobody maps them."""
-    trackers = []
-    for process in psutil.process_iter(["cmdline", "create_time"]):
-        if "resource_tracker" in " ".join(process.info["cmdline"] or []):
-            trackers.append(process.info["create_time"])
-    oldest = min(trackers, default=float("inf"))
-    return {file for file in files if file.exists() and file.stat().st_ctime >= oldest - 1}
+    rollout = config.rollout
+    in_flight = min(
+        rollout.rollout_max_concurrency, rollout.buffer_groups * rollout.n_samples_per_prompt
+    )
+    return in_flight + 2 * rollout.rollout_num_engines
 
 
 class Soak:
@@ -119,7 +97,8 @@ class Soak:
         self.problems: list[str] = []
         self.injected: list[str] = []
         self.seen: set[psutil.Process] = set()
-        self.ports: set[int] = set()
+        self.server_ports: set[int] = set()
+        self.listening = ListeningSockets()
         self.shared: set[Path] = set()
         self.traces: dict[tuple[str, int], Trace] = {}
 
@@ -178,18 +157,21 @@ class Soak:
         return {name: process for process in tree if (name := role(process, job))}
 
     def _measure(self, processes: dict[str, psutil.Process]) -> None:
-        step = self._trained()
+        step, sockets = self._trained(), tcp_sockets()
+        if "guard" in processes and (port := server_port(processes["guard"])) is not None:
+            self.server_ports.add(port)
         for name, process in processes.items():
             try:
-                memory, handles = own_memory(process.pid), process.num_fds()
-                for connection in process.net_connections("tcp"):
-                    if connection.status == psutil.CONN_LISTEN:
-                        self.ports.add(connection.laddr.port)
+                memory, targets = own_memory(process.pid), open_handles(process.pid)
+                age_s = time.time() - process.create_time()
             except (psutil.Error, OSError):
                 continue
+            if not targets:  # it is ending, and holds nothing any more
+                continue
+            self.listening.note(targets, sockets)
             self.shared |= shared_memory_of(process.pid)
             trace = self.traces.setdefault((name, process.pid), Trace(name, process.pid))
-            trace.add(time.time() - process.create_time(), step, memory, handles)
+            trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
 
     def _inject(self, processes: dict[str, psutil.Process], fault: str) -> bool:
         victim, number = {
@@ -235,26 +217,32 @@ class Soak:
             worst = max(findings, key=lambda f: f.growth)
             print(f"{name}: {len(traces)} lives, {len(findings)} comparisons, worst {worst}")
             self.problems += [f"{name}: {f}" for f in findings if f.growth > GROWTH]
-            self.problems += [text for t in traces if (text := handles_gathered(t))]
+            self._judge_handles(name, traces)
+
+    def _judge_handles(self, name: str, traces: list[Trace]) -> None:
+        bound = connection_bound(RunConfig.from_toml(self.run_dir / "config.toml"))
+        for trace in traces:
+            self.problems += handles_gathered(trace, max_connections=bound)
+        longest = max(traces, key=lambda t: len(t.ages_s))
+        floors = longest.floors()
+        if floors is not None:
+            early, late = (", ".join(f"{n} {kind}" for kind, n in c.items()) for c in floors)
+            print(f"{name}: longest life, held throughout: {early}; at its end: {late}")
 
     def _look_for_leftovers(self, shared_before: set[Path]) -> None:
         time.sleep(2)
         left = [p for p in self.seen if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         if left:
             self.problems.append(f"processes left: {[(p.pid, p.name()) for p in left]}")
-        listening = {
-            c.laddr.port: c.pid
-            for c in psutil.net_connections("tcp")
-            if c.status == psutil.CONN_LISTEN and c.laddr.port in self.ports
-        }
-        if listening:
-            self.problems.append(f"ports still listened on, by process: {listening}")
+        ports = self.listening.left()
+        if ports:
+            self.problems.append(f"sockets of the job still listen on ports {ports}")
         new = set(Path("/dev/shm").iterdir()) - shared_before
         semaphores = {file for file in new if file.name.startswith("sem.mp-")}
         shared = (new & self.shared) | (semaphores - semaphores_of_others(semaphores))
         if shared:
             self.problems.append(f"shared-memory files left: {sorted(p.name for p in shared)}")
-        print(f"{len(self.seen)} processes, {len(self.ports)} listening ports seen")
+        print(f"{len(self.seen)} processes, {len(self.listening.of_job)} listening sockets seen")
 
 
 def main() -> None:

@@ -1,10 +1,13 @@
-"""Memory and file descriptors of a process over its life, and of one role over its lives. Pure."""
+"""Memory and handles of a process over its life, and of one role over its lives. Pure."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+
+from benchmarks.soak_handles import CONNECTIONS, HALF_CLOSED, KINDS, OTHER_SOCKETS
 
 # Before it a run is young: caches fill and buffers reach their size.
 FROM_STEP = 50
@@ -14,6 +17,10 @@ SETTLE_STEPS = 8
 # Samples whose median is compared, and those at the end of a life that show it ending.
 WINDOW = 10
 ENDING = 2
+# Samples of which the fewest handles count: what is not always there (a save's pipes) is no leak.
+HANDLES_WINDOW = 20
+# A server's weight-update group is two sockets, and there is none while the server starts again.
+MAY_GROW = {OTHER_SOCKETS: 2}
 # Lives of about the same length, in steps, are compared.
 SAME_AGE_STEPS = 6
 
@@ -37,16 +44,16 @@ class Growth:
 
 @dataclass
 class Trace:
-    """Samples of one process: age in seconds, steps trained by then, memory in bytes, descriptors."""
+    """Samples of one process: age in seconds, steps trained by then, memory in bytes, handles by kind."""
 
     role: str
     pid: int
     ages_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     memory: list[int] = field(default_factory=list)
-    handles: list[int] = field(default_factory=list)
+    handles: list[Counter[str]] = field(default_factory=list)
 
-    def add(self, age_s: float, step: int, memory: int, handles: int) -> None:
+    def add(self, age_s: float, step: int, memory: int, handles: Counter[str]) -> None:
         self.ages_s.append(age_s)
         self.steps.append(step)
         self.memory.append(memory)
@@ -63,6 +70,17 @@ class Trace:
             for i, (age, step) in enumerate(zip(self.ages_s, self.steps, strict=True))
             if age >= SETTLE_S and step >= max(from_step, self.steps[0] + SETTLE_STEPS)
         ]
+
+    def floors(self) -> tuple[Counter[str], Counter[str]] | None:
+        """The fewest handles of each kind as it had settled, and at its end; None if too short."""
+        settled = self.settled(0)
+        if len(settled) < 2 * HANDLES_WINDOW:
+            return None
+        early, late = (
+            Counter({kind: min(self.handles[i][kind] for i in part) for kind in KINDS})
+            for part in (settled[:HANDLES_WINDOW], settled[-HANDLES_WINDOW:])
+        )
+        return early, late
 
 
 def growth_within_life(trace: Trace, from_step: int = FROM_STEP) -> Growth | None:
@@ -96,13 +114,23 @@ def growth_across_lives(traces: Sequence[Trace], from_step: int = FROM_STEP) -> 
     return found
 
 
-def handles_gathered(trace: Trace, allowed: int = 8) -> str:
-    """A complaint about a process that ends with more descriptors than it settled with, or ""."""
-    settled = trace.settled(0)
-    if len(settled) < 2 * WINDOW:
-        return ""
-    first = max(trace.handles[i] for i in settled[:WINDOW])
-    last = median(trace.handles[i] for i in settled[-WINDOW:])
-    if last <= first + allowed:
-        return ""
-    return f"{trace.role} ({trace.pid}): {first} file descriptors became {last:g}"
+def handles_gathered(trace: Trace, *, max_connections: int) -> list[str]:
+    """Complaints about a process that holds, or has gathered, more than it may.
+
+    Connections to servers are bounded by what may be in flight, and no half-closed socket may stay;
+    every other kind may not grow.
+    """
+    floors = trace.floors()
+    if floors is None:
+        return []
+    early, late = floors
+    complaints = []
+    for kind in KINDS:
+        bound = early[kind] + MAY_GROW.get(kind, 0)
+        bound = {CONNECTIONS: max_connections, HALF_CLOSED: 0}.get(kind, bound)
+        if late[kind] > bound:
+            complaints.append(
+                f"{trace.role} ({trace.pid}): {early[kind]} {kind} became {late[kind]},"
+                f" at most {bound} expected"
+            )
+    return complaints

@@ -23,6 +23,7 @@ def test_a_short_soak_loses_nothing_and_leaves_nothing_behind():
         text=True,
         timeout=1400,
     )
+    print(done.stdout)  # what each kind of process held, with pytest -rP
     assert done.returncode == 0, done.stdout
     assert "soak passed" in done.stdout and "4 faults injected" in done.stdout
     for fault in ("kill_server", "hang_server", "kill_rank", "stop_job"):
