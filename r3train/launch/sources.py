@@ -77,6 +77,7 @@ class Replayed:
             needs_routes=config.replay.use_rollout_routing_replay,
             num_groups=config.rollout.rollout_batch_size,
             group_size=config.rollout.n_samples_per_prompt,
+            steps_per_rollout=config.steps_per_rollout,
         )
 
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:

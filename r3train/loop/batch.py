@@ -1,4 +1,4 @@
-"""One rollout's samples to every rank's slices, and to what the evidence must show.
+"""One rollout's samples to all data-parallel ranks' microbatches, and to what its evidence must show.
 
 Pure, and done by rank 0 alone.
 """
@@ -12,11 +12,11 @@ import numpy as np
 
 from r3train.evidence.check import StepExpectation, expected_calls
 from r3train.layout.bins import deal_bins, pack_bins
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch
 from r3train.loop.recorded import Recorded
 from r3train.rl.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
 from r3train.rl.trajectories import trajectory_rewards, validate_trajectories
-from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
+from r3train.types import MicroBatch, RankTopology, RolloutSample, TrainSample
 
 Scored = tuple[RolloutSample, float]
 # the samples of an optimizer step, [data-parallel rank][microbatch][sample]
@@ -32,7 +32,7 @@ def train_samples(
     """
     _check_trajectories([sample for group in groups for sample, _ in group])
     by_episode = [
-        trajectory_rewards([_episode(sample) for sample, _ in group], [r for _, r in group])
+        trajectory_rewards([episode_id(sample) for sample, _ in group], [r for _, r in group])
         for group in groups
     ]
     rewards = np.array([episodes for episodes, _ in by_episode], dtype=np.float64)
@@ -45,7 +45,8 @@ def train_samples(
     return samples, group_stats(rewards)
 
 
-def _episode(sample: RolloutSample) -> int:
+def episode_id(sample: RolloutSample) -> int:
+    """The episode that a sample is, or with step-wise samples is a turn of; unique within a run."""
     return sample.sample_id if sample.trajectory_id is None else sample.trajectory_id
 
 
@@ -61,11 +62,11 @@ def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
 
 @dataclass(frozen=True)
 class Packing:
-    """What rank 0 must know to cut a batch for everybody."""
+    """What rank 0 must know to deal a batch and build its microbatches."""
 
     topologies: Sequence[RankTopology]
     max_tokens_per_gpu: int
-    route_shape: tuple[int, int] | None  # (L, K) where rank 0 cuts the routes
+    route_shape: tuple[int, int] | None  # (L, K) where rank 0 has the routes
     route_dtype: type
 
 
@@ -80,15 +81,15 @@ def deal_samples(samples: Sequence[TrainSample], packing: Packing) -> Dealt:
     return [[[samples[i] for i in group] for group in groups] for groups in dealt]
 
 
-def slices_for_ranks(
+def build_microbatches(
     dealt: Dealt, packing: Packing, *, first_microbatch_id: int
-) -> list[list[RankSlice]]:
-    """[world_size][microbatches] slices of one optimizer step's samples.
+) -> list[list[MicroBatch]]:
+    """[dp][microbatches] of one optimizer step's samples.
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.
     """
     some = packing.topologies[0]
-    microbatches = [
+    return [
         [
             build_microbatch(
                 first_microbatch_id + j,
@@ -102,7 +103,6 @@ def slices_for_ranks(
         ]
         for groups in dealt
     ]
-    return [[slice_microbatch(m, t) for m in microbatches[t.dp_rank]] for t in packing.topologies]
 
 
 def data_rank_of_samples(dealt_of_steps: Sequence[Dealt]) -> dict[int, int]:

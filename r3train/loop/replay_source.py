@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from r3train.loop.batch import episode_id
 from r3train.loop.rollout_file import Scored, read_samples, write_samples
 
 
@@ -39,13 +40,26 @@ def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
 
 
 class DumpedRollouts:
-    """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights."""
+    """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
 
-    def __init__(self, directory: Path, *, needs_routes: bool, num_groups: int, group_size: int):
+    group_size counts episodes: of step-wise ones (one sample a turn) a group holds more samples,
+    and they are trained in one optimizer step a rollout.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        needs_routes: bool,
+        num_groups: int,
+        group_size: int,
+        steps_per_rollout: int = 1,
+    ):
         self._directory = directory
         self._needs_routes = needs_routes
         self._num_groups = num_groups
         self._group_size = group_size
+        self._steps_per_rollout = steps_per_rollout
 
     def next_batch(
         self, step: int, on_wait: Callable[[dict[str, Any]], None] | None = None
@@ -53,11 +67,16 @@ class DumpedRollouts:
         """The groups of one step; raises ValueError naming file and sample."""
         groups = load_rollout(self._directory, step)
         path = rollout_path(self._directory, step)
-        sizes = [len(group) for group in groups]
+        sizes = [len({episode_id(sample) for sample, _ in group}) for group in groups]
         if len(sizes) != self._num_groups or set(sizes) != {self._group_size}:
             raise ValueError(
-                f"{path}: holds {len(sizes)} groups of {sorted(set(sizes))} samples, expected"
+                f"{path}: holds {len(sizes)} groups of {sorted(set(sizes))} episodes, expected"
                 f" rollout_batch_size {self._num_groups} of n_samples_per_prompt {self._group_size}"
+            )
+        if self._steps_per_rollout > 1 and groups[0][0][0].trajectory_id is not None:
+            raise ValueError(
+                f"{path}: holds one sample a turn, which are trained in one optimizer step a"
+                f" rollout, but global_batch_size asks for {self._steps_per_rollout}"
             )
         for group in groups:
             for sample, _ in group:

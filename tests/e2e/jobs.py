@@ -67,3 +67,13 @@ def run(run_dir: Path, *flags: str, ranks: int = 2, timeout: float = 240) -> Job
         timeout=timeout,
     )
     return Job(done.returncode, done.stdout, run_dir)
+
+
+def same_numbers(one: list[dict], other: list[dict], *, but: str = "none") -> None:
+    """Losses, gradient norms, rewards, R3 counts: every number that is not a time."""
+    assert [m["step"] for m in one] == [m["step"] for m in other]
+    for a, b in zip(one, other, strict=True):
+        names = [n for n in a if n.startswith(("train/", "r3/", "rollout/reward")) and n in b]
+        names = [n for n in names if but not in n]
+        assert len(names) > 20
+        assert {n: a[n] for n in names} == {n: b[n] for n in names}

@@ -13,23 +13,17 @@ import numpy as np
 import psutil
 import pytest
 
+from r3train.evidence.metrics import read_metrics
 from r3train.loop import prompt_log
+from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.replay_source import load_rollout, rollout_path
+from r3train.loop.rollout_file import read_samples
 from tests.e2e import jobs
 from tests.e2e.live_jobs import output, pointer, rank_processes, running, steps_done, wait_for
 
 pytestmark = pytest.mark.e2e
 
 WEIGHTS = "model-00001-of-00001.safetensors"
-
-
-def same_numbers(one: list[dict], other: list[dict], *, but: str = "none") -> None:
-    """Losses, gradient norms, rewards, R3 counts: every number that is not a time."""
-    assert [m["step"] for m in one] == [m["step"] for m in other]
-    for a, b in zip(one, other, strict=True):
-        names = [n for n in a if n.startswith(("train/", "r3/", "rollout/reward")) and n in b]
-        names = [n for n in names if but not in n]
-        assert len(names) > 20
-        assert {n: a[n] for n in names} == {n: b[n] for n in names}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +82,7 @@ def replayed(tmp_path_factory, base, replay) -> jobs.Job:
 def test_a_replay_gives_the_same_losses_without_a_server(dumped, replayed):
     assert replayed.code == 0, replayed.output
     assert not (replayed.run_dir / "logs" / "sglang.log").exists()
-    same_numbers(dumped.metrics(), replayed.metrics())
+    jobs.same_numbers(dumped.metrics(), replayed.metrics())
     one, other = (j.run_dir.parent / "hf" / WEIGHTS for j in (dumped, replayed))
     assert one.read_bytes() == other.read_bytes()
 
@@ -115,12 +109,14 @@ def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, 
     )
     assert resumed.code == 0, resumed.output
     assert [m["step"] for m in resumed.metrics()] == [3, 4, 5]
-    same_numbers(replayed.metrics()[3:], resumed.metrics())
+    jobs.same_numbers(replayed.metrics()[3:], resumed.metrics())
     whole = replayed.run_dir.parent / "hf" / WEIGHTS
     assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
 
 
-def test_a_synchronous_greedy_run_resumes_exactly_with_the_server(tmp_path, base, engine):
+def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server(
+    tmp_path, base, engine
+):
     """Greedy groups have no variance: the entropy bonus is what trains."""
     flags = [
         *base,
@@ -132,13 +128,19 @@ def test_a_synchronous_greedy_run_resumes_exactly_with_the_server(tmp_path, base
     )
     assert whole.code == 0, whole.output
     assert all(m["train/grad_norm"] > 0 for m in whole.metrics())
-    flags += ["--save", str(tmp_path / "ck"), "--auto-resume", "--save-hf", str(tmp_path / "b")]
-    first = jobs.run(tmp_path / "run", *flags, "--num-rollout", "3")
-    assert first.code == 0, first.output
-    second = jobs.run(tmp_path / "run", *flags, "--num-rollout", "6")
+    flags += ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--num-rollout", "6"]
+    run_dir = tmp_path / "run"
+    with running(run_dir, *flags) as job:
+        wait_for(lambda: pointer(tmp_path / "ck") == 3, job, run_dir)
+        for process in [job, *job.children(recursive=True)]:
+            process.kill()
+    assert pointer(tmp_path / "ck") == 3, "it was killed before its end"
+    second = jobs.run(run_dir, *flags, "--auto-resume", "--save-hf", str(tmp_path / "b"))
     assert second.code == 0, second.output
     # the engine's own log-probs carry the rounding of whichever batches it made of the requests
-    same_numbers(whole.metrics(), second.metrics(), but="log_prob_gap")
+    # and of a step that was trained twice, once before the kill, the second time counts
+    steps = read_metrics(run_dir)
+    jobs.same_numbers(whole.metrics(), steps, but="log_prob_gap")
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
 
 
@@ -231,26 +233,70 @@ def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_it(
     assert resumed.code == 0 and [m["step"] for m in resumed.metrics()] == [1]
 
 
+def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
+    small_disk, tmp_path, base, engine
+):
+    """Generation fails after the save that was due: its samples are written again, in vain."""
+    checkpoint, prompts = small_disk / "ck", tmp_path / "prompts.jsonl"
+    lines = Path(base[base.index("--prompt-data") + 1]).read_text().splitlines()[:12]
+    last = json.loads(lines[-1])  # of the third rollout
+    last["metadata"] = {"checkpoints": str(checkpoint), "num_rollouts": 2}
+    last["metadata"]["copy"] = str(tmp_path / "copy")
+    prompts.write_text("\n".join([*lines[:-1], json.dumps(last)]) + "\n")
+    job = jobs.run(
+        tmp_path / "run",
+        *(*base, "--prompt-data", str(prompts), "--no-rollout-shuffle", "--num-rollout", "6"),
+        *("--rollout-external-engine-addrs", engine, "--save", str(checkpoint)),
+        *("--save-interval", "2", "--custom-rm-path", "tests.e2e.disk_filling_reward:reward"),
+    )
+    assert job.code != 0
+    text = " ".join(job.output.split())
+    assert "generation failed after 2 rollouts" in text and "the disk is full now" in text
+    assert "CheckpointError" in text and "cannot write its samples again" in text
+    assert "No space left on device" in text and "the checkpoint after 2 rollouts is intact" in text
+    assert pointer(checkpoint) == 2 and len(job.metrics()) == 2
+    whole = checkpoint / "iter_0000002"
+    assert (whole / BUFFER_FILE).read_bytes() == (tmp_path / "copy").read_bytes()
+    read_samples(whole / BUFFER_FILE)
+    assert not [p for p in whole.iterdir() if ".tmp" in p.name]
+
+
 def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_path, base, engine):
-    """SIGUSR1 to one rank of an asynchronous run, as Slurm would send it before the time is up."""
+    """SIGUSR1 to one rank of an asynchronous run, as Slurm would send it before the time is up.
+
+    The resumed run gets SIGTERM.
+    """
     flags = [*base, "--rollout-external-engine-addrs", engine, "--save", str(tmp_path / "ck")]
-    flags += ["--auto-resume", "--async-save"]
-    stopped = tmp_path / "stopped"
-    with running(stopped, *flags, "--num-rollout", "100000") as job:
-        wait_for(lambda: steps_done(stopped) >= 3, job, stopped)
-        rank_processes(job)[1].send_signal(signal.SIGUSR1)
-        assert job.wait(timeout=120) == 0, output(stopped)
-    done = pointer(tmp_path / "ck")
-    assert done >= 3 and f"after {done} rollouts; a checkpoint was saved" in output(stopped)
-    resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", str(done + 3))
-    assert resumed.code == 0, resumed.output
-    records = prompt_log.read([stopped, tmp_path / "resumed"])
+    flags += ["--auto-resume", "--async-save", "--num-rollout", "100000", "--dump-rollouts"]
+    runs, done, kept = [tmp_path / "stopped", tmp_path / "resumed"], 0, []
+    for run_dir, number in zip(runs, (signal.SIGUSR1, signal.SIGTERM)):
+        with running(run_dir, *flags) as job:
+            wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
+            rank_processes(job)[1].send_signal(number)
+            assert job.wait(timeout=120) == 0, output(run_dir)
+        first = json.loads((run_dir / "prompts.jsonl").read_text().splitlines()[0])
+        assert first["step"] == done
+        done = pointer(tmp_path / "ck")
+        assert done == first["step"] + steps_done(run_dir)
+        assert f"after {done} rollouts; a checkpoint was saved" in output(run_dir)
+        kept.append(read_samples(tmp_path / "ck" / f"iter_{done:07d}" / BUFFER_FILE)[0])
+    records = prompt_log.read(runs)
     assert not any(prompt_log.audit(records).values())
-    groups = [g for record in records for g in record["group_ids"]]
-    assert groups == list(range(4 * (done + 3)))
+    assert [g for record in records for g in record["group_ids"]] == list(range(4 * done))
     # complete samples of the buffer came through the restart: made before it, trained after it
-    first = json.loads((tmp_path / "resumed" / "prompts.jsonl").read_text().splitlines()[0])
-    assert first["step"] == done
+    assert kept[0]
+    later = {s.sample_id: s for r in records for s in dumped_samples(runs[1], r["step"])}
+    for sample, _ in kept[0]:
+        assert later[sample.sample_id].token_ids.tolist() == sample.token_ids.tolist()
+        assert (later[sample.sample_id].routed_experts == sample.routed_experts).all()
+
+
+def dumped_samples(run_dir: Path, step: int) -> list:
+    """The samples that a run trained in a rollout; none of one that it did not train."""
+    directory = run_dir / "rollouts"
+    if not rollout_path(directory, step).exists():
+        return []
+    return [sample for group in load_rollout(directory, step) for sample, _ in group]
 
 
 def test_a_killed_rank_ends_all_within_a_minute_and_torchrun_goes_on_from_the_checkpoint(

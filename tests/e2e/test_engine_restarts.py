@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 from r3train.loop import prompt_log
+from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.replay_source import load_rollout
+from r3train.loop.rollout_file import read_samples
+from r3train.rollout.outcome_log import OUTCOMES_FILE
 from tests.e2e import jobs
 from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
 
@@ -29,11 +34,14 @@ def scheduler(job: psutil.Popen) -> psutil.Process:
     raise AssertionError("no scheduler")
 
 
-def all_trained_once(run_dir, num_rollout: int) -> None:
-    records = prompt_log.read([run_dir])
+def all_trained_once(run_dirs: list[Path], num_rollout: int) -> None:
+    records = prompt_log.read(run_dirs)
     assert not any(prompt_log.audit(records).values())
     assert [g for r in records for g in r["group_ids"]] == list(range(4 * num_rollout))
     assert all(len(group) == 4 for r in records for group in r["sample_ids"])
+    # no complete sample was thrown away with a group that was dropped or generated again
+    outcomes = [json.loads(line) for d in run_dirs for line in (d / OUTCOMES_FILE).open()]
+    assert {o["outcome"] for o in outcomes} <= {"trained", "unused"}
 
 
 def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp_path, tiny_flags):
@@ -57,7 +65,7 @@ def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp
     kept, again = (metrics[-1][f"faults/{n}"] for n in ("resumed_tokens", "resubmitted_requests"))
     assert again > 0 and kept > 0 and kept % 32 == 0
     # and they have the rows that came with them: none is missing, or was guessed
-    all_trained_once(run_dir, 6)
+    all_trained_once([run_dir], 6)
     for step in range(6):
         for group in load_rollout(run_dir / "rollouts", step):
             for sample, _ in group:
@@ -78,20 +86,46 @@ def test_a_hung_server_is_found_by_its_health_and_restarted(tmp_path, tiny_flags
         os.kill(scheduler(job).pid, signal.SIGSTOP)
         assert job.wait(timeout=400) == 0, output(run_dir)
     assert "no sign of life" in output(run_dir)
-    all_trained_once(run_dir, 8)
+    all_trained_once([run_dir], 8)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_after_too_many_restarts_the_job_ends_with_a_checkpoint(tmp_path, tiny_flags):
     run_dir, directory = tmp_path / "run", tmp_path / "ck"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "100000", "--save", str(directory)]
-    with running(run_dir, *flags, "--max-engine-restarts", "1") as job:
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--save", str(directory), "--auto-resume"]
+    failing = [*flags, "--num-rollout", "100000", "--max-engine-restarts", "1"]
+    with running(run_dir, *failing) as job:
         for steps in (3, 6):
             wait_for(lambda: steps_done(run_dir) >= steps, job, run_dir)
             os.kill(scheduler(job).pid, signal.SIGKILL)
         assert job.wait(timeout=280) != 0
     assert "max_engine_restarts 1" in output(run_dir)
-    assert (
-        pointer(directory) == steps_done(run_dir) or pointer(directory) == steps_done(run_dir) + 1
-    )
+    done = pointer(directory)
+    assert done in (steps_done(run_dir), steps_done(run_dir) + 1)
+    # and goes on from there: what was complete is trained, and nothing twice
+    kept, _ = read_samples(directory / f"iter_{done:07d}" / BUFFER_FILE)
+    flags += ["--num-rollout", str(done + 2), "--dump-rollouts"]
+    resumed = jobs.run(tmp_path / "resumed", *flags)
+    assert resumed.code == 0, resumed.output
+    all_trained_once([run_dir, resumed.run_dir], done + 2)
+    groups = [g for k in (0, 1) for g in load_rollout(resumed.run_dir / "rollouts", done + k)]
+    later = {sample.sample_id: sample for group in groups for sample, _ in group}
+    for sample, _ in kept:
+        assert later[sample.sample_id].token_ids.tolist() == sample.token_ids.tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_one_of_two_servers_lost_loses_no_prompt(tmp_path, tiny_flags):
+    run_dir = tmp_path / "run"
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--max-engine-restarts", "1"]
+    flags += ["--rollout-num-engines", "2", "--check-weight-update-equal"]
+    with running(run_dir, *flags) as job:
+        wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
+        os.kill(scheduler(job).pid, signal.SIGKILL)
+        assert job.wait(timeout=400) == 0, output(run_dir)
+    assert "restart 1 of 1" in output(run_dir)
+    metrics = jobs.Job(0, "", run_dir).metrics()
+    assert all(m["train/weight_probe_gap"] <= 1e-4 and m["r3/passed"] for m in metrics)
+    all_trained_once([run_dir], 6)

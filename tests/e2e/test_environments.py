@@ -1,4 +1,4 @@
-"""A job of several turns: the calculator, with R3, as one sample an episode and one a turn."""
+"""Jobs of several turns: the calculator, with R3, as one sample an episode and one a turn."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def calculator(tmp_path_factory):
 
 
 @pytest.mark.parametrize("samples", ["trajectory", "turn"])
-def test_a_job_trains_on_turns_with_a_calculator_and_equal_fingerprints(
+def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_same_losses(
     samples, calculator, engine, tmp_path
 ):
-    job = jobs.run(
-        tmp_path / "run",
+    flags = [
         *("--hf-checkpoint", str(calculator / "model")),
         *("--prompt-data", str(calculator / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
-        *("--no-tensorboard", "--num-rollout", str(STEPS)),
-        *("--rollout-external-engine-addrs", engine, *jobs.R3_FLAGS, "--dump-rollouts"),
+        *("--no-tensorboard", "--num-rollout", str(STEPS), *jobs.R3_FLAGS),
         *("--environment", "calculator", "--environment-max-turns", "3"),
         *("--environment-max-turn-len", "6", "--rollout-max-response-len", "40"),
         *("--environment-samples", samples),
+    ]
+    job = jobs.run(
+        tmp_path / "run", *flags, "--rollout-external-engine-addrs", engine, "--dump-rollouts"
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -46,3 +47,10 @@ def test_a_job_trains_on_turns_with_a_calculator_and_equal_fingerprints(
         assert counts == [16] * STEPS
     else:
         assert all(16 < count <= 48 for count in counts)
+    replayed = jobs.run(
+        tmp_path / "replayed", *flags, "--replay-rollouts", str(job.run_dir / "rollouts")
+    )
+    assert replayed.code == 0, replayed.output
+    assert not (replayed.run_dir / "logs" / "sglang.log").exists()
+    jobs.same_numbers(metrics, replayed.metrics())
+    assert [m["rollout/num_samples"] for m in replayed.metrics()] == counts

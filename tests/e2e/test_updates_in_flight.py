@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import threading
 import time
+import urllib.request
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -41,18 +46,69 @@ def server(models, tmp_path_factory):
         yield server
 
 
-def spanning_samples(server, models, mode: str, flush: bool) -> list[RolloutSample]:
+class Stranger:
+    """Somebody else's request on the same server, on a thread of its own."""
+
+    def __init__(self, addr: str, response_len: int):
+        self._addr, self._response_len = addr, response_len
+        self.sample: RolloutSample | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._generate()))
+
+    async def _generate(self) -> None:
+        client = SGLangClient([self._addr], routes=ROUTES)
+        self.sample = await client.generate(
+            prompt_of(99),
+            SamplingParams(self._response_len, ignore_eos=True),
+            sample_id=0,
+            group_id=0,
+            exact_version=False,
+        )
+        await client.aclose()
+
+    def __enter__(self) -> Stranger:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._thread.join()
+
+
+def wait_until_running(addr: str, count: int) -> None:
+    """Until so many requests are being decoded, and a moment more for some tokens of each."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"http://{addr}/v1/loads?include=core", timeout=10) as answer:
+            (load,) = json.load(answer)["loads"]
+        if load["num_running_reqs"] >= count:
+            return time.sleep(0.3)
+        assert time.monotonic() < deadline, load
+        time.sleep(0.02)
+
+
+def spanning_samples(
+    server,
+    models,
+    mode: str,
+    flush: bool,
+    *,
+    routes: bool = True,
+    shared: bool = False,
+    beside: Stranger | None = None,
+) -> list[RolloutSample]:
     """Two versions' weights (b, then a, then b), each published while requests run."""
-    with EngineControl([server.addr], routes=ROUTES) as control:
+    in_flight = 12
+    expected = ROUTES if routes else None
+    with EngineControl([server.addr], routes=expected) as control:
         control.require_exact_boundaries()
         control.update_weights_from_disk(str(models[0]), weight_version=0)
         publisher = DistributedPublisher(
-            control, bucket_bytes=1 << 20, flush_cache=flush and mode == "abort"
+            control, bucket_bytes=1 << 20, flush_cache=flush and mode != "in_place"
         )
         producer = Producer(
             lambda: SGLangClient(
                 [server.addr],
-                routes=ROUTES,
+                routes=expected,
+                shared_servers=shared,
                 versions=control.versions,
                 cache_per_version=flush and mode == "in_place",
             ),
@@ -62,13 +118,14 @@ def spanning_samples(server, models, mode: str, flush: bool) -> list[RolloutSamp
             n_samples_per_prompt=2,
             num_rollout=3,
             max_weight_staleness=2,
-            max_concurrency=12,
+            max_concurrency=in_flight,
             pause_mode=mode,
         )
-        with producer:
+        with beside or nullcontext(), producer:
             for version in (1, 2):
                 tokens = checkpoint_tensors(models[version % 2])
-                time.sleep(0.4)  # time to be in mid-generation
+                others = beside is not None and version == 1
+                wait_until_running(server.addr, in_flight + others)
                 with producer.quiesced():
                     publisher.publish(tokens.items(), version=version)
                     producer.set_version(version)
@@ -77,9 +134,12 @@ def spanning_samples(server, models, mode: str, flush: bool) -> list[RolloutSamp
     return [sample for group in groups for sample, _ in group]
 
 
-@pytest.mark.parametrize("mode, flush", [("in_place", True), ("abort", True), ("abort", False)])
+@pytest.mark.parametrize(
+    "mode, flush", [("in_place", True), ("abort", True), ("abort", False), ("retract", True)]
+)
 def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, server, models):
-    samples = spanning_samples(server, models, mode, flush)
+    """Rows and log-probs; retract, which no replay goes with, has log-probs alone."""
+    samples = spanning_samples(server, models, mode, flush, routes=mode != "retract")
     reference = MixedReference(models)
     spanned = 0
     for sample in samples:
@@ -90,9 +150,12 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
         log_probs, routes = reference(
             sample.token_ids, sample.prompt_len, versions, keep_kv=mode == "in_place" or not flush
         )
-        np.testing.assert_array_equal(
-            np.sort(sample.routed_experts, -1), np.sort(routes, -1), err_msg=str(sample.sample_id)
-        )
+        if mode == "retract":
+            assert sample.routed_experts is None
+        else:
+            np.testing.assert_array_equal(
+                np.sort(sample.routed_experts, -1), np.sort(routes, -1), str(sample.sample_id)
+            )
         np.testing.assert_allclose(
             sample.rollout_log_probs[sample.loss_mask], log_probs[sample.loss_mask], atol=1e-3
         )
@@ -104,6 +167,21 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
         )
         assert abs(shifted - sample.rollout_log_probs)[sample.loss_mask].max() > 1e-2
     assert spanned, "no sample was in mid-generation at both updates"
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_an_abort_on_a_shared_server_reaches_its_own_requests_alone(shared, server, models):
+    """On a server of its own (``shared`` False) everything is aborted: the check can fail."""
+    stranger = Stranger(server.addr, 500)
+    samples = spanning_samples(server, models, "abort", False, shared=shared, beside=stranger)
+    # its own were aborted in mid-generation, and gone on with
+    assert all(sample.response_len == 400 for sample in samples)
+    assert any(len(np.unique(s.weight_versions[s.loss_mask])) == 3 for s in samples)
+    # the stranger's came to its end, which the update waited for, and nobody else's came back
+    got = stranger.sample
+    assert set(got.weight_versions[got.loss_mask].tolist()) == {0}
+    assert got.finish_reason == ("length" if shared else "abort")
+    assert (got.response_len == 500) is shared
 
 
 @pytest.mark.parametrize("mode", ["in_place", "abort"])
@@ -128,8 +206,30 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
     assert all(m["r3/rows_native"] == m["r3/duplicate_rows"] == 0 for m in metrics)
     if mode == "abort":
         assert sum(m["rollout/resumed"] for m in metrics) > 0
+    every_prompt_has_one_fate(job, 16)
+
+
+def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, tiny_flags, engine):
+    job = jobs.run(
+        tmp_path / "run",
+        *tiny_flags,
+        *("--num-rollout", "3", "--rollout-external-engine-addrs", engine),
+        *("--pause-generation-mode", "retract", "--max-weight-staleness", "2"),
+        *("--rollout-max-response-len", "300", "--rollout-ignore-eos"),
+        # half of what the staleness allows: the other half runs while the first is trained
+        *("--rollout-max-concurrency", "24", "--check-weight-update-equal"),
+    )
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    assert len(metrics) == 3 and sum(m["rollout/spanning_samples"] for m in metrics) > 0
+    assert all(m["rollout/staleness_max"] <= 2 for m in metrics)
+    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+    every_prompt_has_one_fate(job, 12)
+
+
+def every_prompt_has_one_fate(job: jobs.Job, groups: int) -> None:
     outcomes = [jobs.json.loads(line) for line in (job.run_dir / "outcomes.jsonl").open()]
     trained = [o["group_id"] for o in outcomes if o["outcome"] == "trained"]
-    assert len(trained) == len(set(trained)) == 16
+    assert len(trained) == len(set(trained)) == groups
     fates = [o["group_id"] for o in outcomes]
     assert sorted(fates) == list(range(len(fates))), "every prompt drawn has one fate"

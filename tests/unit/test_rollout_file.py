@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -141,3 +141,26 @@ def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
     replay_source.rollout_path(tmp_path, 0).rename(replay_source.rollout_path(tmp_path, 1))
     with pytest.raises(ValueError, match="does not hold rollout 1"):
         source(tmp_path).next_batch(1)
+
+
+def turn_by_turn() -> list:
+    """Two groups of two episodes each, of two turns and of one."""
+    steps = []
+    for (one, reward), episode, last in zip(scored(), (0, 0, 1, 1), (False, True) * 2):
+        steps.append((replace(one, trajectory_id=episode, is_last_step=last), reward))
+    more = [
+        (replace(s, sample_id=s.sample_id + 4, trajectory_id=s.trajectory_id + 2), r)
+        for s, r in steps
+    ]
+    return [steps, more[:2] + [(replace(more[2][0], is_last_step=True), 0.2)]]
+
+
+def test_a_replay_counts_episodes_and_not_their_turns(tmp_path):
+    replay_source.dump_rollout(tmp_path, 0, turn_by_turn())
+    back = source(tmp_path).next_batch(0)
+    assert [len(group) for group in back] == [4, 3]
+    assert [[s.trajectory_id for s, _ in group] for group in back] == [[0, 0, 1, 1], [2, 2, 3]]
+    with pytest.raises(ValueError, match=r"2 groups of \[2\] episodes.*n_samples_per_prompt 4"):
+        source(tmp_path, group_size=4).next_batch(0)
+    with pytest.raises(ValueError, match="one sample a turn.*global_batch_size asks for 2"):
+        source(tmp_path, steps_per_rollout=2).next_batch(0)
