@@ -28,7 +28,13 @@ from r3train.config import RunConfig  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job, preflight, replay_plan  # noqa: E402
 from r3train.launch.resume import resume_point  # noqa: E402
-from r3train.loop.batch import Packing, deal_samples, slices_for_ranks, train_samples  # noqa: E402
+from r3train.layout.microbatch import slice_microbatch  # noqa: E402
+from r3train.loop.batch import (
+    Packing,
+    build_microbatches,
+    deal_samples,
+    train_samples,
+)  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
 from r3train.loop.scatter import gather_topologies  # noqa: E402
 from r3train.rl.corrections import log_prob_gap_stats  # noqa: E402
@@ -73,8 +79,8 @@ def measure(job: Job, samples: Sequence) -> dict[str, Any]:
         route_shape=(plan.num_layers, plan.topk),
         route_dtype=plan.route_dtype,
     )
-    of_rank = slices_for_ranks(deal_samples(samples, packing), packing, first_microbatch_id=0)
-    slices = of_rank[actor.topology.rank]
+    built = build_microbatches(deal_samples(samples, packing), packing, first_microbatch_id=0)
+    slices = [slice_microbatch(m, actor.topology) for m in built[actor.topology.dp_rank]]
     with watched_routers(actor, slices) as native:
         off = actor.compute_log_probs(slices, None)  # outside a pass the routers choose themselves
     on = actor.compute_log_probs(slices, "old_log_prob")

@@ -19,12 +19,10 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 
 DEVICE = prepare_device()
 
-import numpy as np  # noqa: E402
-import pybase64  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.measure import ratios, spread, write_result  # noqa: E402
-from benchmarks.route_path import make_sample  # noqa: E402
+from benchmarks.samples import route_payload, sample_of_routes  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.wire import decode_routed_experts  # noqa: E402
 from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
@@ -67,7 +65,9 @@ def measure(rounds: int) -> dict[str, Any]:
     """Seconds of the base, and every grown shape's ratio to it."""
     shapes = {("base", 0): BASE}
     shapes |= {(n, v): replace(BASE, **{n: v}) for n, values in GROWN.items() for v in values}
-    payloads = {s: payload(s) for s in shapes.values()}
+    payloads = {
+        s: route_payload(s.tokens - 1, s.layers, s.topk, s.experts) for s in shapes.values()
+    }
     seconds: dict[tuple, list[float]] = {key: [] for key in shapes}
     for number in range(rounds + 1):
         for key, shape in shapes.items():
@@ -87,12 +87,6 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def payload(s: Shape) -> bytes:
-    """What SGLang sends of one sample."""
-    ids = np.random.default_rng(0).integers(0, s.experts, (s.tokens - 1, s.layers, s.topk))
-    return pybase64.b64encode(ids.astype("<i4").tobytes())
-
-
 def one_path(s: Shape, wire: bytes) -> float:
     """Decode, pack, cut for every rank, stage rank 0's share: CPU seconds."""
     dtype = route_dtype(s.experts)
@@ -109,7 +103,7 @@ def one_path(s: Shape, wire: bytes) -> float:
         for i in range(SAMPLES)
     ]
     took = time.process_time() - began
-    samples = [make_sample(i, s.tokens, routes) for i, routes in enumerate(decoded)]
+    samples = [sample_of_routes(i, routes) for i, routes in enumerate(decoded)]
     places = [
         RankTopology(
             rank=rank,

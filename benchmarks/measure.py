@@ -6,10 +6,13 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -23,6 +26,22 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """The spread of the ratios of neighbours: what was measured one right after the other."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+@contextmanager
+def counted_sends() -> Iterator[Counter[int]]:
+    """Bytes that this rank sends with ``isend``, by receiver."""
+    import torch.distributed as dist
+
+    sent: Counter[int] = Counter()
+    isend = dist.isend
+
+    def counting(message: Any, dst: int) -> Any:
+        sent[dst] += message.numel() * message.element_size()
+        return isend(message, dst=dst)
+
+    with mock.patch.object(dist, "isend", counting):
+        yield sent
 
 
 def machine() -> dict[str, Any]:

@@ -25,15 +25,15 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 DEVICE = prepare_device()
 
 import numpy as np  # noqa: E402
-import pybase64  # noqa: E402
 import torch  # noqa: E402
 
 from benchmarks.measure import ratios, write_result  # noqa: E402
+from benchmarks.samples import route_payload, sample_of_routes  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.padding import fill_missing  # noqa: E402
 from r3train.routing.wire import decode_routed_experts  # noqa: E402
 from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
-from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample  # noqa: E402
+from r3train.types import RankTopology  # noqa: E402
 
 SAMPLES_A_MICROBATCH = 4
 # on a CPU every thread's work is this process's: its own time is free of what else the machine does
@@ -57,11 +57,8 @@ def main() -> None:
 
 def measure_path(a: argparse.Namespace) -> dict[str, Any]:
     """Every stage over all samples, microbatch by microbatch, in GB of uint8 routes a second."""
-    generator = np.random.default_rng(0)
     rows = a.tokens - 1
-    ids = generator.integers(0, a.experts, (rows, a.layers, a.topk)).astype("<i4")
-    payload = pybase64.b64encode(ids.tobytes())
-    del ids
+    payload = route_payload(rows, a.layers, a.topk, a.experts)
     one = rows * a.layers * a.topk
     stages = ("decode", "pack", "slice", "install")
     times: dict[str, list[float]] = {name: [] for name in (*stages, "wire_copy")}
@@ -84,7 +81,7 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
                 for i in numbers
             ],
         )
-        samples = [make_sample(i, a.tokens, routes) for i, routes in zip(numbers, decoded)]
+        samples = [sample_of_routes(i, routes) for i, routes in zip(numbers, decoded)]
         microbatch = timed(
             times["pack"],
             lambda: build_microbatch(
@@ -122,26 +119,6 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
 
 def batched(values: list[float], size: int) -> list[list[float]]:
     return [values[i : i + size] for i in range(0, len(values), size)]
-
-
-def make_sample(i: int, num_tokens: int, routes: np.ndarray) -> TrainSample:
-    zeros = np.zeros(num_tokens, np.float32)
-    return TrainSample(
-        RolloutSample(
-            sample_id=i,
-            group_id=i,
-            prompt=Prompt("p", i, "", np.zeros(0, np.int32), None),
-            token_ids=np.zeros(num_tokens, np.int32),
-            prompt_len=1,
-            loss_mask=np.ones(num_tokens, bool),
-            rollout_log_probs=zeros,
-            routed_experts=routes,
-            weight_versions=np.zeros(num_tokens, np.int32),
-            finish_reason="stop",
-        ),
-        reward=0.0,
-        advantages=zeros,
-    )
 
 
 def timed(into: list[float], work: Callable[[], Any]) -> Any:

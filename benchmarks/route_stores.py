@@ -1,8 +1,9 @@
 """What passes through rank 0 with every route, and what is left to it with --route-stores.
 
-    SGLang's answers -> decode -> deal, cut -> every rank's slices
+    SGLang's answers -> decode -> deal, pack, cut -> every rank's slices
 
-Local processes stand for 2 and 4 data-parallel leaders; a process that hands out one and the same
+Local processes stand for 2 and 4 data-parallel leaders (and with --pipeline for further stages of
+each); a process that hands out one and the same
 synthetic answer stands for the engine.  Client, stores, dealing, cutting and gloo are the
 production code.  Both ways run in turns, in the same processes.
 
@@ -30,13 +31,13 @@ from typing import Any
 
 import numpy as np
 import orjson
-import pybase64
 import torch
 import torch.distributed as dist
 from aiohttp import web
 
-from benchmarks.measure import ratios, spread, write_result
-from r3train.loop.parts import LoopSettings, ReplayPlan
+from benchmarks.measure import counted_sends, ratios, spread, write_result
+from benchmarks.samples import route_payload
+from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import prepare
 from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import gather_json, scatter_slices
@@ -59,6 +60,7 @@ class Shape:
     layers: int
     topk: int
     rounds: int
+    pipeline: int = 1  # stages of each data-parallel rank
 
     @property
     def routes(self) -> ExpectedRoutes:
@@ -68,11 +70,14 @@ class Shape:
     def route_bytes(self) -> int:
         return (self.tokens - 1) * self.layers * self.topk
 
+    @property
+    def route_payload(self) -> bytes:
+        return route_payload(self.tokens - 1, self.layers, self.topk, EXPERTS)
+
 
 def serve_engine(shape: Shape, ports: Any) -> None:
     """The process that stands for SGLang."""
     output_len = shape.tokens - PROMPT_LEN
-    ids = np.random.default_rng(0).integers(0, EXPERTS, shape.route_bytes).astype("<i4")
     answer = orjson.dumps(
         {
             "output_ids": [7] * output_len,
@@ -82,7 +87,7 @@ def serve_engine(shape: Shape, ports: Any) -> None:
                 "finish_reason": {"type": "length"},
                 "output_token_logprobs": [[-1.2345678, 7, None]] * output_len,
                 "weight_versions": [{"version": "0", "start": 0, "end": output_len}],
-                "routed_experts": pybase64.b64encode(ids.tobytes()).decode(),
+                "routed_experts": shape.route_payload.decode(),
             },
         }
     )
@@ -104,42 +109,35 @@ def serve_engine(shape: Shape, ports: Any) -> None:
 
 
 class Rank:
-    """One leader's process."""
+    """One rank's process; the first pipeline stages lead."""
 
     def __init__(self, rank: int, leaders: int, shape: Shape, engine: str) -> None:
         self.shape, self.engine, self.leaders, self.rank = shape, engine, leaders, rank
         layers = tuple(range(1, shape.layers + 1))
+        stages = np.array_split(layers, shape.pipeline)
         self.topologies = [
             RankTopology(
-                rank=i,
-                world_size=leaders,
+                rank=stage * leaders + i,
+                world_size=shape.pipeline * leaders,
                 dp_rank=i,
                 dp_size=leaders,
-                moe_layer_numbers=(layers,),
+                pp_rank=stage,
+                pp_size=shape.pipeline,
+                moe_layer_numbers=(tuple(stages[stage].tolist()),),
             )
+            for stage in range(shape.pipeline)
             for i in range(leaders)
         ]
         self.replay = ReplayPlan(
             shape.layers, EXPERTS, shape.topk, np.uint8, layers, (), 0.1, False, None
         )
-        self.settings = LoopSettings(
-            num_rollout=1,
-            start_rollout=0,
-            rollout_batch_size=1,
-            steps_per_rollout=1,
-            max_tokens_per_gpu=2 * shape.tokens,
-            grpo_std_normalization=False,
-            needs_reference=False,
-            ci_test=False,
-            probe_tokens=None,
-            probe_tolerance=0.0,
-            publish_at_start=False,
-            has_engines=True,
-            poisoned=None,
-        )
-        self.node = RouteNode(rank, TOKEN, shape.routes, "127.0.0.1")
-        self.urls = [f"http://127.0.0.1:{port}" for port in gather_json(self.node.start())]
-        self.node.connect(self.urls)
+        self.node = None
+        if rank < leaders:
+            self.node = RouteNode(rank, TOKEN, shape.routes, "127.0.0.1")
+        ports = gather_json(self.node.start() if self.node is not None else None)
+        self.urls = [f"http://127.0.0.1:{port}" for port in ports[:leaders]]
+        if self.node is not None:
+            self.node.connect(self.urls)
         self.ledger = RouteLedger(leaders, self.node.read, shape.routes) if rank == 0 else None
         self.exchange = RouteExchange(
             self.topologies, rank, self.replay, node=self.node, ledger=self.ledger
@@ -172,39 +170,41 @@ class Rank:
         """One rollout, from the engine's answers to every rank's slices."""
         found: dict[str, Any] = {}
         samples: list[RolloutSample] = []
-        before = self.node.fetched_bytes, self.node.store.counts()["wire_bytes"]
+        before = self.counts()
         with measured(found, "answers"):
             if self.rank == 0:
                 samples, found["client_wire_bytes"] = asyncio.run(self.generate(stores))
-        with measured(found, "slices"):
+        with counted_sends() as sent, measured(found, "slices"):
             prepared = None
             if self.rank == 0:
                 zeros = np.zeros(self.shape.tokens, np.float32)
                 prepared = prepare(
                     0,
                     [TrainSample(s, 0.0, zeros) for s in samples],
-                    self.settings,
                     self.replay,
                     self.topologies,
-                    ("train",),
-                    self.exchange.adopt if stores else None,
+                    passes=("train",),
+                    steps_per_rollout=1,
+                    max_tokens_per_gpu=2 * self.shape.tokens,
+                    adopt=self.exchange.adopt if stores else None,
                 )
-                found["sent_bytes"] = sum(
-                    f.nbytes
-                    for slices in prepared.slices[1:]
-                    for s in slices
-                    for f in vars_of(s)
-                    if isinstance(f, np.ndarray)
-                )
+            count = -(-self.shape.samples // 2)  # two samples a microbatch
             if stores:
-                self.exchange.start(prepared)
-            slices = scatter_slices(prepared.slices if prepared is not None else None)
-            if stores:
-                slices = self.exchange.finish(slices)
-        found["fetched_bytes"] = self.node.fetched_bytes - before[0]
-        found["store_wire_bytes"] = self.node.store.counts()["wire_bytes"] - before[1]
+                slices = self.exchange.scatter(prepared, count)
+            else:
+                microbatches = prepared.microbatches if prepared is not None else None
+                slices = scatter_slices(microbatches, self.topologies, count)
+        found["sent_bytes"] = sum(sent.values())
+        found |= {name: count - before[name] for name, count in self.counts().items()}
         found["checksum"] = int(sum(int(s.routes.sum(dtype=np.uint64)) for s in slices))
         return found
+
+    def counts(self) -> dict[str, int]:
+        """Bytes that this rank's store has fetched from others and received of the engine so far."""
+        if self.node is None:
+            return {"fetched_bytes": 0, "store_wire_bytes": 0}
+        wire_bytes = self.node.store.counts()["wire_bytes"]
+        return {"fetched_bytes": self.node.fetched_bytes, "store_wire_bytes": wire_bytes}
 
     def fetch(self, num_bytes: int = 1 << 27) -> dict[str, float]:
         """Rows from rank 0's store to rank 1 over HTTP: seconds of both, and processor seconds."""
@@ -226,11 +226,8 @@ class Rank:
 
     def close(self) -> None:
         self.exchange.close()
-        self.node.close()
-
-
-def vars_of(s: Any) -> Iterator[Any]:
-    return (getattr(s, name) for name in s.__dataclass_fields__)
+        if self.node is not None:
+            self.node.close()
 
 
 @contextmanager
@@ -248,7 +245,9 @@ def measured(into: dict[str, Any], name: str) -> Iterator[None]:
 
 def work(rank: int, leaders: int, shape: Shape, engine: str, store: str, results: Any) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=leaders)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=leaders * shape.pipeline
+    )
     me = Rank(rank, leaders, shape, engine)
     ways = {"without": "", "with": "all", "coordinator": "others"}
     rounds: dict[str, list] = {way: [] for way in ways}
@@ -284,7 +283,7 @@ def summary(
             rank0_cpu_s=round(median(way, lambda f: cpu(f[0])), 3),
             rank0_answers_cpu_s=round(median(way, lambda f: f[0]["answers_cpu_s"]), 3),
             rank0_slices_cpu_s=round(median(way, lambda f: f[0]["slices_cpu_s"]), 3),
-            busiest_other_leader_cpu_s=round(median(way, lambda f: max(map(cpu, f[1:]))), 3),
+            busiest_other_leader_cpu_s=round(median(way, lambda f: max(map(cpu, f[1:leaders]))), 3),
             all_ranks_cpu_s=round(median(way, lambda f: sum(map(cpu, f))), 3),
             wall_s=round(median(way, lambda f: f[0]["answers_wall_s"] + f[0]["slices_wall_s"]), 3),
             rank0_wire_gb=round(
@@ -338,9 +337,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--topk", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--pipeline", type=int, default=1, help="stages of each data-parallel rank")
     parser.add_argument("--output", type=Path)
     a = parser.parse_args()
-    shape = Shape(a.samples, a.tokens, a.layers, a.topk, a.rounds)
+    shape = Shape(a.samples, a.tokens, a.layers, a.topk, a.rounds, a.pipeline)
     spawn = multiprocessing.get_context("spawn")
     ports = spawn.Queue()
     engine = spawn.Process(target=serve_engine, args=(shape, ports), daemon=True)
@@ -353,7 +353,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as directory:
                 store = str(Path(directory) / "store")
                 arguments = (leaders, shape, f"127.0.0.1:{port}", store, found)
-                ranks = [spawn.Process(target=work, args=(i, *arguments)) for i in range(leaders)]
+                world = range(leaders * shape.pipeline)
+                ranks = [spawn.Process(target=work, args=(i, *arguments)) for i in world]
                 for rank in ranks:
                     rank.start()
                 rounds, fetches = found.get(timeout=1200)

@@ -71,7 +71,9 @@ class Cluster:
     gpu_memory: float = 141.0  # GB
     optimizer_bytes: float = 18.0  # a parameter: bf16 weight, fp32 main, gradient and moments
     weight_broadcast: float = 40.0  # GB/s from one sender to all engines
-    stream_bytes: float = 49.0  # a token: tokens, labels, masks, log-probs, advantages, uids
+    # a token of a microbatch, and of a slice: tokens, labels, positions, uids, rows 8 each; log-probs
+    # and advantages 4 each; a mask
+    stream_bytes: float = 49.0
     log_prob_json: float = 40.0  # bytes a token of an answer, beside its routes
     staleness: int = 1
 
@@ -113,7 +115,8 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
     wire = tokens * model.layers * model.topk * 4 * 4 / 3
     answers = wire + tokens * c.log_prob_json
     kept = routes * model.moe_layers / model.layers  # sequence parallelism: every row to one rank
-    # every tensor and pipeline rank of a replica gets the token streams
+    # every tensor and pipeline rank of a replica gets the token streams: from rank 0, or with leaders
+    # from its own, which got them from rank 0
     streams = tokens * c.stream_bytes
     copies = streams * model.tp * model.pp
     train_s = 2 * c.forwards_a_step * model.active_parameters * tokens / (trainers * c.gpu_flops)
@@ -121,20 +124,28 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
     others = (trainers - 1) / trainers
     share = 1 / data_ranks
 
-    def seconds(answer: float, route: float, cut: float, sent: float) -> dict[str, float]:
+    def sending(num_bytes: float) -> dict[str, float]:
         return {
-            "receive": answer / min(c.network, rates.http_read) / GIGA,
-            "parse": answer / rates.parse / GIGA,
-            "decode": route / rates.decode / GIGA,
-            "cut": cut / rates.pack_and_cut / GIGA,
-            "message": sent / rates.message / GIGA,
-            "send": sent / rates.gloo_send / GIGA,
+            "message": num_bytes / rates.message / GIGA,
+            "send": num_bytes / rates.gloo_send / GIGA,
         }
 
-    leader = seconds(answers * share, routes * share, kept * share, kept * share)
+    def seconds(of_all: float, others: float) -> dict[str, float]:
+        """A rank that does ``of_all`` of the route path, and sends ``others`` of what it cuts."""
+        cut = (kept + copies) * of_all
+        return {
+            "receive": answers * of_all / min(c.network, rates.http_read) / GIGA,
+            "parse": answers * of_all / rates.parse / GIGA,
+            "decode": routes * of_all / rates.decode / GIGA,
+            "cut": cut / rates.pack_and_cut / GIGA,
+            **sending(cut * others),
+        }
+
+    leader = seconds(share, (model.model_ranks - 1) / model.model_ranks)
     # a leader's microbatches hold samples of all stores: nearly all of its rows come from others,
     # over HTTP, and as many bytes go out
     leader["exchange"] = routes * share * (1 - share) * 2 / min(c.network, rates.http_read) / GIGA
+    leader["unpack"] = streams * share / rates.unpack / GIGA
     weights = model.parameters * 2
     return Cost(
         gpus=gpus,
@@ -144,12 +155,12 @@ def cost(model: Model, gpus: int, rates: Rates, c: Cluster) -> Cost:
         route_bytes=routes,
         wire_bytes=wire,
         rank0_memory=routes * (c.staleness + 2),
-        rank0=seconds(answers, routes, kept, (kept + copies) * others),
+        rank0=seconds(1.0, others),
         leader=leader,
         rank0_beside_leaders={
             "parse": tokens * c.log_prob_json / rates.log_prob_parse / GIGA,
-            "message": copies * others / rates.message / GIGA,
-            "send": copies * others / rates.gloo_send / GIGA,
+            "pack": streams / rates.pack_and_cut / GIGA,
+            **sending(streams * (1 - share)),
         },
         weights_s=weights / c.weight_broadcast / GIGA,
         stage_weights_s=weights / model.pp / c.weight_broadcast / GIGA,
@@ -220,9 +231,13 @@ def _model_lines(model: Model, rates: Rates, c: Cluster) -> Iterator[str]:
         )
     yield ""
     worst = cost(model, GPU_COUNTS[-1], rates, c)
-    parts = ", ".join(f"{name} {s:,.0f}" for name, s in worst.rank0.items())
-    yield f"Rank 0's seconds, by stage, at {GPU_COUNTS[-1]} GPUs: {parts}."
+    yield f"Seconds by stage at {GPU_COUNTS[-1]} GPUs. Rank 0 that does it all: {_stages(worst.rank0, 0)}."
+    yield f"A leader: {_stages(worst.leader, 2)}. Rank 0 beside it: {_stages(worst.rank0_beside_leaders, 1)}."
     yield ""
+
+
+def _stages(seconds: dict[str, float], digits: int) -> str:
+    return ", ".join(f"{name} {s:,.{digits}f}" for name, s in seconds.items())
 
 
 def _conclusions(rates: Rates, c: Cluster) -> Iterator[str]:
@@ -244,9 +259,10 @@ def _conclusions(rates: Rates, c: Cluster) -> Iterator[str]:
     yield ""
     yield "The route path overlaps with training up to the cutting: receiving, parsing and decoding are"
     yield "done while the step before trains, on the threads of one process. With `--route-stores` each"
-    yield "data-parallel leader receives, decodes, exchanges and cuts its own (docs/architecture.md);"
-    yield "what it saves rank 0 on this machine is measured by `benchmarks/route_stores.py`. What is left to"
-    yield "rank 0 then are log-probs as JSON and the token streams, which it sends to every rank itself."
+    yield "data-parallel leader receives, decodes and exchanges its own, and cuts for its ranks"
+    yield "(docs/architecture.md); what it saves rank 0 on this machine is measured by"
+    yield "`benchmarks/route_stores.py`. What is left to rank 0 then are the tokens and log-probs of all"
+    yield "answers, as JSON, and the token streams, of which it sends each leader its own, once."
 
 
 def recorded() -> tuple[Rates, str, str]:

@@ -32,18 +32,17 @@ def measure() -> Rates:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import numpy as np
     import orjson
-    import pybase64
 
+    from benchmarks.samples import route_payload, sample_of_routes
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
-    from r3train.loop.scatter import pack_slices, unpack_slices
+    from r3train.loop.scatter import pack_records, unpack_records
     from r3train.rollout import sglang_json
     from r3train.routing.wire import decode_routed_experts
-    from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+    from r3train.types import RankTopology
 
     tokens, layers, topk, experts, tp, pp = 8192, 48, 8, 128, 2, 4
     rows = tokens - 1
-    ids = np.random.default_rng(0).integers(0, experts, (rows, layers, topk)).astype("<i4")
-    payload = pybase64.b64encode(ids.tobytes()).decode()
+    payload = route_payload(rows, layers, topk, experts).decode()
     beside = {"output_token_logprobs": [[-0.5 - i / tokens, i, None] for i in range(tokens)]}
     answer = orjson.dumps({"meta_info": {"routed_experts": payload, **beside}})
     light = orjson.dumps({"meta_info": beside})
@@ -59,26 +58,7 @@ def measure() -> Rates:
             sample="0",
         )
 
-    zeros = np.zeros(tokens, np.float32)
-    samples = [
-        TrainSample(
-            RolloutSample(
-                sample_id=i,
-                group_id=i,
-                prompt=Prompt("p", i, "", np.zeros(0, np.int32), None),
-                token_ids=np.zeros(tokens, np.int32),
-                prompt_len=1,
-                loss_mask=np.ones(tokens, bool),
-                rollout_log_probs=zeros,
-                routed_experts=decode(),
-                weight_versions=np.zeros(tokens, np.int32),
-                finish_reason="stop",
-            ),
-            reward=0.0,
-            advantages=zeros,
-        )
-        for i in range(2)
-    ]
+    samples = [sample_of_routes(i, decode()) for i in range(2)]
     share = layers // pp
     places = [
         RankTopology(
@@ -98,7 +78,7 @@ def measure() -> Rates:
         return [slice_microbatch(batch, place) for place in places]
 
     slices = cut()
-    messages = [pack_slices([s]) for s in slices]
+    messages = [pack_records([s]) for s in slices]
     sent = sum(len(m) for m in messages)
     return Rates(
         http_read=measure_http(answer),
@@ -106,9 +86,9 @@ def measure() -> Rates:
         log_prob_parse=rate(len(light), lambda: sglang_json.loads(light)),
         decode=rate(size, decode),
         pack_and_cut=rate(2 * size, cut),
-        message=rate(sent, lambda: [pack_slices([s]) for s in slices]),
+        message=rate(sent, lambda: [pack_records([s]) for s in slices]),
         gloo_send=measure_gloo(),
-        unpack=rate(sent, lambda: [unpack_slices(m) for m in messages]),
+        unpack=rate(sent, lambda: [unpack_records(m) for m in messages]),
     )
 
 

@@ -24,7 +24,7 @@ class ReplaySection(Section):
     """Let every data-parallel leader receive and keep a share of the routes, and fetch what its ranks
     train from the others, instead of sending them all through rank 0."""
     route_store_host: str | None = Field(default=None, min_length=1)
-    """Address that the route stores bind; unset means loopback on one node, and over several nodes
-    the address by which each reaches the rendezvous."""
+    """Address or network interface that the route stores bind; unset means loopback on one node, and
+    over several nodes the address by which each reaches the rendezvous."""
     plant_bug: Literal["one_expert", "token_shift", "layer_swap", "bypass"] | None = None
     """Plant a deliberate fault in the replay, to see the check fail."""

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
-import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from r3train.launch.job import Job, replay_plan
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
+from r3train.rollout.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
 from r3train.rollout.route_node import RouteNode
 from r3train.rollout.route_relay import RouteLedger, RouteRelay
 from r3train.rollout.sglang_answer import ExpectedRoutes
 from r3train.rollout.sglang_http import SGLangHTTP
 from r3train.types import RankTopology
 
-_LOOPBACK = "127.0.0.1"
-_ANY = ("0.0.0.0", "::")
+logger = logging.getLogger(__name__)
 
 
 class RouteStores:
-    """One rank's part: its store if it leads a data-parallel rank, and its side of the exchange."""
+    """One rank's part: its store if it leads a data-parallel rank, and its side of the exchange.
+
+    Raises ValueError where leaders could not reach the servers.
+    """
 
     def __init__(self, job: Job):
+        rollout = job.config.rollout
+        check_servers_host(
+            rollout.sglang.get("host"),
+            own_servers=not rollout.rollout_external_engine_addrs,
+            environ=os.environ,
+        )
         self._job = job
         self._node: RouteNode | None = None
         self._exchange: RouteExchange | None = None
@@ -34,7 +43,8 @@ class RouteStores:
     def open(self, topology: RankTopology) -> RouteExchange:
         """Start the leaders' stores and make them known to one another; a collective.
 
-        Raises ValueError, on all ranks, naming those that cannot bind their address.
+        Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot reach
+        another store.
         """
         hf, replay = self._job.hf, replay_plan(self._job)
         assert replay is not None, "checked before the start"
@@ -43,7 +53,7 @@ class RouteStores:
         leaders = leader_ranks(topologies)
         # known to the ranks of this job alone, and written nowhere
         self._token = broadcast_json(secrets.token_hex(32) if topology.rank == 0 else None)
-        bind, address = store_host(self._job.config.replay.route_store_host, os.environ)
+        bind, address = bound_and_known(self._job.config.replay.route_store_host, os.environ)
         mine: dict[str, object] = {}
         if topology.rank in leaders:
             self._node = RouteNode(topology.dp_rank, self._token, routes, bind)
@@ -52,14 +62,16 @@ class RouteStores:
             except OSError as error:
                 mine["error"] = f"rank {topology.rank} cannot bind {bind}: {error}"
         everybody = gather_json(mine)
-        errors = [entry["error"] for entry in everybody if "error" in entry]
-        if errors:
-            raise ValueError(f"--route-stores: {'; '.join(errors)} (route_store_host)")
+        _raise_first([entry["error"] for entry in everybody if "error" in entry])
         self._urls = [everybody[rank]["url"] for rank in leaders]
+        unreached: list[str] = []
         if self._node is not None:
             self._node.connect(self._urls)
+            unreached = [f"rank {topology.rank}: {failure}" for failure in self._node.reach()]
+        _raise_first(sum(gather_json(unreached), []))
         if topology.rank == 0:
             assert self._node is not None
+            logger.info("route stores: %s", ", ".join(self._urls))
             self._ledger = RouteLedger(len(leaders), self._node.read, routes)
         self._exchange = RouteExchange(
             topologies, topology.rank, replay, node=self._node, ledger=self._ledger
@@ -93,25 +105,51 @@ class RouteStores:
             self._node.close()
 
 
-def store_host(asked: str | None, environ: Mapping[str, str]) -> tuple[str, str]:
-    """The address to bind, and the one that other ranks reach it by.
+def _raise_first(errors: Sequence[str]) -> None:
+    """Raise ValueError with the first error and the number of the others."""
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ValueError(
+            f"--route-stores: {errors[0]}{more}; --route-store-host takes an address or a network"
+            " interface by which the leaders' nodes reach one another"
+        )
 
-    asked: --route-store-host; environ: torchrun's.  Unset means loopback where all ranks are on one
-    node, else the address by which this node reaches the rendezvous.
+
+def bound_and_known(
+    asked: str | None, environ: Mapping[str, str], gather: Callable[[str], list[str]] = gather_json
+) -> tuple[str, str]:
+    """The address to bind, and the one that other ranks reach it by; a collective.
+
+    asked: --route-store-host; environ: torchrun's; gather: every rank's text, on all ranks.  Unset
+    means loopback where all ranks are on one node, else the address by which this node reaches the
+    rendezvous, or where that is loopback (the rendezvous is here) another node.
     """
-    one_node = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if asked is not None and asked not in _ANY:
-        return asked, asked
-    own = _LOOPBACK if one_node else _own_address(environ["MASTER_ADDR"])
-    return asked or own, own
+    own = LOOPBACK if one_node(environ) else own_address(environ["MASTER_ADDR"])
+    for other in gather(own):
+        if is_loopback(own) and not is_loopback(other):
+            own = own_address(other)
+    if asked is None:
+        return own, own
+    asked = address_of_interface(asked) or asked
+    return asked, own if asked in ANY else asked
 
 
-def _own_address(peer: str) -> str:
-    """This node's address on the way to a peer; nothing is sent."""
-    family, _, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)
-        return probe.getsockname()[0]
+def one_node(environ: Mapping[str, str]) -> bool:
+    """Whether torchrun has all ranks on this node."""
+    return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+
+
+def check_servers_host(host: object, *, own_servers: bool, environ: Mapping[str, str]) -> None:
+    """Raise ValueError where leaders of other nodes cannot reach the servers of this job's own.
+
+    host: sglang.host, None when it is not given.
+    """
+    if own_servers and not one_node(environ) and (host in (None, *ANY) or is_loopback(str(host))):
+        raise ValueError(
+            f"--route-stores over several nodes: sglang.host is {host or LOOPBACK!r}, and leaders"
+            " on other nodes cannot reach a server there; give an address of rank 0's node"
+            " (--sglang-host)"
+        )
 
 
 def _url(host: str, port: int) -> str:

@@ -108,7 +108,8 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     rows, route_rows = _rows_of(layout, topology)
     routes = None
     if microbatch.routes is not None:
-        routes = _take_routes(microbatch.routes, route_rows, topology)
+        own = take_layers(microbatch.routes, _layer_numbers(topology))
+        routes = take_rows(own, route_rows, missing_marker(own.dtype))
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -124,16 +125,6 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         routes=routes,
         route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
     )
-
-
-def slice_routes(routes: np.ndarray, layout: TokenLayout, topology: RankTopology) -> np.ndarray:
-    """One rank's share of a microbatch's routes: [F, L, K] -> [m, L_local, K]."""
-    return _take_routes(routes, _rows_of(layout, topology)[1], topology)
-
-
-def _take_routes(routes: np.ndarray, route_rows: np.ndarray, topology: RankTopology) -> np.ndarray:
-    own = take_layers(routes, _layer_numbers(topology))
-    return take_rows(own, route_rows, missing_marker(routes.dtype))
 
 
 def _rows_of(layout: TokenLayout, topology: RankTopology) -> tuple[np.ndarray, np.ndarray]:

@@ -97,6 +97,7 @@ class AsyncLoop:
                 keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
             except FloatingPointError:
                 self._report(rollout_id, metrics)
+                dist.barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
                 raise
             trained = time.monotonic()
             stopping = keeper.stopping()
@@ -160,10 +161,10 @@ class AsyncLoop:
         if counts is None:
             return None
         if self._routes is not None:
-            self._routes.start(prepared)
-        mine = scatter_slices(prepared.slices if prepared is not None else None)
-        if self._routes is not None:
-            mine = self._routes.finish(mine)
+            mine = self._routes.scatter(prepared, sum(counts))
+        else:
+            microbatches = prepared.microbatches if prepared is not None else None
+            mine = scatter_slices(microbatches, self._topologies, sum(counts))
         steps, start = [], 0
         for count in counts:
             steps.append(mine[start : start + count])
@@ -205,7 +206,7 @@ class AsyncLoop:
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
-        """Rank 0: score the rollout and cut it."""
+        """Rank 0: score the rollout, deal it and pack it."""
         zero, s = self._zero, self._settings
         samples, stats = train_samples(groups, std_normalization=s.grpo_std_normalization)
         report = RolloutReport(rollout_id, stats)
@@ -218,11 +219,13 @@ class AsyncLoop:
         prepared = prepare(
             rollout_id,
             samples,
-            s,
             self._replay,
             self._topologies,
-            self._passes,
-            self._routes.adopt if self._routes is not None else None,
+            passes=self._passes,
+            steps_per_rollout=s.steps_per_rollout,
+            max_tokens_per_gpu=s.max_tokens_per_gpu,
+            adopt=self._routes.adopt if self._routes is not None else None,
+            poisoned=s.poisoned,
         )
         return prepared, metrics
 

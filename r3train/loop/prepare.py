@@ -1,7 +1,7 @@
-"""One rollout made ready for all ranks: cut, dealt, and what its evidence must show.
+"""One rollout made ready for all ranks: dealt, packed, and what its evidence must show.
 
-Done by rank 0 alone.  With --route-stores the samples hold references to their routes, the slices
-hold none (``route_exchange`` brings them), and what was recorded is found by the leaders.
+Done by rank 0 alone.  With --route-stores the samples hold references to their routes, the
+microbatches hold none (``route_exchange`` brings them), and the leaders find what was recorded.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from r3train.loop import planted_bugs
 from r3train.loop.batch import (
     Dealt,
     Packing,
+    build_microbatches,
     data_rank_of_samples,
     deal_samples,
     record_samples,
-    slices_for_ranks,
     step_expectation,
 )
-from r3train.loop.parts import LoopSettings, ReplayPlan
+from r3train.loop.parts import ReplayPlan
 from r3train.loop.recorded import Recorded
-from r3train.types import RankSlice, RankTopology, RouteRef, TrainSample
+from r3train.types import MicroBatch, RankTopology, RouteRef, TrainSample
 
 
 @dataclass(frozen=True)
@@ -48,21 +48,27 @@ class Prepared:
 
     samples: Sequence[TrainSample]  # as the rollout left them
     dealt_of_steps: Sequence[Dealt]  # as they are trained
-    slices: list[list[RankSlice]]  # [world_size][microbatches of all steps]
-    counts: list[int]  # microbatches of each optimizer step
+    microbatches: list[list[MicroBatch]]  # [dp][microbatches of all steps]
+    counts: list[int]  # of one data-parallel rank, for each optimizer step
     expected: Expected | None  # with the check on
 
 
 def prepare(
     rollout_id: int,
     samples: Sequence[TrainSample],
-    settings: LoopSettings,
     replay: ReplayPlan | None,
     topologies: Sequence[RankTopology],
+    *,
     passes: tuple[str, ...],
-    adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None,
+    steps_per_rollout: int,
+    max_tokens_per_gpu: int,
+    adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None = None,
+    poisoned: tuple[int, int] | None = None,
 ) -> Prepared:
-    """Deal and cut a rollout's samples; ``adopt`` (with --route-stores) makes routes references."""
+    """Deal and pack a rollout's samples; ``adopt`` (with --route-stores) makes routes references.
+
+    poisoned: rollouts [a, b) whose advantages are planted NaN.
+    """
     if adopt is not None:
         samples = adopt(samples)
     trained = samples
@@ -70,25 +76,25 @@ def prepare(
         trained = planted_bugs.plant(replay.plant_bug, _with_bytes(samples), replay.moe_layers)
         if adopt is not None:
             trained = adopt(trained)
-    if settings.poisoned is not None and rollout_id in range(*settings.poisoned):
+    if poisoned is not None and rollout_id in range(*poisoned):
         trained = planted_bugs.poison(trained)
     packing = Packing(
         topologies=topologies,
-        max_tokens_per_gpu=settings.max_tokens_per_gpu,
+        max_tokens_per_gpu=max_tokens_per_gpu,
         route_shape=(replay.num_layers, replay.topk) if replay and adopt is None else None,
         route_dtype=replay.route_dtype if replay else np.uint8,
     )
-    of_rank: list[list[RankSlice]] = [[] for _ in topologies]
+    microbatches: list[list[MicroBatch]] = [[] for _ in range(topologies[0].dp_size)]
     counts: list[int] = []
     dealt_of_steps = []
-    share = len(trained) // settings.steps_per_rollout
-    for step in range(settings.steps_per_rollout):
+    share = len(trained) // steps_per_rollout
+    for step in range(steps_per_rollout):
         dealt = deal_samples(trained[step * share : (step + 1) * share], packing)
-        sliced = slices_for_ranks(dealt, packing, first_microbatch_id=sum(counts))
+        built = build_microbatches(dealt, packing, first_microbatch_id=sum(counts))
         dealt_of_steps.append(dealt)
-        counts.append(len(sliced[0]))
-        for rank, slices in enumerate(sliced):
-            of_rank[rank] += slices
+        counts.append(len(built[0]))
+        for all_steps, own in zip(microbatches, built, strict=True):
+            all_steps += own
     expected = None
     if replay is not None and replay.check:
         recorded = None
@@ -110,7 +116,7 @@ def prepare(
                 replay.moe_layers,
             )
         expected = Expected(of_recorded, recorded)
-    return Prepared(samples, dealt_of_steps, of_rank, counts, expected)
+    return Prepared(samples, dealt_of_steps, microbatches, counts, expected)
 
 
 def _with_bytes(samples: Sequence[TrainSample]) -> list[TrainSample]:

@@ -1,13 +1,14 @@
-"""Routes from the stores that keep them to the ranks that replay them (--route-stores).
+"""Microbatches to the ranks that train them where stores keep their routes (--route-stores).
 
-    rank 0:  samples hold references -> one plan a leader: parts and lengths of its microbatches
-    leader:  rows from its own store and from the others' -> a microbatch's routes -> every rank of
-             its data-parallel group is sent its rows and layers
+    rank 0:  samples hold references -> every leader gets its plan (which rows its microbatches are
+             of, and where they lie) and its microbatches, all but the routes
+    leader:  rows from its own store and from the others' -> whole microbatches -> every rank of its
+             data-parallel group is sent its slices
     others:  receive theirs
 
 A leader is the rank with tensor, context and pipeline rank 0 of a data-parallel rank; rank 0 is
-one.  A microbatch's layout follows from its lengths alone, and the cutting is what rank 0 does
-without stores (``layout.microbatch``), so slices are the same either way.
+one.  What a leader does for its group is what rank 0 does for all ranks without stores
+(``scatter.send_slices``), so slices are the same either way.
 
 The rollout side of the evidence is computed where the bytes arrived, while the actor trains.
 """
@@ -15,7 +16,7 @@ The rollout side of the evidence is computed where the bytes arrived, while the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -24,14 +25,21 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.layout.microbatch import route_places, slice_routes
-from r3train.layout.rows import pack_layout
+from r3train.layout.microbatch import route_places
 from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import Prepared
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_plan import leader_plans, parts_of
-from r3train.loop.scatter import recv_json, send_json
+from r3train.loop.scatter import (
+    recv_json,
+    recv_records,
+    recv_slices,
+    send_json,
+    send_records,
+    send_slices,
+)
 from r3train.types import (
+    MicroBatch,
     RankSlice,
     RankTopology,
     RouteRef,
@@ -72,9 +80,8 @@ def leader_ranks(topologies: Sequence[RankTopology]) -> list[int]:
 
 @dataclass(frozen=True)
 class _Coming:
-    """A microbatch whose rows are being fetched."""
+    """The routes of a microbatch, being fetched."""
 
-    lengths: np.ndarray
     routes: np.ndarray  # [F, L, K]
     fetched: Future[None]
 
@@ -124,26 +131,44 @@ class RouteExchange:
 
     # -- all ranks ---------------------------------------------------------------------------
 
-    def start(self, prepared: Prepared | None) -> None:
-        """Tell the leaders what to fetch; they begin.  ``prepared`` is None but on rank 0."""
+    def scatter(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
+        """This rank's slices of a rollout's ``count`` microbatches; a collective.
+
+        prepared: None but on rank 0.
+        """
         began = time.monotonic()
-        if self._ledger is not None:
-            assert prepared is not None
-            self._in_use = prepared.samples, prepared.dealt_of_steps
-            recorded = prepared.samples if self._replay.check else []
-            plans = leader_plans(recorded, prepared.dealt_of_steps, self._replay)
-            for store, plan in enumerate(plans):
-                plan["release"] = self._ledger.take_released(store)
-            send_json({rank: plans[i] for i, rank in enumerate(self._leaders) if rank})
-            self._plan = plans[0]
-        elif self._node is not None:
-            self._plan = recv_json()
-        if self._node is not None:
-            self._node.store.release(self._plan["release"])
-            self._recorded = self._recorder.submit(self._record, self._plan["recorded"])
-            self._coming = []
-            self._fetch_ahead(0)
+        if self._node is None:
+            slices = recv_slices(self._leaders[self._mine.dp_rank], count)
+        else:
+            microbatches = self._begin(prepared)
+            assert len(microbatches) == count, "a leader's microbatches are of another rollout"
+            slices = send_slices(self._whole(microbatches), self._topologies)
         self._exchange_s = time.monotonic() - began
+        return slices
+
+    def _begin(self, prepared: Prepared | None) -> list[MicroBatch]:
+        """A leader: begin to fetch; returns its microbatches, whose routes are on their way."""
+        if self._ledger is None:
+            self._follow(recv_json())
+            return recv_records(0)
+        assert prepared is not None
+        self._in_use = prepared.samples, prepared.dealt_of_steps
+        recorded = prepared.samples if self._replay.check else []
+        plans = leader_plans(recorded, prepared.dealt_of_steps, self._replay)
+        for store, plan in enumerate(plans):
+            plan["release"] = self._ledger.take_released(store)
+        others = [(i, rank) for i, rank in enumerate(self._leaders) if rank]
+        send_json({rank: plans[i] for i, rank in others})
+        self._follow(plans[0])
+        send_records({rank: prepared.microbatches[i] for i, rank in others}).wait()
+        return prepared.microbatches[0]
+
+    def _follow(self, plan: dict[str, Any]) -> None:
+        """Free what is not wanted any more, begin to take fingerprints, begin to fetch."""
+        self._plan, self._coming = plan, []
+        self._node.store.release(plan["release"])
+        self._recorded = self._recorder.submit(self._record, plan["recorded"])
+        self._fetch_ahead(0)
 
     def _fetch_ahead(self, done: int) -> None:
         """Keep ``_AHEAD`` microbatches beyond those ``done`` on their way."""
@@ -162,53 +187,16 @@ class RouteExchange:
                 else:
                     parts.append(part)
                     targets.append(target)
-            self._coming.append(_Coming(lengths, routes, self._node.fetch(parts, targets)))
+            self._coming.append(_Coming(routes, self._node.fetch(parts, targets)))
 
-    def finish(self, slices: Sequence[RankSlice]) -> list[RankSlice]:
-        """This rank's slices with their routes; the leader cuts and sends, the others receive."""
-        began = time.monotonic()
-        if self._node is None:
-            out = [self._received(s) for s in slices]
-        else:
-            out = self._cut_for_all(slices)
-        self._exchange_s += time.monotonic() - began
-        return out
-
-    def _received(self, s: RankSlice) -> RankSlice:
-        dtype = np.dtype(self._replay.route_dtype)
-        shape = len(s.route_uids), len(s.layer_numbers), self._replay.topk
-        raw = torch.empty(int(np.prod(shape)) * dtype.itemsize, dtype=torch.uint8)
-        if raw.numel():
-            dist.recv(raw, src=self._leaders[self._mine.dp_rank])
-        return replace(s, routes=raw.numpy().view(dtype).reshape(shape))
-
-    def _cut_for_all(self, slices: Sequence[RankSlice]) -> list[RankSlice]:
-        some = self._mine
-        tp_size = some.tp_size if some.sequence_parallel else 1
-        group = [t for t in self._topologies if t.dp_rank == some.dp_rank]
-        out: list[RankSlice] = []
-        pending: list[tuple[Any, torch.Tensor]] = []
-        assert len(slices) == len(self._plan["microbatches"]), "the plan is of other microbatches"
-        for i, s in enumerate(slices):
+    def _whole(self, microbatches: Sequence[MicroBatch]) -> Iterator[dict[int, MicroBatch]]:
+        """A leader's microbatches in turn, each with its routes once they have come."""
+        for i, microbatch in enumerate(microbatches):
             coming = self._coming[i]
             coming.fetched.result()
-            layout = pack_layout(coming.lengths, cp_size=some.cp_size, tp_size=tp_size)
-            sent = []
-            for t in group:
-                own = np.ascontiguousarray(slice_routes(coming.routes, layout, t))
-                if t.rank == some.rank:
-                    out.append(replace(s, routes=own))
-                elif own.size:
-                    message = torch.from_numpy(own.reshape(-1).view(np.uint8))
-                    sent.append((dist.isend(message, dst=t.rank), message))
-            for work, _ in pending:  # the last microbatch's bytes are held no longer than this one
-                work.wait()
-            pending = sent
+            yield {self._mine.dp_rank: replace(microbatch, routes=coming.routes)}
             self._coming[i] = None  # type: ignore[call-overload]
             self._fetch_ahead(i + 1)
-        for work, _ in pending:
-            work.wait()
-        return out
 
     # -- evidence ----------------------------------------------------------------------------
 

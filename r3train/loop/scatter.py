@@ -1,4 +1,4 @@
-"""Slices from rank 0 to the ranks that need them, and small facts between all ranks.
+"""Microbatches and slices to the ranks that need them, and small facts between all ranks.
 
 Nothing is pickled: a message is a JSON header and the raw bytes of its arrays, over the default
 group's CPU (gloo) side.
@@ -7,77 +7,139 @@ group's CPU (gloo) side.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.types import RankSlice, RankTopology
+from r3train.layout.microbatch import slice_microbatch
+from r3train.types import MicroBatch, RankSlice, RankTopology, TokenLayout
+
+_RECORDS = {record.__name__: record for record in (RankSlice, MicroBatch, TokenLayout)}
 
 
-def pack_slices(slices: Sequence[RankSlice]) -> np.ndarray:
-    """Encode slices as uint8[bytes]: 8 bytes of header length, the JSON header, the arrays."""
-    header, payload = [], []
-    for s in slices:
-        entry: dict[str, Any] = {}
-        for f in fields(s):
-            value = getattr(s, f.name)
-            if isinstance(value, np.ndarray):
-                entry[f.name] = {"dtype": value.dtype.str, "shape": value.shape}
-                payload.append(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
-            else:
-                entry[f.name] = value
-        header.append(entry)
-    head = json.dumps(header).encode()
+def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
+    """Encode records as uint8[bytes]: 8 bytes of header length, the JSON header, the arrays."""
+    payload: list[np.ndarray] = []
+    head = json.dumps([_packed(record, payload) for record in records]).encode()
     size = np.frombuffer(len(head).to_bytes(8, "little"), dtype=np.uint8)
     return np.concatenate([size, np.frombuffer(head, dtype=np.uint8), *payload])
 
 
-def unpack_slices(message: np.ndarray) -> list[RankSlice]:
-    """The inverse of ``pack_slices``; arrays are views into the message."""
+def _packed(value: Any, payload: list[np.ndarray]) -> Any:
+    """A value's place in the header; its arrays are added to the payload."""
+    if isinstance(value, np.ndarray):
+        payload.append(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
+        return {"dtype": value.dtype.str, "shape": value.shape}
+    if is_dataclass(value):
+        own = {f.name: _packed(getattr(value, f.name), payload) for f in fields(value)}
+        return {"record": type(value).__name__, "fields": own}
+    return value
+
+
+def unpack_records(message: np.ndarray) -> list[Any]:
+    """The inverse of ``pack_records``."""
     size = int.from_bytes(message[:8].tobytes(), "little")
     header = json.loads(message[8 : 8 + size].tobytes())
     offset = 8 + size
-    slices = []
-    for entry in header:
-        values = {}
-        for name, value in entry.items():
-            if isinstance(value, dict):
-                dtype, shape = np.dtype(value["dtype"]), tuple(value["shape"])
-                nbytes = dtype.itemsize * int(np.prod(shape))
-                # a copy where the bytes are not aligned, a view elsewhere
-                raw = message[offset : offset + nbytes]
-                value = np.frombuffer(raw.tobytes(), dtype=dtype).reshape(shape).copy()
-                offset += nbytes
-            values[name] = value
-        slices.append(RankSlice(**values))
+
+    def unpacked(entry: Any) -> Any:
+        nonlocal offset
+        if not isinstance(entry, dict):
+            return entry
+        if "record" in entry:
+            values = {name: unpacked(value) for name, value in entry["fields"].items()}
+            return _RECORDS[entry["record"]](**values)
+        dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
+        start, offset = offset, offset + dtype.itemsize * int(np.prod(shape))
+        # a copy: the bytes need not be aligned in the message
+        return message[start:offset].copy().view(dtype).reshape(shape)
+
+    records = [unpacked(entry) for entry in header]
     assert offset == message.shape[0], (offset, message.shape)
-    return slices
+    return records
 
 
-def scatter_slices(slices_of_rank: Sequence[Sequence[RankSlice]] | None) -> list[RankSlice]:
-    """Send each rank its own slices from rank 0, and return this rank's.
+class Sent:
+    """Messages on their way; held until ``wait``."""
 
-    slices_of_rank: [world_size] on rank 0, None elsewhere.  Rank 0 keeps its own without a copy.
-    """
-    if dist.get_rank() == 0:
-        assert slices_of_rank is not None and len(slices_of_rank) == dist.get_world_size()
-        pending = []
-        for rank in range(1, dist.get_world_size()):
-            message = torch.from_numpy(pack_slices(slices_of_rank[rank]))
+    def __init__(self, message_of_rank: Mapping[int, np.ndarray]):
+        self._pending = []
+        for rank, content in message_of_rank.items():
+            message = torch.from_numpy(content)
             dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank)
-            pending.append((dist.isend(message, dst=rank), message))
-        for work, _ in pending:
+            self._pending.append((dist.isend(message, dst=rank), message))
+
+    def wait(self) -> None:
+        """Return once all have been taken."""
+        for work, _ in self._pending:
             work.wait()
-        return list(slices_of_rank[0])
+
+
+def _received(source: int) -> np.ndarray:
+    """A message of ``Sent``: uint8[bytes]."""
     size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, src=0)
+    dist.recv(size, src=source)
     message = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(message, src=0)
-    return unpack_slices(message.numpy())
+    dist.recv(message, src=source)
+    return message.numpy()
+
+
+def send_records(records_of_rank: Mapping[int, Sequence[RankSlice | MicroBatch]]) -> Sent:
+    """Begin to send some ranks records each; they call ``recv_records``."""
+    return Sent({rank: pack_records(records) for rank, records in records_of_rank.items()})
+
+
+def recv_records(source: int) -> list[Any]:
+    """What another rank sends this one with ``send_records``."""
+    return unpack_records(_received(source))
+
+
+def send_slices(
+    microbatches: Iterable[Mapping[int, MicroBatch]], topologies: Sequence[RankTopology]
+) -> list[RankSlice]:
+    """Cut microbatches for the ranks that train them, send each rank its own, return this rank's.
+
+    microbatches: in turn, one of each of some data-parallel ranks, by data-parallel rank; every
+    other rank of those calls ``recv_slices``.  Slices of two turns are held at most.
+    """
+    own: list[RankSlice] = []
+    before = Sent({})
+    for of_data_rank in microbatches:
+        slices = {
+            t.rank: [slice_microbatch(of_data_rank[t.dp_rank], t)]
+            for t in topologies
+            if t.dp_rank in of_data_rank
+        }
+        own += slices.pop(dist.get_rank())
+        now = send_records(slices)
+        before.wait()
+        before = now
+    before.wait()
+    return own
+
+
+def recv_slices(source: int, count: int) -> list[RankSlice]:
+    """This rank's slices of ``count`` microbatches, which ``source`` cuts with ``send_slices``."""
+    return [s for _ in range(count) for s in recv_records(source)]
+
+
+def scatter_slices(
+    microbatches: Sequence[Sequence[MicroBatch]] | None,
+    topologies: Sequence[RankTopology],
+    count: int,
+) -> list[RankSlice]:
+    """Every rank's slices from rank 0; returns this rank's ``count``.
+
+    microbatches: [dp][count] on rank 0, None elsewhere.
+    """
+    if microbatches is None:
+        return recv_slices(0, count)
+    turns = (dict(enumerate(turn)) for turn in zip(*microbatches, strict=True))
+    return send_slices(turns, topologies)
 
 
 def broadcast_json(value: Any) -> Any:
@@ -96,22 +158,13 @@ def broadcast_json(value: Any) -> Any:
 
 def send_json(value_of_rank: Mapping[int, Any]) -> None:
     """Send some ranks a JSON-able value each, from rank 0; they call ``recv_json``."""
-    pending = []
-    for rank, value in value_of_rank.items():
-        message = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank)
-        pending.append((dist.isend(message, dst=rank), message))
-    for work, _ in pending:
-        work.wait()
+    messages = {rank: json.dumps(value).encode() for rank, value in value_of_rank.items()}
+    Sent({r: np.frombuffer(bytearray(m), dtype=np.uint8) for r, m in messages.items()}).wait()
 
 
 def recv_json() -> Any:
     """What rank 0 sends this rank with ``send_json``."""
-    size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, src=0)
-    message = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(message, src=0)
-    return json.loads(message.numpy().tobytes())
+    return json.loads(_received(0).tobytes())
 
 
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:

@@ -55,6 +55,19 @@ class RouteNode:
         """Say where all stores are, in the order of their indices."""
         self._urls = list(urls)
 
+    def reach(self) -> list[str]:
+        """Ask every other store for nothing; how those failed that do not answer, in words."""
+        return self.submit(self._reach).result()
+
+    async def _reach(self) -> list[str]:
+        others = [store for store in range(len(self._urls)) if store != self.index]
+        calls = (self._fetch_from(store, []) for store in others)
+        failures = [f for f in await asyncio.gather(*calls, return_exceptions=True) if f]
+        for failure in failures:
+            if not isinstance(failure, RouteStoreError):
+                raise failure
+        return [str(failure) for failure in failures]
+
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
         app = RouteStoreApp(self.store, self._token, self._routes)

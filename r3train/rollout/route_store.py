@@ -24,7 +24,7 @@ import numpy as np
 import orjson
 from aiohttp import web
 
-from r3train.rollout.backend import AnswerCutShort, EngineError, EngineUnreachable
+from r3train.rollout.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
 from r3train.rollout.sglang_answer import ROUTE_PAYLOADS, ExpectedRoutes
 from r3train.rollout.sglang_http import SGLangHTTP
 from r3train.routing.wire import decode_routed_experts
@@ -32,6 +32,7 @@ from r3train.routing.wire import decode_routed_experts
 # how an answer may fail, the special before the general: rank 0 raises the same
 FAILURES: dict[str, type[Exception]] = {
     "cut_short": AnswerCutShort,
+    "late": AnswerLate,
     "unreachable": EngineUnreachable,
     "engine": EngineError,
     "value": ValueError,

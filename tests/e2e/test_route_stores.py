@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-from pathlib import Path
 
 import pytest
 
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
-from tests.e2e.live_jobs import output, running, steps_done, wait_for
-from tests.e2e.test_engine_restarts import scheduler
 
 pytestmark = pytest.mark.e2e
 
@@ -27,14 +22,12 @@ def verdicts(job: jobs.Job) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
-    """Three steps on two data-parallel ranks with stores, their rollouts dumped, a checkpoint saved."""
-    directory = tmp_path_factory.mktemp("stored")
+    """Three steps on two data-parallel ranks with stores, their rollouts dumped."""
     return jobs.run(
-        directory / "run",
+        tmp_path_factory.mktemp("stored") / "run",
         *tiny_flags,
         *STORES,
         *("--num-rollout", "3", "--rollout-external-engine-addrs", engine, "--dump-rollouts"),
-        *("--save", str(directory / "checkpoints"), "--save-interval", "2"),
     )
 
 
@@ -84,19 +77,6 @@ def test_without_stores_the_routes_come_to_rank_0s_client(tmp_path, tiny_flags, 
     assert m["perf/route_wire_bytes_rank0"] > 0 and "perf/route_exchange_s" not in m
 
 
-@pytest.mark.slow
-def test_a_resumed_buffer_goes_through_rank_0s_own_store(stored, tmp_path, tiny_flags, engine):
-    resumed = jobs.run(
-        tmp_path / "run",
-        *tiny_flags,
-        *STORES,
-        *("--num-rollout", "4", "--rollout-external-engine-addrs", engine),
-        *("--load", str(stored.run_dir.parent / "checkpoints")),
-    )
-    assert resumed.code == 0, resumed.output
-    assert all(m["r3/passed"] for m in resumed.metrics())
-
-
 @pytest.mark.parametrize("bug", ["one_expert", "token_shift", "layer_swap"])
 @pytest.mark.slow
 def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
@@ -111,22 +91,6 @@ def test_a_planted_bug_fails_with_stores_too(bug, tmp_path, tiny_flags, engine):
     (verdict,) = verdicts(job)
     assert verdict["passed"] is False
     assert [place["ranks"] for place in verdict["places"]] == [[0], [1]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["abort", "in_place"])
-def test_rollouts_that_span_updates_are_put_together_from_parts(mode, tmp_path, tiny_flags):
-    job = jobs.run(
-        tmp_path / "run",
-        *tiny_flags,
-        *STORES,
-        *("--num-rollout", "6", "--rollout-max-response-len", "48", "--rollout-ignore-eos"),
-        *("--pause-generation-mode", mode, "--max-tokens-per-gpu", "2048"),
-        *("--over-sampling-batch-size", "6"),
-    )
-    assert job.code == 0, job.output
-    assert all(m["r3/passed"] for m in job.metrics())
-    assert sum(m["rollout/spanning_samples"] for m in job.metrics()) > 0
 
 
 @pytest.mark.slow
@@ -174,19 +138,6 @@ def test_four_ranks_get_their_rows_and_layers_from_two_leaders(
     )
     assert job.code == 0, job.output
     assert all(m["r3/passed"] and m["perf/route_wire_bytes_rank0"] == 0 for m in job.metrics())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_killed_server_comes_back_while_stores_stand_in_between(tmp_path: Path, tiny_flags):
-    run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *STORES, "--num-rollout", "9", "--max-engine-restarts", "1"]
-    with running(run_dir, *flags) as job:
-        wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
-        os.kill(scheduler(job).pid, signal.SIGKILL)
-        assert job.wait(timeout=280) == 0, output(run_dir)
-    assert "restart 1 of 1" in output(run_dir)
-    assert all(m["r3/passed"] for m in jobs.Job(0, "", run_dir).metrics())
 
 
 def test_stores_without_a_server_are_refused_at_start_up(tmp_path, tiny_flags):

@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from r3train.loop.parts import LoopSettings, ReplayPlan
+from benchmarks.measure import counted_sends
+from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
-from r3train.loop.scatter import gather_json, pack_slices, scatter_slices
+from r3train.loop.scatter import gather_json, pack_records, scatter_slices
 from r3train.rollout.route_node import RouteNode
 from r3train.rollout.route_relay import RouteLedger
 from r3train.rollout.sglang_answer import ExpectedRoutes
@@ -37,20 +38,6 @@ from r3train.types import (
 )
 
 LAYERS, TOPK = 4, 2
-SETTINGS = dict(
-    num_rollout=1,
-    start_rollout=0,
-    rollout_batch_size=1,
-    max_tokens_per_gpu=64,
-    grpo_std_normalization=False,
-    needs_reference=False,
-    ci_test=False,
-    probe_tokens=None,
-    probe_tolerance=0.0,
-    publish_at_start=False,
-    has_engines=True,
-    poisoned=None,
-)
 TOPOLOGIES = {
     "dp4": {},
     "tp2_sp_dp2": dict(tp=2, sp=True),
@@ -186,16 +173,26 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
         ledger = RouteLedger(len(leaders), node.read, routes)
     exchange = RouteExchange(topologies, rank, replay, node=node, ledger=ledger)
     rng, found = np.random.default_rng(7), {}
-    settings = LoopSettings(steps_per_rollout=steps_per_rollout, **SETTINGS)
+    prepared_for = partial(
+        prepare,
+        replay=replay,
+        topologies=topologies,
+        passes=("train",),
+        steps_per_rollout=steps_per_rollout,
+        max_tokens_per_gpu=64,
+    )
     try:
         for rollout in range(2):
             samples = make_samples(rng, dtype, 100 * rollout)
-            direct, expected = None, None
+            microbatches, expected = None, None
             if rank == 0:
-                plain = prepare(rollout, samples, settings, replay, topologies, ("train",), None)
-                direct, expected = plain.slices, plain.expected.recorded
-                assert len(direct[0]) > 1, "several microbatches"
-            direct = scatter_slices(direct)
+                plain = prepared_for(rollout, samples)
+                microbatches, expected = plain.microbatches, plain.expected.recorded
+            [count] = gather_json(len(microbatches[0]) if microbatches else None)[:1]
+            assert count > 1, "several microbatches"
+            with counted_sends() as sent:
+                direct = scatter_slices(microbatches, topologies, count)
+            found[f"sent_directly_{rollout}"] = dict(sent)
             # far from the keys that rank 0 draws for what it puts into its own store
             first_key = (rollout + 1) << 20
             kept = stored(samples, rng, first_key, node, ledger, len(leaders))
@@ -205,15 +202,16 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             dist.barrier()
             prepared = None
             if rank == 0:
-                prepared = prepare(
-                    rollout, kept, settings, replay, topologies, ("train",), exchange.adopt
-                )
-            exchange.start(prepared)
-            via = scatter_slices(prepared.slices if prepared else None)
-            assert all(s.routes is None for s in via), "rank 0 sends no routes"
-            via = exchange.finish(via)
+                prepared = prepared_for(rollout, kept, adopt=exchange.adopt)
+                for microbatch in sum(prepared.microbatches, []):
+                    assert microbatch.routes is None, "rank 0 sends no routes"
+            with counted_sends() as sent:
+                via = exchange.scatter(prepared, count)
+            found[f"sent_{rollout}"] = dict(sent)
+            found["group"] = [t.rank for t in topologies if t.dp_rank == topologies[rank].dp_rank]
             recorded = exchange.recorded()
-            found[f"slices_{rollout}"] = bool(np.array_equal(pack_slices(direct), pack_slices(via)))
+            same = np.array_equal(pack_records(direct), pack_records(via))
+            found[f"slices_{rollout}"] = bool(same)
             found[f"routes_bytes_{rollout}"] = sum(s.routes.nbytes for s in via)
             if expected is not None:
                 found[f"recorded_{rollout}"] = same_records(recorded, expected)

@@ -47,6 +47,22 @@ def test_every_ranks_slices_are_the_same_bytes_in_every_topology(found):
     assert len(found[0]) == 7
 
 
+def test_rank_0_sends_a_data_rank_its_streams_once_and_leaders_send_them_on(found):
+    for name in found[0]:
+        ranks = [rank[name] for rank in found]
+        leaders = sorted({min(rank["group"]) for rank in ranks})
+        sent = [{int(to): size for to, size in rank["sent_1"].items()} for rank in ranks]
+        directly = {int(to): size for to, size in ranks[0]["sent_directly_1"].items()}
+        assert set(directly) == {1, 2, 3}
+        for rank, of in enumerate(ranks):
+            others = set(of["group"]) - {rank} if rank in leaders else set()
+            others |= set(leaders) - {0} if rank == 0 else set()
+            assert set(sent[rank]) == others, (name, rank)
+            # a slice weighs the same whoever sends it
+            for to in set(sent[rank]) - set(leaders):
+                assert sent[rank][to] == directly[to], (name, rank, to)
+
+
 def test_what_the_leaders_recorded_adds_up_to_what_rank_0_would_have(found):
     for name, of in found[0].items():
         assert of["recorded_0"] is of["recorded_1"] is True, name

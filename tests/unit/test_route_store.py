@@ -253,6 +253,20 @@ async def test_an_engine_that_is_gone_is_not_a_store_that_is_gone():
                 await one(client, group_id=0)
 
 
+async def test_a_late_answer_of_a_healthy_engine_is_asked_for_again_through_the_store():
+    async def late(_request: web.Request, body: dict) -> web.Response:
+        await asyncio.sleep(30 if len(scene.asked) == 1 else 0)
+        return web.json_response(answer_to(body))
+
+    async with (
+        Scene().running() as scene,
+        scene.client(request_timeout_s=0.3, max_bad_answers=2) as client,
+    ):
+        scene.handler = late
+        sample = await one(client)
+        assert sample.routed_experts.shape == (4, 3, 2) and len(scene.asked) == 2
+
+
 async def test_the_engines_own_refusal_comes_through():
     async with Scene().running() as scene, scene.client() as client:
         scene.handler = lambda request, body: web.json_response(
@@ -287,6 +301,22 @@ async def test_rows_of_every_store_are_fetched_into_place_together():
                 assert np.array_equal(place, kept[store][a:b])
         assert scene.nodes[0].fetched_bytes == 299_000 * 6
         assert scene.nodes[1].fetched_bytes == 39 * 6
+
+
+async def test_leaders_that_do_not_reach_one_another_say_so():
+    async with Scene().running() as scene:
+        first, second = scene.nodes
+        assert await asyncio.to_thread(first.reach) == []
+        first.connect([scene.urls[0], "http://127.0.0.1:9"])
+        [failure] = await asyncio.to_thread(first.reach)
+        assert "route store 1" in failure and "127.0.0.1:9" in failure
+        stranger = RouteNode(0, "another-key", ROUTES, "127.0.0.1")
+        try:
+            second.connect([f"http://127.0.0.1:{stranger.start()}", scene.urls[1]])
+            [failure] = await asyncio.to_thread(second.reach)
+            assert "route store 0" in failure and "401" in failure
+        finally:
+            await asyncio.to_thread(stranger.close)
 
 
 async def test_rows_that_are_not_held_end_the_fetch_with_store_and_key():

@@ -30,9 +30,11 @@ def test_leaders_share_the_route_path_and_rank_0_keeps_what_is_not_routes():
         assert few.rank0[stage] == many.rank0[stage]
         assert many.leader[stage] == pytest.approx(few.leader[stage] / 8)
     assert few.rank0_beside_leaders["parse"] == many.rank0_beside_leaders["parse"] > 0
-    # the token streams go from rank 0 to every other rank, with leaders too
-    assert many.rank0_beside_leaders["send"] == pytest.approx(4 * 49e6 * 255 / 256 / 1e9)
-    assert many.leader["send"] == pytest.approx(80e6 / 64 / 1e9)
+    # the token streams go from rank 0 to every other leader once, and from it to the 3 others of 4 ranks
+    assert many.data_ranks == 64
+    assert many.rank0_beside_leaders["send"] == pytest.approx(49e6 * 63 / 64 / 1e9)
+    assert many.leader["send"] == pytest.approx((80e6 + 4 * 49e6) / 64 * 3 / 4 / 1e9)
+    assert many.leader["unpack"] == pytest.approx(49e6 / 64 / 1e9)
 
 
 def test_ids_above_254_take_two_bytes_and_dense_layers_are_not_sent_on():
@@ -40,6 +42,7 @@ def test_ids_above_254_take_two_bytes_and_dense_layers_are_not_sent_on():
     one, two = cost(SMALL, 64, ONE, CLUSTER), cost(dense, 64, ONE, CLUSTER)
     assert two.route_bytes == 2 * one.route_bytes and two.wire_bytes == one.wire_bytes
     assert two.rank0["cut"] == pytest.approx(one.rank0["cut"])
+    assert one.rank0["cut"] == pytest.approx((80e6 + 4 * 49e6) / 1e9)
 
 
 def test_what_is_first_changes_from_training_to_rank_0_as_gpus_are_added():

@@ -113,8 +113,11 @@ class Checkpointer:
         self.finish()
         final = self._directory / f"iter_{num_rollouts:07d}"
         if self._last == num_rollouts:
-            if dist.get_rank() == 0 and write_extra is not None:
-                self._renew(final, write_extra)
+            try:
+                if dist.get_rank() == 0 and write_extra is not None:
+                    self._renew(final, write_extra)
+            finally:
+                dist.barrier()  # rank 0 may read the routes of samples from the other ranks' stores
             return
         temporary = final.with_suffix(".tmp")
         self._writing = temporary

@@ -1,0 +1,71 @@
+"""Where this node is reached: addresses on the way to a peer, and the interfaces that hold them."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+import psutil
+
+LOOPBACK = "127.0.0.1"
+ANY = ("0.0.0.0", "::")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is loopback by its text alone: a name may mean anything elsewhere."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def own_address(peer: str) -> str:
+    """This node's address on the way to a peer; nothing is sent.
+
+    Raises OSError for a name that does not resolve, or where there is no way.
+    """
+    family, _, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)
+        return probe.getsockname()[0]
+
+
+def address_of_interface(name: str) -> str | None:
+    """The first IP address of a network interface of this node, None for any other text."""
+    addresses = psutil.net_if_addrs().get(name, [])
+    for family in (socket.AF_INET, socket.AF_INET6):
+        for entry in addresses:
+            if entry.family == family:
+                return entry.address
+    return None
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface of this node that holds a host's address, None where none does."""
+    try:
+        found = {place[4][0] for place in socket.getaddrinfo(host, None)}
+    except OSError:
+        return None
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address in found for entry in entries):
+            return name
+    return None
+
+
+def host_of(addr: str) -> str:
+    """The host of ``host:port`` or of a URL, an IPv6 address without its brackets."""
+    return urlsplit(addr if "://" in addr else f"http://{addr}").hostname or ""
+
+
+def address_for(peers: Sequence[str], asked: str | None = None) -> str:
+    """One address by which all peers reach this node.
+
+    peers: their hosts; asked: an address, or a network interface, that is taken in its place.
+    Loopback where all peers are on loopback, else the address on the way to the first that is not.
+    """
+    if asked is not None:
+        return address_of_interface(asked) or asked
+    own = [own_address(peer) for peer in peers]
+    return next((address for address in own if not is_loopback(address)), LOOPBACK)
