@@ -103,7 +103,7 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure everything into docs/performance.md and docs/results.md (15 minutes)
+bench: venv bench-venv  ## Measure everything into docs/performance.md and docs/results.md (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
 
 clean:  ## Remove .venv, caches and build output; runs/ stays
