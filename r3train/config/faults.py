@@ -17,8 +17,8 @@ class FaultsSection(Section):
     max_bad_steps: int = Field(default=3, ge=1)
     """Rollouts in a row with a non-finite loss or gradient that end the run."""
     max_bad_answers: int = Field(default=3, ge=1)
-    """Answers to one request that are cut short or contradict it: it is sent again, and after so many
-    in a row the run ends."""
+    """Answers to one request that are cut short, late or contradict it: it is sent again, and after so
+    many in a row the run ends."""
     signal_grace_s: float = Field(default=120.0, gt=0)
     """Seconds between SIGTERM or SIGUSR1 and a hard end; a checkpoint is written meanwhile."""
     max_engine_restarts: int = Field(default=0, ge=0)

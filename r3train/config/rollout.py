@@ -74,7 +74,7 @@ class RolloutSection(Section):
     environment_samples: Literal["trajectory", "turn"] = "trajectory"
     """What is trained: one sample an episode, or one a turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds one generation may take."""
+    """Seconds one request may take: a later answer counts as a bad one (--max-bad-answers)."""
     rollout_server_start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds the server may take to become healthy."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}

@@ -44,6 +44,9 @@ class TrainerSection(Section):
     """How new weights reach SGLang: a process group, or files."""
     update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
     """Bytes a bucket of weights."""
+    update_weight_master_address: str | None = Field(default=None, min_length=1)
+    """Address of rank 0's node, or its network interface, at which servers join the process group;
+    unset means loopback where all servers are on it, else the address on the way to them."""
     check_weight_update_equal: bool = False
     """After every sync, prove with a probe prompt that the server holds the actor's weights."""
     ci_test: bool = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +16,10 @@ from r3train.launch.conversations import conversations, samples_per_episode
 from r3train.launch.job import Job
 from r3train.launch.route_stores import RouteStores
 from r3train.rewards.registry import Reward
+from r3train.rollout.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.rollout.backend import RolloutBackend, SamplingParams
 from r3train.rollout.engine_control import EngineControl
+from r3train.rollout.engine_key import engine_api_key
 from r3train.rollout.outcome_log import OUTCOMES_FILE, OutcomeLog
 from r3train.rollout.producer import Producer, ProducerState
 from r3train.rollout.server_versions import ServerVersions
@@ -65,6 +69,7 @@ class Engines:
         self._bad_answers = 0
         self._client: SGLangClient | None = None
         self._stores: RouteStores | None = None
+        self._api_key = engine_api_key(os.environ)
 
     def start_server(self) -> None:
         """Launch the servers of our own and return at once; ``wait_ready`` waits for them."""
@@ -75,17 +80,21 @@ class Engines:
         for i in range(count):
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
             args = self._server_args(i)
+            host = str(args.pop("host", LOOPBACK))
+            if not is_loopback(host):  # one for all of them, known to this job alone
+                self._api_key = self._api_key or secrets.token_hex(16)
             server = SGLangServer(
                 config.model.hf_checkpoint,
                 self._run_dir / "logs" / name,
                 dtype="bfloat16" if config.model.bf16 else "float32",
                 server_args=args,
-                host=str(args.pop("host", "127.0.0.1")),
+                host=host,
                 port=args.pop("port", None),
                 return_routed_experts=self._routes is not None,
                 # one stream of random numbers a server, or two would answer alike
                 seed=config.rollout.rollout_seed + i,
                 start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+                api_key=self._api_key,
             )
             self._servers.append(server)
             server.start()
@@ -179,10 +188,6 @@ class Engines:
             self._control.require_exact_boundaries()
 
     @property
-    def _api_key(self) -> str | None:
-        return self._servers[0].api_key if self._servers else None
-
-    @property
     def _flush_cache(self) -> bool:
         """Whether servers drop their caches with an update; they cannot under frozen requests."""
         rollout = self.job.config.rollout
@@ -204,11 +209,15 @@ class Engines:
                     flush_cache=self._flush_cache,
                 )
             else:
+                hosts = [host_of(addr) for addr in self._addrs]
+                address = address_for(hosts, trainer.update_weight_master_address)
                 self._publisher = DistributedPublisher(
                     self._control,
                     bucket_bytes=trainer.update_weight_buffer_size,
                     backend="nccl" if cuda else "gloo",
                     device="cuda" if cuda else "cpu",
+                    master_address=address,
+                    interface=None if is_loopback(address) else interface_of(address),
                     flush_cache=self._flush_cache,
                 )
         return self._publisher
@@ -244,6 +253,7 @@ class Engines:
                 max_bad_answers=job.config.faults.max_bad_answers,
                 on_bad_answer=self._count_bad_answer,
                 shared_servers=not self._servers,
+                health_timeout_s=job.config.faults.engine_health_timeout_s,
                 detokenize=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
                 versions=self._versions,
                 cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
@@ -297,7 +307,6 @@ class Engines:
             self._supervisor.close()
         for server in self._servers:
             server.stop()
-        self._outcomes.close()
         self.job.reward.close()
 
 

@@ -18,6 +18,8 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import train_options, usage_errors
 from r3train.rollout.backend import EngineError
+from r3train.rollout.engine_key import engine_api_key
+from r3train.rollout.sglang_flags import check_server_flags
 from r3train.rollout.sglang_server import SGLangServer
 
 
@@ -42,23 +44,25 @@ def serve(
 ) -> None:
     """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
 
-    It listens without a key: bind it to a network that only the cluster reaches.
+    The environment variable R3TRAIN_ENGINE_API_KEY is its key, here and where the trainer runs; a
+    host other than loopback needs one.
     """
     config = _config(flags)
     with usage_errors():
+        check_server_flags(config.rollout.sglang)
         read_hf_facts(config.model.hf_checkpoint)
-    server = SGLangServer(
-        config.model.hf_checkpoint,
-        log or Path("/dev/stdout"),
-        dtype="bfloat16" if config.model.bf16 else "float32",
-        server_args=dict(config.rollout.sglang),
-        return_routed_experts=config.replay.use_rollout_routing_replay,
-        seed=config.rollout.rollout_seed + index,
-        start_timeout_s=config.rollout.rollout_server_start_timeout_s,
-        host=host,
-        port=port,
-    )
-    server.api_key = None  # the trainer knows an address alone
+        server = SGLangServer(
+            config.model.hf_checkpoint,
+            log or Path("/dev/stdout"),
+            dtype="bfloat16" if config.model.bf16 else "float32",
+            server_args=dict(config.rollout.sglang),
+            return_routed_experts=config.replay.use_rollout_routing_replay,
+            seed=config.rollout.rollout_seed + index,
+            start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+            host=host,
+            port=port,
+            api_key=engine_api_key(os.environ),
+        )
     _serve(server, address_file)
 
 

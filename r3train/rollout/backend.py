@@ -23,12 +23,16 @@ class EngineUnreachable(EngineError):
     """No connection to an engine, a connection that broke, or no answer in time."""
 
 
+class AnswerLate(EngineUnreachable):
+    """No answer within the time that a request has."""
+
+
 class AnswerCutShort(EngineUnreachable):
     """An answer whose connection ended before it did."""
 
 
 class BadAnswer(ValueError):
-    """An answer that contradicts itself or the request, or ended early: nothing of it is used."""
+    """An answer that contradicts itself or the request, ended early or never came: it is not used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy as np
 
 from r3train.rollout.backend import (
     AnswerCutShort,
+    AnswerLate,
     BadAnswer,
     EngineError,
     SamplingParams,
@@ -52,7 +53,8 @@ class SGLangClient:
     ``cache_per_version`` keeps prefixes cached under one version from requests of another, where a
     flush is impossible because requests are running.  With a ``relay`` requests go through the route
     stores, which keep the routes.  A request whose answer was bad is sent again, to another server
-    where there is one, until ``max_bad_answers`` have come; ``on_bad_answer`` is told of each.
+    where there is one, until ``max_bad_answers`` have come; ``on_bad_answer`` is told of each.  None
+    in ``request_timeout_s`` is a bad answer where ``/health`` answers within ``health_timeout_s``.
     On ``shared_servers`` only requests of this client are ever aborted.
     """
 
@@ -72,6 +74,7 @@ class SGLangClient:
         max_bad_answers: int = 1,
         on_bad_answer: Callable[[], None] | None = None,
         shared_servers: bool = False,
+        health_timeout_s: float = 60.0,
     ) -> None:
         if max_concurrency < 1:
             raise ValueError(f"max_concurrency is {max_concurrency}, expected at least 1")
@@ -90,6 +93,7 @@ class SGLangClient:
         self._max_bad_answers = max_bad_answers
         self._on_bad_answer = on_bad_answer or (lambda: None)
         self._shared_servers = shared_servers
+        self._health_timeout_s = health_timeout_s
         self._running: dict[str, int] = {}  # request id -> its server
         self._versions = versions
         self._cache_per_version = cache_per_version
@@ -145,7 +149,8 @@ class SGLangClient:
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
         distribution after temperature, before top-p and top-k.  Cancelling the call aborts the
-        request on its server.  Raises BadAnswer or AnswerCutShort after too many of them.
+        request on its server, as no answer in time does.  Raises BadAnswer or AnswerCutShort after
+        too many of them, and AnswerLate for a server that tells nothing of its health either.
         """
         prompt_len = len(prompt.token_ids)
         tokens = prompt.token_ids if resume_from is None else resume_from.token_ids
@@ -189,7 +194,9 @@ class SGLangClient:
                     resume_from=resume_from,
                     detokenize=self._detokenize,
                 )
-            except (*_MALFORMED, AnswerCutShort) as error:
+            except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
+                if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
+                    raise  # not this request alone: the server is lost
                 self._on_bad_answer()
                 text = f"{error} (bad answer {count}, max_bad_answers {self._max_bad_answers})"
                 if not str(error).startswith("sample "):
@@ -221,7 +228,7 @@ class SGLangClient:
             self._running[body["rid"]] = server
             try:
                 return await self._send(server, body, prompt, sample_id, group_id)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, AnswerLate):
                 self._abort_later(server, body["rid"])
                 raise
             finally:
@@ -242,6 +249,15 @@ class SGLangClient:
             )
         self.route_wire_bytes += route_wire_bytes(answer)
         return answer
+
+    async def _healthy(self, server: int) -> bool:
+        try:
+            await self.http.call(
+                server, "/health", method="GET", what="health", timeout_s=self._health_timeout_s
+            )
+        except EngineError:
+            return False
+        return True
 
     def _abort_later(self, server: int, rid: str) -> None:
         """Tell a server to stop; a closed connection alone would be noticed seconds later."""

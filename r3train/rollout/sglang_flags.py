@@ -15,6 +15,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
+
+_KEY_FLAGS = ("api_key", "admin_api_key")
+
 
 @cache
 def known_flags() -> frozenset[str]:
@@ -41,13 +45,26 @@ def _names(file: Path) -> Iterator[str]:
                 yield name
 
 
+def _spelled(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
 def check_server_flags(given: Iterable[str]) -> None:
-    """Raise ValueError naming a flag that SGLang does not have, and the nearest that it has."""
+    """Raise ValueError for a key, and naming a flag that SGLang does not have and the nearest."""
+    given = list(given)
+    for name in given:
+        # like SGLang's parser, a beginning is enough
+        if any(key.startswith(_spelled(name)) for key in _KEY_FLAGS):
+            raise ValueError(
+                f"--sglang-{_spelled(name).replace('_', '-')}: a key among the flags is shown by ps"
+                f" and written to config.toml; set the environment variable {ENGINE_KEY_VARIABLE},"
+                " which all servers of the job take, and the trainer sends"
+            )
     known = known_flags()
     if not known:
         return
     for name in given:
-        wanted = name.lstrip("-").replace("-", "_")
+        wanted = _spelled(name)
         # like its parser, take the beginning of a flag where one flag alone begins so (--tp)
         if wanted in known or sum(flag.startswith(wanted) for flag in known) == 1:
             continue

@@ -11,7 +11,8 @@ import aiohttp
 import orjson
 
 from r3train.rollout import sglang_json
-from r3train.rollout.backend import AnswerCutShort, EngineError, EngineUnreachable
+from r3train.rollout.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
+from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
 _KEEPALIVE_S = 2.0
@@ -81,8 +82,8 @@ class SGLangHTTP:
         """One request; returns the parsed JSON, or the text of an answer that is not JSON.
 
         Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
-        EngineUnreachable where there is no connection or no answer in time, AnswerCutShort for a
-        connection that broke, or EngineError for a status of 400 and above, or a JSON answer that
+        EngineUnreachable where there is no connection, AnswerLate where there is no answer in time,
+        AnswerCutShort for a connection that broke, or EngineError for a status of 400 and above, or a JSON answer that
         says ``success: false``; every message begins with ``what``.
         """
         url = self.urls[server]
@@ -106,7 +107,7 @@ class SGLangHTTP:
                     f"{what}: connection to {url} broke: {type(error).__name__}: {error}"
                 ) from error
             except TimeoutError as error:
-                raise EngineUnreachable(
+                raise AnswerLate(
                     f"{what}: no answer from {url}{path} within {timeout_s:g} s"
                 ) from error
         return await self._parse(status, raw, url=url + path, what=what)
@@ -161,7 +162,11 @@ class SGLangHTTP:
         except orjson.JSONDecodeError:
             answer = raw.decode("utf-8", errors="replace").strip()
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
-            raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}")
+            hint = ""
+            if status == 401:
+                held = "another" if self.api_key else "no"
+                hint = f" (it asks for a key, and {held} one is in {ENGINE_KEY_VARIABLE} here)"
+            raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}{hint}")
         return answer
 
     async def raise_if_dead(self) -> None:

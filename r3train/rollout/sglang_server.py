@@ -6,7 +6,6 @@ import contextlib
 import http.client
 import os
 import random
-import secrets
 import socket
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from r3train.rollout.addresses import interface_of, is_loopback
 from r3train.rollout.backend import EngineDied, EngineError
+from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
 
 # on_progress(elapsed_s, last log line)
 OnProgress = Callable[[float, str], None]
@@ -88,8 +89,9 @@ class SGLangServer:
     """One ``python -m sglang.launch_server``, from its start to its certain end.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
-    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  A host other than loopback gets
-    a random API key.  Not thread-safe, except ``check_alive``.
+    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every request
+    but ``/health`` must carry it; a host other than loopback needs one, ValueError without.  Not
+    thread-safe, except ``check_alive``.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class SGLangServer:
         port: int | None = None,
         device: str | None = None,
         weight_version: int = 0,
+        api_key: str | None = None,
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
         if return_routed_experts and str(given.get("chunked_prefill_size")) == "-1":
@@ -126,7 +129,13 @@ class SGLangServer:
         self.port = port or free_port(host)
         self.device = device
         self.weight_version = weight_version
-        self.api_key = None if host in ("127.0.0.1", "::1", "localhost") else secrets.token_hex(16)
+        self.api_key = api_key
+        if api_key is None and not is_loopback(host):
+            raise ValueError(
+                f"a server at {host} without a key: whoever reaches it could generate and replace"
+                f" its weights; set {ENGINE_KEY_VARIABLE} to the same key here and where the trainer"
+                " runs (openssl rand -hex 16 makes one), or bind it to 127.0.0.1"
+            )
         self._guard: subprocess.Popen | None = None
         self._stopped = False
 
@@ -163,18 +172,28 @@ class SGLangServer:
             }
         args |= self.server_args
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
-        if self.api_key:
-            args["api_key"] = self.api_key
-        return [sys.executable, "-m", "sglang.launch_server", *server_flags(args)]
+        # the key is in the environment: a command line is read by everybody on the node
+        module = "r3train.rollout.keyed_server" if self.api_key else "sglang.launch_server"
+        return [sys.executable, "-m", module, *server_flags(args)]
 
     def environment(self) -> dict[str, str]:
-        """The server's environment: the owner's, less torchrun's, offline, one thread on a CPU."""
+        """The server's environment: the owner's, less torchrun's, offline, one thread on a CPU.
+
+        With its key, and for gloo the network interface that it is reached by, unless one is named.
+        """
         env = {
             key: value
             for key, value in os.environ.items()
             if key not in _TORCHRUN_NAMES and not key.startswith(_TORCHRUN_PREFIXES)
         }
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        env.pop(ENGINE_KEY_VARIABLE, None)
+        if self.api_key:
+            env[ENGINE_KEY_VARIABLE] = self.api_key
+        interface = None if is_loopback(self.host) else interface_of(self.host)
+        if interface is not None:
+            # gloo takes the interface that the host's name means, and that is loopback on many nodes
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
             env["OMP_NUM_THREADS"] = "1"
         return env

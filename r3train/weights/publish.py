@@ -9,8 +9,10 @@ and leaves the experts as they were.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +27,7 @@ import torch.distributed as dist
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
 _ALIVE_EVERY_S = 0.5
 
@@ -122,7 +125,9 @@ class DistributedPublisher:
     """Broadcast from this rank to every rank of every server, bucket by bucket.
 
     ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
-    ``master_address`` is where the servers reach this rank; the port is chosen by the system.
+    ``master_address`` is where the servers reach this rank, and all that the group's store binds;
+    the port is chosen by the system.  ``interface`` is the network interface of that address: gloo
+    would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
     The group is made at the first ``publish`` and kept.  ``flush_cache`` drops what the servers
     cached under the old weights; they refuse that while requests are running.
     """
@@ -135,6 +140,7 @@ class DistributedPublisher:
         backend: str = "gloo",
         device: torch.device | str = "cpu",
         master_address: str = "127.0.0.1",
+        interface: str | None = None,
         timeout_s: float = 600.0,
         flush_cache: bool = True,
     ) -> None:
@@ -145,6 +151,7 @@ class DistributedPublisher:
         self._backend = backend
         self._device = torch.device(device)
         self._master_address = master_address
+        self._interface = interface
         self._timeout = timedelta(seconds=timeout_s)
         self._flush_cache = flush_cache
         # Servers may outlive this trainer and refuse a name that they have seen.
@@ -153,22 +160,15 @@ class DistributedPublisher:
         self._store: dist.TCPStore | None = None
 
     def connect(self) -> None:
-        """Join a process group with every server rank; this rank is its rank 0."""
+        """Join a process group with every server rank; this rank is its rank 0.
+
+        Raises ValueError where ``master_address`` is none of this node's.
+        """
         if self._group is not None:
             return
         sizes = self._engine.update_group_sizes()
         world_size = 1 + sum(sizes)
-        # Made by hand rather than by rendezvous("tcp://..."): under torchrun the latter looks for
-        # an agent's store instead of opening one.  Port 0: no race for a free one.
-        self._store = dist.TCPStore(
-            self._master_address,
-            0,
-            world_size,
-            is_master=True,
-            timeout=self._timeout,
-            wait_for_workers=False,
-            multi_tenant=False,
-        )
+        self._store = _open_store(self._master_address, world_size, self._timeout)
         joined = self._engine.init_weights_update_group(
             master_address=self._master_address,
             master_port=self._store.port,
@@ -181,9 +181,10 @@ class DistributedPublisher:
 
         def join() -> None:
             try:
-                group = _join_as_rank_0(
-                    store, world_size, self._group_name, self._backend, self._timeout
-                )
+                with _gloo_on(self._interface):
+                    group = _join_as_rank_0(
+                        store, world_size, self._group_name, self._backend, self._timeout
+                    )
                 joining.set_result(group)
             except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
                 joining.set_exception(error)
@@ -271,6 +272,51 @@ class DistributedPublisher:
                 pass  # the servers are gone already, and the group with them
             dist.destroy_process_group(group)
         self._store = None
+
+
+def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPStore:
+    """The store at which a group's ranks meet, listening at this address alone.
+
+    Made by hand rather than by rendezvous("tcp://..."): under torchrun the latter looks for an
+    agent's store instead of opening one.  TCPStore itself would listen at every address; it asks
+    nobody for a key.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.bind((address, 0))  # no race for a free port
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ValueError(
+            f"update_weight_master_address {address}: this node cannot listen there: {error}"
+        ) from error
+    return dist.TCPStore(
+        address,
+        listener.getsockname()[1],
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+@contextlib.contextmanager
+def _gloo_on(interface: str | None) -> Iterator[None]:
+    """Let groups made meanwhile talk over this interface.
+
+    By the environment because torch 2.13 passes gloo no options; it is read when a group is made.
+    """
+    if interface is None or _GLOO_INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_GLOO_INTERFACE] = interface
+    try:
+        yield
+    finally:
+        os.environ.pop(_GLOO_INTERFACE, None)
 
 
 def _join_as_rank_0(

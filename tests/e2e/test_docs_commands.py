@@ -205,6 +205,7 @@ def test_what_the_text_names_is_there(page):
 _THEIRS = {
     *("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--standalone"),
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
+    *("--exclusive", "--mem", "--export", "--batch"),
     *(
         "--flag",
         "--requeue",

@@ -1,12 +1,16 @@
 """Buckets, their bytes, and checkpoints on disk; the engines are recorded, not run."""
 
 import json
+import os
+import socket
+import threading
 from concurrent.futures import Future
 
 import pytest
 import torch
 from safetensors import safe_open
 
+from r3train.weights import publish
 from r3train.weights.publish import DistributedPublisher, buckets, check_name, flatten
 from r3train.weights.publish_disk import DiskPublisher, write_shards
 
@@ -157,6 +161,16 @@ def test_a_failed_load_keeps_the_version_that_the_servers_hold(tmp_path, checkpo
     assert (tmp_path / "w" / "v000001").exists()
 
 
+@pytest.fixture
+def joins_end():
+    """A join cannot be interrupted: wait until it has given up, or it would meet the interpreter's end."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "join-weight-group":
+            thread.join(timeout=20)
+
+
+@pytest.mark.usefixtures("joins_end")
 def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join():
     engine = Engine()
     publisher = DistributedPublisher(engine, bucket_bytes=8, timeout_s=5)
@@ -165,6 +179,39 @@ def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join(
     call = engine.calls[0]
     assert call["rank_offsets"] == [1, 3] and call["world_size"] == 4
     assert call["group_name"].startswith("r3train_weights_") and call["master_port"] > 0
+
+
+@pytest.mark.usefixtures("joins_end")
+def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
+    engine = Engine()
+    publisher = DistributedPublisher(
+        engine, bucket_bytes=8, timeout_s=5, master_address="127.0.0.2"
+    )
+    with pytest.raises(RuntimeError, match="backend not there"):
+        publisher.connect()
+    call = engine.calls[0]
+    assert call["master_address"] == "127.0.0.2"
+    socket.create_connection(("127.0.0.2", call["master_port"]), timeout=5).close()
+    for elsewhere in ("127.0.0.1", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, call["master_port"]), timeout=5)
+
+
+def test_an_address_of_another_node_is_refused_by_name():
+    publisher = DistributedPublisher(Engine(), bucket_bytes=8, master_address="203.0.113.1")
+    with pytest.raises(ValueError, match="update_weight_master_address 203.0.113.1: this node"):
+        publisher.connect()
+
+
+def test_gloo_gets_the_interface_of_the_address_unless_one_is_named(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with publish._gloo_on("eth7"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with publish._gloo_on("eth7"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
 @pytest.mark.parametrize("kind", ["distributed", "disk"])

@@ -91,7 +91,7 @@ async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
     async def sleep(_request, _body):
         await asyncio.sleep(5)
 
-    async with client_of(Fake(sleep), request_timeout_s=0.3) as client:
+    async with client_of(Fake(sleep), request_timeout_s=0.3, health_timeout_s=0.3) as client:
         began = time.monotonic()
         with pytest.raises(EngineError, match="sample 2: no answer from .* within 0.3 s"):
             await one(client, 2)
