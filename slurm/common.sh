@@ -1,4 +1,7 @@
 # Shared by the batch scripts: settings from the environment, signals, requeue, teardown.
+#
+# A job has its nodes whole (--exclusive, --mem=0): one task a node would get one core otherwise, and
+# a step of two servers none.  --cpu-bind=none lets the ranks and servers of a task use all cores.
 # Sourced, never run.  R3TRAIN_ROOT is the checkout on a file system that all nodes see.
 
 set -uo pipefail
@@ -15,12 +18,16 @@ SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
 RENDER=${RENDER:-}
 START=${SLURM_RESTART_COUNT:-0}
 LOGS=$RUN_DIR/logs/slurm-${SLURM_JOB_ID:?}-start$START
-# the job's own number makes ports of two jobs on a node differ
-RDZV_PORT=${RDZV_PORT:-$((20000 + SLURM_JOB_ID % 20000))}
+# the job's own number makes ports of two jobs on a node differ; below those that servers take
+# (20000 to 31999) and that the system gives to outgoing connections (from 32768 on)
+RDZV_PORT=${RDZV_PORT:-$((10000 + SLURM_JOB_ID % 10000))}
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export R3TRAIN_ROOT BIN
+# the key of this start's servers, known to its steps by their environment alone
+R3TRAIN_ENGINE_API_KEY=${R3TRAIN_ENGINE_API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
+export R3TRAIN_ENGINE_API_KEY
 
 STOPPED=""
 STEPS=()

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A real one-node Slurm on loopback, for tests: munged, slurmctld and slurmd, all files in one
-# directory, nothing of the machine's own Slurm touched.
+# A real Slurm on loopback, for tests: munged, slurmctld and a slurmd a node, all files in one
+# directory, nothing of the machine's own Slurm touched.  NODES (1) nodes, named by their addresses
+# 127.0.0.1, 127.0.0.2, ..., each with all of the machine's cores.
 #
 #   slurm/local_cluster.sh install DIR   Debian's slurm-wlm and munge, where they are missing
 #   slurm/local_cluster.sh start DIR     installs too; then: export SLURM_CONF=DIR/slurm.conf
@@ -16,17 +17,17 @@ dir=$(cd "$2" && pwd)
 export SLURM_CONF=$dir/slurm.conf
 
 stop() {
-    local name pid
-    for name in slurmd slurmctld munged; do
-        [[ -s $dir/$name.pid ]] || continue
-        pid=$(<"$dir/$name.pid")
+    local file pid
+    for file in "$dir"/slurmd-*.pid "$dir"/{slurmctld,munged}.pid; do
+        [[ -s $file ]] || continue
+        pid=$(<"$file")
         kill -TERM "$pid" 2>/dev/null || true
         for _ in $(seq 50); do
             kill -0 "$pid" 2>/dev/null || break
             sleep 0.2
         done
         kill -KILL "$pid" 2>/dev/null || true
-        rm -f "$dir/$name.pid"
+        rm -f "$file"
     done
 }
 
@@ -57,24 +58,33 @@ if [[ -n $missing ]]; then
     {
         timeout 120 apt-get update -qq &&
             timeout 240 apt-get install -y -qq --no-install-recommends slurm-wlm munge
-    } >"$dir/apt.log" 2>&1 || { tail -5 "$dir/apt.log" >&2; exit 1; }
+    } >"$dir/apt.log" 2>&1 || { tail -n 5 "$dir/apt.log" >&2; exit 1; }
 fi
 [[ $action == install ]] && exit 0
 stop
 host=$(hostname -s)
-mkdir -p "$dir"/{state,spool,log,munge}
+NODES=${NODES:-1}
+mkdir -p "$dir"/{state,log,munge}
+memory=$(awk '/MemTotal/ {print int($2 / 1200)}' /proc/meminfo)
+node_lines() {
+    local i
+    for ((i = 1; i <= NODES; i++)); do
+        mkdir -p "$dir/spool-127.0.0.$i"
+        echo "NodeName=127.0.0.$i NodeHostname=$host NodeAddr=127.0.0.$i Port=$(free_port)" \
+            "CPUs=$(nproc --all) RealMemory=$((memory / NODES)) State=UNKNOWN"
+    done
+}
 chmod 700 "$dir/munge"
 [[ -s $dir/munge/key ]] || (umask 077 && head -c 1024 /dev/urandom >"$dir/munge/key")
 cat >"$SLURM_CONF" <<EOF
 ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$(free_port)
-SlurmdPort=$(free_port)
 AuthType=auth/munge
 # a requeued job waits until its old credential is void: two minutes by default
 AuthInfo=socket=$dir/munge/socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
+TaskPlugin=task/affinity
 SchedulerType=sched/backfill
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
@@ -82,25 +92,27 @@ ReturnToService=2
 JobRequeue=1
 MpiDefault=none
 SlurmctldPidFile=$dir/slurmctld.pid
-SlurmdPidFile=$dir/slurmd.pid
-SlurmdSpoolDir=$dir/spool
+SlurmdPidFile=$dir/slurmd-%n.pid
+SlurmdSpoolDir=$dir/spool-%n
 StateSaveLocation=$dir/state
 SlurmUser=root
 SlurmctldLogFile=$dir/log/slurmctld.log
-SlurmdLogFile=$dir/log/slurmd.log
-NodeName=$host NodeAddr=127.0.0.1 CPUs=$(nproc) RealMemory=$(awk '/MemTotal/ {print int($2 / 1200)}' /proc/meminfo) State=UNKNOWN
-PartitionName=debug Nodes=$host Default=YES MaxTime=INFINITE State=UP
+SlurmdLogFile=$dir/log/slurmd-%n.log
+$(node_lines)
+PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 EOF
 munged --force --key-file="$dir/munge/key" --socket="$dir/munge/socket" \
     --pid-file="$dir/munged.pid" --log-file="$dir/log/munged.log" --seed-file="$dir/munge/seed"
 slurmctld -f "$SLURM_CONF"
-slurmd -f "$SLURM_CONF"
+for ((i = 1; i <= NODES; i++)); do
+    slurmd -f "$SLURM_CONF" -N "127.0.0.$i"
+done
 for _ in $(seq 60); do
     state=$(sinfo --noheader --format=%T 2>/dev/null || true)
-    [[ $state == idle ]] && { echo "one node, idle; export SLURM_CONF=$SLURM_CONF"; exit 0; }
+    [[ $state == idle ]] && { echo "$NODES node(s), idle; export SLURM_CONF=$SLURM_CONF"; exit 0; }
     sleep 0.5
 done
-echo "the node is ${state:-unknown} after 30 s:" >&2
-tail -5 "$dir"/log/*.log >&2
+echo "the nodes are ${state:-unknown} after 30 s:" >&2
+tail -n 5 "$dir"/log/*.log >&2
 stop
 exit 1

@@ -36,6 +36,9 @@ class StopSignal:
         self._received: int | None = None
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
+        # slurm/ranks.sh lets torchrun ignore it, and children inherit that
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def __enter__(self) -> StopSignal:
         for number in SIGNALS:

@@ -1,7 +1,8 @@
-"""The batch scripts on a real one-node Slurm: the verdict is the exit code, a requeue resumes."""
+"""The batch scripts on a real Slurm of two nodes: verdicts, a requeue, servers on a node of theirs."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ pytestmark = [
 ]
 CLUSTER = jobs.ROOT / "slurm" / "local_cluster.sh"
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
-DAEMONS = ("munged", "slurmctld", "slurmd")
+DAEMONS = ("munged", "slurmctld", "slurmd-127.0.0.1", "slurmd-127.0.0.2")
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,8 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
     done = subprocess.run(["bash", CLUSTER, "install", directory], capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"not run: Slurm cannot be installed here: {done.stderr[-300:]}")
-    subprocess.run(["bash", CLUSTER, "start", directory], check=True, timeout=120)
+    two_nodes = {**os.environ, "NODES": "2"}
+    subprocess.run(["bash", CLUSTER, "start", directory], env=two_nodes, check=True, timeout=120)
     pids = {name: int((directory / f"{name}.pid").read_text()) for name in DAEMONS}
     try:
         bin_dir = Path(jobs.sys.executable).parent
@@ -49,7 +51,7 @@ def slurm(tmp_path_factory) -> Iterator[dict[str, str]]:
 
 def submit(slurm: dict[str, str], script: str, run_dir: Path, *flags: str, wait: bool = False):
     """Submit a script; returns (sbatch's exit code, job id), with ``wait`` once the job has ended."""
-    environment = {**slurm, "RUN_DIR": str(run_dir), "R3TRAIN_ROOT": str(jobs.ROOT)}
+    environment = {"RUN_DIR": str(run_dir), "R3TRAIN_ROOT": str(jobs.ROOT), **slurm}
     command = ["sbatch", "--parsable", f"--output={run_dir}.out", *(["--wait"] if wait else [])]
     done = subprocess.run(
         [*command, f"slurm/{script}", *flags],
@@ -114,14 +116,65 @@ def test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes(
     assert "back into the queue" in output and "resuming from" in output
     # every step trained, none twice
     assert sorted(_steps(run_dir)) == list(range(12)), output
+    assert "passed: 12 steps" in _verdict(run_dir)
+
+
+def test_a_job_that_is_cancelled_or_preempted_saves_first(slurm, tmp_path, tiny_flags, engine):
+    run_dir = tmp_path / "run"
+    flags = [*tiny_flags, "--rollout-external-engine-addrs", engine, "--num-rollout", "1000"]
+    _, job_id = submit(slurm, "train_single_node.sbatch", run_dir, *flags)
+    _wait(lambda: len(_steps(run_dir)) >= 2, "two steps")
+    # SIGTERM to every process of the step, as preemption sends it, and KILL 30 s later
+    subprocess.run(["scancel", job_id], env=slurm, check=True)
+    _wait(lambda: not _in_queue(slurm, job_id), "the job to end")
+    assert _fact(slurm, job_id, "JobState") == "CANCELLED"
+    done = len(_steps(run_dir))
+    latest = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
+    assert latest.exists() and int(latest.read_text()) == done, output_of(run_dir)
+
+
+def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
+    slurm, tmp_path, tiny_flags
+):
+    """``SERVERS_PER_NODE=2`` as docs/slurm.md has it: two servers on one node, two ranks on the other."""
+    run_dir = tmp_path / "run"
+    environment = {**slurm, "SERVERS_PER_NODE": "2", "NPROC_PER_NODE": "2"}
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "2", "--check-weight-update-equal"]
+    flags += ["--rollout-server-start-timeout-s", "600"]
+    _, job_id = submit(environment, "train_multi_node.sbatch", run_dir, *flags)
+    cores = []
+
+    def ended() -> bool:
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(run_dir) in process.cmdline() and process.environ().get("RANK"):
+                    cores.append(process.cpu_affinity())
+        return _fact(slurm, job_id, "JobState") in ENDED
+
+    _wait(ended, "the job to end", timeout_s=1000)
+    logs = {p.name: p.read_text() for p in (run_dir / "logs").glob("slurm-*-start0/*.log")}
+    output = output_of(run_dir) + "".join(text[-3000:] for text in logs.values())
+    assert _fact(slurm, job_id, "JobState") == "COMPLETED", output
+    assert sorted(_steps(run_dir)) == [0, 1]
+    assert "passed: 2 steps" in _verdict(run_dir)
+    for i in range(2):
+        assert "'host': '127.0.0.2'" in logs[f"server-{i}.log"], "the second node's address"
+        assert "'api_key': '***'" in logs[f"server-{i}.log"]
+    gaps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["train/weight_probe_gap"] <= 1e-4 for step in gaps)
+    assert cores and all(len(of) == psutil.cpu_count() for of in cores), "ranks share one core"
+
+
+def _verdict(run_dir: Path) -> str:
     checked = [Path(jobs.sys.executable).parent / "r3train", "check-evidence", run_dir]
-    verdict = subprocess.run(checked, capture_output=True, text=True)
-    assert verdict.returncode == 0 and "passed: 12 steps" in verdict.stdout, verdict.stdout
+    done = subprocess.run(checked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
 
 def _runs(pid: int, name: str) -> bool:
     try:
-        return psutil.Process(pid).name() == name
+        return psutil.Process(pid).name() == name.partition("-")[0]
     except psutil.NoSuchProcess:
         return False
 
@@ -137,6 +190,12 @@ def _fact(slurm: dict[str, str], job_id: str, name: str) -> str:
         ["scontrol", "show", "job", "--oneliner", job_id], env=slurm, capture_output=True, text=True
     ).stdout
     return shown.partition(f" {name}=")[2].partition(" ")[0]
+
+
+def _in_queue(slurm: dict[str, str], job_id: str) -> bool:
+    """Whether the job has not ended, or its processes are being ended still."""
+    command = ["squeue", "--noheader", "--jobs", job_id]
+    return bool(subprocess.run(command, env=slurm, capture_output=True, text=True).stdout.strip())
 
 
 def _wait(done, what: str, timeout_s: float = 600) -> None:

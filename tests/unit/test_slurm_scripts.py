@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import subprocess
+import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from r3train.rollout.engine_key import engine_api_key
+from r3train.rollout.sglang_server import _PORTS
+
 ROOT = Path(__file__).resolve().parents[2]
+EPHEMERAL = 32768  # Linux gives ports from here on to outgoing connections, unless told otherwise
 SCRIPTS = ("train_single_node", "train_multi_node", "r3_regression")
 
 
@@ -62,7 +70,7 @@ def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path):
     train = ",".join(f"node{i:02d}" for i in range(1, 13))
     assert f"--nodelist={train}" in ranks and "--ntasks=12" in ranks
     assert after(ranks, "--nnodes") == "12" and after(ranks, "--nproc-per-node") == "8"
-    assert after(ranks, "--rdzv-endpoint") == "node01:24711"
+    assert after(ranks, "--rdzv-endpoint") == "node01:14711"
     assert after(ranks, "--rdzv-id") == "4711-0"
     assert after(ranks, "--rollout-external-engine-addrs") == "ADDRESSES"
     assert ranks[-1] == "--use-rollout-routing-replay"
@@ -79,6 +87,38 @@ def test_two_jobs_and_two_starts_share_no_port_name_or_directory(tmp_path):
     assert after(again[1], "--rdzv-id") == "4711-1"
     directories = [words[words.index("slurm/server.sh") + 1] for words in (of()[0], again[0])]
     assert directories[0] != directories[1]
+
+
+@pytest.mark.parametrize("job_id", ["1", "9999", "10000", "4711", "67108863"])
+def test_the_rendezvous_port_is_no_servers_and_no_outgoing_connections(tmp_path, job_id):
+    (_, ranks) = render(tmp_path, "train_multi_node", nodes=2, SLURM_JOB_ID=job_id)[1]
+    port = int(after(ranks, "--rdzv-endpoint").rpartition(":")[2])
+    assert 1024 < port < min(_PORTS.start, EPHEMERAL)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_job_has_its_nodes_whole_and_its_tasks_all_cores(tmp_path, script):
+    text = (ROOT / "slurm" / f"{script}.sbatch").read_text()
+    assert "#SBATCH --exclusive\n" in text and "#SBATCH --mem=0\n" in text
+    for words in render(tmp_path, script, nodes=2)[1]:
+        assert words[0] == "srun" and "--cpu-bind=none" in words
+
+
+def test_every_job_makes_a_key_that_its_commands_do_not_show(tmp_path):
+    shown = f"source {ROOT}/slurm/common.sh; cd /; env"
+    keys = set()
+    for _ in range(2):
+        environment = {"PATH": os.environ["PATH"], "SLURM_JOB_ID": "1", "RENDER": "1"}
+        environment["R3TRAIN_ROOT"] = str(ROOT)
+        done = subprocess.run(
+            ["bash", "-c", shown], env=environment, capture_output=True, text=True
+        )
+        lines = dict(line.partition("=")[::2] for line in done.stdout.splitlines())
+        keys.add(engine_api_key(lines))  # one that servers and trainer take
+    assert len(keys) == 2 and None not in keys
+    given = "a-key-of-the-one-who-submits"
+    done, _ = render(tmp_path, "train_multi_node", nodes=2, R3TRAIN_ENGINE_API_KEY=given)
+    assert done.returncode == 0 and given not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("train_nodes, nodes", [("2", 2), ("0", 2)])
@@ -98,6 +138,50 @@ def test_one_node_saves_resumes_and_logs_each_rank(tmp_path):
     assert after(ranks, "--nproc-per-node") == "4" and after(ranks, "--save-interval") == "5"
     assert after(ranks, "--log-dir") == "/shared/runs/a/logs/slurm-4711-start0/node-$SLURM_NODEID"
     assert after(ranks, "--signal-grace-s") == "100"
+
+
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from r3train.loop.stop import StopSignal
+
+mine = Path(sys.argv[1]) / os.environ["RANK"]
+stop = StopSignal(60)
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "nothing is there to be saved yet"
+with stop:
+    mine.with_suffix(".ready").touch()
+    while stop.received is None:
+        time.sleep(0.05)
+    time.sleep(2)
+    mine.with_suffix(".saved").write_text(stop.received)
+"""
+
+
+def test_ranks_save_and_end_with_0_when_slurm_sends_term_to_every_process_of_the_step(tmp_path):
+    worker, said = tmp_path / "worker.py", tmp_path / "said"
+    worker.write_text(WORKER)
+    command = ["bash", "slurm/ranks.sh", "--standalone", "--nproc-per-node", "2", worker, tmp_path]
+    environment = {**os.environ, "R3TRAIN_ROOT": str(ROOT), "BIN": str(Path(sys.executable).parent)}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with said.open("w") as out:
+        step = psutil.Popen(
+            command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
+    tree = [step]
+    try:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.ready"))) < 2:
+            assert step.poll() is None and time.monotonic() < deadline, said.read_text()
+            time.sleep(0.1)
+        tree += step.children(recursive=True)
+        for process in tree:
+            process.terminate()
+        assert step.wait(60) == 0, said.read_text()
+    finally:
+        for process in [*tree, *(step.children(recursive=True) if step.is_running() else [])]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    assert [path.read_text() for path in sorted(tmp_path.glob("*.saved"))] == ["SIGTERM"] * 2
 
 
 @pytest.mark.parametrize("script", [*SCRIPTS, "common", "ranks", "server", "local_cluster"])
