@@ -78,6 +78,10 @@ def diagnose(
     for finding in _of_config(config, world_size, num_gpus, gpu_bytes):
         failed |= finding.level == PROBLEM
         yield finding
+    if not failed:
+        for finding in model.check_preflight(config, world_size):
+            failed |= finding.level == PROBLEM
+            yield finding
     if probe and failed:
         from r3train.doctor.finding import warning
 
@@ -93,6 +97,8 @@ def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterat
 
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import estimates, machine, model
+    from r3train.doctor.finding import problem
+    from r3train.rollout.engine_key import engine_api_key
 
     yield from model.check_config(config, world_size)
     yield from model.check_checkpoint(config)
@@ -104,8 +110,13 @@ def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterat
     host, port = config.rollout.sglang.get("host", "127.0.0.1"), config.rollout.sglang.get("port")
     if port is not None:
         yield from machine.check_port("SGLang", str(host), int(port))
+    api_key = None
+    try:
+        api_key = engine_api_key(os.environ)
+    except ValueError as error:
+        yield problem("key of the servers", str(error), "set another one, or none")
     for address in config.rollout.rollout_external_engine_addrs:
-        yield from machine.check_external_server(address)
+        yield from machine.check_external_server(address, api_key)
     run_dir = config.run.run_dir or Path("runs")
     try:
         weights = model.read_weights(config.model.hf_checkpoint) if hf else None

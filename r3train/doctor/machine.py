@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from r3train.doctor.finding import Finding, amount, fact, ok, problem, warning
+from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
 
 _SHM = Path("/dev/shm")
 _GIB = 1 << 30
@@ -96,23 +97,34 @@ def check_port(subject: str, host: str, port: int) -> Iterator[Finding]:
     yield ok(subject, f"port {port} of {host} is free")
 
 
-def check_external_server(address: str, *, timeout_s: float = 5.0) -> Iterator[Finding]:
-    """Whether a server of --rollout-external-engine-addrs answers."""
+def check_external_server(
+    address: str, api_key: str | None = None, *, timeout_s: float = 5.0
+) -> Iterator[Finding]:
+    """Whether a server of --rollout-external-engine-addrs answers, and takes our key."""
     subject = f"server {address}"
     host, _, port = address.rpartition(":")
     try:
         connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
-        connection.request("GET", "/health")
-        status = connection.getresponse().status
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        statuses = []
+        for path in ("/health", "/model_info"):  # health is told to everybody
+            connection.request("GET", path, headers=headers)
+            answer = connection.getresponse()
+            answer.read()
+            statuses.append(answer.status)
         connection.close()
     except (OSError, ValueError, http.client.HTTPException) as error:
         remedy = "start it (r3train serve), or mend --rollout-external-engine-addrs"
         yield problem(subject, f"does not answer: {error}", remedy)
         return
-    if status == 200:
+    if statuses[1] == 401:
+        remedy = f"set {ENGINE_KEY_VARIABLE} to the key that it was started with"
+        held = "another one" if api_key else "none"
+        yield problem(subject, f"asks for a key, and {held} is set here", remedy)
+    elif statuses[0] == 200:
         yield ok(subject, "answers")
     else:
-        yield problem(subject, f"/health answers {status}", "look at the server's log")
+        yield problem(subject, f"/health answers {statuses[0]}", "look at the server's log")
 
 
 def check_memory(available_bytes: int, needed_bytes: float) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit, replay_warnings
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.doctor.finding import Finding, fact, ok, problem, warning
+from r3train.rollout.sglang_flags import check_server_flags
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1}
 
@@ -34,6 +35,7 @@ class Weights:
 def check_config(config: RunConfig, world_size: int) -> Iterator[Finding]:
     """Rules between sections, and with the checkpoint; one finding a rule that is broken."""
     checks = [lambda: check_static(config, world_size)]
+    checks.append(lambda: check_server_flags(config.rollout.sglang))
     try:
         hf = read_hf_facts(config.model.hf_checkpoint)
         checks.append(lambda: check_model(config, hf, world_size))
@@ -53,6 +55,20 @@ def check_config(config: RunConfig, world_size: int) -> Iterator[Finding]:
         yield warning("configuration", text, "add --use-rollout-routing-replay, or drop the check")
     if not found:
         yield ok("configuration", f"its rules hold for {world_size} rank(s)")
+
+
+def check_preflight(config: RunConfig, world_size: int) -> Iterator[Finding]:
+    """What train_async.py itself would refuse and nothing before this said; silent where it would not.
+
+    The training command's own function: the two cannot disagree.
+    """
+    from r3train.launch.job import preflight
+
+    try:
+        preflight(config, world_size).reward.close()
+    except ValueError as error:
+        text = f"train_async.py refuses it: {str(error).splitlines()[0]}"
+        yield problem("configuration", text, "docs/configuration.md")
 
 
 def check_checkpoint(config: RunConfig) -> Iterator[Finding]:

@@ -7,8 +7,9 @@ topology that does (``r3train verify`` is for those).
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,12 +17,12 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
 from r3train.doctor.finding import Finding, ok, problem
 
 _CHUNK = 64
 _LONG = 200
 _SHORT = 24
-_ANSWER = 8
 # float32 on one machine agrees far closer; bfloat16 differs by rounding alone
 _TOLERANCE = {False: 1e-3, True: 0.5}
 # near-ties of the router flip between two correct implementations; shifted rows differ nearly all
@@ -50,7 +51,7 @@ def probe_engines(config: RunConfig) -> Iterator[Finding]:
         yield problem("probe", text, "look at the checkpoint and at memory")
         return
     yield from _guarded("Megatron probe", lambda: _megatron(config, device, texts, reference))
-    yield from _guarded("SGLang probe", lambda: _sglang(config, hf, texts, reference))
+    yield from _guarded(SUBJECT, lambda: _sglang(config, hf, texts, reference))
 
 
 def judge_log_probs(
@@ -85,7 +86,7 @@ def judge_routes(
 
 def _texts(config: RunConfig, hf: HfModelFacts) -> tuple[np.ndarray, np.ndarray]:
     """A short and a long text of random tokens; the long one is prefilled in chunks."""
-    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    context = _context(config, hf)
     rng = np.random.default_rng(0)
     lengths = (_SHORT, min(_LONG, context - _SHORT))
     short, long = (rng.integers(0, hf.vocab_size, n).astype(np.int32) for n in lengths)
@@ -149,58 +150,66 @@ def _megatron(config: RunConfig, device, texts, reference: Reference) -> Iterato
 
 
 def _sglang(config: RunConfig, hf: HfModelFacts, texts, reference: Reference) -> Iterator[Finding]:
+    from r3train.rollout.engine_key import engine_api_key
     from r3train.rollout.sglang_answer import ExpectedRoutes
     from r3train.rollout.sglang_server import SGLangServer
 
     shape = ExpectedRoutes(hf.num_hidden_layers, hf.num_experts_per_tok, hf.num_experts)
+    context = _context(config, hf)
     with tempfile.TemporaryDirectory() as directory:
         server = SGLangServer(
             config.model.hf_checkpoint,
             Path(directory) / "sglang.log",
             dtype="bfloat16" if config.model.bf16 else "float32",
-            server_args={**config.rollout.sglang, "chunked_prefill_size": _CHUNK},
+            server_args={
+                **config.rollout.sglang,
+                "chunked_prefill_size": min(_CHUNK, len(texts[1]) // 2),
+            },
             return_routed_experts=hf.is_moe,
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,
         )
         with server:
             server.wait_ready()
-            drawn = asyncio.run(_draw(server.addr, shape if hf.is_moe else None, texts))
-    columns = np.asarray(hf.moe_layer_numbers, dtype=np.int64) - 1
-    for what, sample in drawn.items():
+            expected = shape if hf.is_moe else None
+            situations = asyncio.run(
+                draw_situations(
+                    server.addr, expected, texts, context=context, api_key=server.api_key
+                )
+            )
+    yield from judge_situations(
+        situations,
+        reference,
+        moe_layers=hf.moe_layer_numbers,
+        tolerance=_TOLERANCE[config.model.bf16],
+        least_share=_ROUTE_SHARE[config.model.bf16],
+    )
+
+
+def judge_situations(
+    situations: Situations,
+    reference: Reference,
+    *,
+    moe_layers: Sequence[int],
+    tolerance: float,
+    least_share: float,
+) -> Iterator[Finding]:
+    """What did not happen, and every answer against the reference's forward of its tokens.
+
+    moe_layers: 1-based numbers of the layers with experts; none for a dense model.
+    """
+    yield from situations.findings
+    columns = np.asarray(moe_layers, dtype=np.int64) - 1
+    for what, sample in situations.drawn.items():
         wanted = reference.log_probs(sample.token_ids)[sample.prompt_len :]
         ours = sample.rollout_log_probs[sample.prompt_len :]
-        yield judge_log_probs("SGLang probe", ours, wanted, _TOLERANCE[config.model.bf16], what)
-        if hf.is_moe:
+        yield judge_log_probs(SUBJECT, ours, wanted, tolerance, what)
+        if len(columns):
             got, routes = sample.routed_experts[:, columns], reference.routes(sample.token_ids)
-            yield judge_routes("SGLang probe", got, routes, _ROUTE_SHARE[config.model.bf16], what)
+            yield judge_routes(SUBJECT, got, routes, least_share, what)
 
 
-async def _draw(addr: str, routes, texts: tuple[np.ndarray, np.ndarray]) -> dict:
-    """Answers as a rollout draws them, in the situations that a server may get wrong."""
-    from r3train.rollout.backend import SamplingParams
-    from r3train.rollout.sglang_client import SGLangClient
-    from r3train.types import Prompt
-
-    short, long = texts
-    client = SGLangClient([addr], routes=routes)
-
-    def answer(ids: np.ndarray, tokens: int):
-        prompt = Prompt(prompt_id="probe", index=0, text="", token_ids=ids, label=None)
-        sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)
-        return client.generate(prompt, sampling, sample_id=0, group_id=0)
-
-    try:
-        drawn = {"a fresh prompt": await answer(short, _ANSWER)}
-        drawn["after a prefix-cache hit"] = await answer(short, _ANSWER)
-        drawn[f"prefilled in chunks of {_CHUNK}"] = await answer(long, _ANSWER)
-        try:
-            await asyncio.wait_for(answer(long[:50], 200), timeout=0.3)
-        except TimeoutError:  # which aborts it on the server
-            await asyncio.sleep(0.2)
-        drawn["after an abort"] = await answer(np.concatenate([long[:50], short]), _ANSWER)
-        return drawn
-    finally:
-        await client.aclose()
+def _context(config: RunConfig, hf: HfModelFacts) -> int:
+    return config.rollout.rollout_max_context_len or hf.max_position_embeddings
 
 
 def _guarded(subject: str, probe: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from r3train.evidence.metrics import METRICS_FILE, read_metrics
 from r3train.evidence.writer import EVIDENCE_DIR, STEPS_FILE
 
 _COLUMN = {name: i for i, name in enumerate(COUNTERS)}
-_DEFAULT_THRESHOLD = 1e-2
+_INT64 = (1 << 63) - 1
 _APPLIED = ("fingerprint", "rows_recompute_differ")
 _ROWS = ("rows_equal", "rows_overlap", "rows_mismatch")
 _WORDS = {
@@ -51,9 +52,8 @@ def audit_run(run_dir: Path, *, threshold: float | None = None) -> Audit:
         audit.reason = _why_nothing(run_dir, config)
         return audit
     state = _Sums()
-    usual = config.get("replay", {}).get("r3_mismatch_threshold", _DEFAULT_THRESHOLD)
     for step in files.steps():
-        recorded = step.line.get("mismatch_threshold", usual)
+        recorded = step.line["mismatch_threshold"]
         _judge_step(audit, files, state, step, recorded if threshold is None else threshold)
     _judge_files(audit, files, state, run_dir)
     _conclude(audit, files, state)
@@ -69,12 +69,9 @@ class _Sums:
     # rank -> steps without a record of it while calls were missing
     silent: dict[int, list[int]] = field(default_factory=dict)
     num_steps: int = 0
-    calls: int = 0
     calls_expected: int = 0
     rows_expected: int = 0
     world_size: int = 0
-    num_records: int = 0
-    unrecorded: int = 0  # steps whose expectation is not in steps.jsonl in full
     thresholds: set[float] = field(default_factory=set)
 
 
@@ -83,27 +80,25 @@ def _judge_step(
 ) -> None:
     line = step.line
     expectation = _expectation(step)
-    sums.unrecorded += "expected_calls" not in line
+    before = audit.num_findings
     passes = tuple(line["passes"])
     _add(sums, step, expectation)
     sums.thresholds.add(threshold)
-    known = {c for c in step.cells if c[0] in passes and c[1] in STAGES and c[2] > 0}
-    known = {c for c in known if c[2] in expectation.fingerprints}
-    for cell in sorted(step.cells.keys() - known):
-        ranks = tuple(sorted(step.of_rank[cell]))
-        audit.find(_at("covered", "router calls that nobody expected", step, cell, ranks))
+    for cell, ranks in sorted(step.unexpected.items()):
+        what = "router calls that nobody expected"
+        audit.find(_at("covered", what, step, cell, tuple(sorted(ranks))))
     layers = max(expectation.fingerprints, default=0)
     table = np.zeros((len(passes), len(STAGES), layers + 1, len(COUNTERS)), dtype=np.int64)
-    for p, s, layer in known:
-        values = list(step.cells[p, s, layer])
-        values[1] = _signed(values[1])
+    for (p, s, layer), counted in step.cells.items():
+        values = [min(value, _INT64) for value in counted]
+        values[1] = _signed(counted[1])
         table[passes.index(p), STAGES.index(s), layer] = values
     # agreement is added up over the run instead: one expert of one is a model without chance
     verdict = judge(
         table, passes, expectation, mismatch_threshold=float("inf"), num_experts=1, topk=1
     )
     short = any(f.what == "num_calls" and f.got < f.expected for f in verdict.failures)
-    silent = _silent_ranks(files, sums, step) if short else []
+    silent = _silent_ranks(files, step) if short else []
     for rank in silent:
         sums.silent.setdefault(rank, []).append(step.step)
     for f in verdict.failures:
@@ -120,14 +115,21 @@ def _judge_step(
         if name == "row kinds":
             what = "the kinds of rows do not add up to the rows of a call"
             audit.find(_at("covered", what, step, cell, tuple(sorted(ranks))))
-    for cell in sorted(known):
+    for cell in sorted(step.cells):
         _judge_mismatch(audit, step, cell, threshold)
-    if line["passed"] is not True:
-        texts = [line.get("threshold_error")] if line.get("threshold_error") else []
-        texts += [_recorded_text(f) for f in line.get("failures", [])[:3]]
-        if not any(f.step == step.step for f in audit.findings):
-            text = "; ".join(texts) or "no reason recorded"
-            audit.find(Finding("applied", f"the run itself judged it failed ({text})", step.step))
+    if silent or audit.num_findings > before:
+        return
+    if not line["passed"]:
+        texts = [line["threshold_error"]] if line["threshold_error"] else []
+        texts += [_recorded_text(f) for f in line["failures"][:3]]
+        text = "; ".join(texts) or "no reason recorded"
+        audit.find(Finding("applied", f"the run itself judged it failed ({text})", step.step))
+    for name in COUNTERS[2:]:
+        counted = sum(values[_COLUMN[name]] for values in step.cells.values())
+        if counted != line["counts"][name]:
+            what = f"{name} of the step's records, against what the run counted then,"
+            wanted = str(line["counts"][name])
+            audit.find(Finding("covered", what, step.step, got=str(counted), expected=wanted))
 
 
 def _judge_mismatch(audit: Audit, step: StepEvidence, cell: Cell, threshold: float) -> None:
@@ -146,62 +148,50 @@ def _judge_mismatch(audit: Audit, step: StepEvidence, cell: Cell, threshold: flo
 
 
 def _expectation(step: StepEvidence) -> StepExpectation:
-    """The recorded expectation; what an older file does not hold is taken as it was counted."""
+    """What the rollout side recorded of the step, as the run judged by it."""
     line = step.line
-    fingerprints = {int(n): int(f, 16) for n, f in line["expected_fingerprints"].items()}
 
-    def counted(name: str) -> dict[int, int]:
-        column = _COLUMN[name]
-        first = line["passes"][0]
-        cells = {n: step.cells.get((first, STAGES[0], n)) for n in fingerprints}
-        return {n: c[column] if c else 0 for n, c in cells.items()}
+    def by_layer(name: str) -> dict[int, int]:
+        return {int(n): v for n, v in line[name].items()}
 
-    if "expected_calls" in line:
-        calls = {
+    return StepExpectation(
+        step.step,
+        {int(n): int(f, 16) for n, f in line["expected_fingerprints"].items()},
+        rows_replayed=by_layer("expected_rows_replayed"),
+        rows_filled=by_layer("expected_rows_filled"),
+        num_calls={
             p: {s: {int(n): c for n, c in of.items()} for s, of in stages.items()}
             for p, stages in line["expected_calls"].items()
-        }
-    else:
-        calls = {p: {s: {} for s in STAGES} for p in line["passes"]}
-        for (p, s, layer), values in step.cells.items():
-            if p in calls and s in STAGES:
-                calls[p][s][layer] = values[0]
-    rows = {
-        name: (
-            {int(n): v for n, v in line[f"expected_{name}"].items()}
-            if f"expected_{name}" in line
-            else counted(name)
-        )
-        for name in ("rows_replayed", "rows_filled")
-    }
-    return StepExpectation(step.step, fingerprints, num_calls=calls, **rows)
+        },
+    )
 
 
 def _add(sums: _Sums, step: StepEvidence, expectation: StepExpectation) -> None:
     line = step.line
     sums.num_steps += 1
-    sums.num_records += step.num_records
-    sums.world_size = max(sums.world_size, int(line.get("world_size", 0)))
-    expected = sum(
+    sums.world_size = max(sums.world_size, line["world_size"])
+    sums.calls_expected += sum(
         c for s in expectation.num_calls.values() for of in s.values() for c in of.values()
     )
-    if "expected_calls" not in line:
-        expected = line.get("counts", {}).get("num_calls_expected", expected)
-    sums.calls_expected += expected
     sums.rows_expected += sum(expectation.rows_replayed.values())
     for cell, values in step.cells.items():
-        sums.calls += values[0]
-        whole = np.array([v if i != 1 else 0 for i, v in enumerate(values)], dtype=np.int64)
+        # Python's integers: the sums of a long run of damaged records may pass 64 bits
+        whole = np.array([v if i != 1 else 0 for i, v in enumerate(values)], dtype=object)
         sums.table[cell] = sums.table.get(cell, 0) + whole
-    for name, value in line.get("agreement", {}).items():
+    for name, value in line["agreement"].items():
         if name.startswith("chance_"):
             sums.chance[name] = value
 
 
-def _silent_ranks(files: EvidenceFiles, sums: _Sums, step: StepEvidence) -> list[int]:
-    world = int(step.line.get("world_size", 0)) or max(files.rank_files, default=-1) + 1
-    # a rank that never spoke may hold no layer with experts, unless its file is missing
-    return [r for r in range(world) if r not in step.ranks]
+def _silent_ranks(files: EvidenceFiles, step: StepEvidence) -> list[int]:
+    """Who could have made the calls that are missing: ranks without a record of this step.
+
+    A rank whose file has not one record may hold no layer with experts: it is named only where no
+    other rank is silent.
+    """
+    silent = [rank for rank in range(step.line["world_size"]) if rank not in step.ranks]
+    known = [rank for rank in silent if rank in files.speakers or rank not in files.rank_files]
+    return known or silent
 
 
 def _suspects(step: StepEvidence, cell: Cell, what: str) -> tuple[int, ...]:
@@ -217,7 +207,7 @@ def _suspects(step: StepEvidence, cell: Cell, what: str) -> tuple[int, ...]:
         wrong: list[int] = []
         for place in step.line.get("places", []):
             own = sum(of_rank.get(rank, (0, 0))[1] for rank in place["ranks"]) % (1 << 64)
-            if own != int(place["fingerprints"][str(cell[2])], 16):
+            if own != int(place["fingerprints"].get(str(cell[2]), "0x0"), 16):
                 wrong += [rank for rank in place["ranks"] if rank in of_rank]
         if wrong:
             return tuple(sorted(wrong))
@@ -235,17 +225,21 @@ def _suspects(step: StepEvidence, cell: Cell, what: str) -> tuple[int, ...]:
 
 def _judge_files(audit: Audit, files: EvidenceFiles, sums: _Sums, run_dir: Path) -> None:
     """What the files themselves show: missing, cut, broken, steps without a verdict."""
-    world = sums.world_size or max(files.rank_files, default=-1) + 1
+    world = sums.world_size or len(files.rank_files)
     for rank in sorted(set(range(world)) - files.rank_files.keys()):
         audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
     for rank, steps in sorted(sums.silent.items()):
         if rank in files.rank_files:
-            text = f"no record of steps {ranges(steps)}"
+            none = "" if rank in files.speakers else ", nor of any other"
+            text = f"no record of steps {ranges(steps)}{none}"
             if f"rank_{rank:05d}.jsonl" in files.truncated:
                 text += ", and its file ends within a line: it was cut"
             audit.find(Finding("covered", text, step=min(steps), ranks=(rank,)))
-    for text in files.broken:
-        audit.find(Finding("covered", text))
+    for name, texts in files.broken.first.items():
+        for text in texts:
+            audit.find(Finding("covered", text))
+        if more := files.broken.more(name):
+            audit.find(Finding("covered", f"{name}: {more} more broken lines"), count=more)
     for rank, count in sorted(files.out_of_order.items()):
         audit.find(Finding("covered", f"{count} records out of their order", ranks=(rank,)))
     audit.notes += [f"{n} ends within a line: its writer was stopped" for n in files.truncated]
@@ -261,11 +255,14 @@ def _judge_files(audit: Audit, files: EvidenceFiles, sums: _Sums, run_dir: Path)
             missing = f"{STEPS_FILE} has no verdict for steps {ranges(open_steps)}"
             audit.find(Finding("covered", missing, step=open_steps[0]))
     if judged:
-        gaps = sorted(set(range(min(judged), max(judged) + 1)) - judged)
-        trained = sorted(_trained_steps(audit, run_dir) - judged - set(gaps))
+        gaps = [(a + 1, b - 1) for a, b in pairwise(files.judged_steps) if b > a + 1]
+        trained = sorted(_trained_steps(audit, run_dir) - judged)
+        trained = [step for step in trained if not any(a <= step <= b for a, b in gaps)]
         if gaps:
-            text = f"no evidence of steps {ranges(gaps)}, between others that have it"
-            audit.find(Finding("covered", text, step=gaps[0]))
+            # as runs: one damaged number makes a gap that is too long to list
+            shown = ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in gaps[:6])
+            text = f"no evidence of steps {shown}, between others that have it"
+            audit.find(Finding("covered", text, step=gaps[0][0]))
         if trained:
             text = f"steps {ranges(trained)} were trained ({METRICS_FILE}) and have no evidence"
             audit.find(Finding("covered", text, step=trained[0]))
@@ -277,18 +274,10 @@ def _judge_files(audit: Audit, files: EvidenceFiles, sums: _Sums, run_dir: Path)
             f"{len(files.attempts)} starts in one directory: steps {ranges(steps)} were trained"
             " again, and the latest time counts"
         )
-    if sums.unrecorded:
-        audit.notes.append(
-            f"{STEPS_FILE} is of an older version without expected rows and calls a layer:"
-            " coverage is compared in total alone"
-        )
-        if sums.calls != sums.calls_expected:
-            calls, wanted = str(sums.calls), str(sums.calls_expected)
-            audit.find(Finding("covered", "router calls", got=calls, expected=wanted))
 
 
 def _conclude(audit: Audit, files: EvidenceFiles, sums: _Sums) -> None:
-    total = sum(sums.table.values(), np.zeros(len(COUNTERS), dtype=np.int64))
+    total = sum(sums.table.values(), np.zeros(len(COUNTERS), dtype=object))
     counts = dict(zip(COUNTERS, total.tolist()))
     del counts["fingerprint"]
     audit.numbers = {
@@ -296,6 +285,7 @@ def _conclude(audit: Audit, files: EvidenceFiles, sums: _Sums) -> None:
         "first_step": min(files.judged_steps, default=None),
         "last_step": max(files.judged_steps, default=None),
         "ranks": len(files.rank_files),
+        "calling_ranks": sorted(files.speakers),
         "world_size": sums.world_size or None,
         "starts": len(files.attempts),
         "records": files.num_records,
@@ -320,7 +310,7 @@ def _conclude(audit: Audit, files: EvidenceFiles, sums: _Sums) -> None:
 def _agreement(audit: Audit, sums: _Sums) -> None:
     """Shares over the run, in the old-log-prob pass, beside chance and the misaligned controls."""
     layers = {c[2]: v for c, v in sums.table.items() if c[:2] == ("old_log_prob", STAGES[0])}
-    total = sum(layers.values(), np.zeros(len(COUNTERS), dtype=np.int64))
+    total = sum(layers.values(), np.zeros(len(COUNTERS), dtype=object))
     rows = int(total[_COLUMN["rows_replayed"]])
     if not rows:
         return
@@ -359,9 +349,10 @@ def _recorded_text(f: dict[str, Any]) -> str:
 
 def _config(run_dir: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = tomllib.loads((run_dir / "config.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
         return {}
+    return {name: section for name, section in config.items() if isinstance(section, dict)}
 
 
 def _why_nothing(run_dir: Path, config: dict[str, Any]) -> str:
@@ -381,7 +372,7 @@ def _trained_steps(audit: Audit, run_dir: Path) -> set[int]:
         return {m["step"] for m in read_metrics(run_dir)}
     except FileNotFoundError:
         return set()
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         audit.notes.append(
             f"{METRICS_FILE} cannot be read, so trained steps are not known: {error}"
         )

@@ -62,7 +62,9 @@ def check_evidence(
             limit = threshold
             if limit is None and audits:
                 limit = audits[0].numbers.get("mismatch_threshold")
-            audits.append(audit_logs(logs, threshold=0.01 if limit is None else limit))
+            ranks = audits[0].numbers.get("calling_ranks", ()) if audits else ()
+            limit = 0.01 if limit is None else limit
+            audits.append(audit_logs(logs, threshold=limit, ranks=ranks))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     verdict = overall([audit.verdict for audit in audits])

@@ -7,12 +7,12 @@ not that every expert was right; the audit says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import sqrt
 from pathlib import Path
 
-from r3train.evidence.audit_result import FAILED, PASSED, Audit, Finding
+from r3train.evidence.audit_result import FAILED, PASSED, Audit, Finding, ranges
 
 _WRAPPER = re.compile(
     rb"R3 wrapper: (replay_\w+) branch taken \(rank (\d+), n_tokens=(\d+), topk=(\d+), "
@@ -23,6 +23,9 @@ _CHECK = re.compile(
 )
 _ERROR = re.compile(rb"AssertionError: R3 mismatch tokens .*|R3 check failed at step .*")
 _MAX_ERRORS = 20
+_MAX_LINE = 1 << 20
+# a number of more digits is damage
+_MAX_DIGITS = 15
 
 
 @dataclass
@@ -37,11 +40,14 @@ class _Lines:
     worst: tuple[float, int, int] = (0.0, 0, 0)  # share beyond noise, mismatch, tokens
 
 
-def audit_logs(files: Sequence[Path], *, threshold: float = 1e-2) -> Audit:
+def audit_logs(
+    files: Sequence[Path], *, threshold: float = 1e-2, ranks: Collection[int] = ()
+) -> Audit:
     """Judge log files by their R3 lines, streaming.
 
     Every branch line needs its check line; the share of mismatching rows may not exceed
     ``threshold``, over a rank and stage and, but for counting noise, in one call.
+    ranks: those that must have lines, as evidence of the same run knows them; empty is not known.
     Raises ValueError where a file cannot be read.
     """
     audit = Audit(", ".join(map(str, files)))
@@ -50,7 +56,7 @@ def audit_logs(files: Sequence[Path], *, threshold: float = 1e-2) -> Audit:
     for path in files:
         try:
             with Path(path).open("rb") as file:
-                for line in file:
+                while line := file.readline(_MAX_LINE):
                     if b"R3 " in line:
                         _take(line, seen, errors, threshold)
         except OSError as error:
@@ -60,9 +66,13 @@ def audit_logs(files: Sequence[Path], *, threshold: float = 1e-2) -> Audit:
     for text in errors:
         claim = "agreement" if "mismatch" in text else "applied"
         audit.find(Finding(claim, f"the log says: {text}"))
+    spoke = {rank for rank, _ in seen}
+    for rank in sorted(set(ranks) - spoke) if spoke else ():
+        text = "no R3 line in the log files, and calls in the run's evidence"
+        audit.find(Finding("covered", text, ranks=(rank,)))
     checks = sum(s.checks for s in seen.values())
     audit.numbers = {
-        "ranks": len({rank for rank, _ in seen}),
+        "ranks": len(spoke),
         "num_calls": sum(s.wrappers for s in seen.values()),
         "checks": checks,
         "rows_mismatch": sum(s.mismatch for s in seen.values()),
@@ -79,6 +89,12 @@ def audit_logs(files: Sequence[Path], *, threshold: float = 1e-2) -> Audit:
             "log lines show that replay ran and how far choices differ; only evidence/ shows that"
             " every expert was the rollout's"
         )
+        if not ranks:
+            shown = f"rank{'s' * (len(spoke) != 1)} {ranges(spoke)}"
+            audit.notes.append(
+                f"the lines are of {shown}; whether there were more ranks is known only beside a"
+                " RUN_DIR with evidence"
+            )
     for claim in ("covered", "agreement"):
         if checks and audit.claims[claim] != FAILED:
             audit.claims[claim] = PASSED
@@ -88,11 +104,17 @@ def audit_logs(files: Sequence[Path], *, threshold: float = 1e-2) -> Audit:
 def _take(
     line: bytes, seen: dict[tuple[int, str], _Lines], errors: list[str], threshold: float
 ) -> None:
-    if match := _WRAPPER.search(line):
+    wrapper, check = _WRAPPER.search(line), _CHECK.search(line)
+    for match in (wrapper, check):
+        if match and max(map(len, re.findall(rb"\d+", match[0]))) > _MAX_DIGITS:
+            if len(errors) < _MAX_ERRORS:
+                errors.append(f"a damaged line: {match[0][:200].decode(errors='replace')}")
+            return
+    if match := wrapper:
         lines = seen.setdefault((int(match[2]), match[1].decode()), _Lines())
         lines.wrappers += 1
         lines.wrapped_tokens += int(match[3])
-    if match := _CHECK.search(line):
+    if match := check:
         lines = seen.setdefault((int(match[1]), match[2].decode()), _Lines())
         tokens, mismatch = int(match[3]), int(match[4])
         lines.checks += 1

@@ -7,7 +7,7 @@ that a step was trained counts.
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,13 +15,19 @@ from typing import Any
 
 import orjson
 
-from r3train.evidence.check import COUNTED_ON_COPIES, COUNTERS
+from r3train.evidence.audit_lines import BrokenLines, JsonLine, json_lines
+from r3train.evidence.audit_shapes import check_record, check_step
+from r3train.evidence.check import COUNTED_ON_COPIES, COUNTERS, STAGES
 from r3train.evidence.writer import EVIDENCE_DIR, STEPS_FILE
 
 # (pass, stage, 1-based layer)
 Cell = tuple[str, str, int]
 # per-rank sums held at once; about 200 bytes each
 _BUDGET = 400_000
+# places that only damaged files have many of
+_MAX_ODD_CELLS = 50
+_MAX_UNFINISHED = 1000
+_RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.jsonl", re.ASCII)
 _ERRORS = ("rows_native", "duplicate_rows", "map_deviation", "rows_recompute_differ")
 _DERIVED = ("num_calls", "fingerprint", "map_deviation")
 
@@ -31,7 +37,8 @@ class StepEvidence:
     """One judged step as it was run: its line in steps.jsonl, and sums over the rank files.
 
     ``cells`` holds the counters of ``check.COUNTERS`` in their order; ``of_rank`` the calls and the
-    fingerprint of each rank; ``at_fault`` the ranks on whose own records a counter of errors is not 0.
+    fingerprint of each rank; ``at_fault`` the ranks on whose own records a counter of errors is not 0;
+    ``unexpected`` the ranks that called a router where the step has none.
     """
 
     step: int
@@ -40,13 +47,20 @@ class StepEvidence:
     cells: dict[Cell, list[int]] = field(default_factory=dict)
     of_rank: dict[Cell, dict[int, list[int]]] = field(default_factory=dict)
     at_fault: dict[tuple[Cell, str], set[int]] = field(default_factory=dict)
+    unexpected: dict[Cell, set[int]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     num_records: int = 0
 
     def add(self, r: dict[str, Any]) -> None:
-        """Add one record.  Raises KeyError, TypeError or ValueError where it is not a record."""
-        cell: Cell = (r["replay_pass"], r["stage"], int(r["layer_number"]))
-        rank, copies = int(r["rank"]), not r.get("counts_tokens", True)
+        """Add one record that ``check_record`` let through."""
+        cell: Cell = (r["replay_pass"], r["stage"], r["layer_number"])
+        rank, copies = r["rank"], not r.get("counts_tokens", True)
+        self.ranks.add(rank)
+        self.num_records += 1
+        if not self._expects(cell):
+            if cell in self.unexpected or len(self.unexpected) < _MAX_ODD_CELLS:
+                self.unexpected.setdefault(cell, set()).add(rank)
+            return
         derived = {
             "num_calls": 1,
             "fingerprint": int(r["fingerprint"], 16),
@@ -66,8 +80,11 @@ class StepEvidence:
         own = self.of_rank.setdefault(cell, {}).setdefault(rank, [0, 0])
         own[0] += 1
         own[1] = (own[1] + (0 if copies else values[1])) % (1 << 64)
-        self.ranks.add(rank)
-        self.num_records += 1
+
+    def _expects(self, cell: Cell) -> bool:
+        replay_pass, stage, layer = cell
+        known = replay_pass in self.line["passes"] and stage in STAGES
+        return known and str(layer) in self.line["expected_fingerprints"]
 
 
 class EvidenceFiles:
@@ -75,16 +92,18 @@ class EvidenceFiles:
 
     def __init__(self, run_dir: Path):
         self.directory = run_dir / EVIDENCE_DIR
-        self.broken: list[str] = []  # lines that no crash explains
+        self.broken = BrokenLines()
         self.truncated: list[str] = []  # files whose last line was never finished
         self.out_of_order: dict[int, int] = {}  # rank -> records
-        self.unfinished: dict[str, set[int]] = {}  # attempt -> steps with records and no verdict
+        # attempt -> steps with records and no verdict; the first 1000 such steps
+        self.unfinished: dict[str, set[int]] = {}
+        self._num_unfinished = 0
+        self.speakers: set[int] = set()  # ranks with a record, before steps() of the first ones
         self.num_records = 0
         self.rank_files: dict[int, Path] = {}
         for path in sorted(self.directory.glob("rank_*.jsonl")):
-            number = path.stem.removeprefix("rank_")
-            if number.isdigit():
-                self.rank_files[int(number)] = path
+            if match := _RANK_FILE.fullmatch(path.name):
+                self.rank_files[int(match[1])] = path
         self._index_steps()
 
     def _index_steps(self) -> None:
@@ -92,15 +111,18 @@ class EvidenceFiles:
         self._entries: list[tuple[str, int, int]] = []  # attempt, step, offset
         path = self.directory / STEPS_FILE
         starts = _Starts()
-        if path.is_file():
-            for offset, line in self._lines(path, 0):
-                try:
-                    step = int(line["step"])
-                    line["passed"], line["passes"], line["expected_fingerprints"]
-                except (KeyError, TypeError, ValueError):
-                    self.broken.append(f"{path.name} at byte {offset}: not a step's verdict")
+        if path.exists():
+            for line in self._lines(path):
+                if line.value is None:
                     continue
-                self._entries.append((starts.name(line, step, again=True), step, offset))
+                try:
+                    check_step(line.value)
+                except ValueError as error:
+                    self.broken.add(path.name, line.number, f"not a step's verdict: {error}")
+                    continue
+                step = line.value["step"]
+                attempt = starts.name(line.value, step, again=True)
+                self._entries.append((attempt, step, line.begin))
         self._place = {(a, s): i for i, (a, s, _) in enumerate(self._entries)}
         latest = {step: i for i, (_, step, _) in enumerate(self._entries)}
         self._counting = set(latest.values())
@@ -120,31 +142,26 @@ class EvidenceFiles:
         """Steps that one start of the run judged."""
         return [step for a, step, _ in self._entries if a == attempt]
 
-    def _lines(self, path: Path, offset: int) -> Iterator[tuple[int, dict]]:
-        """(offset, object) of each line from ``offset`` on."""
-        with path.open("rb") as file:
-            file.seek(offset)
-            for raw in file:
-                at, offset = offset, offset + len(raw)
-                try:
-                    value = orjson.loads(raw)
-                    if not isinstance(value, dict):
-                        raise json.JSONDecodeError("not an object", "", 0)
-                except ValueError:
-                    if not raw.endswith(b"\n"):
-                        self.truncated.append(path.name)
-                    elif raw.strip():
-                        self.broken.append(f"{path.name} at byte {at}: not a JSON object")
-                    continue
-                yield at, value
+    def _lines(self, path: Path, offset: int = 0, number: int = 0) -> Iterator[JsonLine]:
+        """The lines from ``offset`` on; what is odd about one is kept."""
+        try:
+            for line in json_lines(path, offset, number):
+                number = line.number
+                if line.cut:
+                    self.truncated.append(path.name)
+                elif line.odd:
+                    self.broken.add(path.name, line.number, line.odd)
+                yield line
+        except OSError as error:
+            self.broken.add(path.name, number + 1, f"cannot be read: {error.strerror}")
 
     def steps(self) -> Iterator[StepEvidence]:
         """Every judged step that counts, in the order of the file."""
         readers = {rank: _RankReader(path) for rank, path in self.rank_files.items()}
+        self.speakers = {rank for rank, path in self.rank_files.items() if _speaks(path, rank)}
         begin = 0
         while begin < len(self._entries):
-            first = self._step_at(begin)
-            stages = first.line.get("expected_calls", {})
+            stages = self._step_at(begin).line["expected_calls"]
             cells = sum(len(layers) for s in stages.values() for layers in s.values()) or 100
             end = begin + max(1, min(256, _BUDGET // (cells * max(1, len(readers)))))
             end = min(end, len(self._entries))
@@ -166,25 +183,48 @@ class EvidenceFiles:
         self, rank: int, reader: _RankReader, window: dict[int, StepEvidence], begin: int, end: int
     ) -> None:
         """Add a rank's records up to the first that belongs behind the window."""
-        for offset, record in self._lines(reader.path, reader.offset):
-            try:
-                step = int(record["step"])
+        for line in self._lines(reader.path, reader.offset, reader.number):
+            record = line.value
+            if record is not None:
+                try:
+                    check_record(record, rank)
+                except ValueError as error:
+                    self.broken.add(reader.path.name, line.number, f"not a record: {error}")
+                    record = None
+            if record is not None:
+                step = record["step"]
                 attempt = reader.starts.name(record, step)
                 place = self._place.get((attempt, step))
                 if place is not None and place >= end:
-                    reader.offset = offset
                     return
                 self.num_records += 1
                 if place is None:
-                    self.unfinished.setdefault(attempt, set()).add(step)
+                    self._keep_unfinished(attempt, step)
                 elif place < begin:
                     self.out_of_order[rank] = self.out_of_order.get(rank, 0) + 1
                 elif place in window:
                     window[place].add(record)
-            except (KeyError, TypeError, ValueError) as error:
-                what = f"{type(error).__name__}: {error}"
-                self.broken.append(f"{reader.path.name} at byte {offset}: not a record ({what})")
-        reader.offset = reader.path.stat().st_size
+            reader.offset, reader.number = line.end, line.number
+
+    def _keep_unfinished(self, attempt: str, step: int) -> None:
+        if self._num_unfinished < _MAX_UNFINISHED:
+            steps = self.unfinished.setdefault(attempt, set())
+            self._num_unfinished += step not in steps
+            steps.add(step)
+
+
+def _speaks(path: Path, rank: int) -> bool:
+    """Whether a rank left one record at least: one without layers with experts leaves none."""
+    try:
+        for line in json_lines(path):
+            try:
+                check_record(line.value or {}, rank)
+            except ValueError:
+                continue
+            return True
+    except OSError:
+        pass  # told when the steps are read
+    return False
 
 
 class _Starts:
@@ -195,7 +235,7 @@ class _Starts:
 
     def name(self, line: dict, step: int, *, again: bool = False) -> str:
         if line.get("attempt"):
-            return str(line["attempt"])
+            return line["attempt"]
         if step < self._last or (again and step == self._last):
             self._number += 1
         self._last = step
@@ -206,4 +246,4 @@ class _RankReader:
     """Where the reading of one rank's file stands."""
 
     def __init__(self, path: Path):
-        self.path, self.offset, self.starts = path, 0, _Starts()
+        self.path, self.offset, self.number, self.starts = path, 0, 0, _Starts()

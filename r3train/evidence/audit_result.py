@@ -57,8 +57,9 @@ class Audit:
     agreement: dict[str, float] = field(default_factory=dict)
     layer_agreement: dict[int, float] = field(default_factory=dict)
 
-    def find(self, finding: Finding) -> None:
-        self.num_findings += 1
+    def find(self, finding: Finding, count: int = 1) -> None:
+        """Add a finding; one that stands for several says how many."""
+        self.num_findings += count
         self.claims[finding.claim] = FAILED
         if len(self.findings) < _MAX_FINDINGS:
             self.findings.append(finding)

@@ -136,7 +136,7 @@ h3 { font-size: 15px; margin: 0; } p { margin: 4px 0; }
 table { border-collapse: collapse; width: 100%; font-size: 14px; }
 th, td { text-align: left; padding: 4px 12px 4px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; } td.n { font-variant-numeric: tabular-nums; white-space: nowrap; }
-svg { width: 100%; height: auto; display: block; }
+svg { width: 100%; max-width: 640px; height: auto; display: block; }
 svg text { font-size: 11px; fill: var(--soft); } svg text.on { fill: #fff; font-weight: 600; }
 .grid { stroke: var(--line); stroke-width: 1; }
 polyline { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .dashed { stroke-dasharray: 4 4; opacity: .7; }

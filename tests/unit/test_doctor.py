@@ -125,6 +125,19 @@ def test_a_topology_that_does_not_fit(tiny, quiet_machine):
     assert "does not divide" in problems(config_of(tiny), world_size=3)
 
 
+def test_a_server_flag_that_sglang_does_not_have(tiny, quiet_machine):
+    found = problems(config_of(tiny, sglang={"foo": 3, "chunked_prefil_size": 3}))
+    assert "--sglang-foo: the installed SGLang has no such server flag" in found
+    assert "no such server flag" not in problems(config_of(tiny, sglang={"tp_size": 1}))
+
+
+def test_what_the_training_command_refuses_is_a_problem_whatever_it_is(tiny, quiet_machine):
+    (tiny / "hf").mkdir()
+    (tiny / "hf" / "notes.txt").write_text("not ours")
+    found = problems(config_of(tiny, save_hf=str(tiny / "hf")))
+    assert "train_async.py refuses it: " in found and str(tiny / "hf") in found
+
+
 def test_a_port_that_is_taken(tiny, quiet_machine):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))

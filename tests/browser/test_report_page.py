@@ -1,0 +1,97 @@
+"""The report of recorded runs in a real browser, as wide as a desk's screen and as a telephone's.
+
+The runs are the tiny model's, eight steps on two CPU ranks, with R3 and its check and without
+(``recorded/README.md``).  Where Chromium is missing and cannot be installed, this reads *not run*.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from tests.browser import chromium
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+RECORDED = Path(__file__).parent / "recorded"
+WIDTHS = [1280, 390]
+
+
+@pytest.fixture(scope="module")
+def program() -> str:
+    found = chromium.install()
+    if found is None:
+        pytest.skip("not run: no Chromium, and it cannot be installed here (Debian, as root)")
+    return found
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> Iterator[Path]:
+    """The page of both runs side by side."""
+    output = tmp_path_factory.mktemp("report") / "report.html"
+    runs = [str(RECORDED / name) for name in ("with_r3", "without_r3")]
+    result = CliRunner().invoke(main, ["report", *runs, "--output", str(output)])
+    assert result.exit_code == 0, result.output
+    return output
+
+
+async def seen_at(width: int, program: str, page: Path, profile: Path) -> chromium.Seen:
+    async with chromium.browser(program, profile) as devtools:
+        seen = await chromium.look(devtools, page, width)
+    assert seen.width == width
+    return seen
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+async def test_the_report_fits_the_window_and_asks_for_nothing(width, program, page, tmp_path):
+    seen = await seen_at(width, program, page, tmp_path / "profile")
+    assert seen.complaints == [] and seen.requests == []
+    assert seen.page_width == width and seen.wide == [] and seen.cut == []
+    assert seen.smallest_font >= 9, "nobody reads that"
+    for words in ("r3train report", "Side by side", "Where the time went", "passed: 8 steps"):
+        assert words in seen.text
+    (tmp_path / f"report_{width}.png").write_bytes(seen.screenshot)
+    shown = struct.unpack(">II", seen.screenshot[16:24])  # PNG: width and height in its header
+    assert shown == (width, seen.height) and len(seen.screenshot) > 50_000
+
+
+@pytest.mark.parametrize(
+    "damage, complaint",
+    [
+        ("<script>console.error('broken')</script>", "broken"),
+        ("<script>nowhere()</script>", "nowhere is not defined"),
+    ],
+)
+async def test_a_console_error_is_seen(damage, complaint, program, page, tmp_path):
+    seen = await seen_at(390, program, _with(page, damage, tmp_path), tmp_path / "profile")
+    assert len(seen.complaints) == 1 and complaint in seen.complaints[0]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+async def test_what_is_wider_than_the_window_is_seen(width, program, page, tmp_path):
+    wide = f"<div id=wide style='width:{width + 1}px'>x</div>"
+    async with chromium.browser(program, tmp_path / "profile") as devtools:
+        seen = await chromium.look(devtools, _with(page, wide, tmp_path), width)
+    # a telephone's window grows with its page, another one scrolls
+    assert seen.width != width or seen.page_width > width
+    assert seen.width != width or any('id="wide"' in element for element in seen.wide)
+
+
+async def test_what_comes_from_outside_is_seen(program, page, tmp_path):
+    damage = "<img src='http://127.0.0.1:9/x.png'><style>@import 'other.css';</style>"
+    seen = await seen_at(390, program, _with(page, damage, tmp_path), tmp_path / "profile")
+    asked = {address.rsplit("/", 1)[-1] for address in seen.requests}
+    assert asked == {"x.png", "other.css"} and seen.complaints
+
+
+def _with(page: Path, addition: str, directory: Path) -> Path:
+    """The same page with something at its end."""
+    text = page.read_text()
+    assert text.count("</body>") == 1
+    other = directory / "other.html"
+    other.write_text(text.replace("</body>", f"{addition}</body>"))
+    return other

@@ -1,0 +1,126 @@
+"""Whatever value any field of any record has, check-evidence answers with a verdict.
+
+One field of one line is replaced or left out, or a line is torn: never a traceback, never an exit code
+of something else, and never a pass where the value cannot be right.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3train.cli import main
+from tests.unit.evidence_dirs import write_run
+
+CODES = {"passed": 0, "failed": 1, "no evidence": 3}
+GONE = object()
+LEAF = st.one_of(
+    st.sampled_from([None, True, False, "", "x", "0x1", "0x-1", -1, 1 << 41, 10**25, -(10**30)]),
+    st.sampled_from([0.5, 1e25, -1e300, float("nan"), float("inf")]),
+    st.text(max_size=5),
+)
+ODD = st.one_of(
+    LEAF,
+    st.lists(LEAF, max_size=3),
+    st.dictionaries(st.one_of(st.text(max_size=3), st.sampled_from("123")), LEAF, max_size=3),
+    st.just(GONE),
+)
+# what nothing is judged by
+UNJUDGED = ("agreement",)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    logging.disable(logging.CRITICAL)
+    yield write_run(tmp_path_factory.mktemp("evidence") / "run", range(2))
+    logging.disable(logging.NOTSET)
+
+
+def paths(value: Any, so_far: tuple = ()) -> list[tuple]:
+    """Every place in a record, as keys from its outside in."""
+    found = [so_far] if so_far else []
+    pairs = value.items() if isinstance(value, dict) else ()
+    pairs = enumerate(value) if isinstance(value, list) else pairs
+    for key, inner in pairs:
+        found += paths(inner, (*so_far, key))
+    return found
+
+
+def put(value: Any, path: tuple, new: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    if new is GONE:
+        del value[path[-1]]
+    else:
+        value[path[-1]] = new
+
+
+def audit_of(run: Path) -> dict:
+    result = CliRunner().invoke(main, ["check-evidence", str(run), "--json"])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    out = json.loads(result.output)
+    assert result.exit_code == CODES[out["verdict"]]
+    assert CliRunner().invoke(main, ["check-evidence", str(run)]).exit_code == result.exit_code
+    return out["audits"][0]
+
+
+def damaged_copy(good: Path, name: str, change) -> tuple[Path, Any]:
+    """A copy of the run in which ``change`` was done to one file's lines."""
+    run = good.parent / "damaged"
+    shutil.rmtree(run, ignore_errors=True)
+    shutil.copytree(good, run)
+    path = run / "evidence" / name
+    lines = path.read_text().splitlines(keepends=True)
+    told = change(lines)
+    path.write_text("".join(lines))
+    return run, told
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, data):
+    files = ["steps.jsonl", "rank_00000.jsonl", "rank_00001.jsonl"]
+    name, new = data.draw(st.sampled_from(files)), data.draw(ODD)
+
+    def change(lines: list[str]) -> tuple:
+        at = data.draw(st.integers(0, len(lines) - 1))
+        line = json.loads(lines[at])
+        path = data.draw(st.sampled_from(paths(line)))
+        before = json.dumps(line)
+        put(line, path, new)
+        lines[at] = json.dumps(line) + "\n"
+        return at + 1, path, json.dumps(line) == before
+
+    run, (number, path, same) = damaged_copy(good, name, change)
+    audit = audit_of(run)
+    if same or path[0] in UNJUDGED or (new is GONE and path == ("counts_tokens",)):
+        return  # a verdict is all that can be asked for
+    if path[0] in ("num_experts", "topk") and name == "steps.jsonl" and type(new) is int:
+        return
+    assert audit["verdict"] == "failed", (name, number, path, new)
+    if type(new) in (bool, int, str) or (path[0], new) == ("mismatch_threshold", 0.5):
+        return  # it may be of the right kind, and fail for what it says
+    if path[-1] == "attempt" or path[0] == "expected_calls":
+        return
+    where = f"{name} line {number}: "
+    assert any(f["what"].startswith(where) for f in audit["findings"]), audit["findings"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), garbage=st.binary(min_size=1, max_size=40))
+def test_torn_and_foreign_lines_get_a_verdict(good, data, garbage):
+    name = data.draw(st.sampled_from(["steps.jsonl", "rank_00000.jsonl"]))
+    run, _ = damaged_copy(good, name, lambda lines: None)
+    path = run / "evidence" / name
+    content = path.read_bytes()
+    at = data.draw(st.integers(0, len(content) - 1))
+    path.write_bytes(content[:at] + garbage + content[at + data.draw(st.integers(0, 900)) :])
+    audit_of(run)

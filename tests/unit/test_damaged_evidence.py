@@ -1,0 +1,236 @@
+"""Evidence that was damaged gets a verdict with file and line: no traceback, no pass, no memory."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.evidence.audit import audit_run
+from r3train.evidence.writer import EvidenceWriter, evidence_lines, rank_file
+from tests.unit.evidence_dirs import edit, record, write_run
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+def check(*args: object):
+    return CliRunner().invoke(main, ["check-evidence", *map(str, args)])
+
+
+def edit_steps(run: Path, change) -> None:
+    path = run / "evidence" / "steps.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(change(line)) + "\n" for line in lines))
+
+
+def failed(run: Path) -> list[str]:
+    """What is found in a run that must fail, from a table and from JSON."""
+    table = check(run)
+    assert table.exit_code == 1 and "Traceback" not in table.output, table.output
+    result = check(run, "--json")
+    out = json.loads(result.output)
+    assert result.exit_code == 1 and out["verdict"] == "failed"
+    return [f["what"] for f in out["audits"][0]["findings"]]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"passes": 1e25}, "passes is 1e+25, expected a list"),
+        ({"passes": []}, "passes is [], expected 1 to 8 names"),
+        ({"passes": [["train"]]}, "expected 1 to 8 names"),
+        ({"expected_rows_filled": []}, "expected_rows_filled is [], expected an object"),
+        ({"expected_rows_filled": {"1": 4}}, "expected the layers ['1', '2', '3']"),
+        ({"expected_fingerprints": {"1000000000": "0x1"}}, "expected a layer from 1 to 4096"),
+        ({"expected_calls": {"train": {}}}, "expected the keys old_log_prob, train"),
+        ({"step": True}, "step is True, expected an integer"),
+        ({"world_size": 10**30}, "world_size is 1e+30, expected an integer"),
+        ({"mismatch_threshold": "0.1"}, "expected a number from 0 to 1"),
+        ({"failures": [{}]}, "passed is true beside failures"),
+        ({"counts": None}, "counts is None, expected an object"),
+    ],
+)
+def test_a_damaged_verdict_of_a_step_is_named_with_file_and_line(tmp_path, changes, message):
+    run = write_run(tmp_path / "run")
+    edit_steps(run, lambda line: {**line, **changes} if line["step"] == 1 else line)
+    (found,) = [w for w in failed(run) if w.startswith("steps.jsonl line 2: not a step's verdict")]
+    assert message in found
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"rows_padding": 1e25}, "rows_padding is 1e+25, expected an integer from 0 to"),
+        ({"rows_filled": 10**25}, "rows_filled is 1e+25, expected an integer"),
+        ({"rows_native": False}, "rows_native is False, expected an integer"),
+        ({"map_sum": -1}, "map_sum is -1, expected an integer"),
+        ({"fingerprint": "-0x1"}, "fingerprint is '-0x1', expected 64 bits in hexadecimal"),
+        ({"replay_pass": ["train"]}, "replay_pass is ['train'], expected text"),
+        ({"rank": 0}, "rank is 0, expected 1, whose file this is"),
+        ({"layer_number": 0}, "layer_number is 0, expected an integer from 1"),
+        ({"counts_tokens": 1}, "counts_tokens is 1, expected true or false"),
+        ({"attempt": {}}, "attempt is {}, expected text"),
+    ],
+)
+def test_a_damaged_record_is_named_with_file_and_line(tmp_path, changes, message):
+    run = write_run(tmp_path / "run")
+    edit(run, 1, lambda rs: [{**r, **changes} if i == 7 else r for i, r in enumerate(rs)])
+    (found,) = [w for w in failed(run) if w.startswith("rank_00001.jsonl line 8: not a record")]
+    assert message in found
+
+
+def test_a_step_number_out_of_the_way_is_a_gap_and_takes_no_memory(tmp_path):
+    run = write_run(tmp_path / "run")
+    edit_steps(run, lambda line: {**line, "step": 1 << 39} if line["step"] == 2 else line)
+    assert any(f"no evidence of steps 2..{(1 << 39) - 1}" in what for what in failed(run))
+
+
+def test_what_is_no_file_and_a_settings_file_of_another_shape_are_told(tmp_path):
+    run = write_run(tmp_path / "run")
+    rank_file(run, 0).unlink()
+    rank_file(run, 0).mkdir()
+    assert any("rank_00000.jsonl line 1: cannot be read" in what for what in failed(run))
+    run = write_run(tmp_path / "settings")
+    (run / "config.toml").write_text("replay = 3\n")
+    assert check(run).exit_code == 0  # what was checked is in the evidence itself
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.toml").write_text("replay = 3\n")
+    assert check(tmp_path / "empty").exit_code == 3
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("expected_rows_replayed", "expected_rows_filled"),
+        ("expected_calls",),
+        ("counts",),
+    ],
+)
+def test_steps_without_what_they_must_be_judged_by_never_pass(tmp_path, keys):
+    """Counts that are compared with themselves prove no coverage."""
+    run = write_run(tmp_path / "run")
+    edit_steps(run, lambda line: {k: v for k, v in line.items() if k not in keys})
+    whats = failed(run)
+    for number in (1, 2, 3):
+        assert any(
+            f"steps.jsonl line {number}" in w and f"{keys[0]} is missing" in w for w in whats
+        )
+
+
+@pytest.mark.parametrize("name", ["rows_equal", "control_layer_minus"])
+def test_records_that_are_not_what_the_run_counted_then_fail(tmp_path, name):
+    run = write_run(tmp_path / "run")
+    more = {name: 50, **({"rows_overlap": 49} if name == "rows_equal" else {})}
+    edit(run, 1, lambda rs: [{**r, **more} if i == 0 else r for i, r in enumerate(rs)])
+    assert any(f"{name} of the step's records" in what for what in failed(run))
+
+
+def test_five_million_lines_of_garbage_would_take_no_memory(tmp_path):
+    run = write_run(tmp_path / "run")
+
+    def peak(lines: int) -> int:
+        with rank_file(run, 1).open("a") as file:
+            file.write('{"step": 1}\ngarbage\n' * (lines // 2))
+        tracemalloc.start()
+        audit = audit_run(run)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert audit.verdict == "failed" and audit.num_findings >= lines
+        return most
+
+    first = peak(1000)
+    # a text of each would take 15 MB
+    assert peak(100_000) < first + 200_000
+    audit = audit_run(run)
+    assert len(audit.findings) < 30
+    assert any(f.what == "rank_00001.jsonl: 100980 more broken lines" for f in audit.findings)
+    assert "rank_00001.jsonl line 20: not a JSON object" in {f.what for f in audit.findings}
+
+
+def test_steps_and_places_that_nobody_knows_take_no_memory(tmp_path):
+    run = write_run(tmp_path / "run")
+    odd = json.loads(rank_file(run, 0).read_text().splitlines()[-1])
+
+    def peak(count: int) -> int:
+        with rank_file(run, 0).open("a") as file:
+            for i in range(count):
+                file.write(json.dumps({**odd, "step": 3 + i, "attempt": f"{i}"}) + "\n")
+                file.write(json.dumps({**odd, "replay_pass": f"pass {i}"}) + "\n")
+        tracemalloc.start()
+        assert audit_run(run).verdict == "failed"
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return most
+
+    first = peak(3000)
+    assert peak(9000) < first + 200_000
+
+
+def test_a_writer_that_goes_on_reads_the_end_of_its_file_alone(tmp_path):
+    path = rank_file(tmp_path, 0)
+    path.parent.mkdir()
+    with path.open("w") as file:
+        file.write(f'{{"text": "{"x" * 990}"}}\n' * 20_000 + '{"step": 1')
+    whole = path.read_bytes().rfind(b"\n") + 1
+    tracemalloc.start()
+    EvidenceWriter(tmp_path, 0).close()
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert path.stat().st_size == whole
+    assert most < 1_000_000  # of 20 MB
+
+
+def _logs(tmp_path: Path, ranks: range) -> list[Any]:
+    flags = []
+    for rank in ranks:
+        path = tmp_path / f"rank_{rank}.log"
+        path.write_text(
+            "".join(f"{line}\n" for line in evidence_lines(record(0, rank, "train", 1)))
+        )
+        flags += ["--logs", path]
+    return flags
+
+
+def test_a_log_of_one_rank_of_two_fails_beside_the_run(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert check(run, *_logs(tmp_path, range(2))).exit_code == 0
+    result = check(run, *_logs(tmp_path, range(1)), "--json")
+    assert result.exit_code == 1
+    (only,) = json.loads(result.output)["audits"][1]["findings"]
+    assert only["ranks"] == [1] and "no R3 line in the log files" in only["what"]
+    # alone nobody can know, and that is said
+    alone = check(*_logs(tmp_path, range(1)))
+    assert alone.exit_code == 0 and "the lines are of rank 0" in " ".join(alone.output.split())
+
+
+def test_a_log_line_with_impossible_numbers_is_named(tmp_path):
+    (_, path) = _logs(tmp_path, range(1))
+    wrapper, checked = evidence_lines(record(0, 0, "train", 1))
+    path.write_text(f"{wrapper}\n{checked.replace('110', '1' * 5000)}\n")
+    result = check("--logs", path)
+    assert result.exit_code == 1 and "a damaged line" in result.output
+
+
+def test_a_rank_without_experts_is_not_blamed_for_another_that_was_cut(tmp_path):
+    """Rank 2 holds no layer with experts: its file is empty from the start."""
+    run = write_run(tmp_path / "run", range(10))
+    edit_steps(run, lambda line: {**line, "world_size": 3})
+    rank_file(run, 2).touch()
+    assert audit_run(run).verdict == "passed"
+    edit(run, 1, lambda rs: [r for r in rs if r["step"] < 5])
+    (only,) = audit_run(run).findings
+    assert only.ranks == (1,) and only.what == "no record of steps 5..9"
+    # where nobody else can have made the missing calls, the empty file is named
+    run = write_run(tmp_path / "emptied")
+    rank_file(run, 1).write_text("")
+    (only,) = audit_run(run).findings
+    assert only.ranks == (1,) and only.what == "no record of steps 0..2, nor of any other"
