@@ -27,5 +27,5 @@ class FaultsSection(Section):
     """Seconds before the first restart; doubled with each further one, 60 at most."""
     engine_health_timeout_s: float = Field(default=60.0, gt=0)
     """Seconds without a sign of life after which a server counts as hung."""
-    plant_fault: Literal["nan_once", "nan_always", "disk_full"] | None = None
+    plant_fault: Literal["nan_once", "nan_always", "inf_once", "disk_full"] | None = None
     """Plant a deliberate fault from the second rollout on, to see the run cope."""

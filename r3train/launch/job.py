@@ -22,6 +22,7 @@ from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
 from r3train.loop.parts import LoopSettings, ReplayPlan
+from r3train.loop.planted_bugs import POISONS
 from r3train.rewards.registry import Reward, get_reward
 from r3train.rollout.engine_key import engine_api_key
 from r3train.rollout.sglang_flags import check_server_flags
@@ -30,8 +31,6 @@ from r3train.types import Prompt, route_dtype
 from r3train.weights.hf_export import check_export_directory
 
 _PROBE_LEN = 32
-# --plant-fault: the rollouts [first, last) that it spoils
-_POISONED = {"nan_once": (1, 2), "nan_always": (1, 1 << 62)}
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
             or config.rollout.rollout_external_engine_addrs
         ),
         has_engines=config.checkpoint.replay_rollouts is None,
-        poisoned=_POISONED.get(config.faults.plant_fault),
+        poison=POISONS.get(config.faults.plant_fault),
     )
 
 

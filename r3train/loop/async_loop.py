@@ -225,7 +225,7 @@ class AsyncLoop:
             steps_per_rollout=s.steps_per_rollout,
             max_tokens_per_gpu=s.max_tokens_per_gpu,
             adopt=self._routes.adopt if self._routes is not None else None,
-            poisoned=s.poisoned,
+            poison=s.poison,
         )
         return prepared, metrics
 

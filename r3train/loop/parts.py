@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from r3train.loop.batch import Scored
+from r3train.loop.planted_bugs import Poison
 
 
 class RolloutSource(Protocol):
@@ -72,7 +73,7 @@ class LoopSettings:
     probe_tolerance: float
     publish_at_start: bool  # the servers do not hold the actor's first weights, or may not
     has_engines: bool  # False when dumped rollouts are replayed: there is nobody to publish to
-    poisoned: tuple[int, int] | None  # rollouts [a, b) whose advantages are planted NaN
+    poison: Poison | None  # --plant-fault
 
 
 @dataclass

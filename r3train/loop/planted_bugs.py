@@ -1,13 +1,14 @@
-"""Deliberate bugs by name (--plant-bug), so that people can see the R3 checks fail.
+"""Deliberate bugs by name (--plant-bug, --plant-fault), so that people can see what comes of them.
 
-Each corrupts routes after the rollout side has taken their fingerprint, as a real defect between
-the engine's bytes and the router would.
+Those of --plant-bug corrupt routes after the rollout side has taken their fingerprint, as a real
+defect between the engine's bytes and the router would.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,11 +31,27 @@ def plant(
     return list(samples)
 
 
-def poison(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """A NaN among the first sample's advantages, as a broken reward or kernel would leave one."""
-    first = samples[0]
-    advantages = np.where(first.sample.loss_mask, np.float32("nan"), first.advantages)
-    return [replace(first, advantages=advantages), *samples[1:]]
+@dataclass(frozen=True)
+class Poison:
+    """``value`` (NaN, infinity) as advantages, as a broken reward or kernel would leave it."""
+
+    value: float
+    rollouts: range
+
+    def plant(self, rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """The samples of a rollout, the first one spoiled where it is to be."""
+        if rollout_id not in self.rollouts:
+            return list(samples)
+        first = samples[0]
+        spoiled = np.where(first.sample.loss_mask, np.float32(self.value), first.advantages)
+        return [replace(first, advantages=spoiled), *samples[1:]]
+
+
+POISONS = {
+    "nan_once": Poison(math.nan, range(1, 2)),
+    "nan_always": Poison(math.nan, range(1, 1 << 62)),
+    "inf_once": Poison(math.inf, range(1, 2)),
+}
 
 
 def _with_routes(s: TrainSample, routes: np.ndarray) -> TrainSample:

@@ -63,12 +63,9 @@ def prepare(
     steps_per_rollout: int,
     max_tokens_per_gpu: int,
     adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None = None,
-    poisoned: tuple[int, int] | None = None,
+    poison: planted_bugs.Poison | None = None,
 ) -> Prepared:
-    """Deal and pack a rollout's samples; ``adopt`` (with --route-stores) makes routes references.
-
-    poisoned: rollouts [a, b) whose advantages are planted NaN.
-    """
+    """Deal and pack a rollout's samples; ``adopt`` (with --route-stores) makes routes references."""
     if adopt is not None:
         samples = adopt(samples)
     trained = samples
@@ -76,8 +73,8 @@ def prepare(
         trained = planted_bugs.plant(replay.plant_bug, _with_bytes(samples), replay.moe_layers)
         if adopt is not None:
             trained = adopt(trained)
-    if poisoned is not None and rollout_id in range(*poisoned):
-        trained = planted_bugs.poison(trained)
+    if poison is not None:
+        trained = poison.plant(rollout_id, trained)
     packing = Packing(
         topologies=topologies,
         max_tokens_per_gpu=max_tokens_per_gpu,
