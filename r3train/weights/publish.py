@@ -157,6 +157,7 @@ class DistributedPublisher:
         # Servers may outlive this trainer and refuse a name that they have seen.
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._group: dist.ProcessGroup | None = None
+        self._failed: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
 
     def connect(self) -> None:
@@ -237,7 +238,8 @@ class DistributedPublisher:
             self._wait(work.is_completed, loaded, "a bucket was not loaded")
             work.wait()
         except BaseException:
-            self._group = self._store = None  # out of step with the servers: never use it again
+            # out of step with the servers: never used again
+            self._failed, self._group, self._store = self._group, None, None
             raise
         return flat.nbytes
 
@@ -260,6 +262,10 @@ class DistributedPublisher:
     def reconnect(self) -> None:
         """Forget servers that have been started anew: the next ``publish`` makes a new group."""
         self.close()
+        # Only now: with a broadcast to a server that hangs, gloo lets go of a group at its timeout.
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            dist.destroy_process_group(failed)
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
 
     def close(self) -> None:

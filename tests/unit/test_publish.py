@@ -1,5 +1,6 @@
 """Buckets, their bytes, and checkpoints on disk; the engines are recorded, not run."""
 
+import gc
 import json
 import os
 import socket
@@ -8,6 +9,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 
 from r3train.weights import publish
@@ -195,6 +197,50 @@ def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
     for elsewhere in ("127.0.0.1", "127.0.0.3"):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((elsewhere, call["master_port"]), timeout=5)
+
+
+class DyingEngine:
+    """Servers of no rank, which load a first bucket and die in the second."""
+
+    def __init__(self):
+        self.loaded = [Future(), Future()]
+        self.loaded[0].set_result(None)
+        self.loaded[1].set_exception(RuntimeError("the server died"))
+
+    def update_group_sizes(self):
+        return []
+
+    def init_weights_update_group(self, **_arguments):
+        joined = Future()
+        joined.set_result(None)
+        return joined
+
+    def update_weights_from_distributed(self, **_arguments):
+        return self.loaded.pop(0)
+
+    def check_alive(self):
+        pass
+
+    begin_weight_update = end_weight_update = check_alive
+
+
+def test_a_group_that_failed_is_let_go_of_once_the_servers_are_new():
+    """A group is some pipes and sockets, and a job may restart its servers any number of times."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        open_before = []
+        for _ in range(3):
+            publisher = DistributedPublisher(DyingEngine(), bucket_bytes=8)
+            with pytest.raises(RuntimeError, match="the server died"):
+                publisher.publish(tensors(2, 2), version=1)
+            with_group = len(os.listdir("/proc/self/fd"))
+            publisher.reconnect()
+            gc.collect()
+            open_before.append(len(os.listdir("/proc/self/fd")))
+            assert open_before[-1] < with_group
+        assert len(set(open_before)) == 1, open_before
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_address_of_another_node_is_refused_by_name():
