@@ -54,6 +54,7 @@ from r3train.tiny import TinyOptions, build  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = ("kill_server", "hang_server", "kill_rank", "stop_job")
+ENDS_THE_RANKS = ("kill_rank", "stop_job")
 GROWTH = 0.05
 SAMPLE_EVERY_S = 0.25
 
@@ -101,6 +102,8 @@ class Soak:
         self.listening = ListeningSockets()
         self.shared: set[Path] = set()
         self.traces: dict[tuple[str, int], Trace] = {}
+        # told to end, or done: what a process takes for its last words is no growth
+        self.ending: set[psutil.Process] = set()
 
     def run(self) -> list[str]:
         build(self.data, TinyOptions(), force=True)
@@ -170,8 +173,11 @@ class Soak:
                 continue
             self.listening.note(targets, sockets)
             self.shared |= shared_memory_of(process.pid)
-            trace = self.traces.setdefault((name, process.pid), Trace(name, process.pid))
-            trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
+            if step >= self.steps:
+                self.ending.add(process)
+            if process not in self.ending:
+                trace = self.traces.setdefault((name, process.pid), Trace(name, process.pid))
+                trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
 
     def _inject(self, processes: dict[str, psutil.Process], fault: str) -> bool:
         victim, number = {
@@ -183,6 +189,9 @@ class Soak:
         if victim not in processes:
             return False
         print(f"{time.strftime('%H:%M:%S')} step {self._trained()}: {fault}", flush=True)
+        if fault in ENDS_THE_RANKS:
+            outlives = ("torchrun",) if fault == "kill_rank" else ()
+            self.ending |= {p for name, p in processes.items() if name not in outlives}
         processes[victim].send_signal(number)
         self.injected.append(fault)
         return True
@@ -199,7 +208,7 @@ class Soak:
         if len(self.injected) != expected:
             self.problems.append(f"{len(self.injected)} faults injected, expected {expected}")
         lives = len([key for key in self.traces if key[0] == "rank 0"])
-        ended = sum(fault in ("kill_rank", "stop_job") for fault in self.injected)
+        ended = sum(fault in ENDS_THE_RANKS for fault in self.injected)
         if lives != 1 + ended:
             self.problems.append(f"rank 0 was started {lives} times, {ended} faults ended it")
 
