@@ -76,7 +76,7 @@ FULL_BLOCK_1 = FULL_UNIFORM | dict(recompute_method="block")
 SELECTIVE_MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 SELECTIVE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
 # layers of each virtual stage and rank, written out: the one way to split 61 layers over PP4*VPP2
-LAYOUT_1212 = dict(transformer_overrides={"pipeline_model_parallel_layout": "Et|tt|t|ttL"})
+LAYOUT_1212 = dict(pipeline_model_parallel_layout="Et|tt|t|ttL")
 DISTRIBUTED_OPTIMIZER = dict(use_distributed_optimizer=True)
 OVERLAP = DISTRIBUTED_OPTIMIZER | dict(overlap_grad_reduce=True)
 
@@ -140,8 +140,8 @@ _ALL = [
     Topology(
         "vpp2pp2_layout",
         2,
-        _parallel(pp=2, vpp=2),
-        model=FULL_UNIFORM | LAYOUT_1212,
+        _parallel(pp=2, vpp=2, **LAYOUT_1212),
+        model=FULL_UNIFORM,
         variant="dense6",
     ),
     Topology("cp2_grouped", 2, _parallel(cp=2), variant="grouped"),
