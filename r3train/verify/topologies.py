@@ -143,7 +143,6 @@ _ALL = [
         _parallel(pp=2, vpp=2, **LAYOUT_1212),
         model=FULL_UNIFORM,
         variant="dense6",
-        ci=True,
     ),
     Topology("cp2_grouped", 2, _parallel(cp=2), variant="grouped"),
     Topology("tp2_pre_softmax", 2, _parallel(tp=2), variant="pre_softmax"),

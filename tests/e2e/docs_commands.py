@@ -81,7 +81,7 @@ RULES = (
         r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)",
         Kind.ELSEWHERE,
         "measures for minutes, on a machine with nothing else to do",
-        "tests/e2e/test_docs_commands.py::test_benchmarks_that_are_named_are_there",
+        "tests/e2e/test_benchmarks_run.py::test_every_benchmark_runs_and_fills_its_page",
     ),
     Rule(r"r3train serve ", Kind.SERVE),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
