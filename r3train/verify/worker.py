@@ -147,6 +147,7 @@ class JobRun:
             self._save_weights(actor, f"{name}1")
             metrics.append(actor.train_step(slices, old, ref))
             self._save_weights(actor, f"{name}2")
+        _drop_gradient_hooks(actor)
         return metrics
 
     def _slices(self, place: RankTopology) -> list[RankSlice]:
@@ -294,6 +295,18 @@ def run_jobs(jobs: list[Job]) -> None:
             (Path(job.output) / "status.json").write_text(json.dumps(status))
         _leave_model_parallel()
     shutdown()
+
+
+def _drop_gradient_hooks(actor: MegatronActor) -> None:
+    """Take Megatron's hooks from the gradient accumulators, which keep the model alive through them.
+
+    Accumulator and hook hold each other across the border to C++, where Python's collector does not
+    look; a model that is kept keeps its process groups, and they their threads.
+    """
+    for chunk in actor.model.chunks:
+        for accumulator in chunk.grad_accs:
+            accumulator.register_hook(lambda *_: None).hooks_dict_ref().clear()
+        chunk.grad_accs.clear()
 
 
 def _leave_model_parallel() -> None:
