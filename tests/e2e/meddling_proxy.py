@@ -20,6 +20,8 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from tests.http_serving import serving
+
 FAR_EXPERT = 1_000_000
 
 
@@ -138,16 +140,10 @@ def meddling_proxy(upstream: str, meddling: Meddling) -> Iterator[str]:
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None),
         ) as session:
-            app = web.Application(client_max_size=1 << 30)
-            app.router.add_route("*", "/{path:.*}", _Proxy(upstream, meddling, session).forward)
-            runner = web.AppRunner(app, access_log=None)
-            await runner.setup()
-            site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.5)
-            await site.start()
-            addrs.append(f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}")
-            ready.set()
-            await stop.wait()
-            await runner.cleanup()
+            async with serving(_Proxy(upstream, meddling, session).forward) as addr:
+                addrs.append(addr)
+                ready.set()
+                await stop.wait()
 
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
     thread.start()

@@ -9,6 +9,7 @@ from aiohttp import web
 from r3train.rollout.backend import SamplingParams
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.types import Prompt
+from tests.http_serving import serving
 
 
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
@@ -47,18 +48,8 @@ class Fake:
             return await self.handler(request, body)
         return web.json_response(answer_to(body))
 
-    @contextlib.asynccontextmanager
-    async def running(self):
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", self.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
-        await site.start()
-        try:
-            yield f"127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-        finally:
-            await runner.cleanup()
+    def running(self):
+        return serving(self.handle)
 
 
 @contextlib.asynccontextmanager

@@ -27,6 +27,7 @@ from r3train.rollout.sglang_answer import ExpectedRoutes
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt, RouteRef
+from tests.http_serving import serving
 
 ROUTES = ExpectedRoutes(num_layers=3, topk=2, num_experts=16)
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
@@ -79,24 +80,17 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Scene]:
-        app = web.Application()
-        app.router.add_route("*", "/{tail:.*}", self._handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, shutdown_timeout=0.1)
-        await site.start()
-        self.addr = f"127.0.0.1:{runner.addresses[0][1]}"
-        self.nodes = [RouteNode(i, "the-key", ROUTES, "127.0.0.1") for i in range(2)]
-        self.urls = [f"http://127.0.0.1:{node.start()}" for node in self.nodes]
-        for node in self.nodes:
-            node.connect(self.urls)
-        self.ledger = RouteLedger(2, self.nodes[0].read, ROUTES)
-        try:
-            yield self
-        finally:
+        async with serving(self._handle) as self.addr:
+            self.nodes = [RouteNode(i, "the-key", ROUTES, "127.0.0.1") for i in range(2)]
+            self.urls = [f"http://127.0.0.1:{node.start()}" for node in self.nodes]
             for node in self.nodes:
-                await asyncio.to_thread(node.close)
-            await runner.cleanup()
+                node.connect(self.urls)
+            self.ledger = RouteLedger(2, self.nodes[0].read, ROUTES)
+            try:
+                yield self
+            finally:
+                for node in self.nodes:
+                    await asyncio.to_thread(node.close)
 
     @contextlib.asynccontextmanager
     async def client(self, *, stores: bool = True, addr: str = "", **options) -> AsyncIterator:

@@ -13,6 +13,7 @@ from r3train.rollout.backend import EngineDied, EngineError, SamplingParams, sam
 from r3train.rollout.server_versions import ServerVersions
 from r3train.rollout.sglang_client import SGLangClient
 from r3train.rollout.sglang_http import SGLangHTTP, base_url
+from tests.http_serving import serving
 from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, one
 
 
@@ -139,14 +140,9 @@ async def test_a_server_that_comes_up_late_is_reached_by_a_retry():
     client = SGLangClient([f"127.0.0.1:{port}"])
     call = asyncio.create_task(one(client))
     await asyncio.sleep(0.2)
-    app = web.Application()
-    app.router.add_post("/generate", Fake().handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", port).start()
-    assert (await call).response_len == 1
-    await client.aclose()
-    await runner.cleanup()
+    async with serving(Fake().handle, port):
+        assert (await call).response_len == 1
+        await client.aclose()
 
 
 async def test_a_prompt_that_fills_the_context_is_refused_before_any_request():
