@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 R3_FLAGS = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
@@ -67,6 +69,20 @@ def run(run_dir: Path, *flags: str, ranks: int = 2, timeout: float = 240) -> Job
         timeout=timeout,
     )
     return Job(done.returncode, done.stdout, run_dir)
+
+
+def start(command: list[str], output: Path, **options: bool) -> psutil.Popen:
+    """A job that goes on beside the test; what it prints goes to a file."""
+    with output.open("w") as out:
+        return psutil.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            **options,
+        )
 
 
 def same_numbers(one: list[dict], other: list[dict], *, but: str = "none") -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -19,15 +18,7 @@ def running(run_dir: Path, *flags: str, torchrun: tuple[str, ...] = ()) -> Itera
     command = jobs.command(run_dir, *flags)
     at = command.index("--nproc-per-node")
     command[at:at] = torchrun
-    with (run_dir.parent / f"{run_dir.name}.txt").open("w") as out:
-        job = psutil.Popen(
-            command,
-            cwd=jobs.ROOT,
-            env=jobs.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
+    job = jobs.start(command, run_dir.parent / f"{run_dir.name}.txt")
     tree: list[psutil.Process] = []
     try:
         yield job
@@ -36,12 +27,15 @@ def running(run_dir: Path, *flags: str, torchrun: tuple[str, ...] = ()) -> Itera
         with_children = [*tree, job]
         if job.poll() is None:
             with_children += job.children(recursive=True)
-        for process in with_children:
-            try:
-                process.kill()
-            except psutil.NoSuchProcess:
-                pass
+        end(with_children)
         job.wait()
+
+
+def end(processes: list[psutil.Process]) -> None:
+    """Kill those of them that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def output(run_dir: Path) -> str:
@@ -74,3 +68,15 @@ def rank_processes(job: psutil.Popen) -> dict[int, psutil.Process]:
         if "train_async.py" in " ".join(process.cmdline()):
             found[int(process.environ()["RANK"])] = process
     return found
+
+
+def scheduler(job: psutil.Popen) -> psutil.Process:
+    """The server's process that computes."""
+    for process in job.children(recursive=True):
+        try:
+            words = " ".join([process.name(), *process.cmdline()])
+        except psutil.NoSuchProcess:
+            continue
+        if "sglang" in words and "scheduler" in words:
+            return process
+    raise AssertionError("no scheduler")

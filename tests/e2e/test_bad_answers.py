@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from r3train.loop import prompt_log
-from r3train.loop.replay_source import load_rollout
-from r3train.loop.rollout_file import read_samples
 from tests.e2e import jobs
+from tests.e2e.accounts import (
+    audited,
+    buffered_samples,
+    dumped_samples,
+    trained_as_they_were,
+    trained_samples,
+)
 from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
 from tests.e2e.meddling_proxy import FAR_EXPERT, SPOILERS, Meddling, meddling_proxy
 
 pytestmark = pytest.mark.e2e
-
-
-def trained_samples(records: list[dict]) -> list[int]:
-    return [s for record in records for group in record["sample_ids"] for s in group]
 
 
 def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny_flags, engine):
@@ -41,9 +40,7 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     assert len(metrics) == 6 and all(m["r3/passed"] is True for m in metrics)
     assert metrics[-1]["faults/bad_answers"] == len(spoiled)
     assert metrics[0]["faults/bad_answers"] < len(spoiled), "counted as they came"
-    records = prompt_log.read([run_dir])
-    assert not any(prompt_log.audit(records).values())
-    assert sorted(trained_samples(records)) == list(range(6 * 16))
+    assert sorted(trained_samples(audited([run_dir]))) == list(range(6 * 16))
     # what came whole is what was trained: each sample was told untouched exactly once
     good = [rid.split("-")[2] for _, rid, how in meddling.told if how is None]
     assert len(good) == len(set(good)) == 6 * 16
@@ -83,26 +80,15 @@ def test_answers_that_stay_bad_end_the_job_with_their_cause_and_a_checkpoint(
     if delay_s:
         assert "perf/published_bytes" not in failed.metrics()[-1], "it failed in the update"
     # no complete sample is lost: each is trained, or in the checkpoint
-    saved, _ = read_samples(checkpoint / f"iter_{done:07d}" / "buffer.safetensors")
-    kept = {sample.sample_id: sample for sample, _ in saved}
-    before = prompt_log.read([failed.run_dir])
+    kept = buffered_samples(checkpoint, done)
     times = [at for at, _, how in meddling.told if how is not None]
     complete = meddling.samples_told(until=times[0])
     assert len(complete) >= 30 and kept
-    assert complete <= set(trained_samples(before)) | set(kept)
+    assert complete <= set(trained_samples(audited([failed.run_dir]))) | set(kept)
     # and none is generated or trained again
     resumed = jobs.run(tmp_path / "resumed", *flags, "--rollout-external-engine-addrs", engine)
     assert resumed.code == 0, resumed.output
-    records = prompt_log.read([failed.run_dir, resumed.run_dir])
-    assert not any(prompt_log.audit(records).values())
+    records = audited([failed.run_dir, resumed.run_dir])
     assert sorted(trained_samples(records)) == list(range(6 * 16))
     assert all(m["r3/passed"] is True for m in resumed.metrics())
-    later = dumped_samples(resumed.run_dir / "rollouts", range(done, 6))
-    for sample_id, sample in kept.items():
-        assert later[sample_id].token_ids.tolist() == sample.token_ids.tolist()
-        assert (later[sample_id].routed_experts == sample.routed_experts).all()
-
-
-def dumped_samples(directory: Path, steps: range) -> dict:
-    groups = [group for step in steps for group in load_rollout(directory, step)]
-    return {sample.sample_id: sample for group in groups for sample, _ in group}
+    trained_as_they_were(kept, dumped_samples(resumed.run_dir, range(done, 6)))

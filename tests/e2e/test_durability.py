@@ -14,11 +14,16 @@ import psutil
 import pytest
 
 from r3train.evidence.metrics import read_metrics
-from r3train.loop import prompt_log
 from r3train.loop.keeper import BUFFER_FILE
-from r3train.loop.replay_source import load_rollout, rollout_path
 from r3train.loop.rollout_file import read_samples
 from tests.e2e import jobs
+from tests.e2e.accounts import (
+    audited,
+    buffered_samples,
+    dumped_samples,
+    trained_as_they_were,
+    trained_groups,
+)
 from tests.e2e.live_jobs import output, pointer, rank_processes, running, steps_done, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -282,24 +287,12 @@ def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_p
         done = pointer(tmp_path / "ck")
         assert done == first["step"] + steps_done(run_dir)
         assert f"after {done} rollouts; a checkpoint was saved" in output(run_dir)
-        kept.append(read_samples(tmp_path / "ck" / f"iter_{done:07d}" / BUFFER_FILE)[0])
-    records = prompt_log.read(runs)
-    assert not any(prompt_log.audit(records).values())
-    assert [g for record in records for g in record["group_ids"]] == list(range(4 * done))
+        kept.append(buffered_samples(tmp_path / "ck", done))
+    records = audited(runs)
+    assert trained_groups(records) == list(range(4 * done))
     # complete samples of the buffer came through the restart: made before it, trained after it
     assert kept[0]
-    later = {s.sample_id: s for r in records for s in dumped_samples(runs[1], r["step"])}
-    for sample, _ in kept[0]:
-        assert later[sample.sample_id].token_ids.tolist() == sample.token_ids.tolist()
-        assert (later[sample.sample_id].routed_experts == sample.routed_experts).all()
-
-
-def dumped_samples(run_dir: Path, step: int) -> list:
-    """The samples that a run trained in a rollout; none of one that it did not train."""
-    directory = run_dir / "rollouts"
-    if not rollout_path(directory, step).exists():
-        return []
-    return [sample for group in load_rollout(directory, step) for sample, _ in group]
+    trained_as_they_were(kept[0], dumped_samples(runs[1], (r["step"] for r in records)))
 
 
 def test_a_killed_rank_ends_all_within_a_minute_and_torchrun_goes_on_from_the_checkpoint(
@@ -316,7 +309,6 @@ def test_a_killed_rank_ends_all_within_a_minute_and_torchrun_goes_on_from_the_ch
         assert not alive
         assert job.wait(timeout=200) == 0, output(run_dir)
     assert "resuming from" in output(run_dir)
-    records = prompt_log.read([run_dir])
+    records = audited([run_dir])
     assert [r["step"] for r in records] == list(range(10))
-    assert not any(prompt_log.audit(records).values())
-    assert [g for r in records for g in r["group_ids"]] == list(range(40))
+    assert trained_groups(records) == list(range(40))

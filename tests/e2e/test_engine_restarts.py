@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import time
-from pathlib import Path
-
-import psutil
 import pytest
 
-from r3train.loop import prompt_log
-from r3train.loop.keeper import BUFFER_FILE
-from r3train.loop.replay_source import load_rollout
-from r3train.loop.rollout_file import read_samples
-from r3train.rollout.outcome_log import OUTCOMES_FILE
 from tests.e2e import jobs
-from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
+from tests.e2e.accounts import (
+    all_trained_once,
+    buffered_samples,
+    dumped_samples,
+    trained_as_they_were,
+)
+from tests.e2e.live_jobs import output, pointer, running, scheduler, steps_done, wait_for
 
 pytestmark = pytest.mark.e2e
-
-
-def scheduler(job: psutil.Popen) -> psutil.Process:
-    """The server's process that computes."""
-    for process in job.children(recursive=True):
-        try:
-            words = " ".join([process.name(), *process.cmdline()])
-        except psutil.NoSuchProcess:
-            continue
-        if "sglang" in words and "scheduler" in words:
-            return process
-    raise AssertionError("no scheduler")
-
-
-def all_trained_once(run_dirs: list[Path], num_rollout: int) -> None:
-    records = prompt_log.read(run_dirs)
-    assert not any(prompt_log.audit(records).values())
-    assert [g for r in records for g in r["group_ids"]] == list(range(4 * num_rollout))
-    assert all(len(group) == 4 for r in records for group in r["sample_ids"])
-    # no complete sample was thrown away with a group that was dropped or generated again
-    outcomes = [json.loads(line) for d in run_dirs for line in (d / OUTCOMES_FILE).open()]
-    assert {o["outcome"] for o in outcomes} <= {"trained", "unused"}
 
 
 def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp_path, tiny_flags):
@@ -66,14 +41,10 @@ def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp
     assert again > 0 and kept > 0 and kept % 32 == 0
     # and they have the rows that came with them: none is missing, or was guessed
     all_trained_once([run_dir], 6)
-    for step in range(6):
-        for group in load_rollout(run_dir / "rollouts", step):
-            for sample, _ in group:
-                assert (
-                    sample.response_len == 300
-                    and len(sample.routed_experts) == 299 + sample.prompt_len
-                )
-                assert (sample.routed_experts != 255).all()
+    for sample in dumped_samples(run_dir, range(6)).values():
+        assert sample.response_len == 300
+        assert len(sample.routed_experts) == 299 + sample.prompt_len
+        assert (sample.routed_experts != 255).all()
 
 
 @pytest.mark.slow
@@ -104,15 +75,12 @@ def test_after_too_many_restarts_the_job_ends_with_a_checkpoint(tmp_path, tiny_f
     done = pointer(directory)
     assert done in (steps_done(run_dir), steps_done(run_dir) + 1)
     # and goes on from there: what was complete is trained, and nothing twice
-    kept, _ = read_samples(directory / f"iter_{done:07d}" / BUFFER_FILE)
+    kept = buffered_samples(directory, done)
     flags += ["--num-rollout", str(done + 2), "--dump-rollouts"]
     resumed = jobs.run(tmp_path / "resumed", *flags)
     assert resumed.code == 0, resumed.output
     all_trained_once([run_dir, resumed.run_dir], done + 2)
-    groups = [g for k in (0, 1) for g in load_rollout(resumed.run_dir / "rollouts", done + k)]
-    later = {sample.sample_id: sample for group in groups for sample, _ in group}
-    for sample, _ in kept:
-        assert later[sample.sample_id].token_ids.tolist() == sample.token_ids.tolist()
+    trained_as_they_were(kept, dumped_samples(resumed.run_dir, (done, done + 1)))
 
 
 @pytest.mark.slow

@@ -16,15 +16,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from r3train.loop import prompt_log
-from r3train.loop.rollout_file import read_samples
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import RolloutSample
 from tests.e2e import jobs
-from tests.e2e.live_jobs import output, pointer, running, steps_done, wait_for
+from tests.e2e.accounts import (
+    all_trained_once,
+    audited,
+    buffered_samples,
+    dumped_samples,
+    trained_as_they_were,
+    trained_samples,
+)
+from tests.e2e.live_jobs import output, pointer, running, scheduler, steps_done, wait_for
 from tests.e2e.meddling_proxy import SPOILERS, Meddling, meddling_proxy
-from tests.e2e.test_bad_answers import dumped_samples, trained_samples
-from tests.e2e.test_engine_restarts import all_trained_once, scheduler
 
 pytestmark = pytest.mark.e2e
 
@@ -87,12 +91,12 @@ def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_pl
     assert metrics[-1]["faults/bad_answers"] == len(spoiled)
     assert all(m["r3/passed"] is True and m["perf/route_wire_bytes_rank0"] == 0 for m in metrics)
     all_trained_once([run_dir], 3)
-    samples = list(dumped_samples(run_dir / "rollouts", range(3)).values())
+    samples = list(dumped_samples(run_dir, range(3)).values())
     assert len(samples) == 3 * 16 and all(s.response_len == 8 for s in samples)
     assert rows_that_differ(engine, samples) == 0
     # nothing is left of what was spoiled: at the end the stores hold the last batch's rows alone
     last = metrics[-1]
-    rows = sum(s.num_tokens for s in dumped_samples(run_dir / "rollouts", range(2, 3)).values())
+    rows = sum(s.num_tokens for s in dumped_samples(run_dir, range(2, 3)).values())
     assert 0 < last["perf/route_store_held_bytes_max"] <= rows * LAYERS * TOPK
     # the comparison can fail: one row of another token
     wrong = samples[0].routed_experts.copy()
@@ -115,19 +119,14 @@ def test_a_job_that_ends_over_bad_answers_keeps_its_buffers_rows_and_resumes_wit
     text = " ".join(failed.output.split())
     assert "max_bad_answers 3" in text and "a checkpoint was saved" in text
     done = pointer(checkpoint)
-    saved, _ = read_samples(checkpoint / f"iter_{done:07d}" / "buffer.safetensors")
-    kept = {sample.sample_id: sample for sample, _ in saved}
+    kept = buffered_samples(checkpoint, done)
     assert kept and rows_that_differ(engine, list(kept.values())) == 0
     resumed = jobs.run(tmp_path / "resumed", *flags, "--rollout-external-engine-addrs", engine)
     assert resumed.code == 0, resumed.output
-    records = prompt_log.read([failed.run_dir, resumed.run_dir])
-    assert not any(prompt_log.audit(records).values())
+    records = audited([failed.run_dir, resumed.run_dir])
     assert sorted(trained_samples(records)) == list(range(5 * 16))
     assert all(m["r3/passed"] is True for m in resumed.metrics())
-    later = dumped_samples(resumed.run_dir / "rollouts", range(done, 5))
-    for sample_id, sample in kept.items():
-        assert later[sample_id].token_ids.tolist() == sample.token_ids.tolist()
-        assert (later[sample_id].routed_experts == sample.routed_experts).all()
+    trained_as_they_were(kept, dumped_samples(resumed.run_dir, range(done, 5)))
 
 
 @pytest.mark.slow
@@ -146,7 +145,7 @@ def test_parts_of_several_versions_and_segments_are_put_together_by_reference(
     metrics = job.metrics()
     assert all(m["r3/passed"] and m["perf/route_wire_bytes_rank0"] == 0 for m in metrics)
     assert sum(m["rollout/spanning_samples"] for m in metrics) > 0
-    samples = list(dumped_samples(job.run_dir / "rollouts", range(6)).values())
+    samples = list(dumped_samples(job.run_dir, range(6)).values())
     assert len(samples) == 6 * 16 and all(s.response_len == 100 for s in samples)
     assert rows_that_differ(engine, samples) == 0
 
@@ -172,6 +171,6 @@ def test_a_killed_servers_requests_go_on_from_their_segments_with_the_rows_in_th
     kept = metrics[-1]["faults/resumed_tokens"]
     assert kept > 0 and kept % 32 == 0
     all_trained_once([run_dir], 6)
-    for sample in dumped_samples(run_dir / "rollouts", range(6)).values():
+    for sample in dumped_samples(run_dir, range(6)).values():
         assert sample.response_len == 300 and len(sample.routed_experts) == sample.num_tokens - 1
         assert (sample.routed_experts != MISSING).all()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from r3train.rollout.sglang_server import free_port
@@ -26,22 +26,13 @@ ADDRESS_OF_NODE_1 = "127.0.0.2"
 
 
 @contextlib.contextmanager
-def torchrun(run_dir: Path, node: int, port: int, *flags: str) -> Iterator[subprocess.Popen]:
+def torchrun(run_dir: Path, node: int, port: int, *flags: str) -> Iterator[psutil.Popen]:
     """One node's two ranks; whatever is left of them is ended."""
     command = jobs.command(run_dir, *flags)
     at = command.index("--standalone")
     command[at : at + 1] = ["--nnodes", "2", "--node-rank", str(node)]
     command[at:at] = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
-    with (run_dir.parent / f"node_{node}.txt").open("w") as out:
-        job = subprocess.Popen(
-            command,
-            cwd=jobs.ROOT,
-            env=jobs.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    job = jobs.start(command, run_dir.parent / f"node_{node}.txt", start_new_session=True)
     try:
         yield job
     finally:
