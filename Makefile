@@ -30,7 +30,7 @@ BENCH_KEY := $(shell cat requirements/bench.txt requirements/constraints.txt | c
 BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-slow lint format docs verify bench bench-venv clean
+.PHONY: help venv dev demo test test-slow test-long lint format docs verify bench bench-venv clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 
 test-slow: dev  ## Run the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m slow $(PYTEST_ARGS)
+
+test-long: dev bench-venv  ## Run the longest commands of docs/ as they stand there (an hour and a half)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m long $(PYTEST_ARGS)
 
 lint: dev  ## Check style, layers and that docs/configuration.md is up to date
 	$(BIN)/black --check .

@@ -21,8 +21,8 @@ class Kind(Enum):
     RUN = "run as it is"
     JOB = "run with two rollouts and a server that is there: pages need what it leaves"
     DRY = "run with --dry-run; with two rollouts in the slow tests"
-    MAKE = "make -n: what it would run"
     SLOW = "run as it is in the slow tests"
+    LONG = "run as it is, in a copy of the checkout, by make test-long"
     SERVE = "run in the slow tests until it answers, then ended"
     ELSEWHERE = "not run here"
 
@@ -39,7 +39,19 @@ class Rule:
 
 # the first rule that matches counts
 RULES = (
-    Rule(r"make ", Kind.MAKE),
+    Rule(
+        r"make demo ",
+        Kind.ELSEWHERE,
+        "has a test of what it promises",
+        "tests/e2e/test_demo_learns.py::test_make_demo_learns_with_r3_exact_at_every_step",
+    ),
+    Rule(
+        r"make test ",
+        Kind.ELSEWHERE,
+        "is what runs these tests",
+        "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",
+    ),
+    Rule(r"make ", Kind.LONG),
     Rule(
         r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)",
         Kind.ELSEWHERE,
@@ -70,19 +82,8 @@ RULES = (
         "needs Slurm, which .ci/run has",
         "tests/e2e/test_slurm.py::test_the_regression_job_passes_and_its_exit_code_says_so",
     ),
-    Rule(
-        r"r3train verify ",
-        Kind.ELSEWHERE,
-        "minutes to half an hour, and rewrites a page",
-        "tests/oracle/test_replay_in_every_topology.py::"
-        "test_every_planted_bug_is_caught_in_the_phase_it_names",
-    ),
-    Rule(
-        r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)",
-        Kind.ELSEWHERE,
-        "measures for minutes, on a machine with nothing else to do",
-        "tests/e2e/test_benchmarks_run.py::test_every_benchmark_runs_and_fills_its_page",
-    ),
+    Rule(r"r3train verify ", Kind.LONG),
+    Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),

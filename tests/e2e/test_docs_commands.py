@@ -1,7 +1,8 @@
 """Every command of the README and of docs/ is run; what cannot be is listed with what covers it.
 
 The commands of a page run in their order, in a directory that has the checkout's files and ``runs/``
-of its own.  A command that several pages show runs once.
+of its own.  A command that several pages show runs once.  Those that take up to half an hour run each
+by itself, in a copy, for they write pages: ``make test-long``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -21,22 +21,18 @@ import pytest
 
 from r3train.cli import SUBCOMMANDS, main
 from r3train.rollout.sglang_server import free_port
-from tests.e2e import docs_commands, jobs
+from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
-OF_THE_CHECKOUT = ("configs", "slurm", "benchmarks", "docs", "r3train", "train_async.py")
 SHORT = ["--num-rollout", "2", "--no-tensorboard"]
-BIN = Path(sys.executable).parent
 
 
 @pytest.fixture(scope="module")
 def checkout(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory to run the pages' commands in, after ``make demo`` has made runs/tiny."""
-    directory = tmp_path_factory.mktemp("checkout")
-    for name in OF_THE_CHECKOUT:
-        (directory / name).symlink_to(jobs.ROOT / name)
+    directory = checkouts.linked(tmp_path_factory.mktemp("checkout"))
     shutil.copytree(tiny, directory / "runs" / "tiny")
     return directory
 
@@ -50,7 +46,7 @@ def once() -> set[str]:
 def environment() -> dict[str, str]:
     return {
         **jobs.environment(),
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        "PATH": f"{checkouts.BIN}{os.pathsep}{os.environ['PATH']}",
         # torchrun meets at 29500 unless told otherwise, and other jobs of this machine do too
         "PET_MASTER_PORT": str(free_port("127.0.0.1")),
     }
@@ -103,6 +99,13 @@ def commands_of(kinds: set[Kind]) -> Callable:
     return pytest.mark.parametrize("page", pages, ids=_name)
 
 
+def long_commands() -> list[str]:
+    """Every command of kind LONG, once."""
+    of_pages = (docs_commands.commands(page.read_text(encoding="utf-8")) for page in PAGES)
+    found = (command for commands in of_pages for command in commands)
+    return list(dict.fromkeys(command for command in found if _kind(command) is Kind.LONG))
+
+
 def _kind(command: str) -> Kind | None:
     try:
         return docs_commands.rule_of(command).kind
@@ -110,11 +113,11 @@ def _kind(command: str) -> Kind | None:
         return None  # a test of its own says so
 
 
-@commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.MAKE})
+@commands_of({Kind.RUN, Kind.JOB, Kind.DRY})
 def test_the_commands_of_a_page_run(page, checkout, once, engine):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
-        if command in once or kind in (Kind.SLOW, Kind.SERVE, Kind.ELSEWHERE):
+        if command in once:
             continue
         once.add(command)
         if kind is Kind.RUN:
@@ -123,10 +126,6 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine):
             run(f"{command} {' '.join(SHORT)} --rollout-external-engine-addrs {engine}", checkout)
         elif kind is Kind.DRY:
             assert "[replay]" in run(f"{command} --dry-run", checkout)
-        elif kind is Kind.MAKE:
-            target = command.split()[1]
-            made = run(f"make -C {jobs.ROOT} --no-print-directory -n {target}", checkout)
-            assert "train_async.py" in made or target != "demo"
 
 
 @pytest.mark.slow
@@ -146,6 +145,15 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
             serve(command, checkout)
         elif "make-tiny-model" in command:
             run(command, checkout)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("command", long_commands())
+def test_a_command_that_takes_long_runs_as_it_stands_on_its_page(command, tmp_path):
+    checkouts.need_make()
+    copy = checkouts.copied(tmp_path / "checkout")
+    run(f"export PYTHONPATH={copy}; {command}", copy, timeout=7200)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -171,6 +179,11 @@ def test_commands_are_found_and_one_without_a_rule_is_refused():
 def test_a_command_that_fails_fails_the_test(checkout):
     with pytest.raises(AssertionError, match="nowhere"):
         run("r3train check-evidence runs/nowhere", checkout)
+
+
+def test_ci_runs_the_test_command():
+    script = (jobs.ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.search(r"^make (--no-print-directory )?test$", script, re.M)
 
 
 def test_the_gpu_extra_is_there():
@@ -205,7 +218,8 @@ def test_what_the_text_names_is_there(page):
 _THEIRS = {
     *("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--standalone"),
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
-    *("--exclusive", "--mem", "--export", "--batch"),
+    *("--exclusive", "--mem", "--export", "--batch", "--gpus"),
+    *("--gpus-per-node", "--gpus-per-task"),
     *(
         "--flag",
         "--requeue",
