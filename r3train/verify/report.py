@@ -194,7 +194,7 @@ def _md_table(header: list[str], rows: list[tuple[str, list[str]]]) -> list[str]
     return lines + ["| " + " | ".join(cells) + " |" for _, cells in rows]
 
 
-_DOC_HEAD = """<!-- written by: r3train verify --mutations --write-docs; do not edit -->
+_DOC_HEAD = """<!-- written by: r3train verify --mutations --bf16 --write-docs; do not edit -->
 
 # Verification of replay
 
@@ -219,5 +219,5 @@ it names by ten times.
 
     r3train verify --topology tp2ep2 --topology cp2     # these
     r3train verify --ci --mutations                     # what continuous integration runs
-    r3train verify --mutations --write-docs             # everything, and this page
+    r3train verify --mutations --bf16 --write-docs      # everything, and this page
 """
