@@ -119,25 +119,28 @@ def test_a_forked_writer_hands_its_parent_one_result_of_any_size():
         results.get_nowait()
 
 
-def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
-    path, told = tmp_path / "data.jsonl", []
-    path.write_text("one\n")
-    prompts = FileFingerprint.of(path)
+def keeper_of(directory, told, checkpointer=None, prompts_changed=lambda: False) -> Keeper:
     settings = KeeperSettings(
-        run_dir=tmp_path,
+        run_dir=directory,
         save_interval=None,
         dump_rollouts=False,
         facts={},
         config_toml="",
-        prompts_changed=prompts.changed,
+        prompts_changed=prompts_changed,
     )
-    keeper = Keeper(
+    return Keeper(
         settings,
         stop=StopSignal(60),
-        bad_steps=BadSteps(3, tmp_path),
-        checkpointer=None,
+        bad_steps=BadSteps(3, directory),
+        checkpointer=checkpointer,
         tell=told.append,
     )
+
+
+def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
+    path, told = tmp_path / "data.jsonl", []
+    path.write_text("one\n")
+    keeper = keeper_of(tmp_path, told, prompts_changed=FileFingerprint.of(path).changed)
     keeper.watch(SimpleNamespace(next_batch=lambda step, on_wait: [groups()[0]])).next_batch(0)
     keeper.trained(0, 0)
     assert told == []
@@ -145,3 +148,14 @@ def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
     keeper.trained(1, 0)
     keeper.trained(2, 0)
     assert len(told) == 1 and "the prompt file has changed since the run began" in told[0]
+
+
+def test_a_save_that_fails_after_generation_failed_does_not_hide_why_it_did(tmp_path):
+    class FullDisk:
+        def save(self, *_):
+            raise OSError(28, "No space left on device")
+
+    told = []
+    with pytest.raises(OSError, match="No space left"):
+        keeper_of(tmp_path, told, FullDisk()).failed(7, "the server died")
+    assert told == ["generation failed after 7 rollouts: the server died"]
