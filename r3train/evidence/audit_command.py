@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import unicodedata
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import click
 
+if TYPE_CHECKING:
+    from r3train.evidence.audit_result import Audit
+
 EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
 _SHOWN = 10
+# what Markdown would read as its own: a damaged record may say anything
+_MARKDOWN = re.compile(r"[\\|`*<\[]")
 _CLAIM_WORDS = {
     "applied": "what Megatron dispatched is what the rollout chose",
     "covered": "every router call and every row is accounted for",
@@ -36,7 +44,18 @@ _CLAIM_WORDS = {
     "--r3-mismatch-threshold",
     "threshold",
     type=click.FloatRange(0, 1),
-    help="Share of rows without a common expert that may be.  [default: the run's own, else 0.01]",
+    help="Share of rows without a common expert that may be, in the place of the run's own threshold "
+    "and of its verdict by it.  [default: the run's own, else 0.01]",
+)
+@click.option(
+    "--min-steps",
+    type=click.IntRange(1),
+    help="Fail where RUN_DIR has evidence of fewer steps.",
+)
+@click.option(
+    "--accept-superseded-failures",
+    is_flag=True,
+    help="A failure at a step that a later start trained again is a note, and does not fail.",
 )
 def check_evidence(
     run_dir: Path | None,
@@ -44,40 +63,73 @@ def check_evidence(
     as_json: bool,
     markdown: Path | None,
     threshold: float | None,
+    min_steps: int | None,
+    accept_superseded_failures: bool,
 ) -> None:
     """Judge the R3 evidence of RUN_DIR again from its records.
 
     Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
-    from r3train.evidence.audit import Audit, audit_run
+    from r3train.evidence.audit import audit_run
     from r3train.evidence.audit_logs import audit_logs
 
     if run_dir is None and not logs:
         raise click.UsageError("give a RUN_DIR, or log files with --logs")
+    if run_dir is None and (min_steps or accept_superseded_failures):
+        raise click.UsageError("--min-steps and --accept-superseded-failures judge a RUN_DIR")
     audits: list[Audit] = []
     try:
         if run_dir is not None:
-            audits.append(audit_run(run_dir, threshold=threshold))
+            audits.append(
+                audit_run(
+                    run_dir,
+                    threshold=threshold,
+                    min_steps=min_steps or 0,
+                    accept_superseded=accept_superseded_failures,
+                )
+            )
         if logs:
-            limit = threshold
-            if limit is None and audits:
-                limit = audits[0].numbers.get("mismatch_threshold")
-            ranks = audits[0].numbers.get("calling_ranks", ()) if audits else ()
-            limit = 0.01 if limit is None else limit
-            audits.append(audit_logs(logs, threshold=limit, ranks=ranks))
+            run = audits[0].numbers if audits else {}
+            limit = run.get("mismatch_threshold") if threshold is None else threshold
+            audits.append(
+                audit_logs(
+                    logs,
+                    threshold=0.01 if limit is None else limit,
+                    run=run,
+                    threshold_replaced=threshold is not None,
+                )
+            )
     except ValueError as error:
-        raise click.UsageError(str(error)) from None
+        raise click.UsageError(plain(str(error))) from None
     verdict = overall([audit.verdict for audit in audits])
-    if markdown is not None:
-        with click.open_file(str(markdown), "w", encoding="utf-8") as file:
-            file.write("\n".join(to_markdown(audit) for audit in audits))
+    # a failure to write must not cost the verdict, nor be taken for one
+    _written("standard output", lambda: _print(audits, verdict, as_json, str(markdown) == "-"))
+    if markdown is not None and str(markdown) != "-":
+        text = _markdown_of(audits)
+        _written(str(markdown), lambda: markdown.write_text(text, encoding="utf-8"))
+    sys.exit(EXIT_CODES[verdict])
+
+
+def _written(where: str, write: Callable[[], Any]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
+
+
+def _print(audits: list[Audit], verdict: str, as_json: bool, as_markdown: bool) -> None:
     if as_json:
         out = {"verdict": verdict, "audits": [audit.to_json() for audit in audits]}
         click.echo(json.dumps(out, indent=2))
-    elif str(markdown) != "-":
+    if as_markdown:
+        click.echo(_markdown_of(audits), nl=False)
+    if not as_json and not as_markdown:
         for audit in audits:
             _show(audit)
-    sys.exit(EXIT_CODES[verdict])
+
+
+def _markdown_of(audits: list[Audit]) -> str:
+    return "\n".join(map(to_markdown, audits))
 
 
 def overall(verdicts: list[str]) -> str:
@@ -85,7 +137,7 @@ def overall(verdicts: list[str]) -> str:
     return max(verdicts, key=["passed", "no evidence", "failed"].index)
 
 
-def headline(audit: Any) -> str:
+def headline(audit: Audit) -> str:
     """The verdict in a sentence."""
     n = audit.numbers
     if audit.verdict == "no evidence":
@@ -97,7 +149,7 @@ def headline(audit: Any) -> str:
     return f"passed: {_amount(n['checks'], 'R3 check line')}"
 
 
-def claim_facts(audit: Any) -> dict[str, str]:
+def claim_facts(audit: Audit) -> dict[str, str]:
     """What each claim rests on, in a line."""
     n, a = audit.numbers, audit.agreement
     facts = dict.fromkeys(_CLAIM_WORDS, "")
@@ -124,9 +176,10 @@ def claim_facts(audit: Any) -> dict[str, str]:
     return facts
 
 
-def to_markdown(audit: Any) -> str:
+def to_markdown(audit: Audit) -> str:
     """A summary that can be posted on a pull request."""
-    lines = [f"### R3 evidence: {headline(audit)}", "", f"`{audit.source}`", ""]
+    source = plain(audit.source).replace("`", "'")
+    lines = [f"### R3 evidence: {_cell(headline(audit))}", "", f"`{source}`", ""]
     lines += ["| claim | verdict | |", "|---|---|---|"]
     facts = claim_facts(audit)
     for claim, verdict in audit.claims.items():
@@ -134,15 +187,16 @@ def to_markdown(audit: Any) -> str:
     if audit.findings:
         lines += ["", "| where | what | got | expected |", "|---|---|---|---|"]
         for f in audit.findings[:_SHOWN]:
-            lines.append(f"| {f.where()} | {_cell(f.what)} | {f.got} | {f.expected} |")
+            cells = map(_cell, (f.where(), f.what, f.got, f.expected))
+            lines.append(f"| {' | '.join(cells)} |")
         if audit.num_findings > _SHOWN:
             lines += ["", f"and {audit.num_findings - _SHOWN} more."]
     if audit.notes:
-        lines += ["", *(f"- {note}" for note in audit.notes)]
+        lines += ["", *(f"- {_cell(note)}" for note in audit.notes)]
     return "\n".join(lines) + "\n"
 
 
-def _show(audit: Any) -> None:
+def _show(audit: Audit) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -150,7 +204,8 @@ def _show(audit: Any) -> None:
     from r3train.evidence.step_line import verdict_style
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.print(Text(f"R3 evidence of {audit.source}"), style="bold")
+    console.begin_capture()  # rich would end the process itself where it cannot write
+    console.print(Text(f"R3 evidence of {plain(audit.source)}"), style="bold")
     facts = claim_facts(audit)
     table = Table(box=None, pad_edge=False)
     for title in ("claim", "verdict", "what it rests on"):
@@ -159,17 +214,27 @@ def _show(audit: Any) -> None:
         table.add_row(claim, Text(verdict, style=verdict_style(verdict)), facts[claim])
     console.print(table)
     for f in audit.findings[:_SHOWN]:
-        console.print(Text.assemble(("  failed ", "red"), str(f)))
+        console.print(Text.assemble(("  failed ", "red"), plain(str(f))))
     if audit.num_findings > _SHOWN:
         console.print(f"  and {audit.num_findings - _SHOWN} more (--json lists up to 1000)")
     for note in audit.notes:
-        console.print(Text.assemble(("  note ", "yellow"), note))
-    console.print(Text(headline(audit), style=f"bold {verdict_style(audit.verdict)}"))
+        console.print(Text.assemble(("  note ", "yellow"), plain(note)))
+    console.print(Text(plain(headline(audit)), style=f"bold {verdict_style(audit.verdict)}"))
+    click.echo(console.end_capture(), nl=False)
 
 
 def _amount(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
 
 
+def plain(text: str) -> str:
+    """Text on one line in which a terminal finds no command: what does not print is escaped."""
+    return "".join(c if _prints(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def _prints(character: str) -> bool:
+    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
+
+
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return _MARKDOWN.sub(r"\\\g<0>", plain(text))

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from r3train.evidence.audit_lines import BrokenLines, JsonLine, json_lines
-from r3train.evidence.audit_shapes import check_record, check_step
+from r3train.evidence.audit_shapes import check_record, check_step, expert_id_sums
 from r3train.evidence.check import COUNTED_ON_COPIES, COUNTERS, STAGES
 from r3train.evidence.writer import EVIDENCE_DIR, STEPS_FILE
 
@@ -29,6 +29,7 @@ _MAX_ODD_CELLS = 50
 _MAX_UNFINISHED = 1000
 _RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.jsonl", re.ASCII)
 _ERRORS = ("rows_native", "duplicate_rows", "map_deviation", "rows_recompute_differ")
+_ROW_KINDS = ("rows_replayed", "rows_filled", "rows_padding", "rows_native")
 _DERIVED = ("num_calls", "fingerprint", "map_deviation")
 
 
@@ -37,16 +38,20 @@ class StepEvidence:
     """One judged step as it was run: its line in steps.jsonl, and sums over the rank files.
 
     ``cells`` holds the counters of ``check.COUNTERS`` in their order; ``of_rank`` the calls and the
-    fingerprint of each rank; ``at_fault`` the ranks on whose own records a counter of errors is not 0;
-    ``unexpected`` the ranks that called a router where the step has none.
+    fingerprint of each rank; ``at_fault`` the ranks on whose own records a counter of errors is not 0,
+    or a value is not what a call can have; ``odd`` the first such value and what it must be;
+    ``unexpected`` the ranks that called a router where the step has none.  ``superseded``: a later
+    start trained the step again, and its time counts.
     """
 
     step: int
     attempt: str
     line: dict[str, Any]
+    superseded: bool = False
     cells: dict[Cell, list[int]] = field(default_factory=dict)
     of_rank: dict[Cell, dict[int, list[int]]] = field(default_factory=dict)
     at_fault: dict[tuple[Cell, str], set[int]] = field(default_factory=dict)
+    odd: dict[tuple[Cell, str], tuple[str, str]] = field(default_factory=dict)
     unexpected: dict[Cell, set[int]] = field(default_factory=dict)
     ranks: set[int] = field(default_factory=set)
     num_records: int = 0
@@ -64,15 +69,15 @@ class StepEvidence:
         derived = {
             "num_calls": 1,
             "fingerprint": int(r["fingerprint"], 16),
-            "map_deviation": abs(r["map_sum"] - r["num_rows"] * r["topk"]),
+            "map_deviation": abs(r["map_sum"] - r["num_rows"] * self.line["topk"]),
         }
         values = [derived[n] if n in _DERIVED else r[n] for n in COUNTERS]
         for name in _ERRORS:
             if derived.get(name) or (name not in derived and r[name]):
                 self.at_fault.setdefault((cell, name), set()).add(rank)
-        kinds = ("rows_replayed", "rows_filled", "rows_padding", "rows_native")
-        if sum(r[k] for k in kinds) != r["num_rows"]:
-            self.at_fault.setdefault((cell, "row kinds"), set()).add(rank)
+        for name, got, expected in self._odd_values(r):
+            self.at_fault.setdefault((cell, name), set()).add(rank)
+            self.odd.setdefault((cell, name), (got, expected))
         sums = self.cells.setdefault(cell, [0] * len(COUNTERS))
         for i, name in enumerate(COUNTERS):
             if not copies or name in COUNTED_ON_COPIES:
@@ -80,6 +85,20 @@ class StepEvidence:
         own = self.of_rank.setdefault(cell, {}).setdefault(rank, [0, 0])
         own[0] += 1
         own[1] = (own[1] + (0 if copies else values[1])) % (1 << 64)
+
+    def _odd_values(self, r: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+        """Values of one record that no call can have: name, got, expected."""
+        topk = self.line["topk"]
+        rows = sum(r[kind] for kind in _ROW_KINDS)
+        if rows != r["num_rows"]:
+            yield "row kinds", str(rows), str(r["num_rows"])
+        if r["topk"] != topk:
+            yield "topk", str(r["topk"]), str(topk)
+        # a row that the router chose itself was served nothing
+        if not r["rows_native"]:
+            low, high = expert_id_sums(r["num_rows"], topk, self.line["num_experts"])
+            if not low <= r["replay_idx_sum"] <= high:
+                yield "replay_idx_sum", str(r["replay_idx_sum"]), f"from {low} to {high}"
 
     def _expects(self, cell: Cell) -> bool:
         replay_pass, stage, layer = cell
@@ -155,8 +174,8 @@ class EvidenceFiles:
         except OSError as error:
             self.broken.add(path.name, number + 1, f"cannot be read: {error.strerror}")
 
-    def steps(self) -> Iterator[StepEvidence]:
-        """Every judged step that counts, in the order of the file."""
+    def steps(self, *, superseded: bool = False) -> Iterator[StepEvidence]:
+        """Every judged step that counts, or every one at all, in the order of the file."""
         readers = {rank: _RankReader(path) for rank, path in self.rank_files.items()}
         self.speakers = {rank for rank, path in self.rank_files.items() if _speaks(path, rank)}
         begin = 0
@@ -165,7 +184,8 @@ class EvidenceFiles:
             cells = sum(len(layers) for s in stages.values() for layers in s.values()) or 100
             end = begin + max(1, min(256, _BUDGET // (cells * max(1, len(readers)))))
             end = min(end, len(self._entries))
-            window = {i: self._step_at(i) for i in range(begin, end) if i in self._counting}
+            wanted = (i for i in range(begin, end) if superseded or i in self._counting)
+            window = {i: self._step_at(i) for i in wanted}
             for rank, reader in readers.items():
                 self._read(rank, reader, window, begin, end)
             yield from window.values()
@@ -177,7 +197,8 @@ class EvidenceFiles:
         attempt, step, offset = self._entries[i]
         with (self.directory / STEPS_FILE).open("rb") as file:
             file.seek(offset)
-            return StepEvidence(step, attempt, orjson.loads(file.readline()))
+            line = orjson.loads(file.readline())
+        return StepEvidence(step, attempt, line, superseded=i not in self._counting)
 
     def _read(
         self, rank: int, reader: _RankReader, window: dict[int, StepEvidence], begin: int, end: int
@@ -239,7 +260,7 @@ class _Starts:
         if step < self._last or (again and step == self._last):
             self._number += 1
         self._last = step
-        return f"start {self._number}"
+        return f"number {self._number}"
 
 
 class _RankReader:

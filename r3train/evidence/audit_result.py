@@ -8,7 +8,7 @@ from typing import Any
 
 PASSED, FAILED, NO_EVIDENCE = "passed", "failed", "no evidence"
 CLAIMS = ("applied", "covered", "agreement")
-_MAX_FINDINGS = 1000
+MAX_FINDINGS = 1000
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,12 @@ class Finding:
     layer_number: int | None = None
     got: str = ""
     expected: str = ""
+    attempt: str = ""  # of a step that a later start trained again
 
     def where(self) -> str:
         """The place in words: "step 3, rank 1, train/replay_forward, layer 2"."""
-        parts = [] if self.step is None else [f"step {self.step}"]
+        parts = [f"start {self.attempt}"] if self.attempt else []
+        parts += [] if self.step is None else [f"step {self.step}"]
         if self.ranks:
             shown = ", ".join(map(str, self.ranks[:8])) + (", ..." if len(self.ranks) > 8 else "")
             parts.append(f"rank{'s' * (len(self.ranks) > 1)} {shown}")
@@ -61,7 +63,7 @@ class Audit:
         """Add a finding; one that stands for several says how many."""
         self.num_findings += count
         self.claims[finding.claim] = FAILED
-        if len(self.findings) < _MAX_FINDINGS:
+        if len(self.findings) < MAX_FINDINGS:
             self.findings.append(finding)
 
     def to_json(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ _MOST = 1 << 40
 _MAX_LAYERS = 1 << 12
 _MAX_RANKS = 1 << 17
 _MAX_PASSES = 8
+# of a pass, a stage or an attempt, which findings and notes repeat
+_MAX_NAME = 100
 _FINGERPRINT = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
 _LAYER = re.compile(r"[1-9][0-9]{0,3}", re.ASCII)
 _PLACES = ("layer_number", "rank", "fingerprint")
@@ -28,6 +30,16 @@ _AMOUNTS = tuple(
     f.name for f in fields(ReplayEvidence) if f.type == "int" and f.name not in _PLACES
 )
 _COUNTED = ("num_calls", "num_calls_expected", *COUNTERS[2:])
+
+
+def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
+    """The least and the largest sum of the ids 0..num_experts-1 in rows of ``topk`` distinct ones.
+
+    Holds for every row of a replayed call: padding and missing slots are filled with distinct
+    experts too.
+    """
+    low = topk * (topk - 1) // 2
+    return num_rows * low, num_rows * (topk * (num_experts - 1) - low)
 
 
 def check_record(r: Mapping[str, Any], rank: int) -> None:
@@ -55,11 +67,11 @@ def check_step(line: Mapping[str, Any]) -> None:
     if type(_get(line, "passed")) is not bool:
         raise _odd("passed", line["passed"], "true or false")
     _integer(line, "world_size", 1, _MAX_RANKS)
-    for key in ("num_experts", "topk"):
-        _integer(line, key, 1, _MOST)
+    _integer(line, "topk", 1, _integer(line, "num_experts", 1, _MOST))
     _number("mismatch_threshold", _get(line, "mismatch_threshold"), 0.0, 1.0)
     passes = _list(line, "passes")
-    distinct = all(isinstance(p, str) and p for p in passes) and len(set(passes)) == len(passes)
+    named = all(isinstance(p, str) and 0 < len(p) <= _MAX_NAME for p in passes)
+    distinct = named and len(set(passes)) == len(passes)
     if not distinct or not 0 < len(passes) <= _MAX_PASSES:
         raise _odd("passes", passes, f"1 to {_MAX_PASSES} names, each once")
     layers = _fingerprints("expected_fingerprints", _get(line, "expected_fingerprints"))
@@ -115,8 +127,9 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
 
 
 def _text(of: Mapping[str, Any], key: str) -> None:
-    if not isinstance(_get(of, key), str):
-        raise _odd(key, of[key], "text")
+    value = _get(of, key)
+    if not isinstance(value, str) or len(value) > _MAX_NAME:
+        raise _odd(key, value, f"text of at most {_MAX_NAME} characters")
 
 
 def _attempt(of: Mapping[str, Any]) -> None:

@@ -53,6 +53,11 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
     return ReplayEvidence(**{**values, **changes})
 
 
+def records_of(step: int, rank: int) -> list[ReplayEvidence]:
+    """All calls of a rank in a step, in their order."""
+    return [record(step, rank, p, layer) for p in PASSES for layer in LAYERS]
+
+
 def fingerprint(step: int, rank: int, layer: int) -> int:
     return (0x9E3779B97F4A7C15 * (step * 64 + rank * 8 + layer + 1)) % (1 << 64)
 
@@ -73,8 +78,7 @@ def write_run(
         for step in steps:
             table = 0
             for rank, writer in enumerate(writers):
-                records = [record(step, rank, p, layer) for p in PASSES for layer in LAYERS]
-                records = [change(r) if change else r for r in records]
+                records = [change(r) if change else r for r in records_of(step, rank)]
                 writer.write(records)
                 table = table + totals(records, PASSES, max(LAYERS))
             expectation = expectation_of(step, ranks)

@@ -14,9 +14,8 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.evidence import audit_read
 from r3train.evidence.audit import audit_run
-from r3train.evidence.audit_logs import audit_logs
-from r3train.evidence.writer import evidence_lines, rank_file
-from tests.unit.evidence_dirs import edit, record, write_run
+from r3train.evidence.writer import rank_file
+from tests.unit.evidence_dirs import edit, write_run
 
 
 def check(*args: object):
@@ -148,24 +147,6 @@ def test_a_run_killed_within_a_step_is_judged_by_its_finished_steps(tmp_path):
     assert any("ends within a line" in note for note in audit["notes"])
 
 
-def test_of_several_starts_the_latest_time_a_step_was_trained_counts(tmp_path):
-    def wrong(r):
-        return replace(r, fingerprint=1) if r.step == 2 else r
-
-    run = write_run(tmp_path / "run", range(4), change=wrong)  # ends over step 2
-    with rank_file(run, 0).open("a") as file:
-        file.write('{"attempt": "2026')  # and its last words were cut
-    write_run(run, range(1, 5), attempt="2026-01-02T00:00:00Z")
-    audit = verdict_of(run)
-    assert audit["verdict"] == "passed", audit["findings"]
-    assert audit["numbers"]["starts"] == 2 and audit["numbers"]["steps"] == 5
-    assert any("steps 1..2 were trained again" in note for note in audit["notes"])
-    # and the other way round: a failure of the later start is not hidden by the first
-    run = write_run(tmp_path / "other", range(4))
-    write_run(run, range(1, 5), attempt="2026-01-02T00:00:00Z", change=wrong)
-    assert {f["step"] for f in verdict_of(run)["findings"]} >= {2}
-
-
 def test_trained_steps_without_evidence_and_gaps_fail(tmp_path):
     run = write_run(tmp_path / "run", range(4))
     steps = run / "evidence" / "steps.jsonl"
@@ -221,6 +202,22 @@ def test_nothing_is_no_evidence_and_never_a_pass(tmp_path, config, reason):
     assert result.exit_code == 3 and reason in " ".join(result.output.split())
 
 
+@pytest.mark.parametrize("loss", ["emptied", "removed"])
+def test_why_there_is_no_evidence_is_true_of_a_run_that_was_judged(tmp_path, loss):
+    run = write_run(tmp_path / "run")
+    for path in list((run / "evidence").iterdir()):
+        path.write_text("")
+        if loss == "removed":
+            path.unlink()
+    result = check(run)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 3 and "ended before" not in text
+    assert "metrics.jsonl has verdicts of steps 0..2" in text and "removed or emptied" in text
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace('"r3/passed": true, ', "").replace("r3/", ""))
+    assert "steps 0..2 without one" in " ".join(check(run).output.split())
+
+
 def test_a_run_without_one_recorded_row_is_no_evidence(tmp_path):
     run = write_run(tmp_path / "run", range(0))
     assert check(run).exit_code == 3  # empty rank files
@@ -244,53 +241,6 @@ def test_markdown_for_a_pull_request_names_the_place(tmp_path):
     assert check(run, "--markdown", "-").output == text
 
 
-def _log(path: Path, records) -> Path:
-    with path.open("w") as file:
-        for r in records:
-            for line in evidence_lines(r):
-                file.write(f"2026-01-01 00:00:00,000 rank {r.rank} INFO somewhere: {line}\n")
-            file.write("something else R3 \n")
-    return path
-
-
-def test_log_files_alone_pass_and_say_what_they_cannot_show(tmp_path):
-    log = _log(tmp_path / "a.log", [record(0, rank, "train", 1) for rank in (0, 1)])
-    result = check("--logs", log)
-    assert result.exit_code == 0, result.output
-    audit = audit_logs([log])
-    assert audit.claims["applied"] == "no evidence" and "fingerprints" in result.output
-    assert audit.numbers["ranks"] == 2 and audit.numbers["checks"] == 2
-
-
-def test_log_lines_fail_over_the_threshold_without_checks_and_over_an_assertion(tmp_path):
-    good = [record(0, 0, "train", 1)]
-    log = _log(tmp_path / "mismatch.log", [*good, record(0, 1, "train", 1, rows_mismatch=60)])
-    (only,) = audit_logs([log]).findings
-    assert only.ranks == (1,) and only.claim == "agreement" and only.got == "60 of 110"
-    log = _log(tmp_path / "short.log", good)
-    with log.open("a") as file:
-        file.write(evidence_lines(record(0, 0, "train", 2))[0] + "\n")
-    assert "R3 check lines" in audit_logs([log]).findings[0].what
-    log = _log(tmp_path / "assert.log", good)
-    with log.open("a") as file:
-        file.write("AssertionError: R3 mismatch tokens (5) > threshold (1.1)\n")
-    assert check("--logs", log).exit_code == 1
-
-
-def test_one_bad_call_is_not_hidden_by_many_good_ones(tmp_path):
-    calls = [record(s, 0, "train", 1) for s in range(200)]
-    bad = record(200, 0, "train", 1, rows_mismatch=30)
-    assert audit_logs([_log(tmp_path / "a.log", calls)], threshold=0.02).verdict == "passed"
-    assert audit_logs([_log(tmp_path / "b.log", [*calls, bad])], threshold=0.02).num_findings == 1
-
-
-def test_logs_without_a_line_are_no_evidence_even_beside_good_evidence(tmp_path):
-    run = write_run(tmp_path / "run")
-    log = _log(tmp_path / "empty.log", [])
-    assert check("--logs", log).exit_code == 3
-    assert check(run, "--logs", log).exit_code == 3
-
-
 def test_memory_does_not_grow_with_the_number_of_records(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(audit_read, "_BUDGET", 100)  # a window of 8 steps
     caplog.set_level(logging.CRITICAL)
@@ -306,3 +256,85 @@ def test_memory_does_not_grow_with_the_number_of_records(tmp_path, caplog, monke
     peak(5)  # imports
     # a step costs a few hundred bytes (index, metrics), its records of 7 KB cost nothing
     assert peak(400) - peak(100) < 300 * 2000
+
+
+def test_a_threshold_that_is_given_replaces_the_runs_own_and_its_verdict_by_it(tmp_path):
+    def drifted(r):
+        here = r.step == 1 and r.layer_number == 2
+        return replace(r, rows_mismatch=5, rows_overlap=5) if here else r
+
+    run = write_run(tmp_path / "run", change=drifted)  # fails its own 0.02 at step 1
+    audit = verdict_of(run)
+    assert audit["claims"] == {"applied": "passed", "covered": "passed", "agreement": "failed"}
+    result = check(run, "--r3-mismatch-threshold", "0.5", "--json")
+    (loose,) = json.loads(result.output)["audits"]
+    assert result.exit_code == 0, loose["findings"]
+    assert any(
+        "by its own threshold the run judged that steps 1 failed; 0.5" in note
+        for note in loose["notes"]
+    )
+    assert check(run, "--r3-mismatch-threshold", "0.04").exit_code == 1
+    # what else the run found still counts
+    steps = run / "evidence" / "steps.jsonl"
+    recorded = [{"what": "fingerprint", "got": 1, "expected": 2, "layer_number": 2}]
+    steps.write_text(
+        steps.read_text()
+        .replace('"failures": []', f'"failures": {json.dumps(recorded)}')
+        .replace('"passed": true', '"passed": false')
+    )
+    found = audit_run(run, threshold=0.5).findings
+    assert {(f.claim, f.step) for f in found} == {("applied", 0), ("applied", 1)}
+
+
+def test_a_threshold_error_that_the_records_do_not_show_is_of_the_agreement(tmp_path):
+    run = write_run(tmp_path / "run")
+    steps = run / "evidence" / "steps.jsonl"
+    text = steps.read_text().replace('"passed": true', '"passed": false', 1)
+    steps.write_text(text.replace('"threshold_error": null', '"threshold_error": "R3 tokens"', 1))
+    (only,) = verdict_of(run)["findings"]
+    assert only["claim"] == "agreement" and "judged it failed (R3 tokens)" in only["what"]
+
+
+@pytest.mark.parametrize("wrong", [True, False], ids=["failed", "passed"])
+def test_a_summary_that_cannot_be_written_is_neither_a_pass_nor_a_failure(tmp_path, wrong):
+    run = write_run(tmp_path / "run")
+    if wrong:
+        rank_file(run, 1).unlink()
+    file = tmp_path / "nowhere" / "r3.md"
+    result = check(run, "--markdown", file)
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert f"{file}: cannot write: No such file or directory" in result.output
+    assert ("failed: 1 finding" if wrong else "passed: 3 steps") in result.output
+
+
+def test_few_of_the_planned_steps_are_told_and_can_be_asked_for(tmp_path):
+    run = write_run(tmp_path / "run")
+    config = run / "config.toml"
+    config.write_text(config.read_text() + "[rollout]\nnum_rollout = 500\n")
+    result = check(run)
+    assert result.exit_code == 0 and "3 of the 500 steps of the configuration" in result.output
+    assert check(run, "--min-steps", "3").exit_code == 0
+    result = check(run, "--min-steps", "4")
+    assert result.exit_code == 1 and "is 3, expected 4 at least" in result.output
+    config.write_text(config.read_text().replace("500", "3"))
+    assert not audit_run(run).notes
+    assert check("--logs", config, "--min-steps", "4").exit_code == 2
+
+
+@pytest.mark.parametrize("line", ["garbage", '{"step": "1"}', '{"step": -1}', '{"loss": 1}'])
+def test_metrics_that_cannot_be_read_fail_with_their_line(tmp_path, line):
+    run = write_run(tmp_path / "run")
+    metrics = run / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([lines[0], line + "\n", *lines[2:]]))
+    (only,) = verdict_of(run)["findings"]
+    assert only["what"].startswith("metrics.jsonl line 2: ") and only["claim"] == "covered"
+
+
+def test_metrics_that_end_within_a_line_are_those_of_a_killed_run(tmp_path):
+    run = write_run(tmp_path / "run")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "ti')
+    audit = audit_run(run)
+    assert audit.verdict == "passed"
+    assert audit.notes == ["metrics.jsonl ends within a line: its writer was stopped"]

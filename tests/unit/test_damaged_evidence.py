@@ -6,15 +6,14 @@ import json
 import logging
 import tracemalloc
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.evidence.audit import audit_run
-from r3train.evidence.writer import EvidenceWriter, evidence_lines, rank_file
-from tests.unit.evidence_dirs import edit, record, write_run
+from r3train.evidence.writer import EvidenceWriter, rank_file
+from tests.unit.evidence_dirs import edit, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +47,8 @@ def failed(run: Path) -> list[str]:
         ({"passes": 1e25}, "passes is 1e+25, expected a list"),
         ({"passes": []}, "passes is [], expected 1 to 8 names"),
         ({"passes": [["train"]]}, "expected 1 to 8 names"),
+        ({"passes": ["x" * 101]}, "expected 1 to 8 names"),
+        ({"topk": 9}, "topk is 9, expected an integer from 1 to 8"),
         ({"expected_rows_filled": []}, "expected_rows_filled is [], expected an object"),
         ({"expected_rows_filled": {"1": 4}}, "expected the layers ['1', '2', '3']"),
         ({"expected_fingerprints": {"1000000000": "0x1"}}, "expected a layer from 1 to 4096"),
@@ -77,6 +78,7 @@ def test_a_damaged_verdict_of_a_step_is_named_with_file_and_line(tmp_path, chang
         ({"replay_pass": ["train"]}, "replay_pass is ['train'], expected text"),
         ({"rank": 0}, "rank is 0, expected 1, whose file this is"),
         ({"layer_number": 0}, "layer_number is 0, expected an integer from 1"),
+        ({"attempt": "x" * 101}, "expected text of at most 100 characters"),
         ({"counts_tokens": 1}, "counts_tokens is 1, expected true or false"),
         ({"attempt": {}}, "attempt is {}, expected text"),
     ],
@@ -189,37 +191,6 @@ def test_a_writer_that_goes_on_reads_the_end_of_its_file_alone(tmp_path):
     assert most < 1_000_000  # of 20 MB
 
 
-def _logs(tmp_path: Path, ranks: range) -> list[Any]:
-    flags = []
-    for rank in ranks:
-        path = tmp_path / f"rank_{rank}.log"
-        path.write_text(
-            "".join(f"{line}\n" for line in evidence_lines(record(0, rank, "train", 1)))
-        )
-        flags += ["--logs", path]
-    return flags
-
-
-def test_a_log_of_one_rank_of_two_fails_beside_the_run(tmp_path):
-    run = write_run(tmp_path / "run")
-    assert check(run, *_logs(tmp_path, range(2))).exit_code == 0
-    result = check(run, *_logs(tmp_path, range(1)), "--json")
-    assert result.exit_code == 1
-    (only,) = json.loads(result.output)["audits"][1]["findings"]
-    assert only["ranks"] == [1] and "no R3 line in the log files" in only["what"]
-    # alone nobody can know, and that is said
-    alone = check(*_logs(tmp_path, range(1)))
-    assert alone.exit_code == 0 and "the lines are of rank 0" in " ".join(alone.output.split())
-
-
-def test_a_log_line_with_impossible_numbers_is_named(tmp_path):
-    (_, path) = _logs(tmp_path, range(1))
-    wrapper, checked = evidence_lines(record(0, 0, "train", 1))
-    path.write_text(f"{wrapper}\n{checked.replace('110', '1' * 5000)}\n")
-    result = check("--logs", path)
-    assert result.exit_code == 1 and "a damaged line" in result.output
-
-
 def test_a_rank_without_experts_is_not_blamed_for_another_that_was_cut(tmp_path):
     """Rank 2 holds no layer with experts: its file is empty from the start."""
     run = write_run(tmp_path / "run", range(10))
@@ -234,3 +205,81 @@ def test_a_rank_without_experts_is_not_blamed_for_another_that_was_cut(tmp_path)
     rank_file(run, 1).write_text("")
     (only,) = audit_run(run).findings
     assert only.ranks == (1,) and only.what == "no record of steps 0..2, nor of any other"
+
+
+@pytest.mark.parametrize(
+    "changes, what, got, expected",
+    [
+        ({"replay_idx_sum": 0}, "sum of the expert ids", "0", "from 110 to 1430"),
+        ({"replay_idx_sum": 109}, "sum of the expert ids", "109", "from 110 to 1430"),
+        ({"replay_idx_sum": 1431}, "sum of the expert ids", "1431", "from 110 to 1430"),
+        ({"topk": 1}, "top-k of a call", "1", "2"),
+        ({"topk": 1, "map_sum": 110}, "entries of the routing map", "110", "0"),
+        ({"topk": 3, "map_sum": 330}, "top-k of a call", "3", "2"),
+    ],
+)
+def test_values_of_a_call_that_two_distinct_experts_a_row_cannot_have_fail(
+    tmp_path, changes, what, got, expected
+):
+    run = write_run(tmp_path / "run")
+    edit(run, 1, lambda rs: [{**r, **changes} for r in rs])
+    failed(run)
+    audit = audit_run(run)
+    (first, *_) = [f for f in audit.findings if what in f.what]
+    assert (first.step, first.ranks, first.layer_number) == (0, (1,), 1)
+    assert (first.got, first.expected) == (got, expected) and first.claim == "covered"
+
+
+def test_a_rank_that_holds_padding_alone_passes(tmp_path):
+    """As a data-parallel rank without a sample: padding takes distinct experts like any row."""
+    alone = dict.fromkeys(("rows_replayed", "rows_filled", "rows_equal", "rows_overlap"), 0)
+    run = write_run(tmp_path / "run", range(1), ranks=1)
+    edit_steps(run, lambda line: {**line, "world_size": 2, "expected_calls": _doubled(line)})
+    records = [json.loads(line) for line in rank_file(run, 0).read_text().splitlines()]
+    none = {**alone, "rows_mismatch": 0, "rows_padding": 110, "fingerprint": "0x0", "rank": 1}
+    none |= {name: 0 for name in records[0] if name.startswith("control_")}
+    edit_steps(run, lambda line: {**line, "counts": _with_padding(line["counts"], 6 * 110)})
+    rank_file(run, 1).write_text("".join(json.dumps({**r, **none}) + "\n" for r in records))
+    assert audit_run(run).verdict == "passed", audit_run(run).findings
+
+
+def _doubled(line: dict) -> dict:
+    return {
+        p: {s: {n: 2 * c for n, c in of.items()} for s, of in stages.items()}
+        for p, stages in line["expected_calls"].items()
+    }
+
+
+def _with_padding(counts: dict, rows: int) -> dict:
+    return {**counts, "rows_padding": counts["rows_padding"] + rows}
+
+
+def test_what_a_damaged_record_says_reaches_neither_terminal_nor_table_as_a_command(tmp_path):
+    odd = "a|b\x1b]0;title\x07\r\n\u202e<img>`"
+    run = write_run(tmp_path / "run\x1b[2J")
+    edit(run, 1, lambda rs: [{**r, "replay_pass": odd} if i == 7 else r for i, r in enumerate(rs)])
+    edit_steps(
+        run,
+        lambda line: {
+            **line,
+            "passed": False,
+            "failures": [{"replay_pass": odd, "stage": odd, "layer_number": odd, "what": odd}],
+            "threshold_error": odd,
+            "attempt": odd if line["step"] == 2 else line["attempt"],
+        },
+    )
+    for flags in ((), ("--markdown", "-")):
+        result = check(run, *flags)
+        assert result.exit_code == 1
+        assert not any(c in result.output for c in "\x1b\x07\r\u202e"), repr(result.output)
+        assert r"\x1b]0;title\x07" in result.output.replace("\\\\", "\\")
+    rows = [line for line in result.output.splitlines() if line.startswith("| ")]
+    assert len(rows) > 6 and any(r"a\|b" in row for row in rows)
+    for row in rows:
+        columns = row.replace(r"\|", "").count("|") - 1
+        assert columns == (3 if rows.index(row) < 4 else 4), row
+        assert "<img>" not in row.replace(r"\<", "")
+    logs = tmp_path / "a.log"
+    logs.write_bytes(b"AssertionError: R3 mismatch tokens \x1b[31m|red\n")
+    for flags in ((), ("--markdown", "-")):
+        assert "\x1b" not in check("--logs", logs, *flags).output
