@@ -27,7 +27,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from r3train.data.json_lines import append_lines, cut_truncated_line
+from r3train.data.json_lines import append_lines, cut_truncated_line, read_lines
 
 logger = logging.getLogger(__name__)
 
@@ -105,17 +105,11 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    # what follows the last newline is empty, or a line that never got finished
-    lines.pop()
     steps: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"{path}:{number}: got {line[:80]!r}, expected an object with a step")
+    for number, record in enumerate(read_lines(path), start=1):
+        if not isinstance(record.get("step"), int):
+            got = str(record)[:80]
+            raise ValueError(f"{path}:{number}: got {got}, expected an object with a step")
         steps[record["step"]] = {
             key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
             for key, value in record.items()

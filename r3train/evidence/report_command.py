@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from r3train.evidence.report_data import HeatMap
+    from r3train.evidence.report_evidence import HeatMap
     from r3train.evidence.report_svg import Chart
 
 
@@ -38,26 +40,52 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, png: Path | None) ->
         runs = [load_run(path, name) for path, name in zip(run_dirs, names(run_dirs))]
     except ValueError as error:
         raise click.UsageError(str(error)) from None
+    for run in runs:
+        for notice in run.notices:
+            click.echo(f"{run.name}: {notice}", err=True)
+    page = render(runs)
+    hint = "" if output else ": give --output"
     output = output or run_dirs[0] / "report.html"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(render(runs), encoding="utf-8")
-    click.echo(str(output))
+    _make_directory(output.parent, hint)
     if png is not None:
-        png.mkdir(parents=True, exist_ok=True)
+        _make_directory(png)
+    with _writing(output, hint):
+        output.write_text(page, encoding="utf-8")
+    click.echo(click.format_filename(output))
+    if png is not None:
         for chart in charts(runs):
-            click.echo(str(draw_chart(chart, png)))
-        for run in runs:
+            click.echo(click.format_filename(draw_chart(chart, png)))
+        for number, run in enumerate(runs, 1):
             if run.heat is not None:
-                click.echo(str(draw_heat(run.heat, run.name, png)))
+                path = draw_heat(run.heat, number, run.name, png)
+                click.echo(click.format_filename(path))
+
+
+@contextlib.contextmanager
+def _writing(path: Path, hint: str = "") -> Iterator[None]:
+    """What cannot be written is the user's to change: path and cause as a usage error."""
+    try:
+        yield
+    except OSError as error:
+        shown = click.format_filename(path)
+        raise click.UsageError(f"{shown}: cannot be written: {error.strerror}{hint}") from None
+
+
+def _make_directory(path: Path, hint: str = "") -> None:
+    with _writing(path, hint):
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError as error:  # a file has the name
+            raise NotADirectoryError(error.errno, "it is no directory") from None
 
 
 def names(paths: Sequence[Path]) -> list[str]:
     """A short name a run: the last part of its path, more parts where two would be alike."""
     parts = [path.absolute().parts for path in paths]
     depth = 1
-    while depth < 4 and len({p[-depth:] for p in parts}) < len(set(parts)):
+    while len({p[-depth:] for p in parts}) < len(set(parts)):
         depth += 1
-    return ["/".join(p[-depth:]) for p in parts]
+    return [click.format_filename("/".join(p[-depth:])) for p in parts]
 
 
 def draw_chart(chart: Chart, directory: Path) -> Path:
@@ -66,23 +94,32 @@ def draw_chart(chart: Chart, directory: Path) -> Path:
     colours = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#8A6D00", "#56B4E9")
     for line in chart.lines:
         if line.values:
-            style = {"ls": "--", "alpha": 0.6} if line.dashed else {"label": line.name}
+            # a space first: matplotlib leaves out what begins with an underscore
+            style = {"ls": "--", "alpha": 0.6} if line.dashed else {"label": f" {line.name}"}
             if len(line.values) == 1:
                 style["marker"] = "o"
             axes.plot(line.steps, line.values, color=colours[line.run % 6], lw=1.6, **style)
     if chart.log and any(v > 0 for line in chart.lines for v in line.values):
         axes.set_yscale("log")
-    axes.set_title(chart.title, loc="left", fontweight="bold")
-    axes.set_xlabel("step")
+    axes.set_title(chart.title, loc="left", fontweight="bold", pad=18)
+    small = {"fontsize": 8, "color": "#6b7280"}
+    axes.text(0, 1.02, chart.note, transform=axes.transAxes, **small)
+    missing = [part for text in chart.missing for part in textwrap.wrap(text, 100)]
+    axes.set_xlabel("\n".join(["step", *missing[:4]]), parse_math=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_ylabel(chart.note)
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        for text in axes.legend(handles, labels, framealpha=0.8, edgecolor="none").get_texts():
+            text.set_parse_math(False)  # a run's name may hold a $
     return _save(figure, directory, chart.title)
 
 
-def draw_heat(heat: HeatMap, name: str, directory: Path) -> Path:
-    """Agreement by layer and step as a PNG, from chance to all rows; returns its path."""
+def draw_heat(heat: HeatMap, number: int, name: str, directory: Path) -> Path:
+    """Agreement by layer and step as a PNG, from chance to all rows; returns its path.
+
+    number: of the run, which tells files of alike names apart.
+    """
     low = heat.chance or 0.0
     rows = [[float("nan") if v is None else v for v in row] for row in heat.values]
     figure, axes = _figure(min(9.0, max(2.4, 1.4 + 0.16 * len(rows))))
@@ -96,11 +133,12 @@ def draw_heat(heat: HeatMap, name: str, directory: Path) -> Path:
         stride = max(1, -(-len(labels) // 10))
         setter(range(0, len(labels), stride), [str(label) for label in labels[::stride]])
         words("step" if words == axes.set_xlabel else "layer")
-    axes.set_title(f"Routing agreement: {name}", loc="left", fontweight="bold")
+    title = f"Routing agreement: {name}"
+    axes.set_title(title, loc="left", fontweight="bold", parse_math=False)
     bar = figure.colorbar(image, ax=axes, label="share of rows")
     ticks = [low, (1 + low) / 2, 1.0]
     bar.set_ticks(ticks, labels=[f"chance {low:.1%}", f"{ticks[1]:.1%}", "100%"])
-    return _save(figure, directory, f"routing agreement of layers {name}")
+    return _save(figure, directory, f"routing agreement of layers {number} {name}")
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
@@ -115,5 +153,6 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 def _save(figure: Figure, directory: Path, title: str) -> Path:
     path = directory / f"{re.sub(r'[^a-z0-9]+', '_', title.lower()).strip('_')}.png"
-    figure.savefig(path)
+    with _writing(path):
+        figure.savefig(path)
     return path

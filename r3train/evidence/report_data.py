@@ -2,62 +2,52 @@
 
 from __future__ import annotations
 
-import json
-import math
-import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from r3train.evidence.audit import audit_run
-from r3train.evidence.audit_read import EvidenceFiles
-from r3train.evidence.audit_result import Audit
-from r3train.evidence.check import COUNTERS, STAGES
-from r3train.evidence.metrics import SAMPLES_FILE, numbers, read_metrics
+from r3train.evidence.audit_result import Audit, ranges
+from r3train.evidence.metrics import numbers
+from r3train.evidence.report_evidence import HeatMap, StepCheck, read_evidence
+from r3train.evidence.report_metrics import IDLE_SHARE, STEP_S, TIMES
+from r3train.evidence.report_read import Sample, read_samples, read_steps, read_uses_r3
 
-_EQUAL, _REPLAYED = COUNTERS.index("rows_equal"), COUNTERS.index("rows_replayed")
-_MAX_COLUMNS = 120
-# parts of a step's wall time, in the order of the loop; log-probs are inside perf/train_s
-TIMES = {
-    "waiting for rollout": "perf/rollout_wait_s",
-    "log-probs": "perf/log_prob_s",
-    "training": "perf/train_s",
-    "saving": "perf/save_s",
-    "publishing weights": "perf/publish_s",
-}
-
-
-@dataclass(frozen=True)
-class HeatMap:
-    """Share of rows in which the trainer's own choice is the replayed one: [layers][columns]."""
-
-    layers: list[int]
-    columns: list[tuple[int, int]]  # first and last step of each
-    values: list[list[float | None]]
-    chance: float | None
+_KINDS = ("worst", "slowest", "best")
+# within these a scale, a sum and a mean of a run's numbers stay numbers
+_SMALLEST, _LARGEST = 1e-300, 1e300
 
 
 @dataclass
 class RunReport:
-    """One run's name, settings, metrics, evidence and samples; parts that are missing are empty."""
+    """One run's name, settings, metrics, evidence and samples; parts that are missing are empty.
+
+    ``notices`` say what of the run's files was left out and why.
+    """
 
     path: Path
     name: str
-    config: dict[str, Any] = field(default_factory=dict)
+    uses_r3: bool | None = None  # None: not known
     records: list[dict[str, Any]] = field(default_factory=list)
     audit: Audit | None = None
     heat: HeatMap | None = None
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    checks: list[StepCheck] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
 
-    @property
-    def uses_r3(self) -> bool:
-        return bool(self.config.get("replay", {}).get("use_rollout_routing_replay"))
+    def series(self, key: str, *, positive: bool = False) -> tuple[list[int], list[float]]:
+        """Steps and numbers of a metric that can be drawn; ``positive`` for a logarithmic axis."""
+        pairs = [(s, v) for s, v in zip(*numbers(self.records, key)) if _drawable(v, positive)]
+        return [s for s, _ in pairs], [v for _, v in pairs]
 
-    def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and finite numbers of a metric."""
-        steps, values = numbers(self.records, key)
-        kept = [(s, v) for s, v in zip(steps, values) if math.isfinite(v)]
-        return [s for s, _ in kept], [v for _, v in kept]
+    def left_out(self, key: str, *, positive: bool = False) -> str:
+        """What ``series`` leaves out, in words: "nan at steps 2, 4"; empty where it is nothing."""
+        steps: dict[str, list[int]] = {}
+        for step, value in zip(*numbers(self.records, key)):
+            if not _drawable(value, positive):
+                steps.setdefault(f"{value:.3g}", []).append(step)
+        words = [f"{v} at step{'s' * (len(of) > 1)} {ranges(of)}" for v, of in steps.items()]
+        return "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
 
     def mean(self, key: str) -> float | None:
         values = self.series(key)[1]
@@ -69,82 +59,66 @@ class RunReport:
         return sum(tail) / len(tail) if tail else None
 
     def times(self) -> dict[str, float]:
-        """Seconds of the whole run by what they went to."""
-        sums = {name: sum(self.series(key)[1]) for name, key in TIMES.items()}
-        sums["training"] = max(0.0, sums["training"] - sums["log-probs"])
-        total = sum(self.series("perf/step_s")[1])
+        """Seconds of the whole run by what they went to, in the order of ``TIMES``."""
+        sums = {name: sum(self.series(key)[1]) for name, key, _ in TIMES}
+        for name, _, within in TIMES:
+            if within:
+                sums[within] = max(0.0, sums[within] - sums[name])
+        total = sum(self.series(STEP_S)[1])
         sums["other"] = max(0.0, total - sum(sums.values()))
         return {name: value for name, value in sums.items() if value > 0}
 
+    def generation(self) -> tuple[float, float] | None:
+        """Seconds of the steps' wall time with a request in flight, and without; None: not recorded.
+
+        Generation runs beside training, so it is no part of ``times``.
+        """
+        seconds = dict(zip(*self.series(STEP_S)))
+        steps, shares = self.series(IDLE_SHARE)
+        pairs = [
+            (seconds[step], share)
+            for step, share in zip(steps, shares)
+            if seconds.get(step, 0) > 0 and 0 <= share <= 1
+        ]
+        if not pairs:
+            return None
+        idle = sum(s * share for s, share in pairs)
+        return sum(s for s, _ in pairs) - idle, idle
+
 
 def load_run(path: Path, name: str) -> RunReport:
-    """Read a run directory.  Raises ValueError where it holds no metrics or damaged ones."""
-    try:
-        records = read_metrics(path)
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no metrics.jsonl: is it a run directory?") from None
-    run = RunReport(path, name, records=records, audit=audit_run(path), heat=_heat_map(path))
-    try:
-        run.config = tomllib.loads((path / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        pass
-    run.samples = _samples(path / SAMPLES_FILE)
+    """Read a run directory.  Raises ValueError where its metrics are missing or cannot be read."""
+    run = RunReport(path, name)
+    run.records = read_steps(path, run.notices)
+    run.uses_r3 = read_uses_r3(path, run.notices)
+    run.samples = _notable(path, run.notices)
+    run.audit = audit_run(path)
+    run.heat, run.checks = read_evidence(path, run.audit, run.records)
     return run
 
 
-def _heat_map(path: Path) -> HeatMap | None:
-    """Agreement of layer by step in the old-log-prob pass, in at most 120 columns."""
-    files = EvidenceFiles(path)
-    if not files.judged_steps:
-        return None
-    width = max(1, -(-len(files.judged_steps) // _MAX_COLUMNS))
-    column_of = {step: i // width for i, step in enumerate(files.judged_steps)}
-    sums: dict[tuple[int, int], list[int]] = {}
-    chance = None
-    for step in files.steps():
-        chance = step.line.get("agreement", {}).get("chance_equal", chance)
-        for (replay_pass, stage, layer), values in step.cells.items():
-            if replay_pass == "old_log_prob" and stage == STAGES[0]:
-                cell = sums.setdefault((layer, column_of[step.step]), [0, 0])
-                cell[0] += values[_EQUAL]
-                cell[1] += values[_REPLAYED]
-    layers = sorted({layer for layer, _ in sums})
-    count = max(column_of.values()) + 1
-
-    def share(layer: int, column: int) -> float | None:
-        equal, rows = sums.get((layer, column), (0, 0))
-        return equal / rows if rows else None
-
-    judged = files.judged_steps
-    columns = [
-        (judged[c * width], judged[min((c + 1) * width, len(judged)) - 1]) for c in range(count)
-    ]
-    values = [[share(layer, c) for c in range(count)] for layer in layers]
-    return HeatMap(layers, columns, values, chance) if layers else None
+def _drawable(value: float, positive: bool) -> bool:
+    return (value == 0 and not positive) or (
+        _SMALLEST <= (value if positive else abs(value)) <= _LARGEST
+    )
 
 
-def _samples(path: Path) -> list[dict[str, Any]]:
+def _notable(path: Path, notices: list[str]) -> list[Sample]:
     """The notable samples of the run: over all steps the worst, the slowest, the best."""
-    kinds: dict[str, list[dict[str, Any]]] = {}
-    if not path.is_file():
-        return []
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
-            try:
-                sample = json.loads(line)
-                kind = sample["kind"]
-            except (ValueError, KeyError, TypeError):
-                continue  # a last line that was cut
-            kept = kinds.setdefault(kind, [])
-            kept.append(sample)
-            if len(kept) > 200:
-                kinds[kind] = _most(kind, kept, 3)
-    return [s for kind in ("worst", "slowest", "best") for s in _most(kind, kinds.get(kind, []), 3)]
+    kinds: dict[str, list[Sample]] = {kind: [] for kind in _KINDS}
+    for sample in read_samples(path, notices):
+        kept = kinds[sample.kind]
+        kept.append(sample)
+        if len(kept) > 200:
+            kinds[sample.kind] = _most(sample.kind, kept)
+    return [sample for kind, kept in kinds.items() for sample in _most(kind, kept)]
 
 
-def _most(kind: str, samples: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    # of equals the latest: what the model writes now
-    sign = -1 if kind == "worst" else 1
-    key = "generation_s" if kind == "slowest" else "reward"
-    order = sorted(samples, key=lambda s: (sign * s.get(key, 0), s.get("step", 0)))
-    return order[::-1][:count]
+def _most(kind: str, samples: list[Sample]) -> list[Sample]:
+    """The three that are most of their kind; of equals the latest: what the model writes now."""
+
+    def rank(s: Sample) -> tuple[float, int]:
+        value = (s.generation_s or 0.0) if kind == "slowest" else s.reward
+        return (-value if kind == "worst" else value), s.step
+
+    return sorted(samples, key=rank, reverse=True)[:3]

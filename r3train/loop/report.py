@@ -118,6 +118,7 @@ _NAMES = {
     "log_prob_gap_far": "log_prob_gap_far_share",
 }
 _LAST = ("lr",)
+# the p99.9 too: of all tokens of the rollout it is that at most, and not known
 _MAX = ("log_prob_gap_max", "log_prob_gap_p999")
 _SUM = ("num_loss_tokens", "skipped_steps")
 

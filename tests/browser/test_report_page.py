@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from tests.browser import chromium
+from tests.unit.evidence_dirs import write_run
+from tests.unit.report_runs import with_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 RECORDED = Path(__file__).parent / "recorded"
@@ -52,11 +55,35 @@ async def test_the_report_fits_the_window_and_asks_for_nothing(width, program, p
     assert seen.complaints == [] and seen.requests == []
     assert seen.page_width == width and seen.wide == [] and seen.cut == []
     assert seen.smallest_font >= 9, "nobody reads that"
-    for words in ("r3train report", "Side by side", "Where the time went", "passed: 8 steps"):
+    for words in (
+        *("r3train report", "Side by side", "Where the time went", "generating", "weight sync"),
+        *("passed: 8 steps", "R3 coverage", "Lowest reward, step 7"),
+    ):
         assert words in seen.text
     (tmp_path / f"report_{width}.png").write_bytes(seen.screenshot)
     shown = struct.unpack(">II", seen.screenshot[16:24])  # PNG: width and height in its header
     assert shown == (width, seen.height) and len(seen.screenshot) > 50_000
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+async def test_what_failed_and_what_was_left_out_fit_the_window(width, program, tmp_path):
+    def wrong(record):
+        return replace(record, fingerprint=1) if record.step == 3 else record
+
+    runs = [write_run(tmp_path / name, range(9), change=wrong) for name in ("short", "long_" * 12)]
+    with_metrics(runs[1])
+    (runs[1] / "config.toml").write_text("replay = 3")
+    arguments = ["report", *map(str, runs)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    seen = await seen_at(width, program, runs[0] / "report.html", tmp_path / "profile")
+    assert seen.complaints == [] and seen.requests == []
+    assert seen.page_width == width and seen.wide == [] and seen.cut == []
+    assert seen.smallest_font >= 9
+    for words in (
+        *("1 step failed: step 3", "layer 1: route fingerprint is", "not drawn: nan at steps 0..3"),
+        "config.toml: replay is 3, expected a table",
+    ):
+        assert words in seen.text
 
 
 @pytest.mark.parametrize(

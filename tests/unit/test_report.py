@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from matplotlib.image import imread
 
 from r3train.cli import main
 from r3train.evidence.metrics import MetricsWriter
@@ -16,23 +16,7 @@ from r3train.evidence.report_data import load_run
 from r3train.evidence.report_html import render
 from r3train.evidence.report_svg import Chart, Line, chart_svg, short, thinned, ticks
 from tests.unit.evidence_dirs import write_run
-
-EVIL = "<script>alert(1)</script><img src=http://example.com/x>"
-
-
-def with_metrics(run_dir: Path, *, gap: float = 0.01) -> Path:
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-    with MetricsWriter(run_dir, tensorboard=False) as metrics:
-        for step in range(4):
-            values = {"rollout/reward_mean": step / 4, "train/log_prob_gap_mean": gap}
-            values |= {"perf/step_s": 2.0, "perf/train_s": 1.2, "perf/log_prob_s": 0.4}
-            values |= {"perf/rollout_wait_s": 0.5, "train/loss": float("nan")}
-            metrics.write(step, values)
-            sample = {"kind": "worst", "reward": 0.1, "response_len": 3, "finish_reason": "stop"}
-            sample |= {"prompt": "say", "text": f"{EVIL} {step}", "generation_s": step + 0.25}
-            metrics.write_samples(step, [sample, {**sample, "kind": "slowest"}])
-    return run_dir
+from tests.unit.report_runs import Page, report, with_metrics
 
 
 @pytest.fixture
@@ -42,29 +26,6 @@ def runs(tmp_path) -> list[Path]:
     without = with_metrics(tmp_path / "without", gap=0.04)
     (without / "config.toml").write_text("[replay]\nuse_rollout_routing_replay = false\n")
     return [with_r3, without]
-
-
-class Page(HTMLParser):
-    """Tags with their attributes, and whether every tag was closed."""
-
-    VOID = {"meta", "link", "br", "img", "line", "rect", "circle", "polyline"}
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags, self.open = [], []
-        self.feed(text)
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        if tag not in self.VOID:
-            assert self.open.pop() == tag
 
 
 def test_the_page_needs_no_other_file_and_runs_no_script(runs):
@@ -81,7 +42,7 @@ def test_the_page_needs_no_other_file_and_runs_no_script(runs):
 
 def test_what_r3_did_is_in_one_table_with_a_ratio(runs):
     text = render([load_run(path, path.name) for path in runs])
-    row = re.search(r"<tr><td>log-prob gap, mean</td>(.*?)</tr>", text, re.S)[1]
+    row = re.search(r"<tr><td[^>]*>log-prob gap, mean</td>(.*?)</tr>", text, re.S)[1]
     assert re.findall(r">([\d.]+(?: x)?)<", row) == ["0.01", "0.04", "4.00 x"]
     assert "no evidence: the run did not use R3" in text
     assert "passed: 4 steps" in text
@@ -93,12 +54,6 @@ def test_the_heat_map_holds_every_layer_and_step(runs):
     assert heat.values == [[0.9] * 4] * 3 and heat.chance == pytest.approx(1 / 28)
     many = load_run(with_metrics(write_run(runs[0].parent / "m", range(250))), "m").heat
     assert len(many.columns) == 84 and many.columns[-1] == (249, 249)
-
-
-def test_times_are_split_without_counting_log_probs_twice(runs):
-    times = load_run(runs[0], "a").times()
-    wanted = {"waiting for rollout": 2.0, "log-probs": 1.6, "training": 3.2, "other": 1.2}
-    assert times == pytest.approx(wanted)
 
 
 def test_a_failed_run_shows_what_failed_and_where(tmp_path):
@@ -122,20 +77,41 @@ def test_the_command_writes_page_and_pictures(runs, tmp_path):
     args = ["report", *map(str, runs), "--output", str(tmp_path / "r.html")]
     result = CliRunner().invoke(main, [*args, "--png", str(tmp_path / "png")])
     assert result.exit_code == 0, result.output
-    for name in ("reward", "routing_agreement_of_layers_with_r3"):
+    for name in ("reward", "routing_agreement_of_layers_1_with_r3"):
         assert (tmp_path / "png" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert not list((tmp_path / "png").glob("*layers_without*"))
     assert CliRunner().invoke(main, ["report", str(tmp_path / "nowhere")]).exit_code == 2
 
 
+def test_pictures_of_runs_with_alike_names_are_files_of_their_own(tmp_path):
+    runs = [with_metrics(write_run(tmp_path / name)) for name in ("run_a", "run a", "run-A")]
+    args = ["report", *map(str, runs), "--png", str(tmp_path / "png")]
+    printed = CliRunner().invoke(main, args).output.splitlines()
+    maps = [f"{tmp_path}/png/routing_agreement_of_layers_{n}_run_a.png" for n in (1, 2, 3)]
+    assert [line for line in printed if "layers" in line] == maps
+    assert len(set(printed)) == len(printed)
+    assert sorted(map(str, (tmp_path / "png").iterdir())) == sorted(printed[1:])
+
+
+def test_nothing_is_cut_off_at_the_edge_of_a_picture(tmp_path):
+    run = with_metrics(write_run(tmp_path / "run", range(4)))
+    assert report(run, "--png", tmp_path / "png").exit_code == 0
+    for picture in (tmp_path / "png").iterdir():
+        pixels = imread(picture)[..., :3]
+        for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+            assert (edge == 1).all(), picture
+
+
 def test_runs_of_one_name_are_told_apart():
     assert names([Path("/a/x/run"), Path("/a/y/run")]) == ["x/run", "y/run"]
     assert names([Path("/a/one")]) == ["one"]
+    deep = [Path(f"/{top}/b/c/d/e/run") for top in "xy"]
+    assert names(deep) == ["x/b/c/d/e/run", "y/b/c/d/e/run"]
 
 
 def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
     samples = load_run(runs[0], "a").samples
-    slowest = [s["generation_s"] for s in samples if s["kind"] == "slowest"]
+    slowest = [s.generation_s for s in samples if s.kind == "slowest"]
     assert slowest == [3.25, 2.25, 1.25]
     assert "3 tokens in 3.25 s" in render([load_run(runs[0], "a")])
 
