@@ -150,6 +150,8 @@ def _load_object(file: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file}: cannot read: {error.strerror}") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{file}: nested too deeply for a configuration") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8: {error}") from None
     if not isinstance(content, dict):

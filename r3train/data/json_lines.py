@@ -44,7 +44,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             break
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: got {type(record).__name__}, expected an object")

@@ -92,7 +92,12 @@ def test_a_missing_config_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     "content, message",
-    [("{", "not JSON"), ("[]", "must hold a JSON object, got list"), ("\xff", "not UTF-8")],
+    [
+        ("{", "not JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ("\xff", "not UTF-8"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
 )
 def test_a_config_that_is_no_object_is_refused(tmp_path, content, message):
     (tmp_path / "config.json").write_bytes(content.encode("latin-1"))

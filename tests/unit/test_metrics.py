@@ -70,7 +70,7 @@ def test_a_truncated_last_line_is_left_out_and_cut_off_by_a_resumed_run(tmp_path
     assert [(r["step"], r["a"]) for r in read_metrics(path)] == [(0, 1), (1, 5)]
 
 
-@pytest.mark.parametrize("line", ["{oops", "[1, 2]", '{"a": 1}', ""])
+@pytest.mark.parametrize("line", ["{oops", "[1, 2]", '{"a": 1}', "", "[" * 100_000, "9" * 5000])
 def test_a_bad_line_in_the_middle_is_an_error_with_file_and_line(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n' + line + '\n{"step": 1}\n')
