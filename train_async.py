@@ -19,6 +19,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.cross_checks import replay_warnings
 from r3train.config.options import train_options, usage_errors
+from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import (
     Job,
     loop_settings,
@@ -39,6 +40,9 @@ def main(config: RunConfig) -> None:
         if rank == 0:
             click.echo(config.to_toml())
         return
+    if rank == 0:
+        with usage_errors():
+            server_gpus_here(config)
     sys.exit(run(job, rank))
 
 

@@ -11,6 +11,8 @@ BIN=${BIN:-$R3TRAIN_ROOT/.venv/bin}
 CONFIG=${CONFIG:-configs/tiny_cpu.toml}
 RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
+# of each SGLang server: its tensor parallelism; unset, what the recipe says
+GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
 SAVE_INTERVAL=${SAVE_INTERVAL:-20}
 # the signal comes this long before the end of the job; the ranks get a little less
 SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
@@ -31,6 +33,32 @@ export R3TRAIN_ENGINE_API_KEY
 
 STOPPED=""
 STEPS=()
+
+# A setting that cannot be: nothing is started.
+refuse() {
+    echo "$*" >&2
+    exit 2
+}
+require_count() {
+    [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
+}
+[[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
+# of this node, and so of every one; 0 where Slurm knows of none
+node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
+node_gpus=${node_gpus##*:} # h100:8
+
+# SGLang beside the ranks of one node: train_async.py puts it on the GPUs behind theirs, and looks
+# again, for the recipe may name servers elsewhere.
+own_server_flags=()
+server_beside_ranks() {
+    [[ -n $GPUS_PER_SERVER ]] || return 0
+    require_count NPROC_PER_NODE # torchrun's gpu and auto would leave the server nothing
+    local both=$((NPROC_PER_NODE + GPUS_PER_SERVER))
+    ((node_gpus == 0 || both <= node_gpus)) ||
+        refuse "$NPROC_PER_NODE ranks and a server of $GPUS_PER_SERVER GPUs take $both, and a node has" \
+            "$node_gpus: lower NPROC_PER_NODE or GPUS_PER_SERVER"
+    own_server_flags=(--sglang-tp-size "$GPUS_PER_SERVER")
+}
 
 # Start a command in the background and remember it for signals and teardown.
 step() {

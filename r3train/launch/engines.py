@@ -13,6 +13,7 @@ import torch
 from r3train.data.order import PromptOrder
 from r3train.evidence.console import RunDisplay
 from r3train.launch.conversations import conversations, samples_per_episode
+from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.launch.route_stores import RouteStores
 from r3train.rewards.registry import Reward
@@ -77,9 +78,10 @@ class Engines:
         if self._addrs:
             return
         count = config.rollout.rollout_num_engines
+        gpus = server_gpus_here(config)
         for i in range(count):
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
-            args = self._server_args(i)
+            args = self._server_args(i, gpus)
             host = str(args.pop("host", LOOPBACK))
             if not is_loopback(host):  # one for all of them, known to this job alone
                 self._api_key = self._api_key or secrets.token_hex(16)
@@ -99,14 +101,13 @@ class Engines:
             self._servers.append(server)
             server.start()
 
-    def _server_args(self, index: int) -> dict[str, object]:
+    def _server_args(self, index: int, gpus: list[range]) -> dict[str, object]:
         """The given server flags; every server gets a port, and on GPUs devices, of its own."""
         given: dict[str, object] = dict(self.job.config.rollout.sglang)
         if "port" in given:
             given["port"] = int(given["port"]) + index
-        if index and torch.cuda.is_available():
-            tp_size = int(given.get("tp_size", given.get("tp", 1)))  # both are SGLang's spelling
-            given["base_gpu_id"] = int(given.get("base_gpu_id", 0)) + index * tp_size
+        if gpus:
+            given["base_gpu_id"] = gpus[index].start
         return given
 
     def use_route_stores(self, stores: RouteStores) -> None:

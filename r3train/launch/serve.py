@@ -17,6 +17,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import train_options, usage_errors
+from r3train.launch.gpus import served_gpus
 from r3train.rollout.backend import EngineError
 from r3train.rollout.engine_key import engine_api_key
 from r3train.rollout.sglang_flags import check_server_flags
@@ -27,6 +28,18 @@ from r3train.rollout.sglang_server import SGLangServer
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to bind.")
 @click.option("--port", type=int, help="[default: a free one]")
 @click.option("--index", default=0, show_default=True, help="Of several servers: its seed differs.")
+@click.option(
+    "--local-index",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Of several servers of its node: it takes the GPUs behind those of the ones before it.",
+)
+@click.option(
+    "--num-gpus",
+    type=click.IntRange(1),
+    help="GPUs that it gets: --sglang-tp-size follows, or must agree.",
+)
 @click.option("--log", type=click.Path(path_type=Path), help="[default: standard output]")
 @click.option(
     "--address-file",
@@ -38,6 +51,8 @@ def serve(
     host: str,
     port: int | None,
     index: int,
+    local_index: int,
+    num_gpus: int | None,
     log: Path | None,
     address_file: Path | None,
     flags: tuple[str, ...],
@@ -47,15 +62,24 @@ def serve(
     The environment variable R3TRAIN_ENGINE_API_KEY is its key, here and where the trainer runs; a
     host other than loopback needs one.
     """
+    import torch
+
     config = _config(flags)
     with usage_errors():
-        check_server_flags(config.rollout.sglang)
+        server_args: dict[str, object] = dict(config.rollout.sglang)
+        check_server_flags(server_args)
+        server_args |= served_gpus(
+            server_args,
+            num_gpus=num_gpus,
+            local_index=local_index,
+            num_visible=torch.cuda.device_count(),
+        )
         read_hf_facts(config.model.hf_checkpoint)
         server = SGLangServer(
             config.model.hf_checkpoint,
             log or Path("/dev/stdout"),
             dtype="bfloat16" if config.model.bf16 else "float32",
-            server_args=dict(config.rollout.sglang),
+            server_args=server_args,
             return_routed_experts=config.replay.use_rollout_routing_replay,
             seed=config.rollout.rollout_seed + index,
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,

@@ -27,6 +27,7 @@ pytestmark = [
     ),
 ]
 CLUSTER = jobs.ROOT / "slurm" / "local_cluster.sh"
+GUARD = "r3train.rollout.server_guard"
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 DAEMONS = ("munged", "slurmctld", "slurmd-127.0.0.1", "slurmd-127.0.0.2")
 
@@ -100,23 +101,37 @@ def test_a_planted_route_shift_fails_the_job_and_names_step_and_layers(
     assert summary.startswith("### R3 evidence: failed")
 
 
-def test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes(
-    slurm, tmp_path, tiny_flags, engine
-):
+def test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes(slurm, tmp_path, tiny_flags):
+    """Both starts with a server of their own: rank 0's child under srun, and gone after the job."""
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--rollout-external-engine-addrs", engine]
-    flags += ["--num-rollout", "12"]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "12"]
+    flags += ["--rollout-server-start-timeout-s", "600"]
     _, job_id = submit(slurm, "train_single_node.sbatch", run_dir, *flags)
-    _wait(lambda: len(_steps(run_dir)) >= 2, "two steps")
+    seen: set[psutil.Process] = set()
+
+    def trained_two() -> bool:
+        seen.update(_processes(job_id))
+        return len(_steps(run_dir)) >= 2
+
+    def ended() -> bool:
+        seen.update(_processes(job_id))
+        return _fact(slurm, job_id, "JobState") in ENDED
+
+    _wait(trained_two, "two steps")
+    (guard,) = [p for p in seen if _runs_still(p) and GUARD in p.cmdline()]
+    assert _variable(guard.parent(), "RANK") == "0" and _variable(guard, "SLURM_STEP_ID")
+    of_server = set(guard.children(recursive=True))
+    assert len(of_server) > 1 and of_server <= _processes(job_id)
     # what Slurm itself sends 120 s before the end of the job (--signal=B:USR1@120)
     subprocess.run(["scancel", "--signal=USR1", "--batch", job_id], env=slurm, check=True)
-    _wait(lambda: _fact(slurm, job_id, "JobState") in ENDED, "the second start to end")
+    _wait(ended, "the second start to end")
     output = output_of(run_dir)
     assert _fact(slurm, job_id, "JobState") == "COMPLETED", output
     assert "back into the queue" in output and "resuming from" in output
     # every step trained, none twice
     assert sorted(_steps(run_dir)) == list(range(12)), output
     assert "passed: 12 steps" in _verdict(run_dir)
+    _wait(lambda: not any(map(_runs_still, seen)), "the last process of the job to end", 30)
 
 
 def test_a_job_that_is_cancelled_or_preempted_saves_first(slurm, tmp_path, tiny_flags, engine):
@@ -163,6 +178,27 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
     gaps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert all(step["train/weight_probe_gap"] <= 1e-4 for step in gaps)
     assert cores and all(len(of) == psutil.cpu_count() for of in cores), "ranks share one core"
+
+
+def _processes(job_id: str) -> set[psutil.Process]:
+    """What a job has started on this machine: SGLang's title hides the environment of some of it."""
+    found = {p for p in psutil.process_iter() if _variable(p, "SLURM_JOB_ID") == job_id}
+    for process in tuple(found):
+        with contextlib.suppress(psutil.Error):
+            found.update(process.children(recursive=True))
+    return found
+
+
+def _runs_still(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _variable(process: psutil.Process, name: str) -> str | None:
+    with contextlib.suppress(psutil.Error):
+        return process.environ().get(name)
+    return None
 
 
 def _verdict(run_dir: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -51,21 +52,40 @@ def after(words: list[str], flag: str) -> str:
     return words[words.index(flag) + 1]
 
 
-def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path):
-    done, (servers, ranks) = render(
-        tmp_path,
-        "train_multi_node",
-        "--use-rollout-routing-replay",
-        nodes=16,
-        TRAIN_NODES="12",
-        NPROC_PER_NODE="8",
-        SERVERS_PER_NODE="2",
-        GPUS_PER_SERVER="4",
-        CONFIG="configs/qwen3_30b_a3b.toml",
-    )
+def documented(text: str, script: str) -> tuple[dict[str, str], list[str]]:
+    """(environment, words) of the one sbatch command of a page or a script's head, for a script."""
+    (line,) = [
+        found
+        for found in re.sub(r"\\\n#?\s*", "", text).splitlines()
+        if "sbatch " in found and f"{script}.sbatch" in found and "--gpus-per-node" in found
+    ]
+    words = shlex.split(line.lstrip("# "))
+    at = words.index("sbatch")
+    return dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]
+
+
+def render_documented(tmp_path: Path, text: str, script: str):
+    """What Slurm would run of that command: its settings, its nodes, and their GPUs."""
+    environment, words = documented(text, script)
+    at = words.index(f"slurm/{script}.sbatch")
+    asked = dict(word.lstrip("-").split("=", 1) for word in words[:at])
+    gpus = asked.pop("gpus-per-node")
+    environment |= {"SLURM_GPUS_PER_NODE": gpus, "SLURM_GPUS_ON_NODE": gpus}
+    nodes = int(asked.pop("nodes", "1"))
+    assert not asked
+    return render(tmp_path, script, *words[at + 1 :], nodes=nodes, **environment)
+
+
+@pytest.mark.parametrize("place", ["docs/slurm.md", "slurm/train_multi_node.sbatch"])
+def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path, place):
+    text = (ROOT / place).read_text()
+    done, (servers, ranks) = render_documented(tmp_path, text, "train_multi_node")
     assert done.returncode == 0, done.stderr
     assert "--nodelist=node13,node14,node15,node16" in servers
-    assert "--ntasks=8" in servers and "--gpus-per-task=4" in servers
+    # two of four GPUs on each node of eight
+    assert "--ntasks=8" in servers and "--ntasks-per-node=2" in servers
+    assert after(servers, "--num-gpus") == "4"
+    assert after(servers, "--config") == "configs/qwen3_30b_a3b.toml"
     assert "--use-rollout-routing-replay" in servers  # servers must return routed experts
     train = ",".join(f"node{i:02d}" for i in range(1, 13))
     assert f"--nodelist={train}" in ranks and "--ntasks=12" in ranks
@@ -73,8 +93,103 @@ def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path):
     assert after(ranks, "--rdzv-endpoint") == "node01:14711"
     assert after(ranks, "--rdzv-id") == "4711-0"
     assert after(ranks, "--rollout-external-engine-addrs") == "ADDRESSES"
-    assert ranks[-1] == "--use-rollout-routing-replay"
+    assert ranks[-2:] == ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
     assert after(ranks, "--save") == "/shared/runs/a/checkpoints" and "--auto-resume" in ranks
+
+
+def test_a_server_is_told_its_number_on_its_node(tmp_path):
+    """``slurm/server.sh``: the servers of a node take GPUs by it."""
+    program = tmp_path / "r3train"
+    program.write_text('#!/bin/sh\nprintf "%s " "$@"\n')
+    program.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "R3TRAIN_ROOT": str(ROOT), "BIN": str(tmp_path)}
+    environment |= {"SLURM_PROCID": "5", "SLURM_LOCALID": "1", "SLURMD_NODENAME": "node15"}
+    command = ["bash", "slurm/server.sh", "/there", "--num-gpus", "4"]
+    said = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+    words = said.split()
+    assert words[0] == "serve" and after(words, "--local-index") == "1"
+    assert after(words, "--index") == "5" and after(words, "--num-gpus") == "4"
+    assert after(words, "--host") == "node15" and after(words, "--address-file") == "/there/5.addr"
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"SERVERS_PER_NODE": "2"}, "SERVERS_PER_NODE is 2 on nodes of 8 GPUs: GPUS_PER_SERVER"),
+        (
+            {"SERVERS_PER_NODE": "2", "GPUS_PER_SERVER": "8"},
+            "SERVERS_PER_NODE 2 x GPUS_PER_SERVER 8 = 16",
+        ),
+        ({"GPUS_PER_SERVER": "16"}, "1 x GPUS_PER_SERVER 16 = 16 GPUs, and a node has 8"),
+        ({"GPUS_PER_SERVER": "four"}, "GPUS_PER_SERVER is four"),
+        ({"SERVERS_PER_NODE": "0"}, "SERVERS_PER_NODE is 0"),
+    ],
+)
+@pytest.mark.parametrize(
+    "gpus",
+    [{"SLURM_GPUS_ON_NODE": "8"}, {"SLURM_GPUS_PER_NODE": "h100:8"}],
+    ids=["count", "typed"],
+)
+def test_servers_that_would_share_or_miss_gpus_are_refused(tmp_path, given, gpus, said):
+    done, words = render(tmp_path, "train_multi_node", nodes=2, **given, **gpus)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert not words
+
+
+def test_servers_without_gpus_need_no_number_of_them(tmp_path):
+    done, (servers, _) = render(tmp_path, "train_multi_node", nodes=2, SERVERS_PER_NODE="2")
+    assert done.returncode == 0 and "--num-gpus" not in servers
+    done, (servers, _) = render(tmp_path, "train_multi_node", nodes=2, SLURM_GPUS_ON_NODE="8")
+    assert done.returncode == 0, "one server a node may take its size from the recipe"
+
+
+def test_one_node_of_8_gpus_is_4_of_ranks_and_4_of_the_server_behind_them(tmp_path):
+    text = (ROOT / "slurm/train_single_node.sbatch").read_text()
+    done, (ranks,) = render_documented(tmp_path, text, "train_single_node")
+    assert done.returncode == 0, done.stderr
+    assert after(ranks, "--nproc-per-node") == "4"  # GPUs 0 to 3, and the launcher goes on at 4
+    assert after(ranks, "--sglang-tp-size") == "4"
+
+
+@pytest.mark.parametrize("script", ["train_single_node", "r3_regression"])
+def test_ranks_and_server_that_do_not_fit_a_node_are_refused(tmp_path, script):
+    eight = {"SLURM_GPUS_ON_NODE": "8", "GPUS_PER_SERVER": "4"}
+    done, words = render(tmp_path, script, NPROC_PER_NODE="8", **eight)
+    assert done.returncode == 2 and not words
+    assert "8 ranks and a server of 4 GPUs take 12, and a node has 8" in done.stderr
+    done, (ranks,) = render(tmp_path, script, NPROC_PER_NODE="4", **eight)
+    assert done.returncode == 0 and after(ranks, "--sglang-tp-size") == "4"
+    done, words = render(tmp_path, script, NPROC_PER_NODE="gpu", **eight)
+    assert done.returncode == 2 and "NPROC_PER_NODE is gpu" in done.stderr and not words
+    done, (ranks,) = render(tmp_path, script, NPROC_PER_NODE="gpu")
+    assert done.returncode == 0 and "--sglang-tp-size" not in ranks
+
+
+def test_a_summary_that_cannot_be_written_is_said_before_anything_runs(tmp_path):
+    summary = tmp_path / "no such directory" / "r3.md"
+    done, words = render(tmp_path, "r3_regression", RENDER="", **regression(tmp_path, 0, summary))
+    assert done.returncode == 2 and str(summary) in done.stderr, done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("verdict", [0, 1, 2, 3])
+def test_the_regression_jobs_exit_code_is_that_of_check_evidence(tmp_path, verdict):
+    summary = tmp_path / "r3.md"
+    settings = regression(tmp_path, verdict, summary)
+    done, _ = render(tmp_path, "r3_regression", RENDER="", **settings)
+    assert done.returncode == verdict, done.stderr
+    assert (tmp_path / "ran").exists() and not summary.exists(), "left by the look beforehand"
+
+
+def regression(tmp_path: Path, verdict: int, summary: Path) -> dict[str, str]:
+    """Settings of a regression job that runs here, with programs in the place of srun and r3train."""
+    (tmp_path / "bin").mkdir(exist_ok=True)
+    log = tmp_path / "run/logs/slurm-4711-start0/node-a.log"
+    programs = {"srun": f"touch '{tmp_path}/ran' '{log}'", "r3train": f"exit {verdict}"}
+    for name, does in programs.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    return {"RUN_DIR": f"{tmp_path}/run", "BIN": f"{tmp_path}/bin", "SUMMARY": str(summary)}
 
 
 def test_two_jobs_and_two_starts_share_no_port_name_or_directory(tmp_path):
