@@ -19,16 +19,33 @@ _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "bold red"}
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option(
-    "--world-size", type=click.IntRange(1), help="Ranks in all.  [default: $WORLD_SIZE or 1]"
+    "--world-size",
+    type=click.IntRange(1),
+    envvar="WORLD_SIZE",
+    default=1,
+    help="Ranks in all.  [default: $WORLD_SIZE or 1]",
 )
-@click.option("--port", "ports", type=int, multiple=True, help="A port the run will listen on.")
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(1),
+    envvar="LOCAL_WORLD_SIZE",
+    help="Ranks on this node.  [default: $LOCAL_WORLD_SIZE, or all that its GPUs take]",
+)
+@click.option(
+    "--port",
+    "ports",
+    type=click.IntRange(1, 65535),
+    multiple=True,
+    help="A port the run will listen on.",
+)
 @click.option(
     "--probe", is_flag=True, help="Start a server and an actor and compare them (minutes)."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def doctor(
-    world_size: int | None,
+    world_size: int,
+    nproc_per_node: int | None,
     ports: tuple[int, ...],
     probe: bool,
     as_json: bool,
@@ -41,10 +58,14 @@ def doctor(
     config = _config(flags) if flags else None
     if probe and config is None:
         raise click.UsageError("--probe needs a configuration: --config FILE.toml")
-    world = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    if nproc_per_node is not None and nproc_per_node > world_size:
+        raise click.UsageError(
+            f"--nproc-per-node (LOCAL_WORLD_SIZE) {nproc_per_node} is more than --world-size "
+            f"(WORLD_SIZE) {world_size}, the ranks in all"
+        )
     findings: list[Finding] = []
     show = None if as_json else _Printer()
-    for finding in diagnose(config, world, ports, probe=probe):
+    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, probe=probe):
         findings.append(finding)
         if show is not None:
             show(finding)
@@ -58,24 +79,34 @@ def doctor(
 
 
 def diagnose(
-    config: Any | None, world_size: int, ports: tuple[int, ...] = (), *, probe: bool = False
+    config: Any | None,
+    world_size: int,
+    ports: tuple[int, ...] = (),
+    *,
+    nproc_per_node: int | None = None,
+    probe: bool = False,
 ) -> Iterator[Finding]:
-    """All findings, cheap ones first; ``config`` is a RunConfig or None."""
+    """All findings, cheap ones first; ``config`` is a RunConfig or None.
+
+    world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
+    take, and without GPUs all of them.
+    """
     from r3train.doctor import machine, model, versions
 
     num_gpus, gpu_bytes = _gpus()
     yield from versions.check_versions(cuda=bool(num_gpus))
-    yield from machine.check_devices(num_gpus, gpu_bytes, world_size, os.cpu_count() or 1)
-    yield from machine.check_shared_memory(world_size)
+    here = nproc_per_node or min(world_size, num_gpus or world_size)
+    yield from machine.check_devices(num_gpus, gpu_bytes, world_size, here, os.cpu_count() or 1)
+    yield from machine.check_shared_memory(here)
     for port in ports:
         yield from machine.check_port("port", "127.0.0.1", port)
     rendezvous = os.environ.get("MASTER_PORT")
-    if rendezvous and rendezvous.isdigit() and os.environ.get("RANK") is None:
-        yield from machine.check_port("MASTER_PORT", "127.0.0.1", int(rendezvous))
+    if rendezvous and os.environ.get("RANK") is None:
+        yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
         return
     failed = False
-    for finding in _of_config(config, world_size, num_gpus, gpu_bytes):
+    for finding in _of_config(config, world_size, here, num_gpus, gpu_bytes):
         failed |= finding.level == PROBLEM
         yield finding
     if not failed:
@@ -89,14 +120,16 @@ def diagnose(
     elif probe:
         from r3train.doctor.probe import probe_engines
 
-        yield from probe_engines(config)
+        yield from probe_engines(config, gpu_bytes)
 
 
-def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterator[Finding]:
+def _of_config(
+    config, world_size: int, nproc_per_node: int, num_gpus: int, gpu_bytes: int
+) -> Iterator[Finding]:
     import psutil
 
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import estimates, machine, model
+    from r3train.doctor import estimates, gpus, machine, model
     from r3train.doctor.finding import problem
     from r3train.rollout.engine_key import engine_api_key
 
@@ -109,7 +142,7 @@ def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterat
     yield from model.check_tokenizer(config, hf)
     host, port = config.rollout.sglang.get("host", "127.0.0.1"), config.rollout.sglang.get("port")
     if port is not None:
-        yield from machine.check_port("SGLang", str(host), int(port))
+        yield from machine.check_port("SGLang", str(host), port)
     api_key = None
     try:
         api_key = engine_api_key(os.environ)
@@ -117,6 +150,7 @@ def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterat
         yield problem("key of the servers", str(error), "set another one, or none")
     for address in config.rollout.rollout_external_engine_addrs:
         yield from machine.check_external_server(address, api_key)
+    yield from gpus.check_placement(config, num_gpus, nproc_per_node)
     run_dir = config.run.run_dir or Path("runs")
     try:
         weights = model.read_weights(config.model.hf_checkpoint) if hf else None
@@ -137,9 +171,12 @@ def _of_config(config, world_size: int, num_gpus: int, gpu_bytes: int) -> Iterat
             "checkpoints", config.checkpoint.save, kept * e.checkpoint_bytes
         )
     if not num_gpus:
-        needed = e.rank_bytes * world_size + 2 * weights.num_bytes + (world_size + 1) * (1 << 29)
+        needed = e.rank_bytes * nproc_per_node + 2 * weights.num_bytes
+        needed += (nproc_per_node + 1) * estimates.PROCESS_BYTES
         yield from machine.check_memory(psutil.virtual_memory().available, needed)
-    yield from estimates.describe(e, config, gpu_bytes)
+    else:
+        yield from gpus.check_gpu_memory(config, e, gpu_bytes, num_gpus, nproc_per_node)
+    yield from estimates.describe(e, config)
 
 
 def _gpus() -> tuple[int, int]:

@@ -7,7 +7,7 @@ is read: a situation that did not come about proves nothing, so it is a finding 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,23 @@ _ABORT_EVERY_S = 0.2
 # spelled out: a checkpoint's own defaults would change the log-probs
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
+Answer = tuple[RolloutSample, dict[str, Any]]  # with its meta_info
 _PINS = "compare versions with r3train doctor: 0.5.23 was measured"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """An answer, and the tokens at which the server began anew: after its cache, a chunk, a prompt."""
+
+    sample: RolloutSample
+    edges: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Situations:
     """Answers by the situation that they were drawn in, and what did not happen or went wrong."""
 
-    drawn: dict[str, RolloutSample]
+    drawn: dict[str, Drawn]
     findings: list[Finding]
 
 
@@ -59,18 +68,22 @@ async def draw_situations(
         short, long = texts
         out = Situations({}, [])
         server = await _server_info(asker, out)
-        await _try(out, "a fresh prompt", lambda: asker.ask(short, _ANSWER))
+        chunk = server.get("chunked_prefill_size")
+
+        async def draw(what: str, answer: Awaitable[Answer]) -> dict[str, Any] | None:
+            return await _try(out, what, chunk, answer)
+
+        await draw("a fresh prompt", asker.ask(short, _ANSWER))
         chunks = f"a prompt of {len(long)} tokens in chunks"
-        answer = await _try(out, chunks, lambda: asker.ask(long, _ANSWER))
-        if answer is not None:
-            out.findings.extend(_chunked(server.get("chunked_prefill_size"), len(long), answer[1]))
-        answer = await _try(out, "after a prefix-cache hit", lambda: asker.ask(long, _ANSWER))
-        if answer is not None:
-            out.findings.extend(_cached(server.get("disable_radix_cache"), len(long), answer[1]))
+        meta = await draw(chunks, asker.ask(long, _ANSWER))
+        if meta is not None:
+            out.findings.extend(_chunked(chunk, len(long), meta))
+        meta = await draw("after a prefix-cache hit", asker.ask(long, _ANSWER))
+        if meta is not None:
+            out.findings.extend(_cached(server.get("disable_radix_cache"), len(long), meta))
         half = long[: len(long) // 2]
-        await _try(out, "an aborted answer", lambda: asker.abort(half, context - len(half) - 1))
-        after = np.concatenate([half, short])
-        await _try(out, "after an abort", lambda: asker.ask(after, _ANSWER))
+        await draw("an aborted answer", asker.abort(half, context - len(half) - 1))
+        await draw("after an abort", asker.ask(np.concatenate([half, short]), _ANSWER))
         return out
 
 
@@ -85,10 +98,8 @@ class _Asker:
         self.control = SGLangControl(http)
         self._http, self._routes = http, routes
 
-    async def ask(
-        self, ids: np.ndarray, tokens: int, rid: str | None = None
-    ) -> tuple[RolloutSample, dict[str, Any]]:
-        """(the answer, its meta_info).  Raises ValueError for an answer that is not one."""
+    async def ask(self, ids: np.ndarray, tokens: int, rid: str | None = None) -> Answer:
+        """An answer of that many tokens.  Raises ValueError for an answer that is not one."""
         body = {
             "input_ids": ids.tolist(),
             "sampling_params": {**_SAMPLING, "max_new_tokens": tokens},
@@ -107,7 +118,7 @@ class _Asker:
         )
         return sample, answer["meta_info"]
 
-    async def abort(self, ids: np.ndarray, room: int) -> tuple[RolloutSample, dict[str, Any]]:
+    async def abort(self, ids: np.ndarray, room: int) -> Answer:
         """An answer that was cut short in generation: at least one token, ended by the abort.
 
         When a server begins and how fast it is are not known: a request that was aborted before its
@@ -158,10 +169,12 @@ async def _server_info(asker: _Asker, out: Situations) -> dict[str, Any]:
     return {}
 
 
-async def _try(out: Situations, what: str, draw: Callable[[], Any]) -> Any:
-    """Keep what is drawn under its situation, or say what went wrong; returns it or None."""
+async def _try(
+    out: Situations, what: str, chunk: Any, answer: Awaitable[Answer]
+) -> dict[str, Any] | None:
+    """Keep an answer under its situation, or say what went wrong; returns its meta_info or None."""
     try:
-        answer = await draw()
+        sample, meta = await answer
     except NotAborted as error:
         text = f"{what}: no request could be aborted while it generated: {error}"
         remedy = f"look for /abort_request in the server's log; {_PINS}"
@@ -171,14 +184,25 @@ async def _try(out: Situations, what: str, draw: Callable[[], Any]) -> Any:
         text = f"{what}: {type(error).__name__}: {str(error)[:300]}"
         out.findings.append(problem(SUBJECT, text, _PINS))
         return None
-    out.drawn[what] = answer[0]
-    return answer
+    out.drawn[what] = Drawn(sample, _edges(sample.prompt_len, chunk, meta))
+    return meta
+
+
+def _from_cache(meta: dict[str, Any]) -> int:
+    cached = meta.get("cached_tokens")
+    return cached if type(cached) is int else 0
+
+
+def _edges(prompt_len: int, chunk: Any, meta: dict[str, Any]) -> tuple[int, ...]:
+    """Where a chunk of prefill began, the first one behind the cache, and where the answer did."""
+    cached = _from_cache(meta)
+    step = chunk if type(chunk) is int and chunk > 0 else prompt_len
+    return (*range(cached, prompt_len, step), prompt_len)
 
 
 def _chunked(chunk: Any, prompt_len: int, meta: dict[str, Any]) -> list[Finding]:
     """Nothing where the prompt must have been prefilled in more than one chunk."""
-    cached = meta.get("cached_tokens")
-    computed = prompt_len - cached if type(cached) is int else prompt_len
+    computed = prompt_len - _from_cache(meta)
     if type(chunk) is int and 0 < chunk < computed:
         return []
     text = (

@@ -9,9 +9,12 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.doctor.finding import Finding, amount, fact, warning
+from r3train.doctor.finding import Finding, amount, fact
 from r3train.doctor.model import Weights
 from r3train.types import route_dtype
+
+# of a rank or a server before it holds anything: torch, Megatron, SGLang
+PROCESS_BYTES = 1 << 29
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,10 @@ def estimate(config: RunConfig, hf: HfModelFacts, weights: Weights, world_size: 
     )
 
 
-def describe(e: Estimate, config: RunConfig, gpu_bytes: int) -> Iterator[Finding]:
-    """The estimate in words, with what it means for the GPU."""
+def describe(e: Estimate, config: RunConfig) -> Iterator[Finding]:
+    """The estimate in words."""
     text = f"{amount(e.rank_bytes)} a rank for weights, gradients and optimizer; activations on top"
-    if gpu_bytes and e.rank_bytes > 0.9 * gpu_bytes:
-        remedy = "more ranks (expert or pipeline parallel), --use-distributed-optimizer, --bf16"
-        yield warning("memory estimate", f"{text}; the GPU has {amount(gpu_bytes)}", remedy)
-    else:
-        yield fact("memory estimate", text)
+    yield fact("memory estimate", text)
     if config.replay.use_rollout_routing_replay and e.route_row_bytes:
         yield fact(
             "route estimate",

@@ -26,23 +26,26 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def check_devices(num_gpus: int, gpu_bytes: int, world_size: int, cores: int) -> Iterator[Finding]:
-    """GPUs against ranks; without any, ranks against cores."""
+def check_devices(
+    num_gpus: int, gpu_bytes: int, world_size: int, nproc_per_node: int, cores: int
+) -> Iterator[Finding]:
+    """GPUs against this node's ranks; without any, its ranks against its cores."""
+    here = f"{nproc_per_node} of {world_size} ranks on this node"
     if num_gpus:
-        yield fact("devices", f"{num_gpus} GPU(s) of {amount(gpu_bytes)}")
-        if world_size > num_gpus:
-            text = f"{world_size} ranks on this node and {num_gpus} GPU(s)"
+        yield fact("devices", f"{num_gpus} GPU(s) of {amount(gpu_bytes)}, {here}")
+        if nproc_per_node > num_gpus:
+            text = f"{nproc_per_node} ranks on this node and {num_gpus} GPU(s)"
             yield problem("devices", text, f"torchrun --nproc-per-node {num_gpus}, or more nodes")
         return
-    yield fact("devices", f"no GPU: Megatron and SGLang run on {cores} CPU cores")
+    yield fact("devices", f"no GPU: Megatron and SGLang run on {cores} CPU cores, {here}")
     threads = os.environ.get("OMP_NUM_THREADS")
     if (
         threads is None
         or not threads.isdigit()
-        or int(threads) * world_size > max(cores, world_size)
+        or int(threads) * nproc_per_node > max(cores, nproc_per_node)
     ):
         shown = "unset" if threads is None else threads
-        text = f"OMP_NUM_THREADS is {shown}: {world_size} ranks would fight over {cores} cores"
+        text = f"OMP_NUM_THREADS is {shown}: {nproc_per_node} ranks would fight over {cores} cores"
         yield warning("devices", text, "export OMP_NUM_THREADS=1")
 
 
@@ -66,12 +69,12 @@ def check_room(
         yield ok(subject, text)
 
 
-def check_shared_memory(world_size: int, *, free_bytes: int | None = None) -> Iterator[Finding]:
-    """/dev/shm holds NCCL's and torch's buffers; containers often give it 64 MiB."""
+def check_shared_memory(nproc_per_node: int, *, free_bytes: int | None = None) -> Iterator[Finding]:
+    """/dev/shm holds NCCL's and torch's buffers of this node's ranks; containers often give 64 MiB."""
     if not _SHM.is_dir():
         return
     free = shutil.disk_usage(_SHM).free if free_bytes is None else free_bytes
-    needed = max(256 << 20, world_size * (128 << 20))
+    needed = max(256 << 20, nproc_per_node * (128 << 20))
     text = f"{_SHM}: {amount(free)} free, about {amount(needed)} needed"
     if free < needed:
         yield problem("shared memory", text, "docker run --shm-size=16g, or mount a larger tmpfs")
@@ -79,8 +82,14 @@ def check_shared_memory(world_size: int, *, free_bytes: int | None = None) -> It
         yield ok("shared memory", text)
 
 
-def check_port(subject: str, host: str, port: int) -> Iterator[Finding]:
-    """Whether a port that the run will listen on is free."""
+def check_port(subject: str, host: str, port: object) -> Iterator[Finding]:
+    """Whether a port that the run will listen on is one, and free; ``port`` is as it was given."""
+    number = _port_number(port)
+    if number is None:
+        text = f"{port!r} is no port: expected a number from 1 to 65535"
+        yield problem(subject, text, "give another, or unset it")
+        return
+    port = number
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as sock:
@@ -95,6 +104,14 @@ def check_port(subject: str, host: str, port: int) -> Iterator[Finding]:
             yield problem(subject, text, "name an address of this machine, and a port above 1023")
         return
     yield ok(subject, f"port {port} of {host} is free")
+
+
+def _port_number(given: object) -> int | None:
+    try:
+        number = int(str(given))
+    except ValueError:
+        return None
+    return number if 1 <= number <= 65535 else None
 
 
 def check_external_server(
@@ -113,7 +130,7 @@ def check_external_server(
             answer.read()
             statuses.append(answer.status)
         connection.close()
-    except (OSError, ValueError, http.client.HTTPException) as error:
+    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:
         remedy = "start it (r3train serve), or mend --rollout-external-engine-addrs"
         yield problem(subject, f"does not answer: {error}", remedy)
         return
@@ -127,12 +144,25 @@ def check_external_server(
         yield problem(subject, f"/health answers {statuses[0]}", "look at the server's log")
 
 
-def check_memory(available_bytes: int, needed_bytes: float) -> Iterator[Finding]:
-    """Host memory against what ranks and engine take on a CPU machine."""
-    text = f"{amount(available_bytes)} available, about {amount(needed_bytes)} needed"
+def check_memory(
+    available_bytes: float,
+    needed_bytes: float,
+    *,
+    margin_bytes: float = 2 * _GIB,
+    subject: str = "memory",
+    of_what: str = "",
+    remedy: str = "fewer ranks, a smaller model, or a machine with more",
+    near: str = "close other programs",
+) -> Iterator[Finding]:
+    """Memory against what must be held in it: a problem past it, a warning within the margin.
+
+    By default the host's, with ranks and engine on a CPU machine.  of_what: says what is needed.
+    near: the remedy of the warning.
+    """
+    text = f"{amount(available_bytes)} available, about {amount(needed_bytes)} needed{of_what}"
     if available_bytes < needed_bytes:
-        yield problem("memory", text, "fewer ranks, a smaller model, or a machine with more")
-    elif available_bytes < needed_bytes + 2 * _GIB:
-        yield warning("memory", text, "close other programs: the margin is below 2 GiB")
+        yield problem(subject, text, remedy)
+    elif available_bytes < needed_bytes + margin_bytes:
+        yield warning(subject, f"{text}: less than {amount(margin_bytes)} to spare", near)
     else:
-        yield ok("memory", text)
+        yield ok(subject, text)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit, replay_warnings
@@ -169,11 +171,8 @@ def read_weights(path: Path) -> Weights:
     """
     index = path / "model.safetensors.index.json"
     names = sorted(file.name for file in path.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            wanted = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{index}: not an index of weights: {error}") from None
+    if os.path.lexists(index):  # a link to nowhere too: an incomplete download
+        wanted = _indexed_files(index)
         missing = sorted(wanted - set(names))
         if missing:
             raise ValueError(f"{path}: {missing[0]} is missing ({len(missing)} of {len(wanted)})")
@@ -191,24 +190,63 @@ def read_weights(path: Path) -> Weights:
     return Weights(dense, expert, num_bytes, len(names))
 
 
+def _indexed_files(index: Path) -> set[str]:
+    """Names of the files that an index refers to.  Raises ValueError for one that is none."""
+    try:
+        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
+        if not all(isinstance(name, str) for name in wanted):
+            raise TypeError("weight_map must hold names of files")
+    except OSError as error:
+        raise ValueError(f"{index}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{index}: not an index of weights: {type(error).__name__}: {error}"
+        raise ValueError(text) from None
+    return wanted
+
+
 def _tensors(file: Path) -> Iterator[tuple[str, int, int]]:
     """(name, elements, bytes) of each tensor, from the header; the file must hold them all."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
-        if length + 8 > size:
-            raise ValueError(f"{file}: cut within its header ({size} bytes)")
-        try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
-            raise ValueError(f"{file}: its header is not JSON: {error}") from None
-    header.pop("__metadata__", None)
+    try:
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            head = stream.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
+            if length + 8 > size:
+                raise ValueError(f"{file}: cut within its header ({size} bytes)")
+            header = _header(file, stream.read(length))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     end = 0
     for name, entry in header.items():
-        begin, stop = entry["data_offsets"]
+        count, num_bytes, stop = _measured(file, name, entry)
         end = max(end, stop)
-        count = prod(entry["shape"])
-        yield name, count, count * _ITEM_BYTES.get(entry["dtype"], stop - begin)
+        yield name, count, num_bytes
     if 8 + length + end != size:
         raise ValueError(f"{file}: {size} bytes, its header tells of {8 + length + end}: cut?")
+
+
+def _header(file: Path, content: bytes) -> dict[str, Any]:
+    """What a shard says of its tensors, by name."""
+    try:
+        header = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: its header is not JSON: {error}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{file}: its header is a {type(header).__name__}, expected an object")
+    header.pop("__metadata__", None)
+    return header
+
+
+def _measured(file: Path, name: str, entry: Any) -> tuple[int, int, int]:
+    """(elements, bytes, end within the data) of one tensor's entry."""
+    try:
+        shape, (begin, stop), dtype = entry["shape"], entry["data_offsets"], entry["dtype"]
+        whole = all(type(number) is int and number >= 0 for number in (*shape, begin, stop))
+        if not whole or begin > stop or not isinstance(dtype, str):
+            raise ValueError
+    except (ValueError, TypeError, KeyError):
+        wanted = "a dtype, a shape and two data_offsets"
+        text = f"{file}: tensor {name!r} is {str(entry)[:100]}, expected {wanted}"
+        raise ValueError(text) from None
+    count = prod(shape)
+    return count, count * _ITEM_BYTES[dtype] if dtype in _ITEM_BYTES else stop - begin, stop

@@ -15,7 +15,7 @@ from aiohttp import web
 from r3train.doctor import engine_probe
 from r3train.doctor.engine_probe import draw_situations
 from r3train.doctor.finding import OK, PROBLEM, Finding
-from r3train.doctor.probe import Reference, judge_situations
+from r3train.doctor.judgement import FLOAT32, Expected, judge_situations
 from r3train.rollout.sglang_answer import ExpectedRoutes
 from r3train.routing.wire import encode_routed_experts
 from tests.unit.fake_engine_server import Fake
@@ -35,6 +35,13 @@ def routes(ids: np.ndarray) -> np.ndarray:
     """uint8[T-1, L, K]; of every token that was an input."""
     first = (ids[:-1, None] + np.arange(LAYERS)) % EXPERTS
     return np.stack([first, (first + 3) % EXPERTS], axis=-1).astype(np.uint8)
+
+
+def reference(ids: np.ndarray) -> Expected:
+    """The model's own forward; a chosen expert's logit is 1, another's 0."""
+    logits = np.zeros((len(ids) - 1, LAYERS, EXPERTS), dtype=np.float32)
+    np.put_along_axis(logits, routes(ids).astype(np.int64), 1, axis=-1)
+    return Expected(log_probs(ids), logits)
 
 
 class Engine:
@@ -81,6 +88,10 @@ class Engine:
         rows = routes(text)
         if len(self.seen) == self.faults.get("wrong_routes_in"):
             rows = np.roll(rows, 1, axis=0)
+        if len(self.seen) == self.faults.get("wrong_row", (0, 0))[0]:
+            rows[self.faults["wrong_row"][1]] = (rows[self.faults["wrong_row"][1]] + 1) % EXPERTS
+        if len(self.seen) == self.faults.get("shifted_from", (0, 0))[0]:
+            rows[self.faults["shifted_from"][1] :] = rows[self.faults["shifted_from"][1] - 1 : -1]
         meta = {
             "prompt_tokens": len(ids),
             "completion_tokens": len(output),
@@ -108,11 +119,11 @@ async def probe(long: np.ndarray = LONG, **faults) -> list[Finding]:
         drawn = await draw_situations(
             addr, expected, (SHORT, long), context=CONTEXT, request_timeout_s=20
         )
-    reference = Reference(log_probs, lambda ids: routes(ids).astype(np.int64))
     layers = range(1, LAYERS + 1)
-    return list(
-        judge_situations(drawn, reference, moe_layers=layers, tolerance=1e-3, least_share=0.99)
-    )
+    actor = {what: log_probs(answer.sample.token_ids) for what, answer in drawn.drawn.items()}
+    for what in faults.get("wrong_actor_in", ()):
+        actor[what] = actor[what] - 0.25
+    return list(judge_situations(drawn, reference, actor, moe_layers=layers, tolerance=FLOAT32))
 
 
 def wrong(findings: list[Finding]) -> list[str]:
@@ -124,8 +135,8 @@ def wrong(findings: list[Finding]) -> list[str]:
 async def test_a_good_server_is_quiet_and_every_situation_happened():
     findings = await probe()
     assert {f.level for f in findings} == {OK}, wrong(findings)
-    situations = {f.text.split(":")[0] for f in findings}
-    assert len(situations) == 5 and len(findings) == 10
+    situations = {f.text.split(":")[0].split(", ")[0] for f in findings}
+    assert len(situations) == 5 and len(findings) == 15
     assert {"after a prefix-cache hit", "an aborted answer", "after an abort"} < situations
 
 
@@ -195,15 +206,39 @@ async def test_routes_of_the_wrong_shape_are_found():
 )
 async def test_wrong_log_probs_and_routes_are_found_where_they_are(number, situation):
     faults = {"takes_s": 30.0, "begins_s": 0.0}  # aborted at the first try: the fourth request
-    (only,) = wrong(await probe(wrong_log_prob_in=number, **faults))
-    assert only.startswith(f"{situation}: largest gap of log-probs 0.5")
+    hf, actor = wrong(await probe(wrong_log_prob_in=number, **faults))
+    assert hf.startswith(f"{situation}, against HF: largest gap of log-probs 0.5")
+    assert actor.startswith(f"{situation}, against the actor: largest gap of log-probs 0.5")
     (only,) = wrong(await probe(wrong_routes_in=number, **faults))
     assert only.startswith(f"{situation}: ") and "of rows are the reference's" in only
+
+
+@pytest.mark.parametrize("row", [118, 119, 120, 124, -1])
+async def test_one_wrong_row_of_127_at_the_caches_boundary_or_in_the_answer_is_found(row):
+    """1 of 127 rows: a share over all of them would be 99.2%."""
+    (only,) = wrong(await probe(wrong_row=(3, row)))
+    assert only.startswith("after a prefix-cache hit: ")
+
+
+@pytest.mark.parametrize("row", [1, 63, 64, 100])
+async def test_one_wrong_row_of_a_prompt_in_chunks_is_found(row):
+    (only,) = wrong(await probe(wrong_row=(2, row)))
+    assert only.startswith("a prompt of 120 tokens in chunks: ")
 
 
 async def test_an_aborted_answer_is_judged_too():
     (only,) = wrong(await probe(wrong_routes_in=4, begins_s=0.0))
     assert only.startswith("an aborted answer: ")
+
+
+async def test_a_server_that_disagrees_with_the_actor_alone_is_found():
+    (only,) = wrong(await probe(wrong_actor_in=["after an abort"]))
+    assert only.startswith("after an abort, against the actor: largest gap of log-probs 0.25")
+
+
+async def test_routes_shifted_from_the_cache_on_are_found():
+    (only,) = wrong(await probe(shifted_from=(5, 60), begins_s=0.0))
+    assert only.startswith("after an abort: ")
 
 
 async def test_a_server_that_does_not_say_how_it_runs_is_found():

@@ -1,0 +1,184 @@
+"""Is an answer of the server what Hugging Face's forward and the actor make of its tokens?
+
+Routes are held against the reference's router logits, not against its choice alone: two right
+implementations may choose differently where two experts tie, and nowhere else.  Rows at which the
+server began anew (after its cache, at a chunk, at the answer) are judged apart from the rest: there
+it goes wrong, and there are few of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from r3train.doctor.engine_probe import SUBJECT, Drawn, Situations
+from r3train.doctor.finding import Finding, ok, problem
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the reference makes of a text of T tokens."""
+
+    log_probs: np.ndarray  # float32[T], entry 0 is 0
+    router_logits: np.ndarray | None  # float32[T-1, L_moe, E]; None for a dense model
+
+
+Reference = Callable[[np.ndarray], Expected]  # of int32[T]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """By how much two right implementations in one number format differ.
+
+    Routes are measured by ``shortfall``, in standard deviations of a row's logits.
+    """
+
+    log_prob_mean: float  # nats, over the tokens of an answer
+    log_prob_high: float  # nats, at ``log_prob_quantile`` of them
+    log_prob_quantile: float
+    near_tie: float  # largest shortfall that is noise
+    wrong_share: float  # rows past it, of each part
+    route_mean: float  # mean shortfall that needs no control
+
+
+# float32 on one machine agrees far closer.  bfloat16: rounding gave means up to 0.06 nats and ties up to
+# 0.2 in random models of 4 to 48 layers; a flipped expert then moves a few later rows by more
+FLOAT32 = Tolerance(2e-4, 1e-3, 1.0, 1e-3, 0.0, 1e-4)
+BFLOAT16 = Tolerance(0.08, 0.25, 0.95, 0.25, 0.02, 0.02)
+
+
+def judge_situations(
+    situations: Situations,
+    reference: Reference,
+    actor: Mapping[str, np.ndarray],
+    *,
+    moe_layers: Sequence[int],
+    tolerance: Tolerance,
+) -> Iterator[Finding]:
+    """What did not happen, and every answer against the reference and the actor.
+
+    actor: its log-probs of an answer's tokens, float32[T], by situation; empty where there is none.
+    moe_layers: 1-based numbers of the layers with experts; none for a dense model.
+    """
+    yield from situations.findings
+    columns = np.asarray(moe_layers, dtype=np.int64) - 1
+    for what, drawn in situations.drawn.items():
+        sample, expected = drawn.sample, reference(drawn.sample.token_ids)
+        answer = slice(sample.prompt_len, None)
+        others = {"against HF": expected.log_probs}
+        if what in actor:
+            others["against the actor"] = actor[what]
+        for whom, theirs in others.items():
+            ours = sample.rollout_log_probs[answer]
+            yield judge_log_probs(SUBJECT, ours, theirs[answer], tolerance, f"{what}, {whom}")
+        if len(columns):
+            got = sample.routed_experts[:, columns]
+            parts = parts_of(drawn)
+            yield judge_routes(SUBJECT, got, expected.router_logits, tolerance, what, parts)
+
+
+def judge_log_probs(
+    subject: str, ours: np.ndarray, theirs: np.ndarray, tolerance: Tolerance, what: str
+) -> Finding:
+    """Two float32[T] of log-probs of one text: their gap on average, and that of the worst tokens."""
+    gap = np.abs(ours - theirs)
+    worst, mean = int(gap.argmax()), gap.mean()
+    high = np.quantile(gap, tolerance.log_prob_quantile, method="higher")
+    text = f"{what}: largest gap of log-probs {gap[worst]:.2g}, {mean:.2g} on average"
+    if mean <= tolerance.log_prob_mean and high <= tolerance.log_prob_high:  # NaN is not
+        return ok(subject, text)
+    remedy = "compare versions with r3train doctor; look for quantisation or another attention"
+    limits = (
+        f"the worst is token {worst}; expected at most {tolerance.log_prob_mean:g} on average and "
+        f"{tolerance.log_prob_high:g} for {tolerance.log_prob_quantile:.0%} of tokens"
+    )
+    return problem(subject, f"{text}; {limits}", remedy)
+
+
+def judge_routes(
+    subject: str,
+    got: np.ndarray,
+    logits: np.ndarray,
+    tolerance: Tolerance,
+    what: str,
+    parts: Mapping[str, np.ndarray],
+) -> Finding:
+    """Experts int[N, L, K] against router logits float32[N, L, E] of the same tokens.
+
+    parts: rows that are judged together, int64[n] by name; all layers are judged beside them.
+    """
+    if got.shape[:2] != logits.shape[:2]:
+        text = f"{what}: routed experts are {got.shape}, the reference's logits {logits.shape}"
+        return problem(subject, text, "this SGLang does not return what r3train reads: 0.5.23 does")
+    gap = shortfall(got, logits)
+    text = f"{what}: {(gap == 0).mean():.1%} of rows are the reference's"
+    fault = next(_faults(got, logits, gap, parts, tolerance), None)
+    if fault is None:
+        return ok(subject, text)
+    remedy = "do not train with R3 on this server: its routes are of another forward"
+    return problem(subject, f"{text}; {fault}", remedy)
+
+
+def shortfall(experts: np.ndarray, logits: np.ndarray) -> np.ndarray:
+    """By how much rows are not the top-k of their logits: float[N, L], 0 where they are it.
+
+    The best logit left out less the worst one taken, in standard deviations of the row's logits;
+    inf for a row that is no choice of K experts.  experts: int[N, L, K], logits: float[N, L, E].
+    """
+    ids, num_experts = experts.astype(np.int64), logits.shape[-1]
+    taken = np.zeros(logits.shape, dtype=bool)
+    np.put_along_axis(taken, ids.clip(0, num_experts - 1), True, axis=-1)
+    best_out = np.where(taken, -np.inf, logits).max(-1)
+    worst_in = np.where(taken, logits, np.inf).min(-1)
+    gap = np.maximum(best_out - worst_in, 0) / np.maximum(logits.std(-1), 1e-30)
+    is_choice = ((ids >= 0) & (ids < num_experts)).all(-1) & (taken.sum(-1) == ids.shape[-1])
+    return np.where(is_choice, gap, np.inf)
+
+
+def parts_of(drawn: Drawn) -> dict[str, np.ndarray]:
+    """Rows of an answer by what the server did for them; those at boundaries are in others too."""
+    sample = drawn.sample
+    rows = np.arange(sample.num_tokens - 1)
+    edges = {row for edge in drawn.edges for row in (edge - 1, edge)} | {len(rows) - 1}
+    return {
+        "rows at boundaries": np.array(sorted(edges & set(rows.tolist()))),
+        "rows of the answer": rows[sample.prompt_len :],
+        "rows of the prompt": rows[: sample.prompt_len],
+    }
+
+
+def _faults(
+    got: np.ndarray,
+    logits: np.ndarray,
+    gap: np.ndarray,
+    parts: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
+) -> Iterator[str]:
+    """What is wrong, the plainest first.
+
+    A row is right as far as it first differs at a near tie: an expert that flips there moves the
+    row's later layers, which say nothing then.  So parts and layers must also fit their own tokens
+    twice as well as those beside them.
+    """
+    differs = ~(gap <= 0)
+    layer = differs.argmax(1)
+    wrong = ~(gap[np.arange(len(gap)), layer] <= tolerance.near_tie)
+    for name, rows in parts.items():
+        bad = rows[wrong[rows]]
+        if len(bad) > tolerance.wrong_share * len(rows):
+            place = f"first at token {bad[0]}, MoE layer {layer[bad[0]] + 1} of {gap.shape[1]}"
+            yield f"{len(bad)} of {len(rows)} {name} differ by more than a near tie, {place}"
+    beside = [shortfall(got, np.roll(logits, shift, axis=0)) for shift in (1, -1)]
+
+    def fits(rows, layers) -> bool:
+        control = min(shifted[rows, layers].mean() for shifted in beside)
+        return gap[rows, layers].mean() <= max(tolerance.route_mean, control / 2)
+
+    for name, rows in parts.items():
+        if len(rows) and not fits(rows, slice(None)):
+            yield f"{name} fit the tokens beside theirs nearly as well: shifted?"
+    for layer_id in range(gap.shape[1]):
+        if not fits(slice(None), layer_id):
+            yield f"MoE layer {layer_id + 1} of {gap.shape[1]} fits the tokens beside nearly as well"
