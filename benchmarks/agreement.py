@@ -46,8 +46,10 @@ TINY_FLAGS = """--rm-type accepted_words --rollout-batch-size 16 --n-samples-per
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
-        epilog="Every other flag" " is one of train_async.py, --config among them.",
+        epilog="Every other flag is one of train_async.py.",
+        allow_abbrev=False,  # --seed is one of those, and no beginning of --seeds
     )
+    parser.add_argument("--config", help="recipe of the model; without it a tiny random one")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1, help="of the actor")
     parser.add_argument("--server-dtype", default="bfloat16")
@@ -61,6 +63,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--write-docs", action="store_true", help="write docs/results.md")
     arguments, flags = parser.parse_known_args()
+    if arguments.config is not None:
+        flags = ["--config", arguments.config, *flags]
     result = {
         "machine": machine(),
         "command": shlex.join(
@@ -70,7 +74,7 @@ def main() -> None:
         "server_dtype": arguments.server_dtype,
         "runs": [],
     }
-    settings = [None] if "--config" in flags else arguments.initializer_range
+    settings = [None] if arguments.config is not None else arguments.initializer_range
     for setting in settings:
         for seed in range(arguments.seeds):
             with tempfile.TemporaryDirectory() as scratch:

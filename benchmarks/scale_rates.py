@@ -1,4 +1,4 @@
-"""Rates of the route path on one core, measured with the production code: scale_model's constants."""
+"""Rates of the route path and of weights on one core, by the production code: scale_model's constants."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Rates:
     message: float  # of slices made into one message
     gloo_send: float  # of a message, between two processes of one machine
     unpack: float
+    gloo_weights: float  # of weights: in buckets, flattened and broadcast to one process by gloo
 
 
 def measure() -> Rates:
@@ -89,6 +90,7 @@ def measure() -> Rates:
         message=rate(sent, lambda: [pack_records([s]) for s in slices]),
         gloo_send=measure_gloo(),
         unpack=rate(sent, lambda: [unpack_records(m) for m in messages]),
+        gloo_weights=measure_gloo(weights=True),
     )
 
 
@@ -151,15 +153,13 @@ async def _answered(response):
     return response
 
 
-def measure_gloo(num_bytes: int = 1 << 27) -> float:
-    """GB a second of one gloo send between two processes over loopback."""
+def measure_gloo(num_bytes: int = 1 << 27, *, weights: bool = False) -> float:
+    """GB a second of one gloo send between two processes over loopback, or of weights published."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
         results = context.SimpleQueue()
-        ranks = [
-            context.Process(target=_gloo_rank, args=(r, f"{directory}/store", num_bytes, results))
-            for r in (0, 1)
-        ]
+        given = (f"{directory}/store", num_bytes, weights, results)
+        ranks = [context.Process(target=_gloo_rank, args=(r, *given)) for r in (0, 1)]
         for process in ranks:
             process.start()
         for process in ranks:
@@ -167,17 +167,30 @@ def measure_gloo(num_bytes: int = 1 << 27) -> float:
         return round(num_bytes / results.get() / GIGA, 2)
 
 
-def _gloo_rank(rank: int, store: str, num_bytes: int, results) -> None:
+def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) -> None:
     import torch
     import torch.distributed as dist
+
+    from r3train.weights.publish import buckets, flatten
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     message, seconds = torch.ones(num_bytes, dtype=torch.uint8), []
+    # experts' matrices in bfloat16, in buckets of a fourth, as DistributedPublisher sends them
+    matrices = [(str(i), part) for i, part in enumerate(message.view(torch.bfloat16).chunk(32))]
+    received = torch.empty(num_bytes // 4, dtype=torch.uint8)
+
+    def publish() -> None:
+        for bucket in buckets(matrices, num_bytes // 4):
+            dist.broadcast(received if rank else flatten(bucket, "cpu"), 0)
+
+    def send() -> None:
+        dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+
     for _ in range(6):
         dist.barrier()
         began = time.perf_counter()
-        dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
+        publish() if weights else send()
         dist.barrier()
         seconds.append(time.perf_counter() - began)
     if rank == 0:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import agreement
 from benchmarks.markdown import figure, number
 from benchmarks.measure import ratios, spread
 from benchmarks.performance_page import SECTIONS, performance_page
 from benchmarks.results_page import results_page
 from benchmarks.run_all import run_script, with_earlier
 
+DTYPES = ("float32", "bfloat16")
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = json.loads(Path(__file__).with_name("recorded_benchmarks.json").read_text())
 
@@ -114,6 +116,37 @@ def test_agreement_ratios_are_of_the_same_seed_and_extreme_tokens_are_not_divide
     # medians of 0.1 and 0.5, not the ratio of medians
     assert "| k3 KL | 0.3 (0.1 to 0.5) | 0.055 (0.01 to 0.1) | 0.0255 (0.001 to 0.05) |" in page
     assert "gap above ln 2 | none without R3 in 2 of 2 seeds |" in page
+
+
+@pytest.mark.parametrize("flags", [["--config", "a.toml"], ["--config=a.toml"], []])
+def test_agreement_measures_the_model_of_the_config_that_it_records(flags, monkeypatch, tmp_path):
+    """Once a seed with a configuration, however it is spelled; else the tiny model's settings."""
+    measured = []
+
+    def one_seed(seed, setting, arguments, flags, scratch):
+        measured.append((setting, flags))
+        return {actor: {way: {"k3": 1.0} for way in ("off", "on")} for actor in DTYPES}
+
+    monkeypatch.setattr(agreement, "one_seed", one_seed)
+    output = tmp_path / "found.json"
+    words = ["--seeds", "1", *flags, "--rollout-batch-size", "4", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["agreement", *words])
+    agreement.main()
+    given = ["--config", "a.toml"] if flags else []
+    assert measured == [
+        (setting, [*given, "--rollout-batch-size", "4"])
+        for setting in ([None] if flags else [0.1, 0.2])
+    ]
+    assert json.loads(output.read_text())["command"].endswith(" ".join(measured[0][1]))
+
+
+def test_agreement_takes_no_training_flag_for_the_beginning_of_its_own(monkeypatch):
+    monkeypatch.setattr(agreement, "one_seed", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "argv", ["agreement", "--seeds", "0", "--seed", "7"])
+    found = []
+    monkeypatch.setattr(agreement, "write_result", lambda _, result: found.append(result))
+    agreement.main()
+    assert found[0]["command"].endswith("--ranks 1 --seed 7")
 
 
 def test_a_spread_is_of_neighbours():
