@@ -44,7 +44,7 @@ $(CPU_STAMP):
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	@wanted=$$($(PYTHON) -c '$(PYTHON_VERSION)'); \
 	found=$$($(BIN)/python -c '$(PYTHON_VERSION)' 2>/dev/null || echo none); \
-	if [ "$$found" != "$$wanted" ] || ! head -3 $(BIN)/pip | grep -qF "$(CURDIR)/$(BIN)/"; then \
+	if [ "$$found" != "$$wanted" ] || ! head -3 $(BIN)/pip | grep -F "$(CURDIR)/$(BIN)/" >/dev/null; then \
 	    echo "making .venv with $(PYTHON) ($$wanted)"; \
 	    $(PYTHON) -m venv --clear .venv; \
 	fi
