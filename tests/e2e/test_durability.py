@@ -272,10 +272,12 @@ def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
 def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_path, base, engine):
     """SIGUSR1 to one rank of an asynchronous run, as Slurm would send it before the time is up.
 
-    The resumed run gets SIGTERM.
+    The resumed run gets SIGTERM.  Answers are short and asked for two steps ahead, so that whenever
+    the signal comes some are complete.
     """
     flags = [*base, "--rollout-external-engine-addrs", engine, "--save", str(tmp_path / "ck")]
     flags += ["--auto-resume", "--async-save", "--num-rollout", "100000", "--dump-rollouts"]
+    flags += ["--max-weight-staleness", "2", "--rollout-max-response-len", "2", "--lr", "1e-4"]
     runs, done, kept = [tmp_path / "stopped", tmp_path / "resumed"], 0, []
     for run_dir, number in zip(runs, (signal.SIGUSR1, signal.SIGTERM)):
         with running(run_dir, *flags) as job:
