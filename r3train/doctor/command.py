@@ -92,10 +92,11 @@ def diagnose(
     take, and without GPUs all of them.
     """
     from r3train.doctor import machine, model, versions
+    from r3train.launch.gpus import ranks_that_fit
 
     num_gpus, gpu_bytes = _gpus()
     yield from versions.check_versions(cuda=bool(num_gpus))
-    here = nproc_per_node or min(world_size, num_gpus or world_size)
+    here = nproc_per_node or ranks_that_fit(world_size, num_gpus)
     yield from machine.check_devices(num_gpus, gpu_bytes, world_size, here, os.cpu_count() or 1)
     yield from machine.check_shared_memory(here)
     for port in ports:
@@ -170,12 +171,12 @@ def _of_config(
         yield from machine.check_room(
             "checkpoints", config.checkpoint.save, kept * e.checkpoint_bytes
         )
-    if not num_gpus:
-        needed = e.rank_bytes * nproc_per_node + 2 * weights.num_bytes
-        needed += (nproc_per_node + 1) * estimates.PROCESS_BYTES
-        yield from machine.check_memory(psutil.virtual_memory().available, needed)
-    else:
+    on_host = (nproc_per_node + 1) * estimates.PROCESS_BYTES + e.reference_bytes * nproc_per_node
+    if num_gpus:
         yield from gpus.check_gpu_memory(config, e, gpu_bytes, num_gpus, nproc_per_node)
+    else:
+        on_host += e.rank_bytes * nproc_per_node + 2 * weights.num_bytes
+    yield from machine.check_memory(psutil.virtual_memory().available, on_host)
     yield from estimates.describe(e, config)
 
 

@@ -21,7 +21,10 @@ PROCESS_BYTES = 1 << 29
 class Estimate:
     """Bytes; activations are not in it."""
 
-    rank_bytes: float  # weights, gradients and optimizer state of one rank
+    rank_bytes: float  # weights, gradients and optimizer state of one rank, where it computes
+    reference_bytes: (
+        float  # of one rank on the host: the KL reference, and the actor's while it runs
+    )
     checkpoint_bytes: float  # one training checkpoint
     route_row_bytes: int  # one token's routes of all layers, as the trainer keeps them
     sample_tokens: int  # the longest sample
@@ -45,8 +48,9 @@ def estimate(config: RunConfig, hf: HfModelFacts, weights: Weights, world_size: 
         expert_ways = max(1, world_size // (parallel.expert_ranks))
     rank_bytes = dense * (weight_bytes + 4 + state / ways)
     rank_bytes += expert * (weight_bytes + 4 + state / expert_ways)
+    reference_bytes = 0.0
     if config.algorithm.needs_reference:
-        rank_bytes += (dense + expert) * weight_bytes
+        reference_bytes = 2 * (dense + expert) * weight_bytes
     context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
     prompt = config.rollout.rollout_max_prompt_len or context
     tokens = min(context, prompt + config.rollout.rollout_max_response_len)
@@ -54,6 +58,7 @@ def estimate(config: RunConfig, hf: HfModelFacts, weights: Weights, world_size: 
     row_bytes = row * np.dtype(route_dtype(hf.num_experts)).itemsize if hf.is_moe else 0
     return Estimate(
         rank_bytes=rank_bytes,
+        reference_bytes=reference_bytes,
         checkpoint_bytes=weights.total * (weight_bytes + state),
         route_row_bytes=row_bytes,
         sample_tokens=tokens,

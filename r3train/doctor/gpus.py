@@ -26,7 +26,11 @@ def check_placement(config: RunConfig, num_gpus: int, nproc_per_node: int) -> It
     try:
         servers = _taken(config, num_gpus, nproc_per_node)
     except ValueError as error:
-        yield problem("servers", str(error), "docs/slurm.md says who takes which GPU of a node")
+        remedy = (
+            f"docs/slurm.md says who takes which GPU; if fewer than {nproc_per_node} ranks are on this"
+            " node, --nproc-per-node says so"
+        )
+        yield problem("servers", str(error), remedy)
         return
     shared = [gpu for gpu in servers if gpu < nproc_per_node]
     if shared:
@@ -71,7 +75,8 @@ def _taken(config: RunConfig, num_gpus: int, nproc_per_node: int) -> list[int]:
 
 def _fraction(config: RunConfig) -> float:
     """The part of its GPU that SGLang takes."""
+    given = [v for k, v in config.rollout.sglang.items() if "mem_fraction_static".startswith(k)]
     try:
-        return float(config.rollout.sglang.get("mem_fraction_static", _DEFAULT_FRACTION))
+        return float(given[0]) if given else _DEFAULT_FRACTION
     except (TypeError, ValueError):
         return _DEFAULT_FRACTION  # SGLang refuses such a flag itself

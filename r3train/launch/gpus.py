@@ -10,56 +10,53 @@ from collections.abc import Mapping
 
 from r3train.config import RunConfig
 
-_TP = ("tp_size", "tensor_parallel_size")
 # each size with its alias; attention's parallelism is inside tensor parallelism and takes no more
-_SIZES = (_TP, ("pp_size", "pipeline_parallel_size"), ("dp_size", "data_parallel_size"))
+_SIZES = (
+    ("tp_size", "tensor_parallel_size"),
+    ("pp_size", "pipeline_parallel_size"),
+    ("dp_size", "data_parallel_size"),
+)
+_BASE = ("base_gpu_id",)
+_SHARING = (
+    "to share a rank's GPU, --sglang-base-gpu-id names it, with --update-weight-transfer-mode disk"
+)
 
 
 def server_gpus_here(config: RunConfig) -> list[range]:
-    """``server_gpus`` of this process's node and torchrun, for rank 0."""
+    """``server_gpus`` of this process's node, for rank 0."""
     import torch
 
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    told = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = int(told) if told else ranks_that_fit(world_size, num_visible)
     return server_gpus(config, num_ranks=num_ranks, num_visible=num_visible)
+
+
+def ranks_that_fit(world_size: int, num_visible: int) -> int:
+    """Ranks of this node where nobody says: as many as its GPUs take, without GPUs all."""
+    return min(world_size, num_visible or world_size)
 
 
 def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[range]:
     """GPUs of each server that rank 0 starts; none without GPUs, and none where it starts none.
 
-    Raises ValueError as ``own_server_gpus``.
+    They lie behind the ranks of the node, of which rank i takes GPU i, unless a base is given.
+    Raises ValueError where a server would share a GPU with a rank, or need one that is not there.
     """
     flags = config.rollout.sglang
     elsewhere = config.rollout.rollout_external_engine_addrs
-    if not num_visible or elsewhere or config.checkpoint.replay_rollouts is not None:
+    if (
+        elsewhere
+        or config.checkpoint.replay_rollouts is not None
+        or not _on_gpus(flags, num_visible)
+    ):
         return []
+    # NCCL takes a GPU once into a group, files do not mind; and it must have been asked for
     by_disk = config.trainer.update_weight_transfer_mode == "disk"
-    return own_server_gpus(
-        flags,
-        num_servers=config.rollout.rollout_num_engines,
-        num_ranks=num_ranks,
-        num_visible=num_visible,
-        # NCCL takes a GPU once into a group, files do not mind; and it must have been asked for
-        may_share=by_disk and "base_gpu_id" in flags,
-    )
-
-
-def own_server_gpus(
-    flags: Mapping[str, object],
-    *,
-    num_servers: int,
-    num_ranks: int,
-    num_visible: int,
-    may_share: bool,
-) -> list[range]:
-    """GPUs of each of rank 0's servers, which lie behind its node's ranks unless a base is given.
-
-    flags: the servers' own.  num_ranks: torchrun's on this node; rank i takes GPU i.  may_share: a
-    base that was given may lie on the ranks' GPUs.
-    Raises ValueError where a server would share a GPU with a rank, or need one that is not there.
-    """
-    first = _number(flags, ("base_gpu_id",), num_ranks, least=0)
-    found = [_gpus(flags, first, index) for index in range(num_servers)]
+    may_share = by_disk and bool(_given(flags, _BASE))
+    first = _number(flags, _BASE, num_ranks, least=0)
+    found = [_gpus(flags, first, index) for index in range(config.rollout.rollout_num_engines)]
     for index, gpus in enumerate(found):
         _check_there(gpus, index, num_ranks, num_visible)
         shared = set(gpus) & set(range(num_ranks))
@@ -68,8 +65,7 @@ def own_server_gpus(
                 f"server {index} of this node takes {_named(gpus)}, and the ranks of this node take"
                 f" {_named(range(num_ranks))}: the two would share memory, and NCCL refuses new weights"
                 " between them. Leave --sglang-base-gpu-id out, and start as many ranks"
-                " (--nproc-per-node) as leave GPUs free; or, if they are to share, give"
-                " --update-weight-transfer-mode disk"
+                f" (--nproc-per-node) as leave GPUs free; or, {_SHARING}"
             )
     return found
 
@@ -84,9 +80,11 @@ def served_gpus(
     Raises ValueError where sizes and ``num_gpus`` disagree, where neither is there for a second
     server, and where a GPU is missing.
     """
-    if num_visible == 0:
+    if not _on_gpus(flags, num_visible):
         if num_gpus is not None:
-            raise ValueError(f"--num-gpus {num_gpus}: no GPU is visible here")
+            raise ValueError(
+                f"--num-gpus {num_gpus}: no GPU is visible here, or --sglang-device is cpu"
+            )
         return {}
     sized = any(_given(flags, names) for names in _SIZES)
     if local_index and num_gpus is None and not sized:
@@ -99,7 +97,7 @@ def served_gpus(
     if num_gpus is not None and not sized:
         placed["tp_size"] = num_gpus
     wanted = {**flags, **placed}
-    gpus = _gpus(wanted, _number(flags, ("base_gpu_id",), 0, least=0), local_index)
+    gpus = _gpus(wanted, _number(flags, _BASE, 0, least=0), local_index)
     if num_gpus is not None and len(gpus) != num_gpus:
         sizes = ", ".join(
             f"{name} {flags[name]}" for names in _SIZES for name in _given(flags, names)
@@ -107,6 +105,10 @@ def served_gpus(
         raise ValueError(f"{sizes} takes {len(gpus)} GPUs, --num-gpus gives {num_gpus}")
     _check_there(gpus, local_index, 0, num_visible)
     return {**placed, "base_gpu_id": gpus.start}
+
+
+def _on_gpus(flags: Mapping[str, object], num_visible: int) -> bool:
+    return num_visible > 0 and flags.get("device") != "cpu"
 
 
 def _gpus(flags: Mapping[str, object], first: int, index: int) -> range:
@@ -133,7 +135,7 @@ def _check_there(gpus: range, index: int, num_ranks: int, num_visible: int) -> N
         f"server {index} of this node takes {_named(gpus)}, counted from 0{behind}, but"
         f" {num_visible} {'GPU is' if num_visible == 1 else 'GPUs are'} visible: fewer ranks"
         " (--nproc-per-node), fewer servers or a smaller --sglang-tp-size, or servers elsewhere"
-        " (--rollout-external-engine-addrs)"
+        f" (--rollout-external-engine-addrs); or, {_SHARING}"
     )
 
 
@@ -149,6 +151,8 @@ def _number(
     if len(given) > 1:
         raise ValueError(f"sglang: {names[0]} is given twice: {', '.join(sorted(given))}")
     value = flags[given[0]] if given else default
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         above = "a number above 0" if least else "a number from 0 on"
         raise ValueError(f"sglang: {names[0]}: expected {above}, got {value!r}")

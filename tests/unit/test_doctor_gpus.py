@@ -110,6 +110,16 @@ def test_what_a_rank_must_hold_is_held_against_its_gpu(rank_gib, level, tiny, es
     assert bool(found.remedy) == (level != OK)
 
 
+def test_the_kl_reference_is_on_the_host(tiny, node_of_8_gpus):
+    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    without, with_it = (
+        estimate(config_of(tiny, bf16=True, kl_loss_coef=coef), hf, weights, 2)
+        for coef in (0.0, 0.1)
+    )
+    assert with_it.rank_bytes == without.rank_bytes and without.reference_bytes == 0
+    assert with_it.reference_bytes == 2 * 2 * (weights.dense + weights.expert / 2)
+
+
 def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(tiny, estimated):
     e = replace(estimated, rank_bytes=40 * GIB)
 

@@ -199,6 +199,18 @@ def test_log_probs_of_float32_agree_at_every_token():
     assert judge_log_probs("p", ours * np.nan, ours, FLOAT32, "x").level == PROBLEM
 
 
+@pytest.mark.parametrize("draw, scale", [("normal", 0.075), ("laplace", 0.05)])
+def test_answers_of_bfloat16_noise_of_the_mean_that_was_measured_pass(draw, scale):
+    """Gaps of 0.06 and 0.05 nats on average: of 500 probes of ten answers one in fifty may fail."""
+    rng = np.random.default_rng(0)
+    failed = 0
+    for _ in range(500):
+        noise = getattr(rng, draw)(scale=scale, size=(10, 8)).astype(np.float32)
+        found = [judge_log_probs("p", np.zeros(8), answer, BFLOAT16, "x") for answer in noise]
+        failed += any(f.level == PROBLEM for f in found)
+    assert failed <= 10
+
+
 def test_log_probs_of_bfloat16_agree_on_average_and_nearly_everywhere():
     ours = np.zeros(300, dtype=np.float32)
     noise = np.random.default_rng(0).normal(scale=0.05, size=300).astype(np.float32)
@@ -208,6 +220,8 @@ def test_log_probs_of_bfloat16_agree_on_average_and_nearly_everywhere():
     few[:3], many[:20] = 0.45, 0.45
     assert judge_log_probs("p", ours, few, BFLOAT16, "x").level == OK
     assert judge_log_probs("p", ours, many, BFLOAT16, "x").level == PROBLEM
-    # of a short answer no token may be off
-    assert judge_log_probs("p", ours[:8], few[2:10], BFLOAT16, "x").level == PROBLEM
+    # of a short answer one token may be off, but not two, nor by much
+    assert judge_log_probs("p", ours[:8], few[2:10], BFLOAT16, "x").level == OK
+    assert judge_log_probs("p", ours[:8], few[1:9], BFLOAT16, "x").level == PROBLEM
+    assert judge_log_probs("p", ours[:8], few[2:10] * 2.5, BFLOAT16, "x").level == PROBLEM
     assert judge_log_probs("p", ours[:8], ours[:8] * np.nan, BFLOAT16, "x").level == PROBLEM

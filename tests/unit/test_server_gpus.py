@@ -117,9 +117,10 @@ def test_a_server_without_gpus_of_its_own_is_refused_before_one_starts(
 def test_sharing_a_gpu_with_a_rank_is_asked_for_and_not_over_nccl(node, started):
     node(gpus=1, ranks=1)
     assert bases(started(mode="disk", base_gpu_id=0)) == [0]
+    assert bases(started(mode="disk", base_gpu="0")) == [0]  # as SGLang's parser takes it
     with pytest.raises(ValueError, match="--update-weight-transfer-mode disk"):
         started(base_gpu_id=0)
-    with pytest.raises(ValueError, match="1 GPU is visible"):
+    with pytest.raises(ValueError, match="1 GPU is visible.* --sglang-base-gpu-id names it"):
         started(mode="disk")
 
 
@@ -140,8 +141,16 @@ def test_the_training_command_refuses_before_the_ranks_join(node, recipe, monkey
 def test_without_gpus_and_without_ranks_nothing_is_moved(node, started):
     node(gpus=0, ranks=8)
     assert bases(started(2, tp_size=1)) == [None, None]
-    node(gpus=2)  # a process of its own, without torchrun: nobody trains beside it
-    assert bases(started(2)) == [0, 1]
+    node(gpus=2)
+    assert bases(started(2, device="cpu")) == [None, None]
+
+
+def test_a_rank_that_torchrun_did_not_start_is_a_rank_too(node, started, monkeypatch):
+    node(gpus=2)  # no LOCAL_WORLD_SIZE
+    assert bases(started(1)) == [1]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(ValueError, match="GPU 2, .*the ranks take GPUs 0 to 1"):
+        started(1)
 
 
 # ---- r3train serve --------------------------------------------------------------------------
