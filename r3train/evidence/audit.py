@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from r3train.evidence.audit_agreement import beaten_by, CONTROLS, NATIVE
-from r3train.evidence.audit_files import judge_files, read_config, TrainedSteps, why_nothing
+from r3train.evidence.audit_files import judge_files, TrainedSteps, why_nothing
 from r3train.evidence.audit_read import Cell, EvidenceFiles, StepEvidence
 from r3train.evidence.audit_result import (
     Audit,
@@ -25,6 +25,7 @@ from r3train.evidence.audit_result import (
 )
 from r3train.evidence.audit_step import expectation_of, StepJudge
 from r3train.evidence.check import COUNTERS, StepExpectation
+from r3train.evidence.run_files import read_config, section
 
 _SHARES = ("rows_equal", "rows_overlap", "rows_mismatch", *CONTROLS)
 
@@ -47,7 +48,7 @@ def audit_run(
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir}: no such run directory")
     audit = Audit(str(run_dir))
-    config, steps = read_config(run_dir), TrainedSteps(run_dir)
+    config, steps = read_config(run_dir, []), TrainedSteps(run_dir)
     files = EvidenceFiles(run_dir)
     if not files.rank_files and not files.judged_steps:
         audit.reason = why_nothing(run_dir, config, steps)
@@ -83,13 +84,18 @@ class _Sums:
     shapes: set[tuple[int, int]] = field(default_factory=set)  # (experts, top-k)
     waived: set[int] = field(default_factory=set)  # steps that failed the run's threshold alone
     lost: set[int] = field(default_factory=set)  # superseded steps of which records are missing
-    beaten: set[int] = field(
-        default_factory=set
-    )  # layers in which a control beat a step's agreement
+    # layers in which a control beat a step's agreement
+    beaten: set[int] = field(default_factory=set)
+    start: str = ""  # the last one
+    callers: set[int] = field(default_factory=set)  # ranks with calls in it
+    failed: set[int] = field(default_factory=set)  # steps, by the run's own verdict
+    failed_before: set[int] = field(default_factory=set)  # the same, superseded
 
     def add(self, step: StepEvidence, expectation: StepExpectation) -> None:
         line = step.line
         self.steps.append(step.step)
+        if step.attempt != self.start:
+            self.start, self.callers = step.attempt, set()
         self.world_size = max(self.world_size, line["world_size"])
         self.shapes.add((line["num_experts"], line["topk"]))
         self.calls_expected += sum(
@@ -102,6 +108,7 @@ class _Sums:
             self.table[cell] = self.table.get(cell, 0) + whole
             for rank, (calls, _) in step.of_rank[cell].items():
                 self.calls_of_rank[rank] = self.calls_of_rank.get(rank, 0) + calls
+                self.callers.add(rank)
         for name, value in line["agreement"].items():
             if name.startswith("chance_"):
                 self.chance[name] = value
@@ -138,6 +145,8 @@ def _judge_step(files: EvidenceFiles, sums: _Sums, step: StepEvidence, judge: St
     judge.judge(expectation, lambda: _silent_ranks(files, step))
     if judge.waived:
         sums.waived.add(step.step)
+    if not step.line["passed"]:
+        (sums.failed_before if step.superseded else sums.failed).add(step.step)
     if step.superseded:
         if judge.lost:
             sums.lost.add(step.step)
@@ -193,7 +202,7 @@ def _notes(
             f"by its own threshold the run judged that steps {ranges(sums.waived)} failed;"
             f" {threshold:g} is judged by in its place"
         )
-    planned = config.get("rollout", {}).get("num_rollout")
+    planned = section(config, "rollout").get("num_rollout")
     if type(planned) is int and 0 < len(sums.steps) < planned:
         notes.append(f"{len(sums.steps)} of the {planned} steps of the configuration")
     return notes
@@ -209,12 +218,14 @@ def _numbers(files: EvidenceFiles, sums: _Sums) -> dict[str, Any]:
         "first_step": min(files.judged_steps, default=None),
         "last_step": max(files.judged_steps, default=None),
         "ranks": len(files.rank_files),
-        "calling_ranks": sorted(files.speakers),
+        "calling_ranks": sorted(sums.callers),  # of the last start
         "calls_of_rank": dict(sorted(sums.calls_of_rank.items())),
         "world_size": sums.world_size or None,
         "num_experts": experts,
         "topk": topk,
         "starts": len(files.attempts),
+        # steps, of which the time that counts did not fail
+        "superseded_failures": sorted(sums.failed_before - sums.failed),
         "records": files.num_records,
         "calls_expected": sums.calls_expected,
         "mismatch_threshold": max(sums.thresholds, default=None),

@@ -97,6 +97,9 @@ def check_evidence(
                     threshold=0.01 if limit is None else limit,
                     run=run,
                     threshold_replaced=threshold is not None,
+                    accepted_steps=(
+                        run.get("superseded_failures", ()) if accept_superseded_failures else ()
+                    ),
                 )
             )
     except ValueError as error:

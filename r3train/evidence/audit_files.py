@@ -2,64 +2,45 @@
 
 from __future__ import annotations
 
-import tomllib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from r3train.evidence.audit_lines import BrokenLines, json_lines
+from r3train.evidence.audit_lines import BrokenLines
 from r3train.evidence.audit_read import EvidenceFiles
 from r3train.evidence.audit_result import Audit, Finding, ranges
 from r3train.evidence.metrics import METRICS_FILE
+from r3train.evidence.run_files import CONFIG_FILE, metrics_lines, section
 from r3train.evidence.writer import EVIDENCE_DIR, STEPS_FILE
-
-_CONFIG_FILE = "config.toml"
-_MAX_STEP = 1 << 40
 
 
 class TrainedSteps:
-    """The steps of metrics.jsonl: all of them, and those that were judged (``r3/passed``)."""
+    """The steps of metrics.jsonl: all of them, those judged (``r3/passed``), and those that failed."""
 
     def __init__(self, run_dir: Path):
         self.trained: set[int] = set()
         self.judged: set[int] = set()
+        self.failed: set[int] = set()
         self.broken = BrokenLines()
-        self.truncated = False
+        self.notices: list[str] = []
         self.missing = False
-        path, number = run_dir / METRICS_FILE, 0
+        number = 0
         try:
-            for line in json_lines(path):
-                number = line.number
-                if line.cut:
-                    self.truncated = True
-                elif line.odd:
-                    self.broken.add(METRICS_FILE, number, line.odd)
-                else:
-                    self._add(line.value or {}, number)
+            for number, metrics in metrics_lines(run_dir, self.broken, self.notices):
+                self._add(metrics)
         except FileNotFoundError:
             self.missing = True
         except OSError as error:
             text = f"cannot be read: {error.strerror}"
             self.broken.add(METRICS_FILE, number + 1, text)
 
-    def _add(self, metrics: dict[str, Any], number: int) -> None:
-        step = metrics.get("step")
-        if type(step) is not int or not 0 <= step <= _MAX_STEP:
-            text = f"step is {step!r:.60}, expected an integer from 0 to {_MAX_STEP}"
-            self.broken.add(METRICS_FILE, number, text)
-            return
+    def _add(self, metrics: dict[str, Any]) -> None:
+        step, passed = metrics["step"], metrics.get("r3/passed")
         self.trained.add(step)
-        if metrics.get("r3/passed") is not None:
+        if passed is not None:
             self.judged.add(step)
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """The sections of the run's settings; empty where they cannot be read."""
-    try:
-        config = tomllib.loads((run_dir / _CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {name: section for name, section in config.items() if isinstance(section, dict)}
+        if passed is False:
+            self.failed.add(step)
 
 
 def why_nothing(run_dir: Path, config: dict[str, Any], steps: TrainedSteps) -> str:
@@ -69,10 +50,10 @@ def why_nothing(run_dir: Path, config: dict[str, Any], steps: TrainedSteps) -> s
             f"{METRICS_FILE} has verdicts of steps {ranges(steps.judged)}, and {EVIDENCE_DIR}/ none: "
             "what was there has been removed or emptied"
         )
-    replay = config.get("replay", {})
+    replay = section(config, "replay")
     if config and not replay.get("use_rollout_routing_replay"):
         return "the run did not use R3 (--use-rollout-routing-replay)"
-    checked = config.get("trainer", {}).get("ci_test") or replay.get("enable_r3_correctness_check")
+    checked = section(config, "trainer").get("ci_test") or replay.get("enable_r3_correctness_check")
     if config and not checked:
         return "the run's R3 check was off (--enable-r3-correctness-check)"
     nothing = f"{EVIDENCE_DIR}/ holds no verdict of a step"
@@ -85,7 +66,7 @@ def why_nothing(run_dir: Path, config: dict[str, Any], steps: TrainedSteps) -> s
         return f"{nothing}, and {METRICS_FILE} cannot be read: {_first(steps.broken)}"
     if config or (run_dir / EVIDENCE_DIR / STEPS_FILE).exists():
         return f"{nothing}: the run ended before its first step was judged"
-    return f"no {EVIDENCE_DIR}/ and no {_CONFIG_FILE} in {run_dir}: is it a run directory?"
+    return f"no {EVIDENCE_DIR}/ and no {CONFIG_FILE} in {run_dir}: is it a run directory?"
 
 
 def judge_files(
@@ -115,12 +96,11 @@ def judge_files(
     for rank, count in sorted(files.out_of_order.items()):
         audit.find(Finding("covered", f"{count} records out of their order", ranks=(rank,)))
     audit.notes += [f"{n} ends within a line: its writer was stopped" for n in files.truncated]
-    _unfinished_steps(audit, files)
+    _unfinished_steps(audit, files, steps)
     _broken_lines(audit, steps.broken)
     if steps.missing:
         audit.notes.append(f"no {METRICS_FILE}: which steps were trained, evidence alone says")
-    if steps.truncated:
-        audit.notes.append(f"{METRICS_FILE} ends within a line: its writer was stopped")
+    audit.notes += steps.notices
     if files.judged_steps:
         _steps_without_evidence(audit, files, steps)
 
@@ -133,16 +113,17 @@ def _broken_lines(audit: Audit, broken: BrokenLines) -> None:
             audit.find(Finding("covered", f"{name}: {more} more broken lines"), count=more)
 
 
-def _unfinished_steps(audit: Audit, files: EvidenceFiles) -> None:
+def _unfinished_steps(audit: Audit, files: EvidenceFiles, trained: TrainedSteps) -> None:
     for attempt, steps in files.unfinished.items():
         open_steps = sorted(steps)
-        before = files.judged_in(attempt)
-        crash = len(steps) == 1 and open_steps[0] > max(before, default=-1)
+        crash = len(steps) == 1 and open_steps[0] > max(files.judged_in(attempt), default=-1)
+        missing = f"{STEPS_FILE} has no verdict for steps {ranges(open_steps)}"
         if crash:
             text = f"step {open_steps[0]} was not finished (start {attempt}): it is not judged"
             audit.notes.append(text)
+        elif steps <= files.judged_after(attempt) and not steps & trained.failed:
+            audit.notes.append(f"{missing} of start {attempt}; all of them were trained again")
         else:
-            missing = f"{STEPS_FILE} has no verdict for steps {ranges(open_steps)}"
             audit.find(Finding("covered", missing, step=open_steps[0]))
 
 

@@ -31,6 +31,13 @@ _CHECK = re.compile(
     rb"R3 check \(rank " + _N + rb", stage " + _STAGE + rb"\): n_tokens=" + _N + rb" mismatch="
     rb"" + _N + rb" \("
 )
+_STEP = re.compile(
+    rb"(?:R3 check failed|AssertionError: R3 mismatch tokens \(\d+\) > threshold \([^)]*\))"
+    rb" at step (\d{1,15})\b"
+)
+# A start goes on with the file of the one before, on the same line where that one was stopped within it.
+# Its first words, behind this, are no record.
+_STAMP = re.compile(rb"\d{4}(?:-\d\d){2} \d\d(?::\d\d){2},\d{3} rank \d+ [A-Z]+ \S+: ")
 
 
 @dataclass(frozen=True)
@@ -60,11 +67,15 @@ class ErrorLine:
 
     text: str
     threshold: bool  # of the rows without a common expert
+    step: int | None  # None: it does not say
 
 
 @dataclass(frozen=True)
 class DamagedLine:
-    """What begins as a record and does not end as one; ``cut``: the file ends within it."""
+    """What begins as a record and does not end as one.
+
+    ``cut``: its writer was stopped within it, as the file ends there or the next start's text follows.
+    """
 
     text: str
     cut: bool = False
@@ -100,7 +111,15 @@ def _record(text: bytes, at: int, *, last: bool) -> LogLine:
         if rank < _MAX_RANKS:
             return CheckLine(rank, match[2].decode(), rows, mismatch)
     line = re.split(rb"[\r\n]", text[at : at + _LONGEST], maxsplit=1)[0]
-    shown = line[:_SHOWN].decode(errors="replace").strip()
     if text.startswith((b"R3 check failed", b"Assert"), at):
-        return ErrorLine(shown, text.startswith(b"Assert", at))
-    return DamagedLine(shown, cut=last and at + len(line) == len(text))
+        step = _STEP.match(line)
+        return ErrorLine(_shown(line), text.startswith(b"Assert", at), step and int(step[1]))
+    stamp, record = _STAMP.search(line), _BEGIN.search(line, 1)
+    if stamp and (record is None or stamp.end() < record.start()):
+        return DamagedLine(_shown(line[: stamp.start()]), cut=True)
+    ends = last and record is None and at + len(line) == len(text)
+    return DamagedLine(_shown(line), cut=ends)
+
+
+def _shown(line: bytes) -> str:
+    return line[:_SHOWN].decode(errors="replace").strip()

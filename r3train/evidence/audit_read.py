@@ -161,6 +161,10 @@ class EvidenceFiles:
         """Steps that one start of the run judged."""
         return [step for a, step, _ in self._entries if a == attempt]
 
+    def judged_after(self, attempt: str) -> set[int]:
+        """Steps that later starts judged: the names of starts sort as they began."""
+        return {step for later, step, _ in self._entries if later > attempt}
+
     def _lines(self, path: Path, offset: int = 0, number: int = 0) -> Iterator[JsonLine]:
         """The lines from ``offset`` on; what is odd about one is kept."""
         try:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
+from r3train.evidence.audit_lines import odd
 from r3train.evidence.check import COUNTERS, STAGES
 from r3train.types import ReplayEvidence
 
@@ -56,7 +57,7 @@ def check_record(r: Mapping[str, Any], rank: int) -> None:
         _text(r, key)
     _fingerprint("fingerprint", _get(r, "fingerprint"))
     if type(r.get("counts_tokens", True)) is not bool:
-        raise _odd("counts_tokens", r["counts_tokens"], "true or false")
+        raise odd("counts_tokens", r["counts_tokens"], "true or false")
     _attempt(r)
 
 
@@ -65,7 +66,7 @@ def check_step(line: Mapping[str, Any]) -> None:
     _integer(line, "step", 0, _MOST)
     _attempt(line)
     if type(_get(line, "passed")) is not bool:
-        raise _odd("passed", line["passed"], "true or false")
+        raise odd("passed", line["passed"], "true or false")
     _integer(line, "world_size", 1, _MAX_RANKS)
     _integer(line, "topk", 1, _integer(line, "num_experts", 1, _MOST))
     _number("mismatch_threshold", _get(line, "mismatch_threshold"), 0.0, 1.0)
@@ -73,12 +74,12 @@ def check_step(line: Mapping[str, Any]) -> None:
     named = all(isinstance(p, str) and 0 < len(p) <= _MAX_NAME for p in passes)
     distinct = named and len(set(passes)) == len(passes)
     if not distinct or not 0 < len(passes) <= _MAX_PASSES:
-        raise _odd("passes", passes, f"1 to {_MAX_PASSES} names, each once")
+        raise odd("passes", passes, f"1 to {_MAX_PASSES} names, each once")
     layers = _fingerprints("expected_fingerprints", _get(line, "expected_fingerprints"))
     for key in ("expected_rows_replayed", "expected_rows_filled"):
         rows = _of_layers(key, _get(line, key), layers)
         if rows.keys() != layers:
-            raise _odd(key, sorted(rows), f"the layers {sorted(layers, key=int)}")
+            raise odd(key, sorted(rows), f"the layers {sorted(layers, key=int)}")
     calls = _keyed("expected_calls", _get(line, "expected_calls"), passes)
     for replay_pass, stages in calls.items():
         name = f"expected_calls.{replay_pass}"
@@ -95,16 +96,16 @@ def check_step(line: Mapping[str, Any]) -> None:
 def _check_outcome(line: Mapping[str, Any], layers: Collection[str]) -> None:
     failures = _list(line, "failures")
     if not all(isinstance(f, dict) for f in failures):
-        raise _odd("failures", failures, "a list of objects")
+        raise odd("failures", failures, "a list of objects")
     error = _get(line, "threshold_error")
     if error is not None and not isinstance(error, str):
-        raise _odd("threshold_error", error, "text or null")
+        raise odd("threshold_error", error, "text or null")
     if line["passed"] and (failures or error):
         raise ValueError("passed is true beside failures")
     for place in _list(line, "places") if "places" in line else []:
         ranks = _list(_mapping("places", place), "ranks")
         if not all(type(r) is int and 0 <= r < _MAX_RANKS for r in ranks):
-            raise _odd("places.ranks", ranks, "ranks")
+            raise odd("places.ranks", ranks, "ranks")
         _fingerprints("places.fingerprints", _get(place, "fingerprints"))
 
 
@@ -117,19 +118,19 @@ def _get(of: Mapping[str, Any], key: str) -> Any:
 def _integer(of: Mapping[str, Any], key: str, low: int, high: int) -> int:
     value = _get(of, key)
     if type(value) is not int or not low <= value <= high:
-        raise _odd(key, value, f"an integer from {low} to {high}")
+        raise odd(key, value, f"an integer from {low} to {high}")
     return value
 
 
 def _number(name: str, value: Any, low: float, high: float) -> None:
     if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
-        raise _odd(name, value, f"a number from {low:g} to {high:g}")
+        raise odd(name, value, f"a number from {low:g} to {high:g}")
 
 
 def _text(of: Mapping[str, Any], key: str) -> None:
     value = _get(of, key)
     if not isinstance(value, str) or len(value) > _MAX_NAME:
-        raise _odd(key, value, f"text of at most {_MAX_NAME} characters")
+        raise odd(key, value, f"text of at most {_MAX_NAME} characters")
 
 
 def _attempt(of: Mapping[str, Any]) -> None:
@@ -140,19 +141,19 @@ def _attempt(of: Mapping[str, Any]) -> None:
 def _list(of: Mapping[str, Any], key: str) -> list[Any]:
     value = _get(of, key)
     if not isinstance(value, list):
-        raise _odd(key, value, "a list")
+        raise odd(key, value, "a list")
     return value
 
 
 def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise _odd(name, value, "an object")
+        raise odd(name, value, "an object")
     return value
 
 
 def _keyed(name: str, value: Any, keys: Collection[str]) -> Mapping[str, Any]:
     if _mapping(name, value).keys() != set(keys):
-        raise _odd(name, sorted(value), f"the keys {', '.join(keys)}")
+        raise odd(name, sorted(value), f"the keys {', '.join(keys)}")
     return value
 
 
@@ -168,16 +169,11 @@ def _of_layers(name: str, value: Any, layers: Collection[str]) -> Mapping[str, A
 def _fingerprints(name: str, value: Any) -> Collection[str]:
     for layer, fingerprint in _mapping(name, value).items():
         if not _LAYER.fullmatch(layer) or int(layer) > _MAX_LAYERS:
-            raise _odd(f"a key of {name}", layer, f"a layer from 1 to {_MAX_LAYERS}")
+            raise odd(f"a key of {name}", layer, f"a layer from 1 to {_MAX_LAYERS}")
         _fingerprint(f"{name}.{layer}", fingerprint)
     return value.keys()
 
 
 def _fingerprint(name: str, value: Any) -> None:
     if not isinstance(value, str) or not _FINGERPRINT.fullmatch(value):
-        raise _odd(name, value, "64 bits in hexadecimal (0x...)")
-
-
-def _odd(name: str, got: Any, expected: str) -> ValueError:
-    shown = repr(got)
-    return ValueError(f"{name} is {shown[:60]}{'...' * (len(shown) > 60)}, expected {expected}")
+        raise odd(name, value, "64 bits in hexadecimal (0x...)")

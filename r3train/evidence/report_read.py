@@ -5,20 +5,23 @@ A notice names file, line and key, what was got and what was expected; the page 
 
 from __future__ import annotations
 
-import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from r3train.evidence.audit_lines import BrokenLines
+from r3train.evidence.audit_lines import BrokenLines, odd
 from r3train.evidence.metrics import METRICS_FILE, SAMPLES_FILE
 from r3train.evidence.report_metrics import DRAWN
+from r3train.evidence.run_files import (
+    CONFIG_FILE,
+    MAX_STEP,
+    metrics_lines,
+    read_config,
+    read_objects,
+)
 
-CONFIG_FILE = "config.toml"
-_MOST = 1 << 53  # beyond it a float, which is what a chart has, tells no step from the next
 _NOT_FINITE = ("nan", "inf", "-inf")  # JSON has no such numbers: the writer writes them as text
 _EXPECTED = {
     "float_type": "a number",
@@ -34,9 +37,9 @@ class Sample(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
     kind: Literal["worst", "slowest", "best"]
-    step: int = Field(ge=0, le=_MOST)
+    step: int = Field(ge=0, le=MAX_STEP)
     reward: FiniteFloat
-    response_len: int = Field(ge=0, le=_MOST)
+    response_len: int = Field(ge=0, le=MAX_STEP)
     text: str
     generation_s: FiniteFloat | None = None
     finish_reason: str = ""
@@ -49,23 +52,17 @@ def read_steps(run_dir: Path, notices: list[str]) -> list[dict[str, Any]]:
     Values under the keys that are drawn are numbers or None; "nan", "inf" and "-inf" are floats.
     Raises ValueError where the file is missing, cannot be read, or has not one whole line of several.
     """
-    path, broken = run_dir / METRICS_FILE, BrokenLines()
+    broken = BrokenLines()
     steps: dict[int, dict[str, Any]] = {}
     try:
-        for number, record in _objects(path, broken, notices):
-            step = record.get("step")
-            if "step" not in record:
-                broken.add(path.name, number, "step is missing")
-            elif type(step) is not int or not 0 <= step <= _MOST:
-                expected = f"an integer from 0 to {_MOST}"
-                broken.add(path.name, number, _odd("step", step, expected))
-            else:
-                for text in _undrawable(record):
-                    broken.add(path.name, number, text)
-                steps[step] = record
+        for number, record in metrics_lines(run_dir, broken, notices):
+            for error in _undrawable(record):
+                broken.add(METRICS_FILE, number, error)
+            steps[record["step"]] = record
     except FileNotFoundError:
         raise ValueError(f"{run_dir}: no {METRICS_FILE}: is it a run directory?") from None
     except OSError as error:
+        path = run_dir / METRICS_FILE
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     found = _words(broken)
     if found and not steps:
@@ -74,8 +71,8 @@ def read_steps(run_dir: Path, notices: list[str]) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _undrawable(record: dict[str, Any]) -> Iterator[str]:
-    """Make the drawn values numbers; what is none is taken out, in words."""
+def _undrawable(record: dict[str, Any]) -> Iterator[ValueError]:
+    """Make the drawn values numbers; what is none is taken out, and told."""
     for key in sorted(DRAWN & record.keys()):
         value = record[key]
         if isinstance(value, str) and value in _NOT_FINITE:
@@ -86,14 +83,14 @@ def _undrawable(record: dict[str, Any]) -> Iterator[str]:
             except OverflowError:  # an integer beyond the largest float
                 record[key] = None
             if record[key] is None:
-                yield _odd(key, value, "a number")
+                yield odd(key, value, "a number")
 
 
 def read_samples(run_dir: Path, notices: list[str]) -> Iterator[Sample]:
     """The samples in the order of the file; none where there is no file."""
     path, broken = run_dir / SAMPLES_FILE, BrokenLines()
     try:
-        for number, record in _objects(path, broken, notices):
+        for number, record in read_objects(path, broken, notices):
             try:
                 yield Sample.model_validate(record)
             except ValidationError as error:
@@ -107,58 +104,19 @@ def read_samples(run_dir: Path, notices: list[str]) -> Iterator[Sample]:
 
 def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:
     """Whether the run's configuration has R3 on; None where that is not known."""
-    try:
-        config = tomllib.loads((run_dir / CONFIG_FILE).read_bytes().decode())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        notices.append(f"{CONFIG_FILE}: cannot be read: {error.strerror}")
-        return None
-    except (ValueError, RecursionError) as error:
-        notices.append(f"{CONFIG_FILE}: not TOML: {_reason(error)}")
-        return None
+    config = read_config(run_dir, notices)
     if not config:
         return None
     replay = config.get("replay", {})
     if not isinstance(replay, dict):
-        notices.append(f"{CONFIG_FILE}: {_odd('replay', replay, 'a table')}")
+        notices.append(f"{CONFIG_FILE}: {odd('replay', replay, 'a table')}")
         return None
     value = replay.get("use_rollout_routing_replay", False)
     if not isinstance(value, bool):
         name = "replay.use_rollout_routing_replay"
-        notices.append(f"{CONFIG_FILE}: {_odd(name, value, 'true or false')}")
+        notices.append(f"{CONFIG_FILE}: {odd(name, value, 'true or false')}")
         return None
     return value
-
-
-def _objects(
-    path: Path, broken: BrokenLines, notices: list[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their 1-based lines.  Raises OSError.
-
-    The writers' own json reads: it takes NaN and half a character in a text, which they may write.
-    """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                notices.append(f"{path.name} ends within a line: its writer was stopped")
-                return
-            try:
-                value = json.loads(line[:-1].decode())
-            except (ValueError, RecursionError) as error:
-                broken.add(path.name, number, f"not JSON: {_reason(error)}")
-                continue
-            if isinstance(value, dict):
-                yield number, value
-            else:
-                text = f"got a {type(value).__name__}, expected an object"
-                broken.add(path.name, number, text)
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
-    return "nested too deep" if isinstance(error, RecursionError) else str(error)
 
 
 def _first(error: ValidationError) -> str:
@@ -168,7 +126,7 @@ def _first(error: ValidationError) -> str:
     if found["type"] == "missing":
         return f"{key} is missing"
     words = _EXPECTED.get(found["type"]) or found.get("ctx", {}).get("expected") or found["msg"]
-    return _odd(key, found["input"], words)
+    return str(odd(key, found["input"], words))
 
 
 def _words(broken: BrokenLines) -> list[str]:
@@ -178,8 +136,3 @@ def _words(broken: BrokenLines) -> list[str]:
         if more := broken.more(name):
             out.append(f"{name}: {more} more")
     return out
-
-
-def _odd(name: str, got: Any, expected: str) -> str:
-    shown = repr(got)
-    return f"{name} is {shown[:60]}{'...' * (len(shown) > 60)}, expected {expected}"

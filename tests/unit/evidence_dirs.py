@@ -1,14 +1,14 @@
-"""Run directories with evidence as a run writes it, small, and to be damaged by tests."""
+"""Run directories with evidence, and logs, as a run writes them: small, and to be damaged by tests."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from r3train.evidence.check import expected_calls, judge, StepExpectation, totals
 from r3train.evidence.metrics import MetricsWriter
-from r3train.evidence.writer import EvidenceWriter, rank_file
+from r3train.evidence.writer import evidence_lines, EvidenceWriter, rank_file
 from r3train.types import ReplayEvidence
 
 PASSES = ("old_log_prob", "train")
@@ -69,8 +69,12 @@ def write_run(
     ranks: int = 2,
     attempt: str = "2026-01-01T00:00:00Z",
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
+    silent: tuple[int, ...] = (),
 ) -> Path:
-    """Write a run with the check on; ``change`` is what the trainer really did to each call."""
+    """Write a run with the check on; ``change`` is what the trainer really did to each call.
+
+    silent: ranks that hold no layer with experts.
+    """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
@@ -78,10 +82,11 @@ def write_run(
         for step in steps:
             table = 0
             for rank, writer in enumerate(writers):
-                records = [change(r) if change else r for r in records_of(step, rank)]
+                records = [] if rank in silent else records_of(step, rank)
+                records = [change(r) if change else r for r in records]
                 writer.write(records)
                 table = table + totals(records, PASSES, max(LAYERS))
-            expectation = expectation_of(step, ranks)
+            expectation = expectation_of(step, set(range(ranks)) - set(silent))
             verdict = judge(
                 table, PASSES, expectation, mismatch_threshold=0.02, num_experts=8, topk=2
             )
@@ -110,22 +115,20 @@ def write_run(
     return run_dir
 
 
-def expectation_of(step: int, ranks: int) -> StepExpectation:
-    each = {
-        (rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS}
-        for rank in range(ranks)
-    }
+def expectation_of(step: int, ranks: Collection[int]) -> StepExpectation:
+    """What the rollout side records of a step in which these ranks call every router."""
+    each = {(rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS} for rank in ranks}
     return StepExpectation(
         step=step,
         fingerprints={
             layer: sum(own[layer] for own in each.values()) % (1 << 64) for layer in LAYERS
         },
-        rows_replayed=dict.fromkeys(LAYERS, ROWS * ranks),
-        rows_filled=dict.fromkeys(LAYERS, 4 * ranks),
+        rows_replayed=dict.fromkeys(LAYERS, ROWS * len(ranks)),
+        rows_filled=dict.fromkeys(LAYERS, 4 * len(ranks)),
         num_calls=expected_calls(
             passes=PASSES,
             num_microbatches=1,
-            ranks_per_stage=ranks,
+            ranks_per_stage=len(ranks),
             moe_layers=LAYERS,
             recomputed=(),
         ),
@@ -138,3 +141,29 @@ def edit(run_dir: Path, rank: int, change: Callable[[list[dict]], list[dict]]) -
     path = rank_file(run_dir, rank)
     records = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+STAMP = "2026-01-01 00:00:00,000"
+
+
+def write_log(path: Path, records, *, mode: str = "w") -> Path:
+    """Write the two lines of every call as a rank's log has them, among other text."""
+    with path.open(mode) as file:
+        for r in records:
+            for line in evidence_lines(r):
+                file.write(f"{STAMP} rank {r.rank} INFO r3train.evidence.writer: {line}\n")
+            file.write("something else R3 \n")
+    return path
+
+
+def log_flags(tmp_path: Path, ranks, steps=range(3)) -> list:
+    """--logs of a log file a rank, with all lines of a run of ``write_run``."""
+    flags = []
+    for rank in ranks:
+        records = [r for step in steps for r in records_of(step, rank)]
+        flags += ["--logs", write_log(tmp_path / f"rank_{rank}.log", records)]
+    return flags
+
+
+def calls(rank: int, count: int, **changes) -> list[ReplayEvidence]:
+    return [record(step, rank, "train", 1, **changes) for step in range(count)]

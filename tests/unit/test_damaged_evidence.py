@@ -11,7 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
+from r3train.evidence import audit_lines
 from r3train.evidence.audit import audit_run
+from r3train.evidence.report_data import load_run
 from r3train.evidence.writer import EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import edit, write_run
 
@@ -107,6 +109,37 @@ def test_what_is_no_file_and_a_settings_file_of_another_shape_are_told(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").write_text("replay = 3\n")
     assert check(tmp_path / "empty").exit_code == 3
+
+
+def test_a_last_line_of_metrics_without_its_end_is_left_out_by_verdict_and_report_alike(tmp_path):
+    """Whoever goes on with the file cuts it off, whole or not."""
+    run = write_run(tmp_path / "run")
+    cut = "metrics.jsonl ends within a line: its writer was stopped"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "r3/passed": true}')
+    audit, report = audit_run(run), load_run(run, "run")
+    assert audit.verdict == "passed" and audit.notes == [cut] == report.notices
+    assert [record["step"] for record in report.records] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[1]", '{"step": 1.5}', '{"step": 1', f'{{"step": {1 << 41}}}']
+)
+def test_a_damaged_line_of_metrics_is_told_in_the_same_words_by_verdict_and_report(tmp_path, line):
+    run = write_run(tmp_path / "run")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text(f"{line}\n{metrics.read_text()}")
+    (notice,) = load_run(run, "run").notices
+    assert notice.startswith("metrics.jsonl line 1: ") and failed(run) == [notice]
+
+
+def test_a_line_of_metrics_without_an_end_in_sight_takes_no_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(audit_lines, "_MAX_LINE", 5000)
+    run = write_run(tmp_path / "run")
+    metrics = run / "metrics.jsonl"
+    metrics.write_text("x" * 20_000 + "\n" + metrics.read_text())
+    assert failed(run) == load_run(run, "run").notices
+    assert "metrics.jsonl line 1: longer than" in failed(run)[0]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -14,7 +13,7 @@ from r3train.cli import main
 from r3train.evidence import audit_log_lines
 from r3train.evidence.audit_logs import audit_logs
 from r3train.evidence.writer import evidence_lines
-from tests.unit.evidence_dirs import record, records_of, write_run
+from tests.unit.evidence_dirs import calls, log_flags, record, records_of, write_log, write_run
 
 
 @pytest.fixture(autouse=True)
@@ -24,28 +23,6 @@ def quiet(caplog):
 
 def check(*args: object):
     return CliRunner().invoke(main, ["check-evidence", *map(str, args)])
-
-
-def write_log(path: Path, records) -> Path:
-    with path.open("w") as file:
-        for r in records:
-            for line in evidence_lines(r):
-                file.write(f"2026-01-01 00:00:00,000 rank {r.rank} INFO somewhere: {line}\n")
-            file.write("something else R3 \n")
-    return path
-
-
-def log_flags(tmp_path: Path, ranks, steps=range(3)) -> list:
-    """--logs of a log file a rank, with all lines of a run of ``write_run``."""
-    flags = []
-    for rank in ranks:
-        records = [r for step in steps for r in records_of(step, rank)]
-        flags += ["--logs", write_log(tmp_path / f"rank_{rank}.log", records)]
-    return flags
-
-
-def calls(rank: int, count: int, **changes) -> list:
-    return [record(step, rank, "train", 1, **changes) for step in range(count)]
 
 
 def test_log_files_alone_pass_and_say_what_they_cannot_show(tmp_path):
@@ -61,11 +38,10 @@ def test_log_lines_fail_over_the_threshold_without_checks_and_over_an_assertion(
     good = calls(0, 1)
     log = write_log(tmp_path / "mismatch.log", [*good, *calls(1, 1, rows_mismatch=60)])
     (only,) = audit_logs([log]).findings
-    assert only.ranks == (1,) and only.claim == "agreement" and only.got == "60 of 110"
-    log = write_log(tmp_path / "short.log", good)
-    with log.open("a") as file:
-        file.write(evidence_lines(record(0, 0, "train", 2))[0] + "\n")
-    assert "R3 check lines" in audit_logs([log]).findings[0].what
+    assert only.ranks == (1,) and only.claim == "agreement" and only.got == "61 of 220"
+    log = tmp_path / "short.log"
+    log.write_text(evidence_lines(record(0, 0, "train", 2))[0] + "\n")
+    assert "R3 check lines" in audit_logs([write_log(log, good, mode="a")]).findings[0].what
     for text, claim in [
         ("AssertionError: R3 mismatch tokens (5) > threshold (1.1)", "agreement"),
         ("AssertionError: R3 check failed at step 3:", "applied"),
@@ -170,35 +146,64 @@ def test_a_log_that_lacks_calls_of_the_run_fails_beside_it(tmp_path):
     )
 
 
-def test_ranks_between_others_that_have_no_line_fail(tmp_path):
-    log = write_log(tmp_path / "a.log", [r for rank in (0, 1, 3) for r in calls(rank, 4)])
-    (only,) = audit_logs([log]).findings
-    assert only.ranks == (2,) and only.claim == "covered"
-    log = write_log(tmp_path / "b.log", [r for rank in (2, 3) for r in calls(rank, 4)])
-    assert audit_logs([log]).findings[0].ranks == (0, 1)
+@pytest.mark.parametrize("ranks", [(0, 1, 3), (2, 3)])
+def test_ranks_below_others_without_a_line_are_no_evidence_alone(tmp_path, ranks):
+    """A pipeline stage without experts has none, and neither has a log that is not there."""
+    log = write_log(tmp_path / "a.log", [r for rank in ranks for r in calls(rank, 4)])
+    result = check("--logs", log)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 3 and "judge it beside RUN_DIR" in text
+    assert ("rank 2" if 0 in ranks else "ranks 0..1") in text
+    # a definite failure is one all the same
+    write_log(log, calls(3, 1, rows_mismatch=100), mode="a")
+    assert check("--logs", log).exit_code == 1
 
 
-def test_a_rank_with_half_the_calls_of_its_peers_fails(tmp_path):
-    """Ranks of one pipeline stage run the same layers on as many microbatches."""
-    some = [r for rank in (0, 1, 2) for r in calls(rank, 100)]
-    shorter = [replace(r, num_rows=111) for r in calls(3, 50)]  # its own data
-    (only,) = audit_logs([write_log(tmp_path / "a.log", [*some, *shorter])]).findings
-    assert only.ranks == (3,) and only.got == "50 on rank 3, 100 on rank 0"
+@pytest.mark.parametrize("rank, rows", [(3, 111), (1, 110)])
+def test_ranks_with_unequal_calls_are_no_evidence_alone(tmp_path, rank, rows):
+    """They may be of two pipeline stages, may have lost lines, or one died a step later."""
+    counts = {0: 100, 1: 100, 2: 100, 3: 100, rank: 50}
+    changes = {rank: {"num_rows": rows}}
+    records = [r for n, count in counts.items() for r in calls(n, count, **changes.get(n, {}))]
+    log = write_log(tmp_path / "a.log", records)
+    result = check("--logs", log)
+    text = " ".join(result.output.split())
+    assert result.exit_code == 3 and f"50 on rank {rank}, 100 on rank 0" in text
+    assert "judge it beside RUN_DIR" in text
+    claims = audit_logs([log]).claims
+    assert claims["covered"] == "no evidence" and claims["agreement"] == "passed"
+    # equal numbers of calls in all, of which one rank recomputed
+    some = [*calls(0, 4), *calls(1, 2), *calls(1, 2, stage="replay_backward")]
+    assert audit_logs([write_log(tmp_path / "b.log", some)]).verdict == "no evidence"
 
 
-def test_pipeline_stages_of_unequal_layers_are_a_note(tmp_path):
-    """Two stages of two ranks, of 3 and of 2 layers; the ranks of a stage have data of their own."""
-    log = []
-    for rank, layers in [(0, 3), (1, 3), (2, 2), (3, 2)]:
-        for step in range(4):
-            rows = 100 + step + 10 * (rank % 2)
-            log += [record(step, rank, "train", n, num_rows=rows) for n in range(layers)]
-    audit = audit_logs([write_log(tmp_path / "a.log", log)])
-    assert audit.verdict == "passed", audit.findings
-    (note,) = [note for note in audit.notes if "differ between ranks" in note]
-    assert "8 on rank 2, 12 on rank 0" in note and "stages of 2 ranks" in note
-    # a stage of which one rank lacks calls is none
-    assert audit_logs([write_log(tmp_path / "b.log", log[:-1])]).verdict == "failed"
+def test_pipeline_stages_of_unequal_layers_are_judged_beside_the_run(tmp_path):
+    """Rank 0 holds no layer with experts, rank 1 three of them."""
+    run = write_run(tmp_path / "run", ranks=2, silent=(0,))
+    flags = log_flags(tmp_path, [1])
+    assert check(*flags).exit_code == 3
+    assert check(run, *flags).exit_code == 0, check(run, *flags).output
+
+
+def test_a_share_of_few_rows_is_judged_among_those_of_all_ranks(tmp_path):
+    """As the run judges: 1 of 60 rows is more than a hundredth, 1 of 6060 is not."""
+    few = calls(0, 1, num_rows=60, rows_mismatch=1)
+    many = calls(1, 1, num_rows=6000, rows_mismatch=0, replay_idx_sum=6000)
+    assert audit_logs([write_log(tmp_path / "a.log", [*few, *many])]).verdict == "passed"
+    more = calls(1, 1, num_rows=6000, rows_mismatch=80, replay_idx_sum=6000)
+    (only,) = audit_logs([write_log(tmp_path / "b.log", [*few, *more])]).findings
+    assert only.got == "81 of 6060" and only.ranks == (0, 1)
+
+
+def test_one_call_of_many_mismatches_is_left_to_the_evidence_where_there_is_some(tmp_path):
+    """The run adds a layer up over ranks and microbatches, which lines do not tell apart."""
+    run = write_run(tmp_path / "run")
+    flags = log_flags(tmp_path, [0])
+    records = [r for step in range(3) for r in records_of(step, 1)]
+    log = write_log(tmp_path / "one.log", [replace(records[0], rows_mismatch=20), *records[1:]])
+    (only,) = audit_logs([flags[1], log], threshold=0.02).findings
+    assert only.got == "20 of 110" and "worst call" in only.what
+    assert check(run, *flags, "--logs", log).exit_code == 0
 
 
 def test_a_damaged_line_is_named_and_a_torn_end_is_a_note(tmp_path):

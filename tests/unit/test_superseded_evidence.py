@@ -103,6 +103,42 @@ def test_records_that_a_crash_took_from_superseded_steps_that_passed_are_a_note(
     assert any("missing of the first time that steps 1..2" in note for note in audit.notes)
 
 
+def keep_verdicts(run, count: int) -> None:
+    """Steps.jsonl as a node that lost power leaves it."""
+    path = run / "evidence" / "steps.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:count]))
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_verdicts_that_a_crash_took_are_a_note_where_every_step_was_judged_later(tmp_path, left):
+    run = write_run(tmp_path / "run", range(4))
+    keep_verdicts(run, left)
+    write_run(run, range(5), attempt=SECOND)
+    audit = audit_run(run)
+    assert audit.verdict == "passed", audit.findings
+    (note,) = [note for note in audit.notes if "no verdict" in note]
+    assert f"steps {left}..3" in note and FIRST in note and "trained again" in note
+
+
+def test_verdicts_that_a_crash_took_fail_where_a_step_was_not_judged_later(tmp_path):
+    run = write_run(tmp_path / "run", range(4))
+    keep_verdicts(run, 1)
+    write_run(run, range(1, 3), attempt=SECOND)
+    assert any("no verdict for steps 1..3" in f.what for f in audit_run(run).findings)
+    # an earlier start judges nothing of a later one
+    run = write_run(tmp_path / "other", range(5))
+    write_run(run, range(4), attempt=SECOND)
+    keep_verdicts(run, 6)
+    assert any("no verdict for steps 1..3" in f.what for f in audit_run(run).findings)
+
+
+def test_a_verdict_that_a_crash_took_is_no_note_where_the_metrics_say_that_it_failed(tmp_path):
+    run = write_run(tmp_path / "run", range(4), change=one_wrong(2))
+    keep_verdicts(run, 1)
+    write_run(run, range(5), attempt=SECOND)
+    assert any("no verdict for steps 1..2" in f.what for f in audit_run(run).findings)
+
+
 def test_ten_thousand_accepted_failures_take_no_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(audit_read, "_BUDGET", 100)
 
