@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from tests.e2e import jobs
 
@@ -37,6 +40,28 @@ def copied(directory: Path) -> Path:
         if (jobs.ROOT / name).exists():
             (directory / name).symlink_to(jobs.ROOT / name)
     return directory
+
+
+def add_qwen3_30b_a3b(directory: Path, tiny: Path) -> None:
+    """What configs/qwen3_30b_a3b.toml names, as far as a dry run reads it: no weights.
+
+    Shape: Qwen3-30B-A3B's config.json; the tokenizer is that of the tiny checkpoint.
+    """
+    model = directory / "models" / "Qwen3-30B-A3B"
+    shutil.copytree(tiny / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    shape = dict(num_hidden_layers=48, num_local_experts=128, num_experts_per_tok=8)
+    shape |= dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, head_dim=128)
+    shape |= dict(num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=40960)
+    _update(model / "config.json", vocab_size=151936, **shape)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    _update(model / "tokenizer_config.json", chat_template=template)
+    (directory / "data").mkdir()
+    rows = {"prompt": [[{"role": "user", "content": "name fruits"}]] * 64, "label": ["1"] * 64}
+    parquet.write_table(pyarrow.table(rows), directory / "data" / "math_train.parquet")
+
+
+def _update(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def need_make() -> None:

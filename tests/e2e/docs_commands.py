@@ -21,6 +21,8 @@ class Kind(Enum):
     RUN = "run as it is"
     JOB = "run with two rollouts and a server that is there: pages need what it leaves"
     DRY = "run with --dry-run; with two rollouts in the slow tests"
+    PLAN = "run with --dry-run on a checkpoint of the model's shape without weights: it needs GPUs"
+    NODES = "likewise in the slow tests, by as many torchruns here as it names nodes"
     SLOW = "run as it is in the slow tests"
     LONG = "run as it is, in a copy of the checkout, by make test-long"
     SERVE = "run in the slow tests until it answers, then ended"
@@ -58,11 +60,14 @@ RULES = (
         "gigabytes of CUDA wheels",
         "tests/e2e/test_docs_commands.py::test_the_gpu_extra_is_there",
     ),
+    Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
+    Rule(r"torchrun .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
-        r"torchrun .*qwen3_30b_a3b|r3train serve .*qwen3_30b_a3b",
+        r"r3train serve .*qwen3_30b_a3b",
         Kind.ELSEWHERE,
         "needs GPUs and a checkpoint of 60 GB",
-        "tests/contract/test_configs.py::test_the_30b_recipe_fits_eight_gpus",
+        "tests/unit/test_server_gpus.py::"
+        "test_servers_of_one_node_take_disjoint_gpus_whether_or_not_slurm_hides_the_others",
     ),
     Rule(
         r".*sbatch .*train_multi_node",

@@ -34,6 +34,7 @@ def checkout(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory to run the pages' commands in, after ``make demo`` has made runs/tiny."""
     directory = checkouts.linked(tmp_path_factory.mktemp("checkout"))
     shutil.copytree(tiny, directory / "runs" / "tiny")
+    checkouts.add_qwen3_30b_a3b(directory, tiny)
     return directory
 
 
@@ -113,7 +114,7 @@ def _kind(command: str) -> Kind | None:
         return None  # a test of its own says so
 
 
-@commands_of({Kind.RUN, Kind.JOB, Kind.DRY})
+@commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.PLAN})
 def test_the_commands_of_a_page_run(page, checkout, once, engine):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
@@ -124,13 +125,13 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine):
             run(command, checkout)
         elif kind is Kind.JOB:
             run(f"{command} {' '.join(SHORT)} --rollout-external-engine-addrs {engine}", checkout)
-        elif kind is Kind.DRY:
+        elif kind in (Kind.DRY, Kind.PLAN):
             assert "[replay]" in run(f"{command} --dry-run", checkout)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@commands_of({Kind.DRY, Kind.SLOW, Kind.SERVE})
+@commands_of({Kind.DRY, Kind.NODES, Kind.SLOW, Kind.SERVE})
 def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
@@ -139,6 +140,11 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
         once.add(f"really {command}")
         if kind is Kind.DRY:
             run(f"{command} {' '.join(SHORT)}", checkout)
+        elif kind is Kind.NODES:
+            here = f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
+            node = re.sub(r"--rdzv-endpoint \S+", here, command) + " --dry-run"
+            others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
+            assert "[replay]" in run(f"{others}{node} && wait", checkout)
         elif kind is Kind.SLOW:
             run(command, checkout)
         elif kind is Kind.SERVE:
