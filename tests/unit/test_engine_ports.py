@@ -26,6 +26,8 @@ def started(monkeypatch, tmp_path):
         config = SimpleNamespace(
             model=SimpleNamespace(hf_checkpoint=tmp_path, bf16=False),
             replay=SimpleNamespace(use_rollout_routing_replay=False),
+            checkpoint=SimpleNamespace(replay_rollouts=None),
+            trainer=SimpleNamespace(update_weight_transfer_mode="distributed"),
             rollout=rollout,
         )
         job = SimpleNamespace(config=config, hf=None)
