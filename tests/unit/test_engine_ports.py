@@ -8,6 +8,7 @@ import pytest
 from r3train.launch import engines
 from r3train.rollout import addresses
 from r3train.rollout.sglang_server import SGLangServer
+from tests.unit.own_servers import servers_of_rank_0
 
 
 @pytest.fixture
@@ -16,24 +17,7 @@ def started(monkeypatch, tmp_path):
     monkeypatch.setattr(SGLangServer, "start", lambda self: self)
 
     def start(**sglang) -> list[SGLangServer]:
-        rollout = SimpleNamespace(
-            rollout_num_engines=2,
-            rollout_seed=1,
-            rollout_server_start_timeout_s=60.0,
-            rollout_external_engine_addrs=[],
-            sglang=sglang,
-        )
-        config = SimpleNamespace(
-            model=SimpleNamespace(hf_checkpoint=tmp_path, bf16=False),
-            replay=SimpleNamespace(use_rollout_routing_replay=False),
-            checkpoint=SimpleNamespace(replay_rollouts=None),
-            trainer=SimpleNamespace(update_weight_transfer_mode="distributed"),
-            rollout=rollout,
-        )
-        job = SimpleNamespace(config=config, hf=None)
-        made = engines.Engines(job, Path(tmp_path), None, 0)
-        made.start_server()
-        return made._servers
+        return servers_of_rank_0(tmp_path, 2, **sglang)
 
     return start
 

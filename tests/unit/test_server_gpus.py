@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 import train_async
-from r3train.launch import engines, serve
+from r3train.launch import serve
 from r3train.rollout.sglang_server import SGLangServer
 from r3train.tiny import TinyOptions, build
+from tests.unit.own_servers import servers_of_rank_0
 
 
 @pytest.fixture
@@ -35,28 +34,8 @@ def started(tmp_path):
     """``started(servers, mode, **sglang)``: the servers that rank 0 would start, as their flags."""
 
     def start(servers: int = 1, mode: str = "distributed", **sglang) -> list[dict]:
-        rollout = SimpleNamespace(
-            rollout_num_engines=servers,
-            rollout_seed=1,
-            rollout_server_start_timeout_s=60.0,
-            rollout_external_engine_addrs=[],
-            sglang=sglang,
-        )
-        config = SimpleNamespace(
-            model=SimpleNamespace(hf_checkpoint=tmp_path, bf16=False),
-            replay=SimpleNamespace(use_rollout_routing_replay=False),
-            checkpoint=SimpleNamespace(replay_rollouts=None),
-            trainer=SimpleNamespace(update_weight_transfer_mode=mode),
-            rollout=rollout,
-        )
-        job = SimpleNamespace(config=config, hf=None)
-        made = engines.Engines(job, Path(tmp_path), None, 0)
-        try:
-            made.start_server()
-        except ValueError:
-            assert not made._servers, "one was started before the refusal"
-            raise
-        return [server.server_args for server in made._servers]
+        made = servers_of_rank_0(tmp_path, servers, mode, **sglang)
+        return [server.server_args for server in made]
 
     return start
 
