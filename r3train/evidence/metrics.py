@@ -14,6 +14,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
+| perf/rollout_s | seconds since the last step's batch with a request in flight; beside the others |
 """
 
 from __future__ import annotations

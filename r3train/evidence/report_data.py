@@ -10,7 +10,7 @@ from r3train.evidence.audit import audit_run
 from r3train.evidence.audit_result import Audit, ranges
 from r3train.evidence.metrics import numbers
 from r3train.evidence.report_evidence import HeatMap, StepCheck, read_evidence
-from r3train.evidence.report_metrics import IDLE_SHARE, STEP_S, TIMES
+from r3train.evidence.report_metrics import ROLLOUT_S, STEP_S, TIMES
 from r3train.evidence.report_read import Sample, read_samples, read_steps, read_uses_r3
 
 _KINDS = ("worst", "slowest", "best")
@@ -68,22 +68,18 @@ class RunReport:
         sums["other"] = max(0.0, total - sum(sums.values()))
         return {name: value for name, value in sums.items() if value > 0}
 
-    def generation(self) -> tuple[float, float] | None:
-        """Seconds of the steps' wall time with a request in flight, and without; None: not recorded.
+    def rollout(self) -> dict[str, float]:
+        """Seconds with a request in flight, and what is left of the steps; empty: not recorded.
 
-        Generation runs beside training, so it is no part of ``times``.
+        Rollout runs beside training, so it is no part of ``times``.
         """
-        seconds = dict(zip(*self.series(STEP_S)))
-        steps, shares = self.series(IDLE_SHARE)
-        pairs = [
-            (seconds[step], share)
-            for step, share in zip(steps, shares)
-            if seconds.get(step, 0) > 0 and 0 <= share <= 1
-        ]
-        if not pairs:
-            return None
-        idle = sum(s * share for s, share in pairs)
-        return sum(s for s, _ in pairs) - idle, idle
+        pairs = zip(*self.series(ROLLOUT_S))
+        seconds = {step: rollout_s for step, rollout_s in pairs if rollout_s >= 0}
+        if not seconds:
+            return {}
+        busy = sum(seconds.values())
+        total = sum(step_s for step, step_s in zip(*self.series(STEP_S)) if step in seconds)
+        return {"rollout": busy, "idle": max(0.0, total - busy)}
 
 
 def load_run(path: Path, name: str) -> RunReport:

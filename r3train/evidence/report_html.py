@@ -27,7 +27,7 @@ _PART_COLOURS = {
     "weight sync": "#be185d",
     "saving": "#4d7c0f",
     "other": "#64748b",
-    "generating": "#1d4ed8",
+    "rollout": "#1d4ed8",
     "idle": "#64748b",
 }
 # half of a character beyond 16 bits, alone: no encoding has it
@@ -88,11 +88,11 @@ def render(runs: Sequence[RunReport]) -> str:
 
 def _run(i: int, run: RunReport) -> dict[str, Any]:
     safe = jinja2.filters.do_mark_safe
-    audit, parts, generation = run.audit, run.times(), run.generation()
+    audit, parts = run.audit, run.times()
     total = sum(parts.values())
     bars = {
         "training loop": _visible(parts),
-        "generation, at the same time": dict(zip(("generating", "idle"), generation or ())),
+        "rollout, at the same time": _visible(run.rollout()),
     }
     return {
         "i": i,
@@ -311,8 +311,8 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0; font-size: 
 </div>
 {% endfor %}
 </div>
-<p class="note">Rollout runs beside training, so it has a bar of its own: the time with a request in flight, from
-perf/rollout_idle_share. Its seconds are not recorded; the nearest is the slowest sample of each step, above.</p>
+<p class="note">Rollout runs beside training, so it has a bar of its own: the seconds with a request in
+flight (perf/rollout_s), and those with none.</p>
 <h2>R3</h2>
 <div class="grid-of by-height">
 {% for run in runs %}

@@ -52,8 +52,9 @@ COMPARED = (
     ("largest gap, mean over steps", "train/log_prob_gap_max", False),
     ("tokens a second, mean", "perf/tokens_per_s", False),
     ("seconds a step, mean", "perf/step_s", False),
+    ("seconds of rollout a step, mean", "perf/rollout_s", False),
 )
-STEP_S, IDLE_SHARE = "perf/step_s", "perf/rollout_idle_share"
+STEP_S, ROLLOUT_S = "perf/step_s", "perf/rollout_s"
 # parts of a step's wall time in the order of the loop: name, metric, the part that it lies within
 TIMES = (
     ("waiting for rollout", "perf/rollout_wait_s", None),
@@ -65,7 +66,7 @@ TIMES = (
 )
 PASSED = "r3/passed"
 DRAWN = frozenset(
-    [PASSED, STEP_S]
+    [PASSED, STEP_S, ROLLOUT_S]
     + [key for key, *_ in CHARTS]
     + [key for pair in PAIRS for key in pair[:2]]
     + [key for _, key, _ in (*COMPARED, *TIMES)]

@@ -63,8 +63,9 @@ def _num_versions(s: TrainSample) -> int:
 def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """What the source did since the last step's batch, from its counts then and now.
 
-    The two shares are of the wall time between: training waited for a batch, and generation had
-    nothing in flight.  A source without these counts (dumped rollouts) gives none.
+    ``rollout_s`` are the seconds between in which a request was in flight.  The two shares are of the
+    wall time between: training waited for a batch, and generation had nothing in flight.  A source
+    without these counts (dumped rollouts) gives none.
     """
     if "wall_s" not in now:
         return {}
@@ -77,6 +78,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
     fates = {key: count - earlier.get(key, 0) for key, count in now["outcomes"].items()}
     fates = {f"rollout/groups_{key}": count for key, count in fates.items() if key != "trained"}
     return {
+        "perf/rollout_s": since("wall_s") - since("idle_s"),
         "perf/train_wait_share": since("waiting_s") / wall_s,
         "perf/rollout_idle_share": since("idle_s") / wall_s,
         "rollout/buffered_groups": now["buffered_groups"],

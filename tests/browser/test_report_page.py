@@ -56,7 +56,13 @@ async def test_the_report_fits_the_window_and_asks_for_nothing(width, program, p
     assert seen.page_width == width and seen.wide == [] and seen.cut == []
     assert seen.smallest_font >= 9, "nobody reads that"
     for words in (
-        *("r3train report", "Side by side", "Where the time went", "generating", "weight sync"),
+        *(
+            "r3train report",
+            "Side by side",
+            "Where the time went",
+            "rollout, at the same time",
+            "weight sync",
+        ),
         *("passed: 8 steps", "R3 coverage", "Lowest reward, step 7"),
     ):
         assert words in seen.text

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from safetensors import safe_open
 
-from r3train.loop.report import notable_samples, rollout_metrics, RolloutReport
+from r3train.loop.report import RolloutReport, notable_samples, rollout_metrics, source_metrics
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.rl.advantages import GroupStats
 from r3train.rollout.backend import SamplingParams
@@ -65,6 +65,25 @@ def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():
     metrics = rollout_metrics(RolloutReport(0, groups), samples)
     assert metrics["rollout/generation_s_mean"] == 1.0
     assert metrics["rollout/generation_s_max"] == 3.0
+
+
+def test_the_seconds_of_rollout_are_those_with_a_request_in_flight_since_the_last_batch(
+    monkeypatch,
+):
+    now = [100.0]
+    monkeypatch.setattr("r3train.rollout.rates.time.monotonic", lambda: now[0])
+    rates, before = Rates(), {}
+    seen = []
+    for busy, idle in ((3.0, 1.0), (2.0, 0.0), (0.0, 4.0)):
+        rates.in_flight(2)
+        now[0] += busy
+        rates.in_flight(0)
+        now[0] += idle
+        counts = {**rates.stats(), "outcomes": {}, "buffered_groups": 0}
+        seen.append(source_metrics(counts, before))
+        before = counts
+    assert [m["perf/rollout_s"] for m in seen] == [3.0, 2.0, 0.0]
+    assert [m["perf/rollout_idle_share"] for m in seen] == [0.25, 0.0, 1.0]
 
 
 def test_a_file_from_before_the_field_is_read(tmp_path):

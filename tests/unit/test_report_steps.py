@@ -147,17 +147,17 @@ def test_the_time_is_split_and_nothing_is_counted_twice(tmp_path):
 
 def test_rollout_is_a_bar_of_its_own_beside_the_training(tmp_path):
     (tmp_path / "run").mkdir()
-    more = {"perf__rollout_idle_share": 0.25, "perf__train_wait_share": 0.3}
+    more = {"perf__rollout_s": 7.5, "perf__rollout_idle_share": 0.25, "perf__train_wait_share": 0.3}
     page = page_of(write_metrics(tmp_path / "run", range(2), **TIMES, **more))
-    assert bars_of(page)[1] == {"generating": "15 s", "idle": "5 s"}
+    assert bars_of(page)[1] == {"rollout": "15 s", "idle": "5 s"}
     chart = re.search(r'aria-label="Waiting">.*?</svg>', page, re.S)[0]
     assert "last 0.3</title>" in chart and "dashed: last 0.25</title>" in chart
 
 
-@pytest.mark.parametrize("share", [-0.5, 1.5, float("nan")])
-def test_a_share_that_is_none_gives_no_seconds_of_generation(tmp_path, share):
+@pytest.mark.parametrize("seconds", [-0.5, float("inf"), float("nan")])
+def test_seconds_of_rollout_that_are_none_give_no_bar(tmp_path, seconds):
     (tmp_path / "run").mkdir()
-    run = write_metrics(tmp_path / "run", range(2), **TIMES, perf__rollout_idle_share=share)
+    run = write_metrics(tmp_path / "run", range(2), **TIMES, perf__rollout_s=seconds)
     assert len(bars_of(page_of(run))) == 1
 
 
