@@ -17,7 +17,7 @@ _LONGEST = 4096
 _SHOWN = 200
 _MAX_RANKS = 1 << 17
 _BEGIN = re.compile(
-    rb"R3 (?:wrapper: replay_|check \(rank |check failed at step )"
+    rb"R3 (?:wrapper: replay_|check \(rank |check failed at step |evidence: a start of rank )"
     rb"|AssertionError: R3 mismatch tokens "
 )
 # a number of more digits is damage
@@ -31,6 +31,7 @@ _CHECK = re.compile(
     rb"R3 check \(rank " + _N + rb", stage " + _STAGE + rb"\): n_tokens=" + _N + rb" mismatch="
     rb"" + _N + rb" \("
 )
+_START = re.compile(rb"R3 evidence: a start of rank " + _N + rb"\b")
 _STEP = re.compile(
     rb"(?:R3 check failed|AssertionError: R3 mismatch tokens \(\d+\) > threshold \([^)]*\))"
     rb" at step (\d{1,15})\b"
@@ -62,6 +63,13 @@ class CheckLine:
 
 
 @dataclass(frozen=True)
+class StartLine:
+    """``R3 evidence``: what follows of the rank is of another start."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
 class ErrorLine:
     """What the run itself said of a check that failed."""
 
@@ -81,7 +89,7 @@ class DamagedLine:
     cut: bool = False
 
 
-LogLine = WrapperLine | CheckLine | ErrorLine | DamagedLine
+LogLine = WrapperLine | CheckLine | StartLine | ErrorLine | DamagedLine
 
 
 def log_lines(path: Path) -> Iterator[LogLine]:
@@ -110,6 +118,8 @@ def _record(text: bytes, at: int, *, last: bool) -> LogLine:
         rank, rows, mismatch = (int(match[i]) for i in (1, 3, 4))
         if rank < _MAX_RANKS:
             return CheckLine(rank, match[2].decode(), rows, mismatch)
+    elif match := _START.match(text, at):
+        return StartLine(int(match[1]))
     line = re.split(rb"[\r\n]", text[at : at + _LONGEST], maxsplit=1)[0]
     if text.startswith((b"R3 check failed", b"Assert"), at):
         step = _STEP.match(line)

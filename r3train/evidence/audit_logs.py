@@ -17,6 +17,7 @@ from r3train.evidence.audit_log_lines import (
     DamagedLine,
     ErrorLine,
     log_lines,
+    StartLine,
     WrapperLine,
 )
 from r3train.evidence.audit_result import Audit, FAILED, Finding, PASSED, ranges
@@ -112,9 +113,11 @@ class _Seen:
     def of(self, rank: int, stage: str) -> _Lines:
         return self.lines.setdefault((rank, stage), _Lines())
 
-    def end(self) -> None:
-        for lines in self.lines.values():
-            lines.end()
+    def end(self, rank: int | None = None) -> None:
+        """A file ends, or a start of the rank; None: of all ranks."""
+        for (of_rank, _), lines in self.lines.items():
+            if rank in (None, of_rank):
+                lines.end()
 
     def in_stage(self, stage: str) -> dict[int, _Lines]:
         """The lines of every rank; none where it has none of the stage."""
@@ -158,7 +161,7 @@ def audit_logs(
         seen.end()
     known = set(run.get("calling_ranks", ()))
     rows = sum(s.rows for s in seen.lines.values())
-    _judge_lines(audit, seen, some_rows=rows > 0, starts=run.get("starts") or 1)
+    _judge_lines(audit, seen, some_rows=rows > 0)
     for stage in STAGES:
         of_rank, accepts = seen.in_stage(stage), bool(accepted_steps)
         _judge_shares(audit, stage, of_rank, threshold, known=bool(known), accepts=accepts)
@@ -201,6 +204,8 @@ def _read(
                 # a call of a few rows passes a share by chance: five standard deviations do not
                 excess = mismatch - allowed - 5 * sqrt(allowed) - 2
                 lines.worst = max(lines.worst, (excess, mismatch, num_rows))
+            case StartLine(rank):
+                seen.end(rank)
             case ErrorLine(text, of_threshold, step):
                 errors = seen.threshold_errors if of_threshold else seen.errors
                 (seen.accepted if step in accepted_steps else errors).add(text, once=True)
@@ -211,8 +216,8 @@ def _read(
                 seen.damaged.add(f"{path}: a damaged line: {text}")
 
 
-def _judge_lines(audit: Audit, seen: _Seen, *, some_rows: bool, starts: int) -> None:
-    """The lines of each rank and stage by themselves.  starts: of the run, each but the last killed."""
+def _judge_lines(audit: Audit, seen: _Seen, *, some_rows: bool) -> None:
+    """The lines of each rank and stage by themselves."""
     parted = set()
     for (rank, stage), lines in sorted(seen.lines.items()):
         place = {"ranks": (rank,), "replay_pass": "any pass", "stage": stage}
@@ -220,7 +225,7 @@ def _judge_lines(audit: Audit, seen: _Seen, *, some_rows: bool, starts: int) -> 
         def found(what: str, got: object, expected: object) -> None:
             audit.find(Finding("covered", what, **place, got=str(got), expected=str(expected)))
 
-        if not 0 <= lines.lost < starts:
+        if lines.lost:
             found("R3 check lines", lines.checks, f"{lines.wrappers} (R3 wrapper lines)")
         elif lines.apart and lines.rows != lines.wrapped_rows:
             found("rows in R3 check lines", lines.rows, lines.wrapped_rows)

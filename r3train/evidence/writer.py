@@ -1,6 +1,7 @@
 """R3 evidence of one rank: two log lines and one JSON record a router call, wrong or not.
 
-The line shapes are a public contract: log scrapers look for them.
+The line shapes are a public contract: log scrapers look for them.  A line of another shape says where a
+start begins: one that goes on with the log of a killed one may stand behind half a call.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def evidence_lines(record: ReplayEvidence) -> tuple[str, str]:
     )
 
 
+def start_line(rank: int) -> str:
+    """What a rank logs before its first call."""
+    return f"R3 evidence: a start of rank {rank}"
+
+
 class EvidenceWriter:
     """Appends a rank's records; exists only while the R3 check is on.
 
@@ -55,6 +61,7 @@ class EvidenceWriter:
             steps = run_dir / EVIDENCE_DIR / STEPS_FILE
             cut_truncated_line(steps)
             self._steps = steps.open("a", encoding="utf-8")
+        logger.info(start_line(rank))
 
     def write(self, records: Sequence[ReplayEvidence]) -> None:
         """Log and store the records of one step, then flush."""

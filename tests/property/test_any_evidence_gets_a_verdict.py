@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from r3train.cli import main
 from r3train.evidence.audit_logs import audit_logs
+from r3train.evidence.writer import start_line
 from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
 
 CODES = {"passed": 0, "failed": 1, "no evidence": 3}
@@ -139,6 +140,8 @@ def test_a_log_that_a_kill_ended_anywhere_passes_alone_and_before_a_resume(tmp_p
     assert audit_logs([log]).verdict == "passed"
     write_run(run, range(1), ranks=1, attempt="2026-01-02")
     with log.open("ab") as file:
-        file.write(f"{STAMP} rank 0 WARNING py.warnings: another start\n".encode() + content)
+        file.write(f"{STAMP} rank 0 WARNING py.warnings: another start\n".encode())
+        file.write(f"{STAMP} rank 0 INFO x: {start_line(0)}\n".encode() + content)
+    assert audit_logs([log]).verdict == "passed", content[at - 60 : at]
     result = CliRunner().invoke(main, ["check-evidence", str(run), "--logs", str(log)])
     assert result.exit_code == 0, (content[at - 60 : at], result.output)

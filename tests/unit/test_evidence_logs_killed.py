@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.evidence.audit_logs import audit_logs
-from r3train.evidence.writer import evidence_lines
+from r3train.evidence.writer import EvidenceWriter, evidence_lines, start_line
 from tests.unit.evidence_dirs import calls, log_flags, record, records_of, STAMP, write_log
 from tests.unit.evidence_dirs import write_run
 
@@ -103,19 +103,38 @@ def test_ten_thousand_torn_records_are_few_notes(tmp_path):
     assert len(audit.notes) < 30 and any("9980 more" in n for n in audit.notes)
 
 
-def test_a_call_that_a_kill_cut_short_before_a_resume_is_known_from_the_number_of_starts(tmp_path):
+def test_a_call_that_a_kill_cut_short_is_known_from_the_start_that_follows(tmp_path):
     run = write_run(tmp_path / "run", ranks=1)
-    log = write_log(tmp_path / "a.log", [r for n in range(3) for r in records_of(n, 0)])
-    append(log, f"{PREFIX}{WRAPPER}\n{NEXT_START}")
-    write_log(log, [r for n in range(2, 5) for r in records_of(n, 0)], mode="a")
-    assert check(run, "--logs", log).exit_code == 1  # started once
     write_run(run, range(2, 5), ranks=1, attempt=SECOND)
-    result = check(run, "--logs", log)
-    assert result.exit_code == 0, result.output
-    text = log.read_text().splitlines(keepends=True)
-    del text[1]  # and one that no kill explains
-    log.write_text("".join(text))
-    assert logs_audit(run, "--logs", log)["findings"][0]["what"] == "R3 check lines"
+
+    def log_with(between: str, *, lost: bool = False) -> Path:
+        log = write_log(tmp_path / "a.log", [r for n in range(3) for r in records_of(n, 0)])
+        append(log, f"{PREFIX}{WRAPPER}\n{between}")
+        write_log(log, [r for n in range(2, 5) for r in records_of(n, 0)], mode="a")
+        if lost:  # one that no kill explains
+            text = log.read_text().splitlines(keepends=True)
+            del text[1]
+            log.write_text("".join(text))
+        return log
+
+    start = f"{NEXT_START}{PREFIX}{start_line(0)}\n"
+    for beside in ([], [run]):
+        log = log_with(start)
+        result = check(*beside, "--logs", log)
+        assert result.exit_code == 0, result.output
+        assert any("one of its two lines" in n for n in logs_audit(*beside, "--logs", log)["notes"])
+        for log in (
+            log_with(start, lost=True),
+            log_with(NEXT_START),
+            log_with(f"{NEXT_START}{PREFIX}{start_line(1)}\n"),
+        ):
+            assert logs_audit(*beside, "--logs", log)["findings"][0]["what"] == "R3 check lines"
+
+
+def test_a_writer_logs_where_a_start_begins(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    EvidenceWriter(tmp_path, 3).close()
+    assert [r.getMessage() for r in caplog.records] == [start_line(3)]
 
 
 def test_logs_of_a_later_start_of_fewer_ranks_are_judged_by_its_ranks(tmp_path):
