@@ -9,6 +9,7 @@ import pytest
 
 from r3train.rollout.sglang_server import SGLangServer
 from r3train.tiny import TinyOptions, build
+from tests.e2e import jobs
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +26,7 @@ def tiny_flags(tiny: Path) -> list[str]:
     return [
         *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
+        *jobs.FEW_ROWS,
         "--no-tensorboard",
     ]
 

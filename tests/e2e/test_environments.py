@@ -19,14 +19,14 @@ def calculator(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("samples", ["trajectory", "turn"])
+@pytest.mark.parametrize("samples", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
 def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_same_losses(
     samples, calculator, engine, tmp_path
 ):
     flags = [
         *("--hf-checkpoint", str(calculator / "model")),
         *("--prompt-data", str(calculator / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
         *("--no-tensorboard", "--num-rollout", str(STEPS), *jobs.R3_FLAGS),
         *("--environment", "calculator", "--environment-max-turns", "3"),
         *("--environment-max-turn-len", "6", "--rollout-max-response-len", "40"),
