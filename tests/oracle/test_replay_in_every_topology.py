@@ -26,7 +26,8 @@ LEAVE_NO_EVIDENCE = {
     ),
     **dict.fromkeys(
         ("contiguous_cp", "cp_halves_swapped", "tp_ranks_reversed"),
-        "one wrong index map for tokens, their ids and routes alike: only agreement can tell",
+        "one wrong index map for tokens, their ids and routes alike: only agreement can tell, where the "
+        "routes are a router's choice (tests/e2e/test_index_map_bugs.py)",
     ),
     "mtp_router_counted": "the evidence is the wrong router's, which replays as it should",
     "cyclic_fill": "it changes filled slots alone, and no row of this batch holds an expert twice",

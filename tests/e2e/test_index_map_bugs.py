@@ -1,0 +1,59 @@
+"""One wrong index map for tokens, their ids and routes alike: what a run's evidence makes of it.
+
+The fingerprint is right then, as every row carries its own id and routes; the rows are those of other
+tokens, or stand where they should not.  Only agreement can tell, and only where the routes are a
+router's choice: SGLang's.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from tests.e2e import jobs
+
+pytestmark = pytest.mark.e2e
+
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+CP2 = ("--context-parallel-size", "2")
+
+
+def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job, dict]:
+    """One step of a job with the bug, and what check-evidence says of it."""
+    job = jobs.run(
+        run_dir,
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine, *parallel),
+        *(
+            "--r3-mismatch-threshold",
+            "0.01",
+        ),  # the default, below the demo's: no weight has moved yet
+        program=("-m", "tests.e2e.train_with_bug", bug),
+    )
+    checked = CliRunner().invoke(main, ["check-evidence", str(run_dir), "--json"])
+    (audit,) = json.loads(checked.stdout)["audits"]
+    return job, audit | {"exit": checked.exit_code}
+
+
+@pytest.mark.parametrize("parallel", [TP2, CP2], ids=["tp2", "cp2"])
+def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
+    job, said = run_with("null", parallel, tmp_path / "run", tiny_flags, engine)
+    assert job.code == 0, job.output
+    assert said["exit"] == 0 and set(said["claims"].values()) == {"passed"}
+    assert said["agreement"]["equal"] > 0.99
+
+
+@pytest.mark.parametrize(
+    "bug, parallel",
+    [("tp_ranks_reversed", TP2), ("contiguous_cp", CP2), ("cp_halves_swapped", CP2)],
+)
+def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
+    job, said = run_with(bug, parallel, tmp_path / "run", tiny_flags, engine)
+    assert job.code != 0 and "R3 mismatch tokens" in job.output
+    assert said["exit"] == 1
+    assert said["claims"] == {"applied": "passed", "covered": "passed", "agreement": "failed"}
+    assert all(f["step"] == 0 and f["layer_number"] for f in said["findings"])

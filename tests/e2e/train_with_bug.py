@@ -1,0 +1,21 @@
+"""``train_async.py`` with one of ``r3train verify``'s bugs planted in every rank.
+
+    torchrun -m tests.e2e.train_with_bug BUG [flags of train_async.py]
+
+The server, its routes and the actor are real; the bug is in the production code that they meet in.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+from train_async import main
+
+if __name__ == "__main__":
+    prepare_device()
+    from r3train.verify.mutations import MUTATIONS
+
+    bug = MUTATIONS[sys.argv.pop(1)]
+    with bug.plant(None):  # these look at no scene
+        main()
