@@ -7,6 +7,7 @@ For servers on nodes of their own: the trainer gets their addresses by
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
@@ -60,11 +61,14 @@ def serve(
     """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
 
     The environment variable R3TRAIN_ENGINE_API_KEY is its key, here and where the trainer runs; a
-    host other than loopback needs one.
+    host other than loopback needs one.  With --dry-run everything is checked, the configuration and
+    the server's command are printed, and none starts; GPUs that --num-gpus names need not be here.
     """
     import torch
 
-    config = _config(flags)
+    config, num_visible = _config(flags), torch.cuda.device_count()
+    if config.run.dry_run and num_gpus is not None and not num_visible:
+        num_visible = num_gpus * (local_index + 1)
     with usage_errors():
         server_args: dict[str, object] = dict(config.rollout.sglang)
         check_server_flags(server_args)
@@ -72,7 +76,7 @@ def serve(
             server_args,
             num_gpus=num_gpus,
             local_index=local_index,
-            num_visible=torch.cuda.device_count(),
+            num_visible=num_visible,
         )
         read_hf_facts(config.model.hf_checkpoint)
         server = SGLangServer(
@@ -85,8 +89,12 @@ def serve(
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,
             host=host,
             port=port,
+            device="cuda" if num_visible else None,
             api_key=engine_api_key(os.environ),
         )
+    if config.run.dry_run:
+        click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
+        return
     _serve(server, address_file)
 
 

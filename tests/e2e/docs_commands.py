@@ -25,6 +25,7 @@ class Kind(Enum):
     NODES = "likewise in the slow tests, by as many torchruns here as it names nodes"
     SLOW = "run as it is in the slow tests"
     LONG = "run as it is, in a copy of the checkout, by make test-long"
+    RESOLVED = "resolved by pip there, without what is compiled against CUDA; nothing is installed"
     SERVE = "run in the slow tests until it answers, then ended"
     ELSEWHERE = "not run here"
 
@@ -54,21 +55,9 @@ RULES = (
         "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",
     ),
     Rule(r"make ", Kind.LONG),
-    Rule(
-        r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)",
-        Kind.ELSEWHERE,
-        "gigabytes of CUDA wheels",
-        "tests/e2e/test_docs_commands.py::test_the_gpu_extra_is_there",
-    ),
+    Rule(r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
-    Rule(r"torchrun .*qwen3_30b_a3b", Kind.PLAN),
-    Rule(
-        r"r3train serve .*qwen3_30b_a3b",
-        Kind.ELSEWHERE,
-        "needs GPUs and a checkpoint of 60 GB",
-        "tests/unit/test_server_gpus.py::"
-        "test_servers_of_one_node_take_disjoint_gpus_whether_or_not_slurm_hides_the_others",
-    ),
+    Rule(r"(torchrun|r3train serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
         r".*sbatch .*train_multi_node",
         Kind.ELSEWHERE,

@@ -8,10 +8,13 @@ by itself, in a copy, for they write pages: ``make test-long``.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from collections.abc import Callable
@@ -20,12 +23,14 @@ from pathlib import Path
 import pytest
 
 from r3train.cli import SUBCOMMANDS, main
+from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
 from r3train.rollout.sglang_server import free_port
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
+KEY = f"{ENGINE_KEY_VARIABLE}={'k' * 32}"
 SHORT = ["--num-rollout", "2", "--no-tensorboard"]
 
 
@@ -100,11 +105,11 @@ def commands_of(kinds: set[Kind]) -> Callable:
     return pytest.mark.parametrize("page", pages, ids=_name)
 
 
-def long_commands() -> list[str]:
-    """Every command of kind LONG, once."""
+def once_each(kind: Kind) -> list[str]:
+    """Every command of a kind, once."""
     of_pages = (docs_commands.commands(page.read_text(encoding="utf-8")) for page in PAGES)
     found = (command for commands in of_pages for command in commands)
-    return list(dict.fromkeys(command for command in found if _kind(command) is Kind.LONG))
+    return list(dict.fromkeys(command for command in found if _kind(command) is kind))
 
 
 def _kind(command: str) -> Kind | None:
@@ -126,7 +131,8 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine):
         elif kind is Kind.JOB:
             run(f"{command} {' '.join(SHORT)} --rollout-external-engine-addrs {engine}", checkout)
         elif kind in (Kind.DRY, Kind.PLAN):
-            assert "[replay]" in run(f"{command} --dry-run", checkout)
+            # a page that binds a server beyond loopback says to export its key
+            assert "[replay]" in run(f"export {KEY}; {command} --dry-run", checkout)
 
 
 @pytest.mark.slow
@@ -155,11 +161,26 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("command", long_commands())
+@pytest.mark.parametrize("command", once_each(Kind.LONG))
 def test_a_command_that_takes_long_runs_as_it_stands_on_its_page(command, tmp_path):
     checkouts.need_make()
     copy = checkouts.copied(tmp_path / "checkout")
     run(f"export PYTHONPATH={copy}; {command}", copy, timeout=7200)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", once_each(Kind.RESOLVED))
+def test_what_a_page_installs_for_gpus_goes_together(command, tmp_path):
+    """Transformer Engine's PyTorch part has no wheel: without a CUDA toolkit pip cannot even ask it."""
+    copy = checkouts.copied(tmp_path / "checkout")
+    pins = [pin.replace(",pytorch]", "]") for pin in gpu_pins()]
+    asked = command.replace("'.[gpu]'", shlex.join([".", *pins]))
+    install = f"{sys.executable} -m pip install --dry-run --ignore-installed --quiet --report -"
+    output = run(asked.replace("pip install", install, 1) + " 2>/dev/null", copy, timeout=1800)
+    found = {i["metadata"]["name"]: i["metadata"]["version"] for i in json.loads(output)["install"]}
+    assert f"torch=={found['torch']}" in gpu_pins()
+    assert "sglang" in found or "[gpu]" not in command
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -192,11 +213,14 @@ def test_ci_runs_the_test_command():
     assert re.search(r"^make (--no-print-directory )?test$", script, re.M)
 
 
-def test_the_gpu_extra_is_there():
+def gpu_pins() -> list[str]:
     project = tomllib.loads((jobs.ROOT / "pyproject.toml").read_text())["project"]
-    pins = project["optional-dependencies"]["gpu"]
+    return project["optional-dependencies"]["gpu"]
+
+
+def test_the_gpu_extra_is_there():
     named = re.findall(r"torch==[\d.]+", (jobs.ROOT / "README.md").read_text())
-    assert named and set(named) <= set(pins)
+    assert named and set(named) <= set(gpu_pins())
 
 
 def test_benchmarks_that_are_named_are_there():

@@ -198,3 +198,18 @@ def test_a_server_over_several_nodes_counts_the_gpus_of_one(node, served):
     node(gpus=8)
     flags = ["--sglang-tp-size", "16", "--sglang-nnodes", "2", "--num-gpus", "8"]
     assert served(*flags)["base_gpu_id"] == 0
+
+
+def test_a_dry_run_starts_nothing_and_may_plan_for_gpus_that_are_elsewhere(
+    node, recipe, monkeypatch
+):
+    node(gpus=0)
+    monkeypatch.setattr(serve, "_serve", lambda *_: pytest.fail("it was started"))
+    flags = ["--num-gpus", "4", "--local-index", "1", "--dry-run", *recipe]
+    done = CliRunner().invoke(serve.serve, flags)
+    assert done.exit_code == 0, done.output
+    assert "[replay]" in done.output
+    assert "--tp-size 4" in done.output and "--base-gpu-id 4" in done.output
+    assert "--device cpu" not in done.output
+    done = CliRunner().invoke(serve.serve, ["--num-gpus", "4", "--sglang-tp-size", "2", *flags[4:]])
+    assert done.exit_code == 2 and "--num-gpus gives 4" in done.output
