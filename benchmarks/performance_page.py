@@ -68,6 +68,7 @@ def _glance(results: Result) -> Iterator[list[str]]:
         yield ["rollout tokens/s, with routed experts / without", figure(returned), "1"]
     if r := done.get("replay_overhead"):
         yield ["train step, replay / without", figure(r["replay_over_native"]), "1"]
+        yield ["train step, replay and check / without", figure(r["check_over_native"]), "1"]
         yield ["train step, replay and check / replay", figure(r["check_over_replay"]), "1"]
     if r := done.get("route_path"):
         over = r["path"]["path_over_one_copy_of_the_wire"]
@@ -109,6 +110,7 @@ def _replay(r: Result) -> Iterator[str]:
         ("train step (old log-probs, forward, backward, update)", "ratio", "aim"),
         (
             ["replay / without", figure(r["replay_over_native"]), "1.01"],
+            ["replay and check / without", figure(r["check_over_native"]), ""],
             ["replay and check / replay", figure(r["check_over_replay"]), "1.05"],
         ),
     )
@@ -122,11 +124,12 @@ def _replay(r: Result) -> Iterator[str]:
 
 def _replay_growth(r: Result) -> Iterator[str]:
     yield from table(
-        ("train step of", "replay / without", "check / replay"),
+        ("train step of", "replay / without", "check / without", "check / replay"),
         (
             [
                 f"{x['tokens']} tokens, {x['layers']} layers, top {x['topk']} of {x['experts']}",
                 figure(x["replay_over_native"]),
+                figure(x["check_over_native"]),
                 figure(x["check_over_replay"]),
             ]
             for x in r["shapes"]

@@ -1,4 +1,4 @@
-"""What replay costs a train step: with it / without, and with the R3 check / without the check.
+"""What replay and its check cost a train step: each over a step without replay, and check over replay.
 
 Three actors hold the same weights and take turns in one process, so that whatever else the machine
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
@@ -121,6 +121,7 @@ def measure(checkpoint: Path, model: TinyOptions, arguments: argparse.Namespace)
         seconds={name: spread(values) for name, values in seconds.items()},
         replay_over_native=ratios(seconds["replay"], seconds["native"]) | {"aim": 1.01},
         check_over_replay=ratios(seconds["replay and check"], seconds["replay"]) | {"aim": 1.05},
+        check_over_native=ratios(seconds["replay and check"], seconds["native"]),
     )
 
 
