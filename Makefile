@@ -18,6 +18,10 @@ ARGS ?=
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
 PYTEST_ARGS ?=
 
+# marks of tests: a process is enough; servers, ranks or whole jobs
+QUICK := not e2e and not ranks and not slow and not long
+WHOLE := (e2e or ranks) and not slow and not long
+
 BIN := .venv/bin
 # -qq: errors alone
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
@@ -71,7 +75,12 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= ad
 	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(ARGS)
 
 test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
+ifneq ($(strip $(PYTEST_ARGS)),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
+else  # what starts servers and ranks wants the cores for itself
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(QUICK)" --numprocesses auto --maxprocesses 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(WHOLE)" --durations=10
+endif
 
 test-slow: dev  ## Run the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m slow $(PYTEST_ARGS)

@@ -53,7 +53,10 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
 @pytest.mark.parametrize(
     "spoiler, delay_s, got, expected",
     [
-        ("far_expert", 0.0, str(FAR_EXPERT), "expert"),
+        pytest.param(
+            *("far_expert", 0.0, str(FAR_EXPERT), "expert"),
+            marks=pytest.mark.slow,
+        ),
         # slower than a step: found when the update waits for requests, not when training does
         ("cut", 1.0, "the body ended after", "expected"),
     ],

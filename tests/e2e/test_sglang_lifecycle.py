@@ -37,6 +37,8 @@ def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "a", 0)
 
 
+# a job's own end with its server is in test_faults: the two that start one more are slow
+@pytest.mark.slow
 def test_sigkill_of_the_owner_leaves_no_process_after_15_seconds(model, tmp_path):
     command = [sys.executable, "-c", OWNER, str(model), str(tmp_path / "sglang.log")]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -53,6 +55,7 @@ def test_sigkill_of_the_owner_leaves_no_process_after_15_seconds(model, tmp_path
         owner.stdout.close()
 
 
+@pytest.mark.slow
 def test_a_crash_is_noticed_at_once_by_the_request_and_by_the_owner(model, tmp_path):
     server = SGLangServer(model, tmp_path / "sglang.log", return_routed_experts=True)
 

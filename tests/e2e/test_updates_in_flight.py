@@ -209,6 +209,7 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
     every_prompt_has_one_fate(job, 16)
 
 
+@pytest.mark.slow
 def test_a_job_without_r3_trains_on_rollouts_that_updates_retracted(tmp_path, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
