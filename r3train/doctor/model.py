@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model, check_static, prompt_limit, replay_warnings
+from r3train.config.cross_checks import check_model, check_static, replay_warnings
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.doctor.finding import Finding, fact, ok, problem, warning
 from r3train.rollout.sglang_flags import check_server_flags
@@ -132,24 +132,14 @@ def check_tokenizer(config: RunConfig, hf: HfModelFacts | None) -> Iterator[Find
 
 
 def _check_prompts(config: RunConfig, hf: HfModelFacts | None, tokenizer) -> Iterator[Finding]:
-    from r3train.data.prompts import load_prompts
+    from r3train.launch.job import read_prompts
     from r3train.rewards.registry import get_reward
 
     if hf is None:
         return
     data = config.data
-    limit, limit_name = prompt_limit(config, hf)
     try:
-        prompts = load_prompts(
-            data.prompt_data,
-            tokenizer=tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            metadata_key=data.metadata_key,
-            apply_chat_template=data.apply_chat_template,
-            max_prompt_len=limit,
-            limit_name=limit_name,
-        )
+        prompts = read_prompts(config, hf, tokenizer)
         yield ok("prompts", f"{len(prompts)}, the longest {max(len(p.token_ids) for p in prompts)}")
     except ValueError as error:
         yield problem(

@@ -55,9 +55,22 @@ def preflight(config: RunConfig, world_size: int) -> Job:
     hf = read_hf_facts(config.model.hf_checkpoint)
     check_model(config, hf, world_size)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    limit, limit_name = prompt_limit(config, hf)
+    data, prompts = config.data, read_prompts(config, hf, tokenizer)
+    if config.rollout.environment is not None:
+        get_environment(config.rollout.environment)(prompts[0])  # what it refuses, it refuses now
+    prompt_file = FileFingerprint.of(data.prompt_data)
+    reward = get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
+    return Job(config, hf, prompts, tokenizer, reward, prompt_file)
+
+
+def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:
+    """The configuration's prompts, none longer than the model and the response leave room for.
+
+    Raises ValueError naming file and line.
+    """
     data = config.data
-    prompts = load_prompts(
+    limit, limit_name = prompt_limit(config, hf)
+    return load_prompts(
         data.prompt_data,
         tokenizer=tokenizer,
         input_key=data.input_key,
@@ -67,11 +80,6 @@ def preflight(config: RunConfig, world_size: int) -> Job:
         max_prompt_len=limit,
         limit_name=limit_name,
     )
-    if config.rollout.environment is not None:
-        get_environment(config.rollout.environment)(prompts[0])  # what it refuses, it refuses now
-    prompt_file = FileFingerprint.of(data.prompt_data)
-    reward = get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
-    return Job(config, hf, prompts, tokenizer, reward, prompt_file)
 
 
 def open_run_dir(config: RunConfig, broadcast: Callable[[Any], Any]) -> Path:

@@ -8,29 +8,10 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
-from r3train.config.hf_facts import HfModelFacts
+from tests.unit.hf_model import facts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(CONFIGS.glob("**/*.toml"))
-
-
-def facts(**changes) -> HfModelFacts:
-    base = dict(
-        path=Path("tiny"),
-        model_type="qwen3_moe",
-        num_hidden_layers=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        vocab_size=64,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        moe_layer_numbers=(1, 2, 3, 4),
-        eos_token_ids=(1,),
-        tie_word_embeddings=False,
-    )
-    return HfModelFacts(**{**base, **changes})
 
 
 QWEN3_30B_A3B = facts(

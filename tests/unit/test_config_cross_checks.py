@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from r3train.config.cross_checks import (
     prompt_limit,
     replay_warnings,
 )
-from r3train.config.hf_facts import HfModelFacts
+from tests.unit.hf_model import facts
 
 REQUIRED = {
     "hf_checkpoint": "model",
@@ -28,25 +27,6 @@ R3 = {"use_rollout_routing_replay": True}
 
 def config(**fields) -> RunConfig:
     return RunConfig.from_sources(flags={**REQUIRED, **fields})
-
-
-def facts(**changes) -> HfModelFacts:
-    base = dict(
-        path=Path("model"),
-        model_type="qwen3_moe",
-        num_hidden_layers=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        vocab_size=64,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        moe_layer_numbers=(1, 2, 3, 4),
-        eos_token_ids=(1,),
-        tie_word_embeddings=False,
-    )
-    return HfModelFacts(**{**base, **changes})
 
 
 DENSE = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
