@@ -28,10 +28,8 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
         *tiny_flags,
         *jobs.R3_FLAGS,
         *("--num-rollout", "1", "--rollout-external-engine-addrs", engine, *parallel),
-        *(
-            "--r3-mismatch-threshold",
-            "0.01",
-        ),  # the default, below the demo's: no weight has moved yet
+        # the default, below the demo's: no weight has moved yet
+        *("--r3-mismatch-threshold", "0.01"),
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     checked = CliRunner().invoke(main, ["check-evidence", str(run_dir), "--json"])
