@@ -105,6 +105,7 @@ def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_pl
     assert rows_that_differ(engine, samples[:1]) > 0
 
 
+@pytest.mark.slow
 def test_a_job_that_ends_over_bad_answers_keeps_its_buffers_rows_and_resumes_with_stores(
     tmp_path, tiny_flags, engine
 ):

@@ -184,7 +184,7 @@ def test_an_abort_on_a_shared_server_reaches_its_own_requests_alone(shared, serv
     assert (got.response_len == 500) is shared
 
 
-@pytest.mark.parametrize("mode", ["in_place", "abort"])
+@pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
 def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
     mode, tmp_path, tiny_flags, engine
 ):
