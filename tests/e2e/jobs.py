@@ -14,8 +14,8 @@ import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-# of the few rows of a small step, 5 in 100 may come to share no expert with what the demo's learning
-# rate makes of the router: that ends a run, and is no fault of it
+# In a step of few rows one token of the prompts is a large share: where the router changes its mind about
+# it, as it does at the demo's learning rate, more rows than the threshold allows share no expert with it.
 FEW_ROWS = ("--lr", "5e-4")
 R3_FLAGS = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
 
