@@ -61,8 +61,8 @@ def serve(
     """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
 
     The environment variable R3TRAIN_ENGINE_API_KEY is its key, here and where the trainer runs; a
-    host other than loopback needs one.  With --dry-run everything is checked, the configuration and
-    the server's command are printed, and none starts; GPUs that --num-gpus names need not be here.
+    host other than loopback needs one.  With --dry-run the configuration and the server's command are
+    checked and printed, and none starts; GPUs that --num-gpus names need not be here.
     """
     import torch
 
