@@ -49,8 +49,8 @@ def main(config: RunConfig) -> None:
 def run(job: Job, rank: int) -> int:
     """Build the parts, run the loop, close the parts; returns the exit code."""
     began = time.monotonic()
-    from r3train.evidence.console import RunDisplay
-    from r3train.evidence.logging_setup import setup_logging
+    from r3train.observe.console import RunDisplay
+    from r3train.observe.logging_setup import setup_logging
     from r3train.loop.stop import StopSignal
     from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -87,8 +87,8 @@ def run(job: Job, rank: int) -> int:
 
 def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
     """One training run; everything opened is closed by ``parts``, in reverse order."""
-    from r3train.evidence.metrics import MetricsWriter
-    from r3train.evidence.writer import EvidenceWriter
+    from r3train.observe.metrics import MetricsWriter
+    from r3train.proof.writer import EvidenceWriter
     from r3train.launch.actor import build_actor, export_hf
     from r3train.launch.keeping import build_keeper
     from r3train.launch.resume import resume_point
@@ -154,8 +154,8 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
     """Draw the plot and sum the run up for the last panel."""
-    from r3train.evidence.metrics import read_metrics, summarise
-    from r3train.evidence.plot import plot_run
+    from r3train.observe.metrics import read_metrics, summarise
+    from r3train.observe.plot import plot_run
 
     if config.run.plot:
         plot_run(run_dir)

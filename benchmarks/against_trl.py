@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import ratios, spread, write_result
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
 
 ROOT = Path(__file__).resolve().parents[1]

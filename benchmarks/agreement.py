@@ -124,7 +124,7 @@ def one_seed(
 
 def generate(config: RunConfig, ranks: int, scratch: Path) -> dict[str, Any]:
     """One rollout from the servers of the configuration, dumped; facts of the model."""
-    from r3train.evidence.console import RunDisplay
+    from r3train.observe.console import RunDisplay
     from r3train.launch.engines import Engines
     from r3train.launch.job import preflight
     from r3train.loop.replay_source import dump_rollout

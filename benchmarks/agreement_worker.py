@@ -37,7 +37,7 @@ from r3train.loop.batch import (
 )  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
 from r3train.loop.scatter import gather_topologies  # noqa: E402
-from r3train.rl.corrections import log_prob_gap_stats  # noqa: E402
+from r3train.algo.corrections import log_prob_gap_stats  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402

@@ -20,12 +20,12 @@ from pathlib import Path
 import click
 import numpy as np
 
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.producer import Producer
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import SamplingParams
+from r3train.engine.control import EngineControl
+from r3train.generation.producer import Producer
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
 from r3train.types import Prompt
 

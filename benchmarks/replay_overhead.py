@@ -32,7 +32,7 @@ from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
-from r3train.rollout.sglang_server import free_port  # noqa: E402
+from r3train.engine.server import free_port  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.forward_step import LossSettings  # noqa: E402

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import ratios, spread, write_result
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import SamplingParams
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
 from r3train.types import Prompt
 

@@ -41,11 +41,11 @@ from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import prepare
 from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import gather_json, scatter_slices
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.route_node import RouteNode
-from r3train.rollout.route_relay import RouteLedger, RouteRelay
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
+from r3train.engine.backend import SamplingParams
+from r3train.engine.route_node import RouteNode
+from r3train.engine.route_relay import RouteLedger, RouteRelay
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
 PROMPT_LEN = 256

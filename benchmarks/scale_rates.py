@@ -37,7 +37,7 @@ def measure() -> Rates:
     from benchmarks.samples import route_payload, sample_of_routes
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
     from r3train.loop.scatter import pack_records, unpack_records
-    from r3train.rollout import sglang_json
+    from r3train.engine import answer_json
     from r3train.routing.wire import decode_routed_experts
     from r3train.types import RankTopology
 
@@ -83,8 +83,8 @@ def measure() -> Rates:
     sent = sum(len(m) for m in messages)
     return Rates(
         http_read=measure_http(answer),
-        parse=rate(len(answer), lambda: sglang_json.loads(answer)),
-        log_prob_parse=rate(len(light), lambda: sglang_json.loads(light)),
+        parse=rate(len(answer), lambda: answer_json.loads(answer)),
+        log_prob_parse=rate(len(light), lambda: answer_json.loads(light)),
         decode=rate(size, decode),
         pack_and_cut=rate(2 * size, cut),
         message=rate(sent, lambda: [pack_records([s]) for s in slices]),
@@ -108,7 +108,7 @@ def measure_http(answer: bytes, rounds: int = 8) -> float:
     """GB a second of answers read by the production client from a server in another process."""
     import asyncio
 
-    from r3train.rollout.sglang_http import SGLangHTTP
+    from r3train.engine.http import SGLangHTTP
 
     context = multiprocessing.get_context("spawn")
     ports = context.SimpleQueue()
@@ -171,7 +171,7 @@ def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) ->
     import torch
     import torch.distributed as dist
 
-    from r3train.weights.publish import buckets, flatten
+    from r3train.engine.publish import buckets, flatten
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)

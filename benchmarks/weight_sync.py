@@ -25,8 +25,8 @@ import torch  # noqa: E402
 from benchmarks.measure import ratios, spread, write_result  # noqa: E402
 from benchmarks.replay_overhead import MODEL, make_actor  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
-from r3train.rollout.engine_control import EngineControl  # noqa: E402
-from r3train.rollout.sglang_server import SGLangServer, free_port  # noqa: E402
+from r3train.engine.control import EngineControl  # noqa: E402
+from r3train.engine.server import SGLangServer, free_port  # noqa: E402
 from r3train.tiny import build  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.topology import (  # noqa: E402
@@ -34,8 +34,8 @@ from r3train.trainer.megatron.topology import (  # noqa: E402
     init_model_parallel,
     shutdown,
 )
-from r3train.weights.publish import DistributedPublisher, flatten  # noqa: E402
-from r3train.weights.publish_disk import DiskPublisher  # noqa: E402
+from r3train.engine.publish import DistributedPublisher, flatten  # noqa: E402
+from r3train.engine.publish_disk import DiskPublisher  # noqa: E402
 
 BUCKET_BYTES = 512 * 1024 * 1024  # the default of --update-weight-buffer-size
 

@@ -22,7 +22,7 @@ SUBCOMMANDS = {
         "Look for what will go wrong on this machine with this configuration.",
     ),
     "check-evidence": (
-        "r3train.evidence.audit_command:check_evidence",
+        "r3train.proof.audit_command:check_evidence",
         "Judge a run's R3 evidence: passed, failed (what and where), or no evidence.",
     ),
     "verify": (
@@ -30,7 +30,7 @@ SUBCOMMANDS = {
         "Hold replay against two oracles in every topology, planted bugs included.",
     ),
     "report": (
-        "r3train.evidence.report_command:report",
+        "r3train.observe.report_command:report",
         "Write one or several runs as a self-contained HTML page.",
     ),
 }

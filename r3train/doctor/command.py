@@ -132,7 +132,7 @@ def _of_config(
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import estimates, gpus, machine, model
     from r3train.doctor.finding import problem
-    from r3train.rollout.engine_key import engine_api_key
+    from r3train.engine.key import engine_api_key
 
     yield from model.check_config(config, world_size)
     yield from model.check_checkpoint(config)

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from r3train.doctor.finding import Finding, fact, problem
-from r3train.rollout.backend import EngineError
-from r3train.rollout.sglang_answer import ExpectedRoutes, read_answer
-from r3train.rollout.sglang_control import SGLangControl
-from r3train.rollout.sglang_http import SGLangHTTP
+from r3train.engine.backend import EngineError
+from r3train.engine.answer import ExpectedRoutes, read_answer
+from r3train.engine.control_calls import SGLangControl
+from r3train.engine.http import SGLangHTTP
 from r3train.types import Prompt, RolloutSample
 
 SUBJECT = "SGLang probe"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from r3train.doctor.finding import Finding, amount, fact, ok, problem, warning
-from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
+from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 _SHM = Path("/dev/shm")
 _GIB = 1 << 30

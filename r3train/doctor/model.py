@@ -15,7 +15,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, replay_warnings
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.doctor.finding import Finding, fact, ok, problem, warning
-from r3train.rollout.sglang_flags import check_server_flags
+from r3train.engine.flags import check_server_flags
 
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1}
 

@@ -176,8 +176,8 @@ def _draw_situations(
 ) -> Situations:
     """What a server of this checkpoint answers; it is gone when this returns."""
     short, long = texts.values()
-    from r3train.rollout.sglang_answer import ExpectedRoutes
-    from r3train.rollout.sglang_server import SGLangServer
+    from r3train.engine.answer import ExpectedRoutes
+    from r3train.engine.server import SGLangServer
 
     shape = ExpectedRoutes(hf.num_hidden_layers, hf.num_experts_per_tok, hf.num_experts)
     context = _context(config, hf)

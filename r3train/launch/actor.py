@@ -15,7 +15,7 @@ from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.forward_step import LossSettings
 from r3train.trainer.megatron.topology import init_model_parallel
-from r3train.weights.hf_export import export_checkpoint
+from r3train.engine.hf_export import export_checkpoint
 
 
 def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> MegatronActor:

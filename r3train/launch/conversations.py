@@ -7,7 +7,7 @@ from collections.abc import Callable
 from r3train.config.rollout import RolloutSection
 from r3train.environments.registry import get_environment
 from r3train.launch.job import Job
-from r3train.rollout.conversation import Conversation, ConversationRules
+from r3train.generation.conversation import Conversation, ConversationRules
 from r3train.types import Prompt
 
 

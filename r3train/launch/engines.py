@@ -11,26 +11,26 @@ import numpy as np
 import torch
 
 from r3train.data.order import PromptOrder
-from r3train.evidence.console import RunDisplay
+from r3train.observe.console import RunDisplay
 from r3train.launch.conversations import conversations, samples_per_episode
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.launch.route_stores import RouteStores
 from r3train.rewards.registry import Reward
-from r3train.rollout.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
-from r3train.rollout.backend import RolloutBackend, SamplingParams
-from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.engine_key import engine_api_key
-from r3train.rollout.outcome_log import OUTCOMES_FILE, OutcomeLog
-from r3train.rollout.producer import Producer, ProducerState
-from r3train.rollout.server_versions import ServerVersions
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
-from r3train.rollout.supervisor import EngineSupervisor, ResubmittingBackend
+from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
+from r3train.engine.backend import RolloutBackend, SamplingParams
+from r3train.engine.control import EngineControl
+from r3train.engine.key import engine_api_key
+from r3train.generation.outcome_log import OUTCOMES_FILE, OutcomeLog
+from r3train.generation.producer import Producer, ProducerState
+from r3train.engine.server_versions import ServerVersions
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
+from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.types import RolloutSample
-from r3train.weights.publish import DistributedPublisher, WeightPublisher
-from r3train.weights.publish_disk import DiskPublisher
+from r3train.engine.publish import DistributedPublisher, WeightPublisher
+from r3train.engine.publish_disk import DiskPublisher
 
 
 # A request as long as this costs a few per cent, and a lost server no more than it in each rollout.

@@ -24,11 +24,11 @@ from r3train.environments.registry import get_environment
 from r3train.loop.parts import LoopSettings, ReplayPlan
 from r3train.loop.planted_bugs import POISONS
 from r3train.rewards.registry import Reward, get_reward
-from r3train.rollout.engine_key import engine_api_key
-from r3train.rollout.sglang_flags import check_server_flags
+from r3train.engine.key import engine_api_key
+from r3train.engine.flags import check_server_flags
 from r3train.routing.layers import recomputed_layers, stage_layer_numbers
 from r3train.types import Prompt, route_dtype
-from r3train.weights.hf_export import check_export_directory
+from r3train.engine.hf_export import check_export_directory
 
 _PROBE_LEN = 32
 

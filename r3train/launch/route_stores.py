@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from r3train.launch.job import Job, replay_plan
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
-from r3train.rollout.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
-from r3train.rollout.route_node import RouteNode
-from r3train.rollout.route_relay import RouteLedger, RouteRelay
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_http import SGLangHTTP
+from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
+from r3train.engine.route_node import RouteNode
+from r3train.engine.route_relay import RouteLedger, RouteRelay
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.http import SGLangHTTP
 from r3train.types import RankTopology
 
 logger = logging.getLogger(__name__)

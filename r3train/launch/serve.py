@@ -19,10 +19,10 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import served_gpus
-from r3train.rollout.backend import EngineError
-from r3train.rollout.engine_key import engine_api_key
-from r3train.rollout.sglang_flags import check_server_flags
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import EngineError
+from r3train.engine.key import engine_api_key
+from r3train.engine.flags import check_server_flags
+from r3train.engine.server import SGLangServer
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

@@ -7,15 +7,15 @@ from typing import Protocol
 
 import numpy as np
 
-from r3train.evidence.console import RunDisplay
+from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
 from r3train.launch.route_stores import RouteStores
 from r3train.loop.parts import RolloutSource
 from r3train.loop.replay_source import DumpedRollouts
-from r3train.rollout.producer import ProducerState
-from r3train.weights.publish import WeightPublisher
+from r3train.generation.producer import ProducerState
+from r3train.engine.publish import WeightPublisher
 
 
 class RolloutSide(Protocol):

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.evidence.check import StepVerdict, judge, totals
-from r3train.evidence.writer import EvidenceWriter
+from r3train.proof.check import StepVerdict, judge, totals
+from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.batch import Scored, train_samples
 from r3train.loop.keeper import Keeper

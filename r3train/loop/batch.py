@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3train.evidence.check import StepExpectation, expected_calls
+from r3train.proof.check import StepExpectation, expected_calls
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch
 from r3train.loop.recorded import Recorded
-from r3train.rl.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
-from r3train.rl.trajectories import trajectory_rewards, validate_trajectories
+from r3train.algo.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
+from r3train.algo.trajectories import trajectory_rewards, validate_trajectories
 from r3train.types import MicroBatch, RankTopology, RolloutSample, TrainSample
 
 Scored = tuple[RolloutSample, float]

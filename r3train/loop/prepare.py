@@ -12,7 +12,7 @@ from functools import partial
 
 import numpy as np
 
-from r3train.evidence.check import StepExpectation
+from r3train.proof.check import StepExpectation
 from r3train.loop import planted_bugs
 from r3train.loop.batch import (
     Dealt,

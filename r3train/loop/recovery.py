@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from r3train.loop.scatter import broadcast_json
-from r3train.rollout.backend import EngineDied, EngineUnreachable
-from r3train.weights.publish import WeightUpdateError
+from r3train.engine.backend import EngineDied, EngineUnreachable
+from r3train.engine.publish import WeightUpdateError
 
 LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
 

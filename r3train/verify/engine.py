@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from r3train.evidence.audit import audit_run
+from r3train.proof.audit import audit_run
 from r3train.types import route_dtype
 from r3train.verify import runner
 from r3train.verify.compare import PhaseError, compare

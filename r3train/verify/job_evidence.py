@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.evidence.check import judge, totals
-from r3train.evidence.writer import EvidenceWriter
+from r3train.proof.check import judge, totals
+from r3train.proof.writer import EvidenceWriter
 from r3train.loop.batch import record_samples, step_expectation
 from r3train.loop.scatter import gather_topologies
 from r3train.types import RankTopology, ReplayEvidence, TrainSample

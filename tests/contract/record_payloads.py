@@ -19,9 +19,9 @@ sys.path.insert(0, str(HERE.parent / "e2e"))
 
 from sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, make_model  # noqa: E402
 
-from r3train.rollout.sglang_control import SGLangControl  # noqa: E402
-from r3train.rollout.sglang_http import SGLangHTTP  # noqa: E402
-from r3train.rollout.sglang_server import SGLangServer  # noqa: E402
+from r3train.engine.control_calls import SGLangControl  # noqa: E402
+from r3train.engine.http import SGLangHTTP  # noqa: E402
+from r3train.engine.server import SGLangServer  # noqa: E402
 
 PROMPT = np.random.default_rng(0).integers(3, 500, 6).tolist()
 # They differ from run to run and mean nothing to the client.

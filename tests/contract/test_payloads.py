@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.rollout import sglang_cpu_platform
-from r3train.rollout.sglang_answer import ExpectedRoutes, read_answer
+from r3train.engine import cpu_platform
+from r3train.engine.answer import ExpectedRoutes, read_answer
 from r3train.types import Prompt
-from r3train.weights.publish import flatten
+from r3train.engine.publish import flatten
 
 RECORD = json.loads((Path(__file__).parent / "payloads" / "generate.json").read_text())
 ANSWERS = RECORD["answers"]
@@ -87,14 +87,14 @@ def test_a_flattened_bucket_is_what_sglang_reconstructs():
 
 def test_the_platform_stands_aside_where_cuda_is(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert sglang_cpu_platform.activate() is None
+    assert cpu_platform.activate() is None
 
 
 def test_the_platform_is_registered_and_its_class_exists(monkeypatch):
     (found,) = entry_points(group="sglang.srt.platforms", name="r3train_cpu")
-    assert found.load() is sglang_cpu_platform.activate
+    assert found.load() is cpu_platform.activate
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    module, name = sglang_cpu_platform.activate().rsplit(".", 1)
+    module, name = cpu_platform.activate().rsplit(".", 1)
     platform = getattr(__import__(module, fromlist=[name]), name)()
     assert platform.get_default_attention_backend() == "torch_native"
     assert platform.is_out_of_tree()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
 

@@ -62,7 +62,7 @@ RULES = (
         r".*sbatch .*train_multi_node",
         Kind.ELSEWHERE,
         "needs sixteen nodes",
-        "tests/unit/test_slurm_scripts.py::test_16_nodes_are_12_of_torchrun_and_4_of_servers",
+        "tests/unit/launch/test_slurm_scripts.py::test_16_nodes_are_12_of_torchrun_and_4_of_servers",
     ),
     Rule(
         r"sbatch .*train_single_node",

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from r3train.evidence.metrics import summarise
+from r3train.observe.metrics import summarise
 from r3train.tiny import TinyOptions, build
 from tests.e2e import checkouts, jobs
 

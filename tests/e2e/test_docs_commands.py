@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 
 from r3train.cli import SUBCOMMANDS, main
-from r3train.rollout.engine_key import ENGINE_KEY_VARIABLE
-from r3train.rollout.sglang_server import free_port
+from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.engine.server import free_port
 from tests.e2e import checkouts, docs_commands, jobs
 from tests.e2e.docs_commands import PAGES, Kind
 

@@ -13,7 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
-from r3train.evidence.metrics import read_metrics
+from r3train.observe.metrics import read_metrics
 from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples
 from tests.e2e import jobs
@@ -55,7 +55,7 @@ def replay(dumped) -> list[str]:
 
 def test_the_export_reloads_in_transformers_with_the_logits_of_the_server(dumped, engine):
     assert dumped.code == 0, dumped.output
-    from r3train.rollout.engine_control import EngineControl
+    from r3train.engine.control import EngineControl
     from tests.e2e.sglang_support import Reference
 
     # published and probed at the end: the server holds what the actor holds

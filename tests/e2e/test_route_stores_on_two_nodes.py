@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from r3train.rollout.sglang_server import free_port
+from r3train.engine.server import free_port
 from tests.e2e import jobs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]

@@ -10,11 +10,11 @@ import pytest
 from tests.e2e import jobs
 from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference, make_model
 
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import SamplingParams
+from r3train.engine.control import EngineControl
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 from r3train.types import Prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -15,15 +15,15 @@ import pytest
 from tests.e2e.sglang_support import make_model
 from tests.e2e.test_sglang_server import ROUTES, prompt_of
 
-from r3train.rollout.backend import EngineDied, SamplingParams
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import EngineDied, SamplingParams
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 
 pytestmark = pytest.mark.e2e
 
 OWNER = """
 import json, sys, time, psutil
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.server import SGLangServer
 server = SGLangServer(sys.argv[1], sys.argv[2], return_routed_experts=True).start()
 server.wait_ready()
 tree = psutil.Process(server.pid).children(recursive=True)

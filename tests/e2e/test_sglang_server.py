@@ -13,15 +13,15 @@ import torch
 from tests.e2e.sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memory_of
 
-from r3train.rollout.backend import EngineError, SamplingParams
-from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.producer import Producer
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import EngineError, SamplingParams
+from r3train.engine.control import EngineControl
+from r3train.generation.producer import Producer
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 from r3train.types import Prompt
-from r3train.weights.publish import DistributedPublisher
-from r3train.weights.publish_disk import DiskPublisher
+from r3train.engine.publish import DistributedPublisher
+from r3train.engine.publish_disk import DiskPublisher
 
 pytestmark = pytest.mark.e2e
 ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)

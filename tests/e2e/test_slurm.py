@@ -27,7 +27,7 @@ pytestmark = [
     ),
 ]
 CLUSTER = jobs.ROOT / "slurm" / "local_cluster.sh"
-GUARD = "r3train.rollout.server_guard"
+GUARD = "r3train.engine.server_guard"
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 DAEMONS = ("munged", "slurmctld", "slurmd-127.0.0.1", "slurmd-127.0.0.2")
 

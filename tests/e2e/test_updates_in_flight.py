@@ -15,14 +15,14 @@ from tests.e2e import jobs
 from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, MixedReference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model
 
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.engine_control import EngineControl
-from r3train.rollout.producer import Producer
-from r3train.rollout.sglang_answer import ExpectedRoutes
-from r3train.rollout.sglang_client import SGLangClient
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.backend import SamplingParams
+from r3train.engine.control import EngineControl
+from r3train.generation.producer import Producer
+from r3train.engine.answer import ExpectedRoutes
+from r3train.engine.client import SGLangClient
+from r3train.engine.server import SGLangServer
 from r3train.types import Prompt, RolloutSample
-from r3train.weights.publish import DistributedPublisher
+from r3train.engine.publish import DistributedPublisher
 
 pytestmark = pytest.mark.e2e
 ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)

@@ -22,9 +22,9 @@ from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import gather_json, pack_records, scatter_slices
-from r3train.rollout.route_node import RouteNode
-from r3train.rollout.route_relay import RouteLedger
-from r3train.rollout.sglang_answer import ExpectedRoutes
+from r3train.engine.route_node import RouteNode
+from r3train.engine.route_relay import RouteLedger
+from r3train.engine.answer import ExpectedRoutes
 from r3train.routing.layers import stage_layer_numbers
 from r3train.types import (
     Prompt,

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from r3train.evidence.check import expected_calls, judge, StepExpectation, totals
-from r3train.evidence.metrics import MetricsWriter
-from r3train.evidence.writer import evidence_lines, EvidenceWriter, rank_file
+from r3train.proof.check import expected_calls, judge, StepExpectation, totals
+from r3train.observe.metrics import MetricsWriter
+from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
 from r3train.types import ReplayEvidence
 
 PASSES = ("old_log_prob", "train")
@@ -151,7 +151,7 @@ def write_log(path: Path, records, *, mode: str = "w") -> Path:
     with path.open(mode) as file:
         for r in records:
             for line in evidence_lines(r):
-                file.write(f"{STAMP} rank {r.rank} INFO r3train.evidence.writer: {line}\n")
+                file.write(f"{STAMP} rank {r.rank} INFO r3train.proof.writer: {line}\n")
             file.write("something else R3 \n")
     return path
 

@@ -6,8 +6,8 @@ import json
 import numpy as np
 from aiohttp import web
 
-from r3train.rollout.backend import SamplingParams
-from r3train.rollout.sglang_client import SGLangClient
+from r3train.engine.backend import SamplingParams
+from r3train.engine.client import SGLangClient
 from r3train.types import Prompt
 from tests.http_serving import serving
 

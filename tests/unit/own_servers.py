@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from r3train.launch.engines import Engines
-from r3train.rollout.sglang_server import SGLangServer
+from r3train.engine.server import SGLangServer
 
 
 def servers_of_rank_0(

@@ -8,7 +8,7 @@ from pathlib import Path
 from click.testing import CliRunner, Result
 
 from r3train.cli import main
-from r3train.evidence.metrics import MetricsWriter
+from r3train.observe.metrics import MetricsWriter
 
 EVIL = "<script>alert(1)</script><img src=http://example.com/x>"
 

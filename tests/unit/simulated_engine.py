@@ -10,7 +10,7 @@ import asyncio
 
 import numpy as np
 
-from r3train.rollout.stitch import Segment, begin, extend, rows_known
+from r3train.generation.stitch import Segment, begin, extend, rows_known
 from r3train.types import Prompt
 
 LAYERS_TOPK = (2, 2)

@@ -12,8 +12,8 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from r3train.rl.corrections import log_prob_gap_histogram, truncated_importance_weights
-from r3train.rl.losses import policy_loss
+from r3train.algo.corrections import log_prob_gap_histogram, truncated_importance_weights
+from r3train.algo.losses import policy_loss
 from r3train.trainer.megatron.hf_bridge import unwrap
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice

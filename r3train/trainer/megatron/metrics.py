@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from r3train.rl.corrections import NUM_GAP_BINS, gap_quantile
+from r3train.algo.corrections import NUM_GAP_BINS, gap_quantile
 from r3train.trainer.megatron.forward_step import LossSettings
 from r3train.types import RankTopology
 

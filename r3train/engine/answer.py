@@ -1,0 +1,223 @@
+"""Read one answer of SGLang's ``/generate``, strictly, into a ``RolloutSample``.
+
+Pure: no network, no clock.  Whatever does not fit names the sample, what was got and what was
+expected; nothing is cut, padded or guessed.
+
+Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from r3train.generation import stitch
+from r3train.engine.backend import EngineError
+from r3train.routing.wire import decode_routed_experts
+from r3train.types import Prompt, RolloutSample, RouteRef, route_dtype
+
+FINISH_REASONS = ("stop", "length", "abort")
+ROUTE_PAYLOADS = (str, bytes, memoryview)  # what routes in base64 may come as
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedRoutes:
+    """The shape of routed experts, which the wire does not carry."""
+
+    num_layers: int
+    topk: int
+    num_experts: int
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of decoded routes: uint8 or uint16."""
+        return np.dtype(route_dtype(self.num_experts))
+
+
+def sample_name(sample_id: int, prompt: Prompt) -> str:
+    """A sample as messages name it."""
+    return f"{sample_id} (prompt {prompt.prompt_id!r})"
+
+
+def route_wire_bytes(answer: Any) -> int:
+    """Base64 bytes of the routes in an answer; 0 without any, or with a reference to them."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    payload = meta.get("routed_experts") if isinstance(meta, Mapping) else None
+    return len(payload) if isinstance(payload, ROUTE_PAYLOADS) else 0
+
+
+def read_answer(
+    answer: Any,
+    *,
+    prompt: Prompt,
+    sample_id: int,
+    group_id: int,
+    max_new_tokens: int,
+    routes: ExpectedRoutes | None,
+    weight_version: int | None = None,
+    exact_version: bool = True,
+    resume_from: RolloutSample | None = None,
+    detokenize: Callable[[Sequence[int]], str] | None = None,
+) -> RolloutSample:
+    """Validate and convert one answer.
+
+    ``resume_from`` is what was sent, where that was more than the prompt; the answer is then added
+    to it, and its rows begin where those of ``resume_from`` end.  ``weight_version`` is the version
+    of every new token, or with ``exact_version`` False the oldest that it may carry.
+    Raises ValueError naming the sample for an answer that contradicts itself or the request, and
+    EngineError when the engine aborted the request for an error of its own.
+    """
+    name = sample_name(sample_id, prompt)
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    before = resume_from
+    if before is None:
+        before = stitch.begin(
+            prompt,
+            sample_id=sample_id,
+            group_id=group_id,
+            row_shape=(routes.num_layers, routes.topk) if routes else None,
+            row_dtype=route_dtype(routes.num_experts) if routes else np.uint8,
+        )
+    finish_reason = _finish_reason(meta.get("finish_reason"), name)
+    if finish_reason == "abort" and "prompt_tokens" not in meta:
+        # aborted in SGLang's queue: an answer without counts and routes, of which nothing is kept
+        return replace(before, finish_reason=finish_reason)
+    output_ids = _output_ids(answer.get("output_ids"), name)
+    input_len, output_len = before.num_tokens, len(output_ids)
+    for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
+        if meta.get(key) != expected:
+            raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
+    if output_len > max_new_tokens:
+        raise ValueError(
+            f"sample {name}: {output_len} output tokens, expected at most {max_new_tokens}"
+        )
+    if output_len == 0 and finish_reason != "abort":
+        raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
+    log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    versions = _versions(meta.get("weight_versions"), output_len, name)
+    _check_versions(versions, weight_version, exact_version, name)
+    rows, rows_start = None, stitch.rows_known(before)
+    # a request aborted in the queue was never computed: it has no token and may have no row
+    if routes is not None and output_len:
+        rows = _rows(meta.get("routed_experts"), routes, input_len + output_len, rows_start, name)
+    sample = stitch.extend(
+        before,
+        stitch.Segment(output_ids, log_probs, versions, rows, rows_start, finish_reason),
+    )
+    if detokenize is not None:
+        text = detokenize(sample.token_ids[sample.prompt_len :].tolist())
+        sample = replace(sample, text=text)
+    return sample
+
+
+def _check_versions(
+    versions: np.ndarray, weight_version: int | None, exact: bool, name: str
+) -> None:
+    if weight_version is None or len(versions) == 0:
+        return
+    got = np.unique(versions).tolist()
+    if exact and got != [weight_version]:
+        raise ValueError(f"sample {name}: weight versions {got}, expected {weight_version} alone")
+    if got[0] < weight_version or (np.diff(versions) < 0).any():
+        raise ValueError(
+            f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
+        )
+
+
+def _rows(
+    payload: Any, routes: ExpectedRoutes, num_tokens: int, start: int, name: str
+) -> np.ndarray | RouteRef:
+    """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
+    if isinstance(payload, RouteRef):  # a route store has decoded and checked them
+        assert payload.shape == (num_tokens - 1 - start, routes.num_layers, routes.topk), name
+        return payload
+    if not isinstance(payload, ROUTE_PAYLOADS):
+        raise ValueError(
+            f"sample {name}: the answer carries no routed_experts; is the server started with "
+            "--enable-return-routed-experts, and is no router in front of it?"
+        )
+    return decode_routed_experts(
+        payload,
+        num_tokens=num_tokens,
+        num_layers=routes.num_layers,
+        topk=routes.topk,
+        num_experts=routes.num_experts,
+        start=start,
+        sample=name,
+    )
+
+
+def _finish_reason(reason: Any, name: str) -> str:
+    kind = reason.get("type") if isinstance(reason, Mapping) else None
+    if kind not in FINISH_REASONS:
+        raise ValueError(
+            f"sample {name}: finish_reason is {reason!r}, expected a type of {FINISH_REASONS}"
+        )
+    if kind == "abort" and reason.get("status_code"):
+        raise EngineError(
+            f"sample {name}: the engine aborted it ({reason['status_code']}): "
+            f"{reason.get('message')}"
+        )
+    return kind
+
+
+def _output_ids(output_ids: Any, name: str) -> np.ndarray:
+    if not isinstance(output_ids, list) or not all(isinstance(i, int) for i in output_ids):
+        raise ValueError(f"sample {name}: output_ids is no list of token ids")
+    return np.asarray(output_ids, dtype=np.int32)
+
+
+def _log_probs(entries: Any, output_ids: np.ndarray, name: str) -> np.ndarray:
+    """``[[log_prob, token_id, text], ...]`` -> float32[R], of exactly the tokens that came."""
+    if entries is None and len(output_ids) == 0:
+        return np.zeros(0, dtype=np.float32)
+    if not isinstance(entries, list) or len(entries) != len(output_ids):
+        got = len(entries) if isinstance(entries, list) else entries
+        raise ValueError(
+            f"sample {name}: {got} output_token_logprobs for {len(output_ids)} output tokens"
+        )
+    ids = np.asarray([entry[1] for entry in entries], dtype=np.int32)
+    if not np.array_equal(ids, output_ids):
+        at = int(np.argmax(ids != output_ids))
+        raise ValueError(
+            f"sample {name}: log-prob {at} is of token {int(ids[at])}, output token {at} is "
+            f"{int(output_ids[at])}"
+        )
+    values = np.asarray([entry[0] for entry in entries], dtype=np.float32)
+    if not np.isfinite(values).all():
+        at = int(np.argmin(np.isfinite(values)))
+        raise ValueError(f"sample {name}: log-prob {at} is {values[at]}, expected a finite number")
+    return values
+
+
+def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
+    """``[{version, start, end}, ...]`` over the output tokens -> int32[R]."""
+    versions = np.full(response_len, -1, dtype=np.int32)
+    if response_len == 0:
+        return versions
+    if not isinstance(spans, list) or not spans:
+        raise ValueError(f"sample {name}: the answer carries no weight_versions")
+    end = 0
+    for span in spans:
+        label = str(span.get("version"))
+        if not label.isdigit():
+            raise ValueError(
+                f"sample {name}: weight version {label!r}, expected a number; was the server "
+                "started with --weight-version 0?"
+            )
+        if span.get("start") != end or not end <= span.get("end", -1) <= response_len:
+            raise ValueError(
+                f"sample {name}: weight_versions {spans} do not cover {response_len} output tokens"
+            )
+        versions[end : span["end"]] = int(label)
+        end = span["end"]
+    if end != response_len:
+        raise ValueError(
+            f"sample {name}: weight_versions end at {end}, expected {response_len} output tokens"
+        )
+    return versions

@@ -1,0 +1,23 @@
+"""SGLang's out-of-tree platform for machines without CUDA: plain torch on the CPU.
+
+SGLang loads ``activate`` through the entry point group ``sglang.srt.platforms`` in every process
+it starts, before torchvision is imported.  Where CUDA exists it stands aside.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from r3train.torchvision_stub import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+
+def activate() -> str | None:
+    """Name the CPU platform class, or None where SGLang's own CUDA platform serves.
+
+    Source: ``sglang.srt.platforms``: a plugin that returns None is not active.
+    """
+    if torch.cuda.is_available():
+        return None
+    return "r3train.engine.cpu_platform_class.TorchCpuPlatform"

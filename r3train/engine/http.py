@@ -1,0 +1,196 @@
+"""HTTP to a set of SGLang servers: one aiohttp session, and errors that say what failed where."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import orjson
+
+from r3train.engine import answer_json
+from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
+from r3train.engine.key import ENGINE_KEY_VARIABLE
+
+# uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
+_KEEPALIVE_S = 2.0
+_CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
+# How long a dead engine's guard may take to end the rest of its tree and report an exit code.
+_DEATH_REPORT_S = 6.0
+# Parsing more than this in the event loop would hold the other requests up.
+_INLINE_PARSE_BYTES = 1 << 20
+
+
+def base_url(addr: str) -> str:
+    """``host:port`` or a URL -> a URL without a trailing slash.
+
+    Raises ValueError for an address without a port.
+    """
+    url = (addr if "://" in addr else f"http://{addr}").rstrip("/")
+    if not url.rsplit(":", 1)[-1].isdigit():
+        raise ValueError(f"engine address {addr!r} has no port, expected host:port")
+    return url
+
+
+class SGLangHTTP:
+    """Requests to one or all servers of a run.
+
+    ``check_alive`` raises EngineDied when a process this job owns has ended; it is asked after
+    every connection failure.  Must be used from one event loop.
+    """
+
+    def __init__(
+        self,
+        addrs: Sequence[str],
+        *,
+        api_key: str | None = None,
+        request_timeout_s: float = 300.0,
+        check_alive: Callable[[], None] | None = None,
+    ) -> None:
+        if not addrs:
+            raise ValueError("no engine address was given")
+        self.urls = [base_url(addr) for addr in addrs]
+        self.request_timeout_s = request_timeout_s
+        self.api_key = api_key
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._check_alive = check_alive
+        self._session: aiohttp.ClientSession | None = None
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # No limit here: the client and the producer bound what is in flight.
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                headers=self._headers,
+                trust_env=False,
+            )
+        return self._session
+
+    async def call(
+        self,
+        server: int,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        what: str,
+        method: str = "POST",
+        timeout_s: float | None = None,
+    ) -> Any:
+        """One request; returns the parsed JSON, or the text of an answer that is not JSON.
+
+        Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
+        EngineUnreachable where there is no connection, AnswerLate where there is no answer in time,
+        AnswerCutShort for a connection that broke, or EngineError for a status of 400 and above, or a JSON answer that
+        says ``success: false``; every message begins with ``what``.
+        """
+        url = self.urls[server]
+        timeout_s = timeout_s or self.request_timeout_s
+        for delay_s in (*_CONNECT_RETRIES_S, None):
+            try:
+                status, raw = await asyncio.wait_for(
+                    self._send(method, url + path, body), timeout_s
+                )
+                break
+            except aiohttp.ClientConnectorError as error:
+                if delay_s is None:
+                    await self.raise_if_dead()
+                    raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
+                if self._check_alive is not None:
+                    self._check_alive()
+                await asyncio.sleep(delay_s)
+            except aiohttp.ClientError as error:
+                await self.raise_if_dead()
+                raise AnswerCutShort(
+                    f"{what}: connection to {url} broke: {type(error).__name__}: {error}"
+                ) from error
+            except TimeoutError as error:
+                raise AnswerLate(
+                    f"{what}: no answer from {url}{path} within {timeout_s:g} s"
+                ) from error
+        return await self._parse(status, raw, url=url + path, what=what)
+
+    async def call_all(
+        self,
+        path: str,
+        bodies: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        what: str,
+        method: str = "POST",
+        timeout_s: float | None = None,
+    ) -> list[Any]:
+        """The same request to every server at once, or one body each; the first failure wins."""
+        each = bodies if isinstance(bodies, Sequence) else [bodies] * len(self.urls)
+        assert len(each) == len(self.urls), f"{len(each)} bodies for {len(self.urls)} servers"
+        tasks = [
+            asyncio.ensure_future(
+                self.call(i, path, body, what=what, method=method, timeout_s=timeout_s)
+            )
+            for i, body in enumerate(each)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _send(
+        self, method: str, url: str, body: Mapping[str, Any] | None
+    ) -> tuple[int, bytes]:
+        data = None
+        headers = None
+        if method != "GET":
+            data = orjson.dumps(body or {}, option=orjson.OPT_SERIALIZE_NUMPY)
+            headers = {"Content-Type": "application/json"}
+        async with self._open_session().request(method, url, data=data, headers=headers) as answer:
+            try:
+                return answer.status, await answer.read()
+            except aiohttp.ClientPayloadError as error:
+                expected = answer.headers.get("Content-Length", "unknown")
+                raise aiohttp.ClientPayloadError(
+                    f"the body ended after {answer.content.total_bytes} bytes, expected {expected}"
+                ) from error
+
+    async def _parse(self, status: int, raw: bytes, *, url: str, what: str) -> Any:
+        try:
+            if len(raw) > _INLINE_PARSE_BYTES:
+                answer = await asyncio.to_thread(answer_json.loads, raw)
+            else:
+                answer = answer_json.loads(raw)
+        except orjson.JSONDecodeError:
+            answer = raw.decode("utf-8", errors="replace").strip()
+        if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
+            hint = ""
+            if status == 401:
+                held = "another" if self.api_key else "no"
+                hint = f" (it asks for a key, and {held} one is in {ENGINE_KEY_VARIABLE} here)"
+            raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}{hint}")
+        return answer
+
+    async def raise_if_dead(self) -> None:
+        """Give a dying engine a moment to be reported dead, with its log, instead of unreachable."""
+        if self._check_alive is None:
+            return
+        end = time.monotonic() + _DEATH_REPORT_S
+        while time.monotonic() < end:
+            self._check_alive()
+            await asyncio.sleep(0.1)
+
+    async def aclose(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _message(answer: Any) -> str:
+    """The engine's own words, wherever this kind of answer keeps them."""
+    if isinstance(answer, dict):
+        error = answer.get("error")
+        if isinstance(error, dict) and "message" in error:
+            return str(error["message"])
+        for key in ("message", "detail", "error"):
+            if answer.get(key):
+                return str(answer[key])
+    return str(answer)[:2000]

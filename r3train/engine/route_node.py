@@ -1,0 +1,169 @@
+"""A data-parallel leader's route store at work: its server, and rows fetched from the others'.
+
+One thread with one event loop does both, so that routes arrive while the actor trains.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+import aiohttp
+import numpy as np
+import orjson
+from aiohttp import web
+
+from r3train.engine.loop_thread import LoopThread
+from r3train.engine.route_relay import open_session, store_failed
+from r3train.engine.route_store import RouteStore, RouteStoreApp, RouteStoreError
+from r3train.engine.answer import ExpectedRoutes
+
+T = TypeVar("T")
+
+# store, key, first row, row after the last; and where they go: uint8/uint16 [rows, L, K]
+Part = tuple[int, int, int, int]
+
+_START_S = 30.0
+_NO_PROGRESS_S = 120.0
+
+
+class RouteNode:
+    """Serves this rank's store, and brings rows over from any; its methods are thread-safe."""
+
+    def __init__(self, index: int, token: str, routes: ExpectedRoutes, host: str) -> None:
+        self.index = index
+        self.store = RouteStore()
+        self.fetched_bytes = 0  # from other stores
+        self._token = token
+        self._routes = routes
+        self._host = host
+        self._urls: list[str] = []
+        self._started: Future[int] = Future()
+        self._stop: asyncio.Event | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._thread = LoopThread("route-store", self._failed)
+
+    def start(self) -> int:
+        """Bind and serve; returns the port.  Raises OSError where the host cannot be bound."""
+        self._thread.start(self._serve)
+        return self._started.result(timeout=_START_S)
+
+    def connect(self, urls: Sequence[str]) -> None:
+        """Say where all stores are, in the order of their indices."""
+        self._urls = list(urls)
+
+    def reach(self) -> list[str]:
+        """Ask every other store for nothing; how those failed that do not answer, in words."""
+        return self.submit(self._reach).result()
+
+    async def _reach(self) -> list[str]:
+        others = [store for store in range(len(self._urls)) if store != self.index]
+        calls = (self._fetch_from(store, []) for store in others)
+        failures = [f for f in await asyncio.gather(*calls, return_exceptions=True) if f]
+        for failure in failures:
+            if not isinstance(failure, RouteStoreError):
+                raise failure
+        return [str(failure) for failure in failures]
+
+    async def _serve(self) -> None:
+        self._stop = asyncio.Event()
+        app = RouteStoreApp(self.store, self._token, self._routes)
+        runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, self._host, 0)
+            await site.start()
+            self._session = open_session(self._token)
+            self._started.set_result(runner.addresses[0][1])
+            await self._stop.wait()
+        finally:
+            if self._session is not None:
+                await self._session.close()
+            await app.aclose()
+            await runner.cleanup()
+
+    def _failed(self, error: BaseException) -> None:
+        if not self._started.done():
+            self._started.set_exception(error)
+
+    def submit(self, call: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
+        """Run a coroutine in the store's loop."""
+        return asyncio.run_coroutine_threadsafe(call(), self._thread.loop)
+
+    def fetch(self, parts: Sequence[Part], places: Sequence[np.ndarray]) -> Future[None]:
+        """Fill places with rows of any store, all stores at once; the future raises what failed."""
+        return self.submit(lambda: self._fetch(parts, places))
+
+    async def _fetch(self, parts: Sequence[Part], places: Sequence[np.ndarray]) -> None:
+        of_store: dict[int, list[tuple[Part, np.ndarray]]] = {}
+        for part, place in zip(parts, places, strict=True):
+            of_store.setdefault(part[0], []).append((part, place))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for store, wanted in of_store.items():
+                    if store == self.index:
+                        tasks.create_task(asyncio.to_thread(self._copy_own, wanted))
+                    else:
+                        tasks.create_task(self._fetch_from(store, wanted))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    def _copy_own(self, wanted: Sequence[tuple[Part, np.ndarray]]) -> None:
+        for (_, key, start, stop), place in wanted:
+            place[:] = self.store.rows(key, start, stop)
+
+    async def _fetch_from(self, store: int, wanted: Sequence[tuple[Part, np.ndarray]]) -> None:
+        url = self._urls[store]
+        body = orjson.dumps([part[1:] for part, _ in wanted])
+        expected = sum(place.nbytes for _, place in wanted)
+        try:
+            async with self._session.post(
+                f"{url}/rows",
+                data=body,
+                timeout=aiohttp.ClientTimeout(
+                    total=None, sock_connect=10.0, sock_read=_NO_PROGRESS_S
+                ),
+            ) as response:
+                if response.status != 200:
+                    raise store_failed(store, url, f"{response.status}: {await response.text()}")
+                if response.content_length != expected:
+                    got = response.content_length
+                    raise store_failed(store, url, f"{got} bytes of rows, expected {expected}")
+                await _read_into(response.content, [place for _, place in wanted])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise store_failed(store, url, error) from error
+        self.fetched_bytes += expected
+
+    def read(self, store: int, key: int, start: int, stop: int) -> np.ndarray:
+        """Rows of any store, waited for: what rank 0 does where it needs the bytes themselves."""
+        shape = (stop - start, self._routes.num_layers, self._routes.topk)
+        out = np.empty(shape, dtype=self._routes.dtype)
+        self.fetch([(store, key, start, stop)], [out]).result()
+        return out
+
+    def close(self) -> None:
+        """End the server and its thread. Idempotent."""
+        if self._stop is not None:
+            self._thread.soon(self._stop.set)
+            self._thread.join(timeout_s=10)
+
+
+async def _read_into(stream: aiohttp.StreamReader, places: Sequence[np.ndarray]) -> None:
+    """A body of exactly the places' bytes, put into one after the other."""
+    left = [memoryview(place.reshape(-1).view(np.uint8)) for place in places if place.nbytes]
+    left.reverse()
+    with contextlib.suppress(aiohttp.EofStream):
+        async for chunk in stream.iter_any():
+            view = memoryview(chunk)
+            while len(view):
+                place = left.pop()
+                count = min(len(view), len(place))
+                place[:count] = view[:count]
+                view = view[count:]
+                if count < len(place):
+                    left.append(place[count:])
+    if left:
+        raise RouteStoreError("the rows of a route store ended early")

@@ -1,0 +1,304 @@
+"""A real SGLang server as a subprocess of the trainer, which dies with its owner."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from r3train.engine.addresses import interface_of, is_loopback
+from r3train.engine.backend import EngineDied, EngineError
+from r3train.engine.key import ENGINE_KEY_VARIABLE
+
+# on_progress(elapsed_s, last log line)
+OnProgress = Callable[[float, str], None]
+
+_PORTS = range(20000, 32000)
+_LOG_TAIL_LINES = 30
+_POLL_S = 0.25
+# torchrun's variables describe the trainer's group; the server must not join it, and
+# TORCHELASTIC_USE_AGENT_STORE would make its weight-update rendezvous wait for an agent.
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
+_TORCHRUN_NAMES = frozenset(
+    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE "
+    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+)
+
+
+def free_port(host: str) -> int:
+    """A TCP port that nobody on ``host`` listened on a moment ago.
+
+    A server binds it only seconds later.  Ports that the system gives to outgoing connections
+    (32768 and up by default) may be taken by then, so it is drawn from those below.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        with socket.socket(family) as sock, contextlib.suppress(OSError):
+            sock.bind((host, port))
+            return port
+    raise OSError(f"{host}: 100 ports of {_PORTS} were tried, and none can be bound")
+
+
+def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
+    """The last lines of a log file, reading at most its last 64 KiB."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 65536))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def server_flags(args: Mapping[str, object]) -> list[str]:
+    """Spell passthrough server arguments as flags.
+
+    Underscores become dashes; True is the bare flag, False and None leave it out; a list becomes
+    one flag with several values.
+    """
+    flags: list[str] = []
+    for key, value in args.items():
+        name = "--" + key.lstrip("-").replace("_", "-")
+        if value is None or value is False:
+            continue
+        flags.append(name)
+        if value is True:
+            continue
+        if isinstance(value, (list, tuple)):
+            flags.extend(str(item) for item in value)
+        else:
+            flags.append(str(value))
+    return flags
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+class SGLangServer:
+    """One ``python -m sglang.launch_server``, from its start to its certain end.
+
+    ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
+    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every request
+    but ``/health`` must carry it; a host other than loopback needs one, ValueError without.  Not
+    thread-safe, except ``check_alive``.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        log_path: str | Path,
+        *,
+        dtype: str = "float32",
+        server_args: Mapping[str, object] | None = None,
+        return_routed_experts: bool = False,
+        seed: int = 42,
+        start_timeout_s: float = 300.0,
+        on_progress: OnProgress | None = None,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        device: str | None = None,
+        weight_version: int = 0,
+        api_key: str | None = None,
+    ) -> None:
+        given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
+        if return_routed_experts and str(given.get("chunked_prefill_size")) == "-1":
+            raise ValueError(
+                "sglang chunked_prefill_size -1 with routed experts: SGLang then sizes its buffer of "
+                "routes by max_running_requests, and a longer prefill kills the server"
+            )
+        self.model_path = str(model_path)
+        self.log_path = Path(log_path)
+        self.dtype = dtype
+        self.server_args = given
+        self.return_routed_experts = return_routed_experts
+        self.seed = seed
+        self.start_timeout_s = start_timeout_s
+        self.on_progress = on_progress
+        self.host = host
+        self.port = port or free_port(host)
+        self.device = device
+        self.weight_version = weight_version
+        self.api_key = api_key
+        if api_key is None and not is_loopback(host):
+            raise ValueError(
+                f"a server at {host} without a key: whoever reaches it could generate and replace"
+                f" its weights; set {ENGINE_KEY_VARIABLE} to the same key here and where the trainer"
+                " runs (openssl rand -hex 16 makes one), or bind it to 127.0.0.1"
+            )
+        self._guard: subprocess.Popen | None = None
+        self._stopped = False
+
+    @property
+    def addr(self) -> str:
+        """``host:port``, as clients and ``--rollout-external-engine-addrs`` write it."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the guard, whose descendants are all of the server."""
+        return self._guard.pid if self._guard else None
+
+    def command(self) -> list[str]:
+        """The server's command line, without the guard."""
+        device = self.device or ("cuda" if _has_cuda() else "cpu")
+        args: dict[str, object] = {
+            "dtype": self.dtype,
+            "random_seed": self.seed,
+            "weight_version": str(self.weight_version),
+            # Tokens in, tokens out: the trainer owns the tokenizer.
+            "skip_tokenizer_init": True,
+            # With overlap the version label of the token at a weight update is off by one.
+            "disable_overlap_schedule": True,
+            "enable_return_routed_experts": self.return_routed_experts,
+            "log_level_http": "warning",
+        }
+        if device == "cpu":
+            args |= {
+                "device": "cpu",
+                "mem_fraction_static": 0.3,
+                "max_total_tokens": 32768,
+                "sleep_on_idle": True,  # else an idle scheduler burns a core
+            }
+        args |= self.server_args
+        args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
+        # the key is in the environment: a command line is read by everybody on the node
+        module = "r3train.engine.keyed_server" if self.api_key else "sglang.launch_server"
+        return [sys.executable, "-m", module, *server_flags(args)]
+
+    def environment(self) -> dict[str, str]:
+        """The server's environment: the owner's, less torchrun's, offline, one thread on a CPU.
+
+        With its key, and for gloo the network interface that it is reached by, unless one is named.
+        """
+        env = {
+            key: value
+            for key, value in os.environ.items()
+            if key not in _TORCHRUN_NAMES and not key.startswith(_TORCHRUN_PREFIXES)
+        }
+        env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        env.pop(ENGINE_KEY_VARIABLE, None)
+        if self.api_key:
+            env[ENGINE_KEY_VARIABLE] = self.api_key
+        interface = None if is_loopback(self.host) else interface_of(self.host)
+        if interface is not None:
+            # gloo takes the interface that the host's name means, and that is loopback on many nodes
+            env.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
+            env["OMP_NUM_THREADS"] = "1"
+        return env
+
+    def start(self) -> SGLangServer:
+        """Start the server under its guard; returns at once, ``wait_ready`` waits."""
+        assert self._guard is None, "this server was started already"
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        guard = [sys.executable, "-m", "r3train.engine.server_guard"]
+        guard += ["--owner-pid", str(os.getpid()), "--"]
+        with open(self.log_path, "ab") as log:
+            self._guard = subprocess.Popen(
+                guard + self.command(),
+                stdin=subprocess.PIPE,  # its end of file tells the guard that the owner is gone
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,  # Ctrl-C is the owner's to handle
+            )
+        return self
+
+    def restart(self) -> SGLangServer:
+        """End what is left of the server and start it anew at the same address; see ``start``."""
+        self.stop()
+        self._guard, self._stopped = None, False
+        return self.start()
+
+    def check_alive(self) -> None:
+        """Raise EngineDied, with exit code and log tail, once the server has ended by itself."""
+        if self._guard is None or self._stopped:
+            return
+        code = self._guard.poll()
+        if code is not None:
+            raise EngineDied(
+                f"the SGLang server {self.addr} ended with exit code {code}; "
+                f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
+            )
+
+    def wait_ready(self) -> None:
+        """Wait until ``/health`` answers 200.
+
+        Raises EngineDied as soon as the process ends, EngineError after ``start_timeout_s``.
+        """
+        assert self._guard is not None, "start the server first"
+        began = time.monotonic()
+        while True:
+            self.check_alive()
+            elapsed = time.monotonic() - began
+            if self.healthy():
+                return
+            if elapsed > self.start_timeout_s:
+                raise EngineError(
+                    f"the SGLang server {self.addr} was not ready after {elapsed:.0f} s "
+                    f"(rollout_server_start_timeout_s {self.start_timeout_s:g}); "
+                    f"last lines of {self.log_path}:\n{log_tail(self.log_path)}"
+                )
+            if self.on_progress is not None:
+                self.on_progress(elapsed, log_tail(self.log_path, lines=1))
+            time.sleep(_POLL_S)
+
+    def healthy(self, timeout_s: float = 5.0) -> bool:
+        """Whether ``/health`` answers 200 within the time; SGLang generates a token for it."""
+        connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
+        try:
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            connection.request("GET", "/health", headers=headers)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def stop(self) -> None:
+        """End the server and everything it started; returns when nothing is left. Idempotent."""
+        guard, self._stopped = self._guard, True
+        if guard is None:
+            return
+        import psutil
+
+        try:
+            tree = psutil.Process(guard.pid).children(recursive=True)
+        except psutil.Error:
+            tree = []
+        if guard.stdin is not None and not guard.stdin.closed:
+            guard.stdin.close()
+        try:
+            guard.wait(timeout=15)
+        except subprocess.TimeoutExpired:
+            guard.kill()
+            guard.wait()
+        for process in tree:  # nothing, unless the guard was killed
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        psutil.wait_procs(tree, timeout=5)
+
+    def __enter__(self) -> SGLangServer:
+        self.start()
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()

@@ -1,0 +1,210 @@
+"""A small process between the trainer and a server, so that the server dies with its owner.
+
+``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND and ends it,
+with everything it started, when the owner is gone (stdin reaches its end, or the guard's parent
+changes), when the guard is told to stop (SIGTERM, SIGINT), or when COMMAND itself or one of its
+worker processes ends.  It leaves with COMMAND's exit status.
+
+Why a process: PR_SET_PDEATHSIG follows the *thread* that forked, a trainer forks from many, and a
+SIGKILL of the trainer runs no handler.  On Linux the guard is a child subreaper, so a helper that
+leaves the session (torch_shm_manager calls setsid) still ends up among its descendants.
+
+Imports nothing heavy: it starts in a fraction of a second and holds a few megabytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+
+import psutil
+
+_POLL_S = 0.5
+_SIGHTINGS = 3
+_SCAN_S = 5.0
+_REPORT_GRACE_S = 3.0
+# They clean up shared memory after their users are gone, then leave by themselves: at once, but on
+# a busy machine.  Killed before, they leave semaphores behind.
+_HELPER_GRACE_S = 10.0
+_HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
+# SGLang renames its workers; the server cannot serve without any one of them.
+_WORKER_MARK = "sglang::"
+_SHM_PREFIXES = ("/dev/shm/sglang_", "/dev/shm/sgl_shm")
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _command_line(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
+
+
+def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    left = []
+    for process in processes:
+        try:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+        except psutil.Error:
+            continue
+    return left
+
+
+def _wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
+    end = time.monotonic() + timeout_s
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.Error:
+            continue
+
+
+def _shared_memory_files(processes: list[psutil.Process]) -> set[str]:
+    """SGLang's files under /dev/shm that these processes map; a killed server leaves them."""
+    found: set[str] = set()
+    for process in processes:
+        try:
+            with open(f"/proc/{process.pid}/maps", encoding="utf-8") as maps:
+                paths = (line.rstrip("\n").split(maxsplit=5)[-1] for line in maps)
+                found.update(path for path in paths if path.startswith(_SHM_PREFIXES))
+        except OSError:
+            continue
+    return found
+
+
+def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
+    """Kill the child and every descendant, helpers last, and remove ``leftovers`` (files).
+
+    SGLang's own shutdown is a SIGKILL of its tree after a drain, so nothing is lost by not asking
+    first.  Runs until nothing is left.
+    """
+    tree = _descendants()
+    leftovers |= _shared_memory_files(tree)
+    _kill([p for p in tree if not any(mark in _command_line(p) for mark in _HELPER_MARKS)])
+    _wait_until(lambda: not _alive(_descendants()), _HELPER_GRACE_S)
+    for _ in range(100):
+        left = _alive(_descendants())
+        if not left:
+            break
+        _kill(left)
+        time.sleep(0.05)
+    child.wait()
+    for orphan in psutil.Process().children():
+        os.waitpid(orphan.pid, os.WNOHANG)  # adopted as a subreaper: reap it
+    for path in leftovers:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _owner_gone(owner_pid: int, stdin_fd: int, timeout_s: float) -> bool:
+    readable, _, _ = select.select([stdin_fd], [], [], timeout_s)
+    if readable and not os.read(stdin_fd, 4096):
+        return True
+    return os.getppid() != owner_pid
+
+
+def _watch(
+    owner_pid: int, child: subprocess.Popen, stopping: list[int], leftovers: set[str]
+) -> int | None:
+    """Wait for a reason to end; returns the child's status if that is the reason, else None.
+
+    Notes the files to remove in ``leftovers`` while their users live: a crash leaves nobody to ask.
+    """
+    workers: dict[int, psutil.Process] = {}
+    seen: dict[psutil.Process, int] = {}  # how often in a row
+    next_scan = 0.0
+    while not stopping:
+        if time.monotonic() > next_scan:
+            next_scan = time.monotonic() + _SCAN_S
+            leftovers |= _shared_memory_files(list(workers.values()))
+        if _owner_gone(owner_pid, sys.stdin.fileno(), _POLL_S):
+            return None
+        status = child.poll()
+        if status is not None:
+            return status
+        # A helper that a worker forks has the worker's name until it runs its own program: only what
+        # keeps the name is a worker, whose end matters.
+        marked = [p for p in _descendants() if _command_line(p).startswith(_WORKER_MARK)]
+        seen = {p: seen.get(p, 0) + 1 for p in marked}
+        workers |= {p.pid: p for p, times in seen.items() if times >= _SIGHTINGS}
+        dead = [process for process in workers.values() if not _alive([process])]
+        if dead:
+            # SGLang writes the cause to its log when it notices; give it the time to.
+            _wait_until(lambda: child.poll() is not None, _REPORT_GRACE_S)
+            print(f"server_guard: worker process {dead[0].pid} has ended", flush=True)
+            return child.poll() or 1
+    return None
+
+
+def run(owner_pid: int, command: list[str]) -> int:
+    """Run ``command`` under guard.
+
+    Returns its exit status, 128+n when signal n ended it, and 0 when the guard ended it.
+    """
+    stopping: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _frame: stopping.append(received))
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    # SGLang leaves its sockets in the temporary directory: give it one that can be removed.
+    # Compiled kernels are worth keeping, so their cache stays where torch would have put it.
+    env = dict(os.environ)
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    env.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    env["TMPDIR"] = tempfile.mkdtemp(prefix="r3t-")
+    try:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            start_new_session=True,
+            # Were the guard itself killed, the server must not outlive it.
+            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+        )
+        leftovers: set[str] = set()
+        status = _watch(owner_pid, child, stopping, leftovers)
+        end_tree(child, leftovers)
+    finally:
+        shutil.rmtree(env["TMPDIR"], ignore_errors=True)
+    if status is None:
+        return 0
+    return 128 - status if status < 0 else status
+
+
+def main() -> None:
+    arguments = sys.argv[1:]
+    if len(arguments) < 4 or arguments[0] != "--owner-pid" or arguments[2] != "--":
+        sys.exit("usage: python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...")
+    sys.exit(run(int(arguments[1]), arguments[3:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""Rollouts of several turns: the model, then the environment, on one growing list of tokens.
+
+Token-in, token-out: what the model generated goes back as the tokens that it was, and only what
+the environment says is tokenised.  Each turn asks the engine for the rows that are not there yet,
+and after each the rows must be without a gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from r3train.environments.base import Environment, StepResult, Turn
+from r3train.generation import stitch
+from r3train.engine.backend import SamplingParams
+from r3train.generation.episode import Generate
+from r3train.types import Prompt, RolloutSample
+
+
+@dataclass(frozen=True)
+class ConversationRules:
+    """What bounds a conversation, and what becomes of it."""
+
+    max_turns: int
+    max_turn_len: int | None
+    sample_a_turn: bool  # step-wise: one sample a turn, not one an episode
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+class Conversation:
+    """One episode with an environment (an ``Episode``)."""
+
+    def __init__(self, environment: Environment, rules: ConversationRules) -> None:
+        self._environment = environment
+        self._rules = rules
+
+    async def __call__(
+        self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
+    ) -> tuple[list[RolloutSample], float | None]:
+        """Play to the end.
+
+        Raises ValueError naming the sample for rows with a gap, and for a reward or an observation
+        that is none.
+        """
+        rules = self._rules
+        budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
+        sample: RolloutSample | None = None
+        ends: list[tuple[int, int]] = []  # where each turn's own tokens begin and end
+        rewards: list[float] = []
+        for index in range(rules.max_turns):
+            start = sample.num_tokens if sample is not None else len(prompt.token_ids)
+            sample = await generate(sample, rules.max_turn_len)
+            _check_rows(sample)
+            ends.append((start, sample.num_tokens))
+            left = budget - sample.response_len
+            last = index + 1 == rules.max_turns or left < 2 or sample.finish_reason == "abort"
+            ids = sample.token_ids[start:].tolist()
+            result = await self._environment.step(Turn(index, ids, rules.decode(ids), last))
+            if result.reward is not None:
+                rewards.append(_finite(result.reward, sample_id))
+            observed = self._observed(result, sample_id)
+            if result.done or last or len(observed) >= left:
+                break
+            sample = stitch.observe(sample, observed)
+        reward = sum(rewards) if rewards else None
+        sample = stitch.finished(sample)
+        if not rules.sample_a_turn:
+            return [sample], reward
+        if reward is None:
+            raise ValueError(
+                f"sample {sample_id}: the environment gave no reward, and one sample a turn needs"
+                " the episode's"
+            )
+        steps = [
+            _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
+        ]
+        texts = [rules.decode(sample.token_ids[a:b].tolist()) for a, b in ends]
+        return [replace(step, text=text) for step, text in zip(steps, texts)], reward
+
+    def _observed(self, result: StepResult, sample_id: int) -> list[int]:
+        ids = result.observation
+        if isinstance(ids, str):
+            ids = self._rules.encode(ids)
+        if not all(isinstance(i, int) for i in ids):
+            raise ValueError(
+                f"sample {sample_id}: the observation {ids!r} is no text and no tokens"
+            )
+        return list(ids)
+
+
+def _check_rows(sample: RolloutSample) -> None:
+    if sample.routed_experts is None or sample.finish_reason == "abort":
+        return
+    if stitch.rows_known(sample) != sample.num_tokens - 1:
+        raise ValueError(
+            f"sample {sample.sample_id}: {stitch.rows_known(sample)} rows after a turn that ends at "
+            f"{sample.num_tokens} tokens, expected one for each but the last"
+        )
+
+
+def _finite(reward: float, sample_id: int) -> float:
+    if not np.isfinite(reward):
+        raise ValueError(f"sample {sample_id}: the environment's reward is {reward}")
+    return float(reward)
+
+
+def _one_turn(
+    sample: RolloutSample, index: int, start: int, end: int, *, is_last: bool
+) -> RolloutSample:
+    """One turn as a sample: all that stood before it is its prompt."""
+    own = np.zeros(end, dtype=bool)
+    own[start:] = True
+    routes = sample.routed_experts
+    return replace(
+        sample,
+        sample_id=sample.sample_id + index,
+        token_ids=sample.token_ids[:end],
+        prompt_len=start,
+        loss_mask=own,
+        rollout_log_probs=np.where(own, sample.rollout_log_probs[:end], np.float32(0)),
+        routed_experts=None if routes is None else routes[: end - 1],
+        weight_versions=np.where(own, sample.weight_versions[:end], np.int32(-1)),
+        finish_reason=sample.finish_reason if is_last else "stop",
+        trajectory_id=sample.sample_id,
+        is_last_step=is_last,
+    )

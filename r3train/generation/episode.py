@@ -1,0 +1,32 @@
+"""The course of one rollout: one turn, or a conversation with an environment."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from r3train.generation import stitch
+from r3train.engine.backend import SamplingParams
+from r3train.types import Prompt, RolloutSample
+
+
+class Generate(Protocol):
+    """One answer of the engine, whatever weight updates come in between."""
+
+    async def __call__(
+        self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
+    ) -> RolloutSample: ...
+
+
+class Episode(Protocol):
+    """Makes one rollout: its samples and its reward, None where the text is to be scored."""
+
+    async def __call__(
+        self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
+    ) -> tuple[list[RolloutSample], float | None]: ...
+
+
+async def generate_once(
+    generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
+) -> tuple[list[RolloutSample], float | None]:
+    """One turn."""
+    return [stitch.finished(await generate())], None

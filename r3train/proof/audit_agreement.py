@@ -1,0 +1,65 @@
+"""Agreement: the trainer's own choice beside chance, and beside routes that are misaligned on purpose.
+
+Counted in the old-log-prob pass, before the step changes a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+
+from r3train.proof.check import STAGES
+
+# the pass and stage in which controls are counted
+NATIVE = ("old_log_prob", STAGES[0])
+CONTROLS = {
+    "control_token_minus": "with the routes of the token before",
+    "control_token_plus": "with the routes of the token after",
+    "control_layer_minus": "with the routes of the layer before",
+    "control_layer_plus": "with the routes of the layer after",
+}
+_STANDARD_ERRORS = 10
+_MARGIN = 0.1
+
+
+@dataclass(frozen=True)
+class Beaten:
+    """A control that more rows agree with than with the routes that were replayed."""
+
+    control: str
+    control_rows: int
+    rows_equal: int
+    rows_replayed: int
+
+    def words(self) -> tuple[str, str, str]:
+        """What was counted, got and expected."""
+        return (
+            f"rows that agree with the replayed routes ({self.control}: {self.control_rows} agree "
+            f"{CONTROLS[self.control]})",
+            f"{self.rows_equal} of {self.rows_replayed}",
+            "more than agree with any misaligned routes",
+        )
+
+
+def beaten_by(values: Mapping[str, int]) -> Beaten | None:
+    """The control that clearly beats the agreement in the same rows, the worst of them.
+
+    values: counters by name, over one layer.
+
+    A row's own choice can equal the replayed routes, the control, both or neither.  Were the control
+    no better, the difference of the two counts would be a sum over at most ``equal + control`` rows
+    of +1 or -1, of standard error at most the root of that (McNemar's test).  Rows are no
+    independent draws, as the samples of a group repeat their prompt's rows: where each stands there
+    four times the true error is twice that, so 10 standard errors are asked for and not 5.  They
+    need 100 rows at least.  A tenth of the rows is asked for beside them, because in many rows a
+    difference is soon sure and means nothing (experts that nearly all tokens use).  A sound run has
+    no such difference to begin with: its routes agree with the model better than misaligned ones.
+    Where the model's own choice is at chance (routes drawn at random), so are the controls.
+    """
+    rows, equal = values["rows_replayed"], values["rows_equal"]
+    control = max(CONTROLS, key=lambda name: values[name])
+    excess = values[control] - equal
+    if excess <= _MARGIN * rows or excess < _STANDARD_ERRORS * sqrt(equal + values[control]):
+        return None
+    return Beaten(control, values[control], equal, rows)

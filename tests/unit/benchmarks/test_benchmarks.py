@@ -1,0 +1,196 @@
+"""The pages of the benchmarks from a recorded small run, and that every script says what it does."""
+
+import copy
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import agreement
+from benchmarks.markdown import figure, number
+from benchmarks.measure import ratios, spread
+from benchmarks.performance_page import SECTIONS, performance_page
+from benchmarks.results_page import results_page
+from benchmarks.run_all import run_script, with_earlier
+
+DTYPES = ("float32", "bfloat16")
+ROOT = Path(__file__).resolve().parents[3]
+RECORDED = json.loads(Path(__file__).with_name("recorded_benchmarks.json").read_text())
+
+
+def tables(page: str) -> list[list[str]]:
+    """Runs of lines that begin with a bar."""
+    found: list[list[str]] = [[]]
+    for line in page.splitlines():
+        if line.startswith("|"):
+            found[-1].append(line)
+        elif found[-1]:
+            found.append([])
+    return [lines for lines in found if lines]
+
+
+@pytest.mark.parametrize("page", [performance_page(RECORDED), results_page(RECORDED["agreement"])])
+def test_every_table_has_as_many_cells_in_each_row_as_in_its_head(page):
+    assert tables(page)
+    for lines in tables(page):
+        assert len(lines) > 2, lines
+        assert len({line.count("|") for line in lines}) == 1, lines
+        assert set(lines[1]) == {"|", "-"}
+        assert not re.search(r"\bnan\b|\binf\b|None|[{}]", "".join(lines)), lines
+
+
+def test_every_benchmark_has_its_section_with_its_ratio():
+    page = performance_page(RECORDED)
+    assert [line[3:] for line in page.splitlines() if line.startswith("## ")] == [
+        title for _, title, _ in SECTIONS
+    ]
+    assert "Not measured" not in page and "Failed" not in page
+    for shown in (
+        RECORDED["rollout_rate"]["over_no_routes"]["recorded and returned"],
+        RECORDED["replay_overhead"]["check_over_replay"],
+        RECORDED["replay_overhead"]["check_over_native"],
+        RECORDED["weight_sync"]["over_copy"]["broadcast"],
+        *RECORDED["against_trl"]["shapes"]["demo"]["over_best_trl"].values(),
+    ):
+        assert figure(shown) in page
+
+
+def test_what_was_measured_alone_later_is_said_and_the_whole_run_kept(tmp_path):
+    path = tmp_path / "machine.json"
+    whole = RECORDED["machine"]
+    assert with_earlier(whole, path, None) == whole
+    later = with_earlier(whole | {"date": "2027-01-01", "minutes": 1.0}, path, ["growth"])
+    assert later == whole | {"alone": {"growth": "2027-01-01"}}
+    page = performance_page(RECORDED | {"machine": later})
+    minutes = f"{whole['minutes']:.0f}"
+    assert f"took {minutes} minutes. Measured alone since: growth (2027-01-01)." in page
+
+
+def test_a_busy_machine_is_said():
+    for load, said in ((8.0, True), (0.1, False)):
+        machine = RECORDED["machine"] | {"load_before": load}
+        page = performance_page(RECORDED | {"machine": machine})
+        assert ("The machine was busy" in page) is said
+
+
+def test_a_benchmark_that_fails_leaves_its_reason_and_no_result(tmp_path):
+    found = run_script("trl_worker", ["--steps", "no number"], tmp_path)
+    assert list(found) == ["error"] and "exit code 2" in found["error"], found
+
+
+def test_a_benchmark_that_failed_or_never_ran_is_named_and_not_left_out():
+    results = copy.deepcopy(RECORDED)
+    del results["weight_sync"]
+    results["rollout_rate"] = {"error": "exit code 1: EngineDied"}
+    page = performance_page(results)
+    assert "## Weight sync\n\nNot measured in this run." in page
+    assert "**Failed**: `exit code 1: EngineDied`" in page
+
+
+def test_the_page_says_so_when_ours_is_slower_and_when_it_is_faster():
+    results = copy.deepcopy(RECORDED)
+    (shape,) = [results["against_trl"]["shapes"]["demo"]]
+    results["against_trl"]["shapes"] = {"demo": shape}
+    ours = [x for name, x in shape["over_best_trl"].items() if name.startswith("r3train")]
+    for x in ours:
+        x["median"] = 0.25
+    assert "**0.25 times** the samples a second of TRL's best, so it is slower" in performance_page(
+        results
+    )
+    ours[0]["median"] = 3.0
+    assert "**3 times** the samples a second of TRL's best, so it is faster" in performance_page(
+        results
+    )
+
+
+def test_agreement_ratios_are_of_the_same_seed_and_extreme_tokens_are_not_divided_by_nothing():
+    result = copy.deepcopy(RECORDED["agreement"])
+    first = result["runs"][0]
+    second = copy.deepcopy(first) | {"seed": 1}
+    result["runs"] = [first, second]
+    for run, off, on in ((first, 1e-2, 1e-3), (second, 1e-1, 5e-2)):
+        run["float32"]["off"]["k3"], run["float32"]["on"]["k3"] = off, on
+        run["float32"]["off"]["far_share"] = run["float32"]["on"]["far_share"] = 0.0
+    page = results_page(result)
+    # medians of 0.1 and 0.5, not the ratio of medians
+    assert "| k3 KL | 0.3 (0.1 to 0.5) | 0.055 (0.01 to 0.1) | 0.0255 (0.001 to 0.05) |" in page
+    assert "gap above ln 2 | none without R3 in 2 of 2 seeds |" in page
+
+
+@pytest.mark.parametrize("flags", [["--config", "a.toml"], ["--config=a.toml"], []])
+def test_agreement_measures_the_model_of_the_config_that_it_records(flags, monkeypatch, tmp_path):
+    """Once a seed with a configuration, however it is spelled; else the tiny model's settings."""
+    measured = []
+
+    def one_seed(seed, setting, arguments, flags, scratch):
+        measured.append((setting, flags))
+        return {actor: {way: {"k3": 1.0} for way in ("off", "on")} for actor in DTYPES}
+
+    monkeypatch.setattr(agreement, "one_seed", one_seed)
+    output = tmp_path / "found.json"
+    words = ["--seeds", "1", *flags, "--rollout-batch-size", "4", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["agreement", *words])
+    agreement.main()
+    given = ["--config", "a.toml"] if flags else []
+    assert measured == [
+        (setting, [*given, "--rollout-batch-size", "4"])
+        for setting in ([None] if flags else [0.1, 0.2])
+    ]
+    assert json.loads(output.read_text())["command"].endswith(" ".join(measured[0][1]))
+
+
+def test_agreement_takes_no_training_flag_for_the_beginning_of_its_own(monkeypatch):
+    monkeypatch.setattr(agreement, "one_seed", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(sys, "argv", ["agreement", "--seeds", "0", "--seed", "7"])
+    found = []
+    monkeypatch.setattr(agreement, "write_result", lambda _, result: found.append(result))
+    agreement.main()
+    assert found[0]["command"].endswith("--ranks 1 --seed 7")
+
+
+def test_a_spread_is_of_neighbours():
+    assert ratios([2.0, 30.0, 4.0], [1.0, 10.0, 1.0]) == spread([2.0, 3.0, 4.0])
+    assert spread([3.0, 1.0, 2.0]) == {"median": 2.0, "low": 1.0, "high": 3.0, "n": 3}
+    with pytest.raises(ValueError, match="at least one"):
+        spread([])
+    with pytest.raises(ValueError):
+        ratios([1.0], [1.0, 2.0])
+
+
+def test_numbers_keep_three_digits():
+    assert [number(x) for x in (0, 1.5e-5, 0.01234, 9.876, 123456.7)] == [
+        "0",
+        "1.5e-05",
+        "0.0123",
+        "9.88",
+        "123,457",
+    ]
+
+
+def test_every_benchmark_answers_help():
+    scripts = sorted(
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    )
+    assert {"agreement", "run_all", "trl_worker", "route_path"} <= set(scripts)
+    # one process: the imports that take seconds are shared
+    code = (
+        "import runpy, sys\n"
+        f"for name in {scripts}:\n"
+        "    sys.argv = [name, '--help']\n"
+        "    try:\n"
+        "        runpy.run_module('benchmarks.' + name, run_name='__main__')\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, (name, end.code)\n"
+        "    else:\n"
+        "        raise AssertionError(name + ' did not end')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.lower().count("usage:") == len(scripts)

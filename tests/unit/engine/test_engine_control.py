@@ -1,0 +1,159 @@
+"""Control calls against tiny servers: all are reached, the unfit and the hung are refused."""
+
+import asyncio
+import contextlib
+import threading
+import time
+
+import pytest
+from aiohttp import web
+
+from r3train.engine.backend import EngineDied, EngineError
+from r3train.engine.control import EngineControl
+from tests.unit.fake_engine_server import Fake, answer_to, client_of, one
+
+
+async def facts(_request, _body):
+    return web.json_response({"tp_size": 2, "pp_size": 2, "enable_return_routed_experts": False})
+
+
+async def test_success_false_is_an_error_even_with_status_200():
+    async def refuse(_request, _body):
+        return web.json_response({"success": False, "message": "no group"})
+
+    async with client_of(Fake(), Fake(refuse)) as client:
+        with pytest.raises(EngineError, match="end_weight_update: .* answered 200: no group"):
+            await client.control.end_weight_update()
+
+
+async def test_control_calls_reach_every_server():
+    fakes = [Fake(), Fake(), Fake()]
+    async with client_of(*fakes) as client:
+        await client.pause_generation("in_place")
+        await client.continue_generation()
+        await client.flush_cache()
+        await client.abort()
+        await client.control.init_weights_update_group(
+            master_address="h",
+            master_port=1,
+            rank_offsets=[1, 3, 4],
+            world_size=5,
+            group_name="g",
+            backend="gloo",
+        )
+        with pytest.raises(ValueError, match="pause mode 'later'"):
+            await client.pause_generation("later")
+    for fake, offset in zip(fakes, [1, 3, 4], strict=True):
+        assert fake.paths == [
+            "/pause_generation",
+            "/continue_generation",
+            "/flush_cache",
+            "/abort_request",
+            "/init_weights_update_group",
+        ]
+        assert fake.bodies[3] == {"abort_all": True}
+        assert fake.bodies[4]["rank_offset"] == offset
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_on_shared_servers_only_own_requests_are_aborted(shared):
+    gate = asyncio.Event()
+
+    async def wait(request, body):
+        if request.path == "/generate":
+            await gate.wait()
+            return web.json_response(answer_to(body))
+        return web.json_response({})
+
+    fake = Fake(wait)
+    async with client_of(fake, shared_servers=shared) as client:
+        calls = [asyncio.create_task(one(client, i, i)) for i in range(2)]
+        await asyncio.sleep(0.2)
+        await client.abort()
+        gate.set()
+        await asyncio.gather(*calls)
+    sent = [b["rid"] for b, path in zip(fake.bodies, fake.paths) if path == "/generate"]
+    aborts = [b for b, path in zip(fake.bodies, fake.paths) if path == "/abort_request"]
+    if shared:
+        assert sorted(b["rid"] for b in aborts) == sorted(sent) and all(len(b) == 1 for b in aborts)
+    else:
+        assert [b.get("abort_all") for b in aborts] == [True]
+    assert not any(a != b and b.startswith(a) for a in sent for b in sent)
+
+
+@pytest.mark.parametrize(
+    "question, message",
+    [
+        ("require_routed_experts", "started without --enable-return-routed-experts"),
+        ("update_group_sizes", "runs with pp_size 2"),
+    ],
+)
+async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
+    async with Fake(facts).running() as addr:
+        with EngineControl([addr]) as engine:
+            with pytest.raises(ValueError, match=message):
+                await asyncio.to_thread(getattr(engine, question))
+        engine.close()
+
+
+async def test_after_an_update_a_server_with_another_label_is_left_out():
+    def holding(label):
+        async def handle(_request, _body):
+            return web.json_response({"weight_version": label, "success": True})
+
+        return handle
+
+    fakes = [Fake(holding("2")), Fake(holding("1"))]
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        with EngineControl(addrs) as engine:
+            await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
+            assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
+            with pytest.raises(EngineError, match="no engine holds weight version 9"):
+                await asyncio.to_thread(
+                    engine.update_weights_from_disk, "somewhere", weight_version=9
+                )
+            await asyncio.to_thread(engine.begin_weight_update)
+            assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
+
+
+async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():
+    async def overlapping(_request, _body):
+        return web.json_response({"disable_overlap_schedule": False})
+
+    async with Fake(overlapping).running() as addr:
+        with EngineControl([addr]) as engine:
+            with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
+                await asyncio.to_thread(engine.require_exact_boundaries)
+
+
+def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():
+    """Health is asked for while the call waits, not only before it."""
+
+    async def hang(_request, _body):
+        await asyncio.sleep(60)
+
+    ready, stop, loop = threading.Event(), asyncio.Event(), asyncio.new_event_loop()
+    addrs, asked = [], []
+
+    async def serve():
+        async with Fake(hang).running() as addr:
+            addrs.append(addr)
+            ready.set()
+            await stop.wait()
+
+    def hung():
+        asked.append(time.monotonic())
+        if len(asked) > 1:
+            raise EngineDied("no sign of life")
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(5)
+    began = time.monotonic()
+    with EngineControl(addrs, check_alive=hung) as control:
+        with pytest.raises(EngineDied, match="no sign of life"):
+            control.begin_weight_update()
+    assert time.monotonic() - began < 10
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(timeout=5)

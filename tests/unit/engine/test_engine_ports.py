@@ -1,0 +1,82 @@
+"""Where the servers of a job listen, by its flags; no server is started."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from r3train.launch import engines
+from r3train.engine import addresses
+from r3train.engine.server import SGLangServer
+from tests.unit.own_servers import servers_of_rank_0
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """``started(sglang)`` gives the two servers that a job with these flags would start."""
+    monkeypatch.setattr(SGLangServer, "start", lambda self: self)
+
+    def start(**sglang) -> list[SGLangServer]:
+        return servers_of_rank_0(tmp_path, 2, **sglang)
+
+    return start
+
+
+def test_a_given_port_is_the_first_servers_and_the_next_one_the_seconds(started):
+    servers = started(port=31000, tp_size=1)
+    assert [server.addr for server in servers] == ["127.0.0.1:31000", "127.0.0.1:31001"]
+    assert [server.api_key for server in servers] == [None, None]
+    assert "--tp-size" in servers[0].command()
+
+
+def test_a_host_that_others_reach_comes_with_a_key(started):
+    servers = started(host="0.0.0.0")
+    keys = {server.api_key for server in servers}
+    assert all(server.host == "0.0.0.0" for server in servers)
+    assert len(keys) == 1 and len(keys.pop()) >= 32, "the client sends one key to all of them"
+    assert {server.api_key for server in started(host="0.0.0.0")} != keys
+
+
+def test_a_key_of_the_environment_is_that_of_all_servers_on_loopback_too(started, monkeypatch):
+    monkeypatch.setenv("R3TRAIN_ENGINE_API_KEY", "a-key-of-the-environment")
+    for host in ("0.0.0.0", "127.0.0.1"):
+        assert {s.api_key for s in started(host=host)} == {"a-key-of-the-environment"}
+
+
+def test_without_flags_servers_listen_on_free_ports_of_loopback(started):
+    first, second = started()
+    assert first.host == second.host == "127.0.0.1" and first.port != second.port
+
+
+@pytest.mark.parametrize(
+    "addrs, asked, address, interface",
+    [
+        (["127.0.0.1:5", "localhost:6"], None, "127.0.0.1", None),
+        (["10.0.0.7:5"], None, "10.0.0.1", "eth0"),
+        (["http://10.0.0.7:5"], "10.0.0.2", "10.0.0.2", "eth0"),
+    ],
+)
+def test_servers_are_offered_new_weights_at_an_address_that_they_reach(
+    addrs, asked, address, interface, monkeypatch, tmp_path
+):
+    ways = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "10.0.0.7": "10.0.0.1"}
+    monkeypatch.setattr(addresses, "own_address", ways.__getitem__)
+    monkeypatch.setattr(engines, "interface_of", lambda _: "eth0")
+    monkeypatch.setattr(engines, "DistributedPublisher", lambda _control, **options: options)
+    config = SimpleNamespace(
+        replay=SimpleNamespace(use_rollout_routing_replay=False),
+        rollout=SimpleNamespace(
+            rollout_external_engine_addrs=addrs,
+            flush_cache_on_update=True,
+            pause_generation_mode="drain",
+        ),
+        trainer=SimpleNamespace(
+            update_weight_transfer_mode="distributed",
+            update_weight_buffer_size=1,
+            update_weight_master_address=asked,
+        ),
+    )
+    made = engines.Engines(SimpleNamespace(config=config, hf=None), Path(tmp_path), None, 0)
+    made._control = object()
+    offered = made.publisher
+    assert (offered["master_address"], offered["interface"]) == (address, interface)

@@ -1,0 +1,75 @@
+"""Where an export may be written, and what it replaces."""
+
+import pytest
+import torch
+
+from r3train.engine.hf_export import MARKER, check_export_directory, export_checkpoint
+
+
+@pytest.fixture
+def base(tmp_path):
+    directory = tmp_path / "base"
+    directory.mkdir()
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_text("weights of the base")
+    return directory
+
+
+def export(directory, base, value=1.0):
+    return export_checkpoint([("w", torch.full((2,), value))], directory, hf_checkpoint=base)
+
+
+def test_an_export_replaces_an_earlier_one_and_leaves_nothing_beside_it(tmp_path, base):
+    directory = tmp_path / "hf"
+    export(directory, base)
+    first = (directory / "model-00001-of-00001.safetensors").read_bytes()
+    assert export(directory, base, 2.0) == (1, 8)
+    assert (directory / "model-00001-of-00001.safetensors").read_bytes() != first
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "hf"}
+    assert {p.name for p in directory.iterdir()} == {
+        "config.json",
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        MARKER,
+    }
+
+
+def test_what_is_no_export_is_never_replaced(tmp_path, base):
+    directory = tmp_path / "hf"
+    directory.mkdir()
+    export(directory, base)  # empty: fine
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "thesis.txt").write_text("years")
+    for call in (check_export_directory, lambda d, b: export(d, b)):
+        with pytest.raises(
+            ValueError, match=f"holds something that is no earlier export .*{MARKER}"
+        ):
+            call(mine, base)
+    assert (mine / "thesis.txt").read_text() == "years"
+
+
+def test_the_base_checkpoint_is_never_replaced(tmp_path, base):
+    (base / MARKER).write_text("{}")  # not even one that was exported itself
+    with pytest.raises(ValueError, match="would replace --hf-checkpoint"):
+        check_export_directory(tmp_path / "x" / ".." / "base", base)
+
+
+def test_a_file_in_its_place_is_refused(tmp_path, base):
+    with pytest.raises(ValueError, match="got a file, expected a directory"):
+        check_export_directory(base / "config.json", base)
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path, base):
+    directory = tmp_path / "hf"
+    export(directory, base)
+    before = (directory / "model-00001-of-00001.safetensors").read_bytes()
+
+    def cut():
+        yield "w", torch.ones(2)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        export_checkpoint(cut(), directory, hf_checkpoint=base)
+    assert (directory / "model-00001-of-00001.safetensors").read_bytes() == before
+    assert {p.name for p in tmp_path.iterdir()} == {"base", "hf"}

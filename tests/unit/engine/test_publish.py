@@ -1,0 +1,269 @@
+"""Buckets, their bytes, and checkpoints on disk; the engines are recorded, not run."""
+
+import gc
+import json
+import os
+import socket
+import threading
+from concurrent.futures import Future
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from r3train.engine import publish
+from r3train.engine.publish import DistributedPublisher, buckets, check_name, flatten
+from r3train.engine.publish_disk import DiskPublisher, write_shards
+
+
+def tensors(*shapes, dtype=torch.float32):
+    return [(f"w{i}", torch.arange(1.0, n + 1).to(dtype)) for i, n in enumerate(shapes)]
+
+
+def test_buckets_keep_the_order_and_the_limit():
+    got = [[name for name, _ in bucket] for bucket in buckets(tensors(4, 4, 2, 9, 1), 40)]
+    assert got == [["w0", "w1", "w2"], ["w3", "w4"]]
+
+
+def test_a_tensor_larger_than_the_limit_is_a_bucket_of_its_own():
+    assert [len(bucket) for bucket in buckets(tensors(1, 100, 1), 8)] == [1, 1, 1]
+
+
+def test_a_bucket_holds_one_dtype_so_that_every_tensor_stays_aligned():
+    mixed = [
+        ("a", torch.ones(3, dtype=torch.bfloat16)),
+        ("b", torch.ones(2)),
+        ("c", torch.ones(2)),
+        ("d", torch.ones(1, dtype=torch.bfloat16)),
+    ]
+    assert [[n for n, _ in bucket] for bucket in buckets(mixed, 1 << 20)] == [
+        ["a"],
+        ["b", "c"],
+        ["d"],
+    ]
+
+
+def test_flattened_bytes_are_those_of_every_tensor_in_order():
+    bucket = [("a", torch.arange(6.0).reshape(2, 3).t()), ("b", torch.tensor(7.0))]
+    flat = flatten(bucket, "cpu")
+    assert flat.dtype == torch.uint8
+    assert flat.view(torch.float32).tolist() == [0, 3, 1, 4, 2, 5, 7]
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.3.mlp.experts.down_proj"]
+)
+def test_fused_expert_names_are_refused(name, tmp_path):
+    with pytest.raises(ValueError, match="fused expert tensor"):
+        check_name(name)
+    with pytest.raises(ValueError, match="fused expert tensor"):
+        list(buckets([(name, torch.ones(1))], 8))
+    with pytest.raises(ValueError, match="fused expert tensor"):
+        write_shards([(name, torch.ones(1))], tmp_path, shard_bytes=8)
+
+
+def test_per_expert_and_dense_names_pass():
+    for name in ("model.layers.0.mlp.experts.7.down_proj.weight", "model.norm.weight"):
+        assert check_name(name) == name
+
+
+def read_checkpoint(directory):
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    got = {}
+    for name, file in index["weight_map"].items():
+        with safe_open(directory / file, "pt") as shard:
+            got[name] = shard.get_tensor(name)
+    return index, got
+
+
+def test_shards_and_their_index_hold_every_tensor(tmp_path):
+    named = tensors(4, 4, 2, 9, 1)
+    named.append(("view", named[3][1][2:5]))
+    assert write_shards(named, tmp_path, shard_bytes=40) == (6, 92, 3)
+    index, got = read_checkpoint(tmp_path)
+    assert index["metadata"]["total_size"] == 92
+    assert sorted(set(index["weight_map"].values())) == [
+        f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)
+    ]
+    assert got.keys() == dict(named).keys()
+    for name, tensor in named:
+        assert torch.equal(got[name], tensor)
+
+
+def test_a_name_that_comes_twice_and_no_tensor_at_all_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="'w0' came twice"):
+        write_shards(tensors(1) + tensors(1), tmp_path, shard_bytes=8)
+    with pytest.raises(ValueError, match="no weight"):
+        write_shards([], tmp_path, shard_bytes=8)
+
+
+class Engine:
+    """Records calls; ``refuse`` makes the disk call fail as a server would."""
+
+    def __init__(self, refuse=False):
+        self.calls = []
+        self.refuse = refuse
+
+    def update_weights_from_disk(self, model_path, *, weight_version, flush_cache=True):
+        self.calls.append((model_path, weight_version))
+        if self.refuse:
+            raise RuntimeError("no")
+
+    def update_group_sizes(self):
+        return [2, 1]
+
+    def init_weights_update_group(self, **arguments):
+        self.calls.append(arguments)
+        joined = Future()
+        joined.set_exception(RuntimeError("backend not there"))
+        return joined
+
+    def check_alive(self):
+        pass
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "hf"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
+        (path / name).write_text(name)
+    (path / "model.safetensors.index.json").write_text("{}")
+    return path
+
+
+def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):
+    engine = Engine()
+    directory = tmp_path / "weights"
+    publisher = DiskPublisher(
+        engine, directory=directory, hf_checkpoint=checkpoint, bucket_bytes=40
+    )
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "weights" / "vital_notes").mkdir()
+    for version in (1, 2, 2):
+        done = publisher.publish(tensors(4, 9), version=version)
+        assert (done.version, done.num_tensors, done.num_bytes) == (version, 2, 52)
+    assert [call[1] for call in engine.calls] == [1, 2, 2]
+    assert sorted(path.name for path in directory.iterdir()) == ["v000002", "vital_notes"]
+    names = sorted(path.name for path in (directory / "v000002").iterdir())
+    assert names[:1] == ["config.json"] and "tokenizer.json" in names
+    assert "model.safetensors" not in names and "pytorch_model.bin" not in names
+    assert read_checkpoint(directory / "v000002")[1].keys() == {"w0", "w1"}
+
+
+def test_a_failed_load_keeps_the_version_that_the_servers_hold(tmp_path, checkpoint):
+    publisher = DiskPublisher(
+        Engine(), directory=tmp_path / "w", hf_checkpoint=checkpoint, bucket_bytes=40
+    )
+    publisher.publish(tensors(4), version=1)
+    publisher._engine = Engine(refuse=True)
+    with pytest.raises(RuntimeError, match="no"):
+        publisher.publish(tensors(4), version=2)
+    assert (tmp_path / "w" / "v000001").exists()
+
+
+@pytest.fixture
+def joins_end():
+    """A join cannot be interrupted: wait until it has given up, or it would meet the interpreter's end."""
+    yield
+    for thread in threading.enumerate():
+        if thread.name == "join-weight-group":
+            thread.join(timeout=20)
+
+
+@pytest.mark.usefixtures("joins_end")
+def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join():
+    engine = Engine()
+    publisher = DistributedPublisher(engine, bucket_bytes=8, timeout_s=5)
+    with pytest.raises(RuntimeError, match="backend not there"):
+        publisher.connect()
+    call = engine.calls[0]
+    assert call["rank_offsets"] == [1, 3] and call["world_size"] == 4
+    assert call["group_name"].startswith("r3train_weights_") and call["master_port"] > 0
+
+
+@pytest.mark.usefixtures("joins_end")
+def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
+    engine = Engine()
+    publisher = DistributedPublisher(
+        engine, bucket_bytes=8, timeout_s=5, master_address="127.0.0.2"
+    )
+    with pytest.raises(RuntimeError, match="backend not there"):
+        publisher.connect()
+    call = engine.calls[0]
+    assert call["master_address"] == "127.0.0.2"
+    socket.create_connection(("127.0.0.2", call["master_port"]), timeout=5).close()
+    for elsewhere in ("127.0.0.1", "127.0.0.3"):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((elsewhere, call["master_port"]), timeout=5)
+
+
+class DyingEngine:
+    """Servers of no rank, which load a first bucket and die in the second."""
+
+    def __init__(self):
+        self.loaded = [Future(), Future()]
+        self.loaded[0].set_result(None)
+        self.loaded[1].set_exception(RuntimeError("the server died"))
+
+    def update_group_sizes(self):
+        return []
+
+    def init_weights_update_group(self, **_arguments):
+        joined = Future()
+        joined.set_result(None)
+        return joined
+
+    def update_weights_from_distributed(self, **_arguments):
+        return self.loaded.pop(0)
+
+    def check_alive(self):
+        pass
+
+    begin_weight_update = end_weight_update = check_alive
+
+
+def test_a_group_that_failed_is_let_go_of_once_the_servers_are_new():
+    """A group is some pipes and sockets, and a job may restart its servers any number of times."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        open_before = []
+        for _ in range(3):
+            publisher = DistributedPublisher(DyingEngine(), bucket_bytes=8)
+            with pytest.raises(RuntimeError, match="the server died"):
+                publisher.publish(tensors(2, 2), version=1)
+            with_group = len(os.listdir("/proc/self/fd"))
+            publisher.reconnect()
+            gc.collect()
+            open_before.append(len(os.listdir("/proc/self/fd")))
+            assert open_before[-1] < with_group
+        assert len(set(open_before)) == 1, open_before
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_address_of_another_node_is_refused_by_name():
+    publisher = DistributedPublisher(Engine(), bucket_bytes=8, master_address="203.0.113.1")
+    with pytest.raises(ValueError, match="update_weight_master_address 203.0.113.1: this node"):
+        publisher.connect()
+
+
+def test_gloo_gets_the_interface_of_the_address_unless_one_is_named(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with publish._gloo_on("eth7"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    with publish._gloo_on("eth7"):
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize("kind", ["distributed", "disk"])
+def test_a_bucket_of_no_bytes_is_refused(kind, tmp_path):
+    with pytest.raises(ValueError, match="update_weight_buffer_size is 0"):
+        if kind == "distributed":
+            DistributedPublisher(Engine(), bucket_bytes=0)
+        else:
+            DiskPublisher(Engine(), directory=tmp_path, hf_checkpoint=tmp_path, bucket_bytes=0)

@@ -1,0 +1,175 @@
+"""A good answer of /generate, and everything that can be wrong with one."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from r3train.engine.backend import EngineError
+from r3train.engine.answer import ExpectedRoutes, read_answer
+from r3train.generation.stitch import finished
+from r3train.routing.wire import encode_routed_experts
+from r3train.types import Prompt
+
+PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
+ROUTES = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.uint8) % 8
+GOOD = {
+    "output_ids": [9, 11],
+    "meta_info": {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "finish_reason": {"type": "length", "length": 2},
+        "output_token_logprobs": [[-0.5, 9, None], [-1.5, 11, None]],
+        "weight_versions": [
+            {"version": "4", "start": 0, "end": 1},
+            {"version": "5", "start": 1, "end": 2},
+        ],
+        "routed_experts": encode_routed_experts(ROUTES),
+    },
+}
+
+
+def read(answer, **more):
+    options = {"max_new_tokens": 8, "routes": ExpectedRoutes(2, 2, 8)} | more
+    return read_answer(answer, prompt=PROMPT, sample_id=12, group_id=3, **options)
+
+
+def test_a_good_answer_becomes_a_sample_whose_arrays_cover_prompt_and_response():
+    sample = read(GOOD, detokenize=lambda ids: "-".join(map(str, ids)))
+    assert (sample.sample_id, sample.group_id, sample.finish_reason) == (12, 3, "length")
+    assert sample.token_ids.tolist() == [5, 6, 7, 9, 11] and sample.token_ids.dtype == np.int32
+    assert (sample.prompt_len, sample.response_len, sample.text) == (3, 2, "9-11")
+    assert sample.loss_mask.tolist() == [False, False, False, True, True]
+    assert sample.rollout_log_probs.tolist() == [0, 0, 0, -0.5, -1.5]
+    assert sample.rollout_log_probs.dtype == np.float32
+    assert sample.weight_versions.tolist() == [-1, -1, -1, 4, 5]
+    np.testing.assert_array_equal(sample.routed_experts, ROUTES)
+
+
+def test_without_routes_asked_for_none_are_kept():
+    assert read(GOOD, routes=None).routed_experts is None
+
+
+def broken(path, value):
+    answer = copy.deepcopy(GOOD)
+    place = answer
+    for key in path[:-1]:
+        place = place[key]
+    if value is KeyError:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return answer
+
+
+SPAN = {"version": "4", "start": 0, "end": 2}
+
+
+@pytest.mark.parametrize(
+    "path, value, message",
+    [
+        (("meta_info",), KeyError, "has no meta_info"),
+        (("output_ids",), None, "output_ids is no list"),
+        (("output_ids",), [9], "completion_tokens is 2, expected 1"),
+        (("output_ids",), [9, 12], "log-prob 1 is of token 11, output token 1 is 12"),
+        (("meta_info", "prompt_tokens"), 4, "prompt_tokens is 4, expected 3"),
+        (("meta_info", "finish_reason"), {"type": "tired"}, "finish_reason is"),
+        (("meta_info", "finish_reason"), None, "finish_reason is None"),
+        (("meta_info", "output_token_logprobs"), KeyError, "None output_token_logprobs for 2"),
+        (("meta_info", "output_token_logprobs"), [[-0.5, 9, None]], "1 output_token_logprobs"),
+        (("meta_info", "output_token_logprobs", 1, 0), float("nan"), "log-prob 1 is nan"),
+        (("meta_info", "output_token_logprobs", 0, 0), None, "log-prob 0 is nan"),
+        (("meta_info", "weight_versions"), KeyError, "carries no weight_versions"),
+        (("meta_info", "weight_versions"), [SPAN | {"version": "default"}], "'default'"),
+        (("meta_info", "weight_versions"), [SPAN | {"end": 1}], "end at 1, expected 2"),
+        (("meta_info", "weight_versions"), [SPAN | {"end": 3}], "do not cover 2"),
+        (("meta_info", "weight_versions"), [SPAN | {"start": 1}], "do not cover 2"),
+        (("meta_info", "routed_experts"), KeyError, "carries no routed_experts"),
+        (
+            ("meta_info", "routed_experts"),
+            encode_routed_experts(ROUTES[1:]),
+            "holds 48 bytes, expected 64",
+        ),
+    ],
+)
+def test_an_answer_that_contradicts_itself_names_the_sample(path, value, message):
+    with pytest.raises(ValueError, match=rf"sample 12 \(prompt 'p'\): .*{message}"):
+        read(broken(path, value))
+
+
+def test_more_tokens_than_asked_for_are_refused():
+    with pytest.raises(ValueError, match="2 output tokens, expected at most 1"):
+        read(GOOD, max_new_tokens=1)
+
+
+def test_another_weight_version_than_the_one_published_is_refused():
+    with pytest.raises(ValueError, match=r"weight versions \[4, 5\], expected 5 alone"):
+        read(GOOD, weight_version=5)
+
+
+def aborted(**reason):
+    answer = copy.deepcopy(GOOD)
+    answer["output_ids"] = []
+    answer["meta_info"] |= {
+        "completion_tokens": 0,
+        "finish_reason": {"type": "abort"} | reason,
+        "output_token_logprobs": [],
+        "weight_versions": [{"version": "4", "start": 0, "end": 0}],
+        "routed_experts": encode_routed_experts(ROUTES[:2]),
+    }
+    return answer
+
+
+def test_an_aborted_request_may_be_empty_but_no_other():
+    sample = read(aborted(message="Abort in waiting queue"))
+    assert (sample.finish_reason, sample.response_len) == ("abort", 0)
+    assert sample.routed_experts.shape == (0, 2, 2), "it was never computed"
+    assert (finished(sample).routed_experts == np.full((2, 2, 2), 255)).all()
+    answer = aborted()
+    answer["meta_info"]["finish_reason"] = {"type": "stop"}
+    with pytest.raises(ValueError, match="no output token"):
+        read(answer)
+
+
+def test_an_abort_in_the_engines_queue_comes_without_counts_and_adds_nothing():
+    """The whole meta_info of SGLang 0.5.23's ``_handle_abort_req``, under load."""
+    reason = {"type": "abort", "message": "Abort in waiting queue"}
+    meta = {"id": "r", "finish_reason": reason, "weight_version": "5", "completion_tokens": 0}
+    sample = read({"text": "", "output_ids": [], "meta_info": meta})
+    assert (sample.finish_reason, sample.response_len) == ("abort", 0)
+    assert sample.routed_experts.shape == (0, 2, 2)
+    meta["finish_reason"] = {"type": "length"}
+    with pytest.raises(ValueError, match="prompt_tokens is None, expected 3"):
+        read({"text": "", "output_ids": [], "meta_info": meta})
+
+
+def test_an_abort_for_an_error_of_the_engine_is_an_engine_error():
+    with pytest.raises(EngineError, match=r"sample 12 .*aborted it \(500\): out of memory"):
+        read(aborted(status_code=500, message="out of memory"))
+
+
+def test_versions_may_rise_in_mid_answer_where_an_update_may_land_there():
+    assert read(GOOD, weight_version=4, exact_version=False).weight_versions[-1] == 5
+    with pytest.raises(ValueError, match=r"\[4, 5\], expected rising ones from 5 on"):
+        read(GOOD, weight_version=5, exact_version=False)
+    falling = copy.deepcopy(GOOD)
+    falling["meta_info"]["weight_versions"][1]["version"] = "3"
+    with pytest.raises(ValueError, match="expected rising ones from 3 on"):
+        read(falling, weight_version=3, exact_version=False)
+
+
+def test_the_rest_of_a_sample_is_added_behind_its_own_rows():
+    first = read(GOOD)
+    rest = copy.deepcopy(GOOD)
+    rest["meta_info"]["prompt_tokens"] = 5
+    rest["meta_info"]["routed_experts"] = encode_routed_experts(ROUTES[2:])
+    whole = read(rest, resume_from=first)
+    assert whole.token_ids.tolist() == [5, 6, 7, 9, 11, 9, 11] and whole.prompt_len == 3
+    np.testing.assert_array_equal(whole.routed_experts, np.concatenate([ROUTES, ROUTES[2:]]))
+    assert whole.weight_versions.tolist() == [-1, -1, -1, 4, 5, 4, 5]
+    whole_again = copy.deepcopy(rest)
+    whole_again["meta_info"]["routed_experts"] = encode_routed_experts(
+        np.zeros((6, 2, 2), np.uint8)
+    )
+    with pytest.raises(ValueError, match="sample 12 .*expected 32 "):
+        read(whole_again, resume_from=first)  # a prefix sent twice

@@ -1,0 +1,264 @@
+"""The client's HTTP behaviour against a tiny server: balancing, errors, retries, timeouts."""
+
+import asyncio
+import socket
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from r3train.engine.backend import EngineDied, EngineError, SamplingParams, sample_seed
+from r3train.engine.server_versions import ServerVersions
+from r3train.engine.client import SGLangClient
+from r3train.engine.http import SGLangHTTP, base_url
+from tests.http_serving import serving
+from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, one
+
+
+async def test_the_request_carries_tokens_sampling_and_a_seed_of_its_own():
+    fake = Fake()
+    async with client_of(fake, api_key="secret") as client:
+        sampling = SamplingParams(4, temperature=0.7, top_p=0.9, top_k=5, stop_token_ids=(9,))
+        sample = await one(client, 3, sampling=sampling)
+        await one(client, 4, sampling=sampling)
+    body = fake.bodies[0]
+    assert sample.token_ids.tolist() == [5, 6, 7, 9]
+    assert body["input_ids"] == [5, 6, 7] and body["return_logprob"] is True
+    assert body["return_routed_experts"] is False
+    assert body["sampling_params"] == {
+        "max_new_tokens": 4,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 5,
+        "ignore_eos": False,
+        "stop_token_ids": [9],
+        "sampling_seed": sample_seed(42, 3),
+    }
+    assert fake.headers[0]["Authorization"] == "Bearer secret"
+    assert fake.bodies[1]["sampling_params"]["sampling_seed"] == sample_seed(42, 4)
+    assert fake.bodies[0]["rid"] != fake.bodies[1]["rid"]
+
+
+def test_seeds_differ_between_samples_and_runs_and_fit_31_bits():
+    seeds = {sample_seed(run, i) for run in range(4) for i in range(1000)}
+    assert len(seeds) == 4000 and all(0 <= seed < 2**31 for seed in seeds)
+
+
+async def test_a_group_stays_on_one_server_and_groups_spread():
+    gate = asyncio.Event()
+
+    async def wait(_request, body):
+        await gate.wait()
+        return web.json_response(answer_to(body))
+
+    fakes = [Fake(wait), Fake(wait)]
+    async with client_of(*fakes) as client:
+        calls = [asyncio.create_task(one(client, i, i // 4)) for i in range(16)]
+        await asyncio.sleep(0.2)
+        gate.set()
+        await asyncio.gather(*calls)
+    groups = [{int(body["rid"].split("-")[2]) // 4 for body in fake.bodies} for fake in fakes]
+    assert [len(group) for group in groups] == [2, 2] and not groups[0] & groups[1]
+
+
+async def test_no_more_than_max_concurrency_are_in_flight():
+    running = peak = 0
+
+    async def count(_request, body):
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return web.json_response(answer_to(body))
+
+    async with client_of(Fake(count), max_concurrency=3) as client:
+        await asyncio.gather(*[one(client, i, i) for i in range(12)])
+    assert peak == 3
+
+
+async def test_a_refusal_carries_the_engines_words_and_the_sample():
+    async def refuse(_request, _body):
+        return web.json_response({"error": {"message": "too long"}}, status=400)
+
+    async with client_of(Fake(refuse)) as client:
+        with pytest.raises(EngineError, match="sample 8: .*/generate answered 400: too long"):
+            await one(client, 8)
+
+
+async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
+    async def sleep(_request, _body):
+        await asyncio.sleep(5)
+
+    async with client_of(Fake(sleep), request_timeout_s=0.3, health_timeout_s=0.3) as client:
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="sample 2: no answer from .* within 0.3 s"):
+            await one(client, 2)
+        assert time.monotonic() - began < 2
+
+
+async def test_a_broken_connection_is_not_retried():
+    async def hang_up(request, _body):
+        request.transport.abort()
+
+    fake = Fake(hang_up)
+    async with client_of(fake) as client:
+        with pytest.raises(EngineError, match="sample 0: connection to .* broke"):
+            await one(client)
+    assert len(fake.bodies) == 1
+
+
+async def test_a_dead_process_is_reported_instead_of_a_broken_connection():
+    def dead():
+        raise EngineDied("exit code 9, and the log")
+
+    async def hang_up(request, _body):
+        request.transport.abort()
+
+    async with client_of(Fake(hang_up), check_alive=dead) as client:
+        with pytest.raises(EngineDied, match="exit code 9"):
+            await one(client)
+
+
+def closed_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+async def test_nobody_listening_is_retried_and_then_said():
+    client = SGLangClient([f"127.0.0.1:{closed_port()}"])
+    with pytest.raises(EngineError, match="sample 0: cannot connect to http://127"):
+        await one(client)
+    await client.aclose()
+
+
+async def test_a_server_that_comes_up_late_is_reached_by_a_retry():
+    port = closed_port()
+    client = SGLangClient([f"127.0.0.1:{port}"])
+    call = asyncio.create_task(one(client))
+    await asyncio.sleep(0.2)
+    async with serving(Fake().handle, port):
+        assert (await call).response_len == 1
+        await client.aclose()
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_before_any_request():
+    fake = Fake()
+    async with client_of(fake) as client:
+        with pytest.raises(ValueError, match="prompt 'p' has 3 tokens: .* leaves no room"):
+            await one(client, sampling=SamplingParams(4, max_context_len=3))
+        await one(client, sampling=SamplingParams(4, max_context_len=5))
+    assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [2]
+
+
+async def test_prompt_log_probs_that_are_not_of_the_text_are_refused():
+    async def short(_request, _body):
+        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
+
+    async with client_of(Fake(short)) as client:
+        with pytest.raises(EngineError, match="scored 1 tokens, expected the 3"):
+            await client.control.prompt_log_probs([5, 6, 7], server=0)
+
+
+@pytest.mark.parametrize("addr", ["localhost", "http://host/path"])
+def test_an_address_without_a_port_is_refused(addr):
+    with pytest.raises(ValueError, match="has no port"):
+        base_url(addr)
+
+
+def test_no_address_at_all_is_refused():
+    with pytest.raises(ValueError, match="no engine address"):
+        SGLangHTTP([])
+
+
+async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
+    versions = ServerVersions([0, 0])
+    fakes = [Fake(), Fake()]
+
+    async def ask(client, group_id, weight_version):
+        await client.generate(
+            PROMPT,
+            SamplingParams(4),
+            sample_id=group_id,
+            group_id=group_id,
+            weight_version=weight_version,
+            exact_version=False,
+        )
+
+    def labelled(version):
+        async def handle(_request, body):
+            answer = answer_to(body)
+            answer["meta_info"]["weight_versions"][0]["version"] = str(version)
+            return web.json_response(answer)
+
+        return handle
+
+    async with client_of(*fakes, versions=versions) as client:
+        await asyncio.gather(*[ask(client, i, 0) for i in range(8)])
+        assert [len(fake.bodies) for fake in fakes] == [4, 4]
+        versions.unknown()  # an update begins
+        late = asyncio.create_task(ask(client, 0, 1))
+        await asyncio.sleep(0.2)
+        assert not late.done(), "nobody holds version 1 yet"
+        fakes[1].handler = labelled(1)
+        versions.record(1, server=1)
+        await late
+        await asyncio.gather(*[ask(client, i, 1) for i in range(8)])
+        assert [len(fake.bodies) for fake in fakes] == [4, 13], "not even groups that were stuck"
+        fakes[0].handler = labelled(1)
+        versions.record(1, server=0)
+        await asyncio.gather(*[ask(client, i, 1) for i in range(100, 108)])
+        assert [len(fake.bodies) for fake in fakes] == [8, 17]
+
+
+async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
+    versions = ServerVersions([3, None])
+    async with client_of(Fake(), Fake(), versions=versions, request_timeout_s=0.3) as client:
+        with pytest.raises(
+            EngineError, match=r"sample 4: no server holds weight version 5 .*: 3, "
+        ):
+            await client.generate(
+                PROMPT, SamplingParams(4), sample_id=4, group_id=0, weight_version=5
+            )
+
+
+async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks():
+    fake = Fake()
+    async with client_of(fake, cache_per_version=True) as client:
+        first = await one(client)
+        client.routes = object()  # the question alone is looked at here
+        with pytest.raises(ValueError):
+            await client.generate(
+                PROMPT,
+                SamplingParams(4),
+                sample_id=0,
+                group_id=0,
+                weight_version=7,
+                resume_from=replace(first, routed_experts=np.zeros((3, 1, 1), np.uint8)),
+                turn_limit=2,
+            )
+    body = fake.bodies[1]
+    assert body["input_ids"] == [5, 6, 7, 9] and body["routed_experts_start_len"] == 3
+    assert body["sampling_params"]["max_new_tokens"] == 2, "3 are left, the turn takes 2"
+    assert body["extra_key"] == "weights-7" and "extra_key" not in fake.bodies[0]
+
+
+async def test_a_cancelled_request_is_aborted_on_its_server():
+    async def sleep(request, body):
+        if request.path == "/generate":
+            await asyncio.sleep(5)
+        return web.json_response({})
+
+    fake = Fake(sleep)
+    async with client_of(fake) as client:
+        call = asyncio.create_task(one(client, 3))
+        await asyncio.sleep(0.2)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await client.aclose()
+    assert fake.paths == ["/generate", "/abort_request"]
+    assert fake.bodies[1] == {"rid": fake.bodies[0]["rid"]}

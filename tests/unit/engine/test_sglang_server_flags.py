@@ -1,0 +1,97 @@
+"""The server's command line and environment, without starting it."""
+
+import pytest
+
+from r3train.engine.flags import check_server_flags, known_flags
+from r3train.engine.server import SGLangServer, free_port, log_tail, server_flags
+
+
+def value_of(command, flag):
+    return command[command.index(flag) + 1]
+
+
+def test_flags_are_spelled_as_sglang_reads_them():
+    args = {"tp_size": 2, "a_b": True, "off": False, "none": None, "xs": [1, 2], "f": 0.5}
+    assert server_flags(args) == ["--tp-size", "2", "--a-b", "--xs", "1", "2", "--f", "0.5"]
+
+
+def test_a_cpu_server_is_started_for_exact_versions_and_an_idle_core(tmp_path):
+    server = SGLangServer("m", tmp_path / "log", return_routed_experts=True, device="cpu", seed=9)
+    command = server.command()
+    for flag in (
+        "--disable-overlap-schedule",
+        "--sleep-on-idle",
+        "--skip-tokenizer-init",
+        "--enable-return-routed-experts",
+    ):
+        assert flag in command
+    assert value_of(command, "--device") == "cpu" and value_of(command, "--random-seed") == "9"
+    assert value_of(command, "--weight-version") == "0"
+    assert value_of(command, "--host") == "127.0.0.1" and "--api-key" not in command
+    assert server.environment()["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
+    command = SGLangServer("m", tmp_path / "log", device="cuda").command()
+    for flag in ("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"):
+        assert flag not in command
+    assert "--enable-return-routed-experts" not in command
+
+
+@pytest.mark.parametrize("key", ["max_total_tokens", "max-total-tokens", "--max-total-tokens"])
+def test_passthrough_arguments_win_over_the_defaults(tmp_path, key):
+    server = SGLangServer("m", tmp_path / "log", device="cpu", server_args={key: 77})
+    assert value_of(server.command(), "--max-total-tokens") == "77"
+    assert server.command().count("--max-total-tokens") == 1
+
+
+def test_the_trainers_process_group_is_hidden_from_the_server(tmp_path, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("KEPT", "yes")
+    environment = SGLangServer("m", tmp_path / "log", device="cpu").environment()
+    assert environment["KEPT"] == "yes" and environment["HF_HUB_OFFLINE"] == "1"
+    assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & environment.keys()
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
+
+
+def test_the_tail_of_a_log_is_its_last_lines_and_nothing_for_no_file(tmp_path):
+    path = tmp_path / "log"
+    path.write_text("\n".join(f"line {i}" for i in range(20000)))
+    assert log_tail(path, 2) == "line 19998\nline 19999"
+    assert log_tail(tmp_path / "none") == ""
+
+
+def test_unchunked_prefill_with_routes_is_refused_before_it_kills_the_server(tmp_path):
+    args = {"chunked-prefill-size": -1}
+    SGLangServer("m", tmp_path / "log", device="cpu", server_args=args)
+    with pytest.raises(ValueError, match="chunked_prefill_size -1 with routed experts"):
+        SGLangServer("m", tmp_path / "log", server_args=args, return_routed_experts=True)
+
+
+def test_a_flag_that_sglang_does_not_have_is_refused_with_the_nearest_one():
+    check_server_flags(["mem_fraction_static", "tp_size", "tp", "disable-radix-cache"])
+    message = "--sglang-mem-fracton: .*Did you mean --sglang-mem-fraction-static"
+    with pytest.raises(ValueError, match=message):
+        check_server_flags(["mem_fracton"])
+
+
+def test_every_flag_that_a_server_is_started_with_is_one_that_sglang_has(tmp_path):
+    """What is read from SGLang's source is its flags: ours, which it is known to take, are there."""
+    for device in ("cpu", "cuda"):
+        server = SGLangServer("m", tmp_path / "log", return_routed_experts=True, device=device)
+        ours = [word[2:] for word in server.command() if word.startswith("--")]
+        assert len(known_flags()) > 200
+        check_server_flags(name for name in ours if name not in ("owner-fd", "log"))
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_may_take_before_the_server_does():
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = int(file.read().split()[0])
+    ports = {free_port("127.0.0.1") for _ in range(20)}
+    assert len(ports) > 10 and max(ports) < first
+
+
+def test_an_address_of_another_machine_has_no_free_port():
+    with pytest.raises(OSError, match="192.0.2.1: 100 ports"):
+        free_port("192.0.2.1")

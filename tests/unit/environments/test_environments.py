@@ -1,0 +1,228 @@
+"""Environments, and conversations with them: tokens in, tokens out, rows without a gap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.simulated_engine import SimulatedEngine
+
+from r3train.environments import StepResult, Turn, get_environment
+from r3train.environments.calculator import Calculator, calculator_prompts, calculator_words
+from r3train.algo.trajectories import validate_trajectories
+from r3train.engine.backend import SamplingParams
+from r3train.generation.conversation import Conversation, ConversationRules
+from r3train.generation.producer import Producer
+from r3train.types import Prompt
+
+PROMPT = Prompt("p", 0, "make 7", np.array([3, 4], np.int32), 7)
+
+
+def press(calculator, text, index=0):
+    import asyncio
+
+    return asyncio.run(calculator.step(Turn(index, [], text, False)))
+
+
+def test_the_calculator_adds_subtracts_clears_and_shows_its_total():
+    calculator = Calculator(PROMPT)
+    assert press(calculator, "3 please 2").observation == "total 5"
+    assert press(calculator, "minus 1 4").observation == "total 8"
+    assert press(calculator, "20").observation == "total many"
+    assert press(calculator, "clear 7") == StepResult("total 7", False, 1.0)
+    assert press(calculator, "done 9").done
+
+
+def test_the_calculators_rewards_add_up_to_how_close_it_came():
+    calculator = Calculator(PROMPT)
+    rewards = [press(calculator, text).reward for text in ("2", "20", "clear 6")]
+    assert rewards[0] == pytest.approx(2 / 7) and rewards[1] == pytest.approx(-2 / 7)
+    assert sum(rewards) == pytest.approx(6 / 7)
+
+
+@pytest.mark.parametrize("label", [0, "7", None, True])
+def test_a_label_that_is_no_total_is_refused_with_the_prompt(label):
+    with pytest.raises(ValueError, match="prompt p: the calculator needs a label above 0"):
+        Calculator(replace(PROMPT, label=label))
+
+
+def test_the_calculators_prompts_are_of_its_words():
+    words = set(calculator_words())
+    assert all(set(line["input"].split()) <= words for line in calculator_prompts())
+
+
+class NoStep:
+    pass
+
+
+class PlainStep:
+    def step(self, turn):
+        pass
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("calculater", "unknown environment 'calculater'.*Did you mean calculator"),
+        ("nowhere.at.all:X", "cannot import 'nowhere.at.all'"),
+        ("tests.unit.environments.test_environments:Gone", "has no class 'Gone'"),
+        ("tests.unit.environments.test_environments:NoStep", "NoStep has no async method step"),
+        (
+            "tests.unit.environments.test_environments:PlainStep",
+            "PlainStep has no async method step",
+        ),
+    ],
+)
+def test_an_environment_that_is_none_is_refused(name, message):
+    with pytest.raises(ValueError, match=message):
+        get_environment(name)
+
+
+def test_an_environment_is_found_by_name_and_by_path():
+    assert get_environment("calculator") is Calculator
+    assert get_environment("r3train.environments.calculator:Calculator") is Calculator
+
+
+class Script:
+    """Says two tokens after every turn; ``done_at`` ends it."""
+
+    def __init__(self, done_at=99, rewards=(0.25, 0.5, 0.125)):
+        self.seen: list[Turn] = []
+        self.done_at = done_at
+        self.rewards = rewards
+
+    async def step(self, turn):
+        self.seen.append(turn)
+        return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
+
+
+def rules(**changes):
+    base = dict(
+        max_turns=3,
+        max_turn_len=3,
+        sample_a_turn=False,
+        encode=lambda text: [ord(c) for c in text],
+        decode=lambda ids: " ".join(map(str, ids)),
+    )
+    return ConversationRules(**{**base, **changes})
+
+
+async def play(script, sampling=SamplingParams(100), engine=None, **changes):
+    engine = engine or SimulatedEngine(length=lambda _: 1000)
+
+    async def generate(resume_from=None, turn_limit=None):
+        return await engine.generate(
+            PROMPT, sampling, sample_id=40, group_id=2, resume_from=resume_from,
+            turn_limit=turn_limit,
+        )  # fmt: skip
+
+    conversation = Conversation(script, rules(**changes))
+    return await conversation(generate, PROMPT, sampling=sampling, sample_id=40)
+
+
+async def test_loss_is_on_the_models_tokens_alone_and_every_row_is_there():
+    script = Script()
+    (sample,), reward = await play(script)
+    own, said = [True] * 3, [False] * 2
+    assert sample.loss_mask.tolist() == [False, False, *own, *said, *own, *said, *own]
+    assert sample.token_ids.tolist() == [3, 4, 9, 9, 9, 60, 61, 9, 9, 9, 60, 61, 9, 9, 9]
+    assert sample.routed_experts.shape[0] == sample.num_tokens - 1
+    assert ((sample.weight_versions >= 0) == sample.loss_mask).all()
+    assert ((sample.rollout_log_probs != 0) == sample.loss_mask).all()
+    assert reward == 0.875
+    assert [(t.index, t.token_ids, t.is_last) for t in script.seen] == [
+        (0, [9, 9, 9], False),
+        (1, [9, 9, 9], False),
+        (2, [9, 9, 9], True),
+    ]
+
+
+@pytest.mark.parametrize("budget, turns", [(100, 3), (12, 3), (10, 2), (5, 1), (3, 1)])
+async def test_a_conversation_ends_where_no_further_turn_fits(budget, turns):
+    script = Script()
+    (sample,), _ = await play(script, SamplingParams(budget))
+    assert len(script.seen) == turns and sample.response_len <= budget
+    assert sample.loss_mask[-1], "it never ends with what the environment says"
+
+
+async def test_done_ends_it():
+    script = Script(done_at=1)
+    (sample,), reward = await play(script)
+    assert len(script.seen) == 2 and reward == 0.75 and sample.response_len == 8
+
+
+async def test_one_sample_a_turn_makes_a_trajectory_that_passes_the_check():
+    samples, reward = await play(Script(), sample_a_turn=True)
+    whole = (await play(Script()))[0][0]
+    assert [s.sample_id for s in samples] == [40, 41, 42]
+    validate_trajectories(
+        [s.sample_id for s in samples],
+        [s.trajectory_id for s in samples],
+        [s.is_last_step for s in samples],
+    )
+    for sample, prompt_len in zip(samples, (2, 7, 12), strict=True):
+        assert (sample.prompt_len, sample.response_len) == (prompt_len, 3)
+        assert sample.loss_mask.tolist() == [False] * prompt_len + [True] * 3
+        np.testing.assert_array_equal(sample.token_ids, whole.token_ids[: prompt_len + 3])
+        np.testing.assert_array_equal(sample.routed_experts, whole.routed_experts[: prompt_len + 2])
+    assert sum(int(s.loss_mask.sum()) for s in samples) == int(whole.loss_mask.sum())
+
+
+async def test_a_gap_in_the_rows_is_refused_with_the_sample():
+    class Gappy(SimulatedEngine):
+        async def generate(self, *args, **options):
+            sample = await super().generate(*args, **options)
+            return replace(sample, routed_experts=sample.routed_experts[:-1])
+
+    with pytest.raises(ValueError, match="sample 40: 3 rows after a turn that ends at 5 tokens"):
+        await play(Script(), engine=Gappy(length=lambda _: 1000))
+
+
+async def test_rewards_and_observations_that_are_none_are_refused_with_the_sample():
+    with pytest.raises(ValueError, match="sample 40: the environment's reward is nan"):
+        await play(Script(rewards=(float("nan"),)))
+    with pytest.raises(ValueError, match="sample 40: the environment gave no reward"):
+        await play(Script(rewards=(None, None, None)), sample_a_turn=True)
+
+    class Odd(Script):
+        async def step(self, turn):
+            return StepResult([1.5])
+
+    with pytest.raises(ValueError, match="sample 40: the observation"):
+        await play(Odd())
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+def test_conversations_go_on_over_weight_updates_in_every_mode(mode, sample_a_turn):
+    engine = SimulatedEngine(length=lambda _: 1000, tick_s=0.002)
+    with Producer(
+        lambda: engine,
+        lambda group: replace(PROMPT, prompt_id=str(group)),
+        SamplingParams(100),
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        num_rollout=4,
+        max_weight_staleness=2,
+        max_concurrency=4,
+        pause_mode=mode,
+        make_episode=lambda prompt: Conversation(
+            Script(), rules(max_turn_len=8, sample_a_turn=sample_a_turn)
+        ),
+        samples_per_rollout=3 if sample_a_turn else 1,
+    ) as producer:
+        ids = []
+        for step in range(4):
+            for group in producer.next_batch(step):
+                assert len(group) == (6 if sample_a_turn else 2)
+                for sample, reward in group:
+                    ids.append(sample.sample_id)
+                    assert reward == 0.875
+                    assert int(sample.loss_mask.sum()) == (8 if sample_a_turn else 24)
+                    assert sample.routed_experts.shape[0] == sample.num_tokens - 1
+                    assert step - sample.weight_versions[sample.loss_mask].min() <= 2
+            with producer.quiesced():
+                engine.version = step + 1
+                producer.set_version(step + 1)
+    assert len(ids) == len(set(ids)), "sample ids name one sample each"

@@ -1,0 +1,98 @@
+"""Seconds of generation: measured where the answer is waited for, summed over a rollout's parts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from dataclasses import replace
+
+import numpy as np
+from safetensors.numpy import save_file
+from safetensors import safe_open
+
+from r3train.loop.report import RolloutReport, notable_samples, rollout_metrics, source_metrics
+from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.algo.advantages import GroupStats
+from r3train.engine.backend import SamplingParams
+from r3train.generation.flight import Flight
+from r3train.generation.rates import Rates
+from r3train.generation.turns import Sending, Turns
+from r3train.types import TrainSample
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.unit.loop.test_rollout_file import scored
+
+
+def turns_of(engine: SimulatedEngine, sample_id: int) -> Turns:
+    changed, rates = threading.Condition(), Rates()
+    sending = Sending(
+        backend=engine,
+        sampling=SamplingParams(max_new_tokens=40),
+        flight=Flight(8, changed, rates),
+        rates=rates,
+        changed=changed,
+        version=lambda: 0,
+        aborting=lambda: False,
+        left=lambda: None,
+        exact_version=True,
+    )
+    return Turns(sending, prompt_for(1), sample_id, group_id=0)
+
+
+def test_a_sample_says_how_long_it_was_waited_for_and_its_turns_add_up():
+    engine = SimulatedEngine(length=lambda _: 20, slow=lambda sample_id: 1 + 9 * sample_id)
+
+    async def both():
+        quick = await turns_of(engine, 0)(None, 10)
+        slow = await turns_of(engine, 1)(None, 10)
+        return quick, slow, await turns_of(engine, 1)(slow, 10)
+
+    quick, slow, whole = asyncio.run(both())
+    # ten ticks of 1 and of 10 ms; never less, and how much more is the machine's
+    assert slow.generation_s >= 0.1 and quick.generation_s >= 0.01
+    assert whole.generation_s >= slow.generation_s + 0.1
+
+
+def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():
+    samples = [
+        TrainSample(replace(s, generation_s=seconds), reward, np.zeros(s.num_tokens, np.float32))
+        for (s, reward), seconds in zip(scored(), (0.5, 3.0, 0.25, 0.25))
+    ]
+    slowest = next(s for s in notable_samples(samples) if s["kind"] == "slowest")
+    assert slowest["generation_s"] == 3.0
+    assert slowest["sample_id"] == samples[1].sample.sample_id
+    groups = GroupStats(2, 0, 0, mean=0, std=0, min=0, max=0, group_std_mean=0)
+    metrics = rollout_metrics(RolloutReport(0, groups), samples)
+    assert metrics["rollout/generation_s_mean"] == 1.0
+    assert metrics["rollout/generation_s_max"] == 3.0
+
+
+def test_the_seconds_of_rollout_are_those_with_a_request_in_flight_since_the_last_batch(
+    monkeypatch,
+):
+    now = [100.0]
+    monkeypatch.setattr("r3train.generation.rates.time.monotonic", lambda: now[0])
+    rates, before = Rates(), {}
+    seen = []
+    for busy, idle in ((3.0, 1.0), (2.0, 0.0), (0.0, 4.0)):
+        rates.in_flight(2)
+        now[0] += busy
+        rates.in_flight(0)
+        now[0] += idle
+        counts = {**rates.stats(), "outcomes": {}, "buffered_groups": 0}
+        seen.append(source_metrics(counts, before))
+        before = counts
+    assert [m["perf/rollout_s"] for m in seen] == [3.0, 2.0, 0.0]
+    assert [m["perf/rollout_idle_share"] for m in seen] == [0.25, 0.0, 1.0]
+
+
+def test_a_file_from_before_the_field_is_read(tmp_path):
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {})
+    with safe_open(path, "np") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    header = json.loads(metadata["header"])
+    del header["samples"]["generation_s"]
+    save_file(tensors, path, {**metadata, "header": json.dumps(header)})
+    assert [s.generation_s for s, _ in read_samples(path)[0]] == [0.0] * 4

@@ -1,0 +1,226 @@
+"""The producer against a fake engine: staleness, order, concurrency, failures, closing."""
+
+import asyncio
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from r3train.engine.backend import EngineDied, SamplingParams
+from r3train.generation.producer import Producer
+from r3train.types import Prompt, RolloutSample
+
+
+class FakeBackend:
+    """Answers after a random short time and records what was asked under which version."""
+
+    def __init__(self, fail_at=None, delay_s=0.004):
+        self.asked = []  # (sample_id, version)
+        self.running = self.peak = 0
+        self.closed = False
+        self.fail_at = fail_at
+        self.delay_s = delay_s
+        self.rng = np.random.default_rng(0)
+
+    async def generate(
+        self, prompt, sampling, *, sample_id, group_id, weight_version=None, **_options
+    ):
+        self.asked.append((sample_id, weight_version))
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            await asyncio.sleep(self.delay_s * self.rng.random())
+        finally:
+            self.running -= 1
+        if sample_id == self.fail_at:
+            raise EngineDied(f"sample {sample_id} met a dead engine")
+        ids = np.array([*prompt.token_ids, 9, 9], dtype=np.int32)
+        return RolloutSample(
+            sample_id=sample_id,
+            group_id=group_id,
+            prompt=prompt,
+            token_ids=ids,
+            prompt_len=1,
+            loss_mask=np.array([False, True, True]),
+            rollout_log_probs=np.zeros(3, np.float32),
+            routed_experts=None,
+            weight_versions=np.array([-1, weight_version, weight_version], np.int32),
+            finish_reason="stop",
+        )
+
+    async def aclose(self):
+        self.closed = True
+
+
+def prompt_for(group):
+    return Prompt(str(group), group, "", np.array([group], np.int32), None)
+
+
+def producer_of(backend, **options):
+    options = {
+        "rollout_batch_size": 3,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 6,
+        "max_weight_staleness": 1,
+        "max_concurrency": 4,
+    } | options
+    return Producer(lambda: backend, prompt_for, SamplingParams(4), **options)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_no_group_is_submitted_further_ahead_than_the_staleness_allows(staleness):
+    backend = FakeBackend()
+    with producer_of(backend, max_weight_staleness=staleness) as producer:
+        for step in range(6):
+            groups = producer.next_batch(step)
+            assert [[s.sample_id for s, _ in group] for group in groups] == [
+                [6 * step + 2 * g, 6 * step + 2 * g + 1] for g in range(3)
+            ]
+            time.sleep(0.05)  # time enough to run too far ahead
+            furthest = max(sample_id for sample_id, _ in backend.asked) // 6
+            assert furthest == min(step + staleness, 5)
+            with producer.quiesced():
+                producer.set_version(step + 1)
+    for sample_id, version in backend.asked:
+        assert 0 <= sample_id // 6 - version <= staleness
+    assert sorted(sample_id for sample_id, _ in backend.asked) == list(range(36))
+    assert backend.peak <= 4
+
+
+def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
+    backend = FakeBackend(delay_s=0.05)
+    with producer_of(backend, max_weight_staleness=5) as producer:
+        time.sleep(0.02)
+        with producer.quiesced():
+            assert backend.running == 0
+            asked = len(backend.asked)
+            assert 0 < asked < 36
+            time.sleep(0.1)
+            assert len(backend.asked) == asked
+        for step in range(6):
+            producer.next_batch(step)
+    assert len(backend.asked) == 36
+
+
+def test_a_run_resumes_at_its_step_with_its_group_numbers():
+    backend = FakeBackend()
+    with producer_of(backend, start_step=4, max_weight_staleness=0) as producer:
+        groups = producer.next_batch(4)
+    assert groups[0][0][0].group_id == 12 and groups[0][0][0].sample_id == 24
+    assert {version for _, version in backend.asked} == {4}
+
+
+def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
+    threads = set()
+
+    def score(sample):
+        threads.add(threading.current_thread().name)
+        time.sleep(0.001)
+        return sample.sample_id / 2
+
+    with producer_of(FakeBackend(), score=score) as producer:
+        for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
+            assert reward == sample.sample_id / 2
+    assert all(name.startswith("reward") for name in threads)
+
+
+def test_a_failed_generation_is_raised_by_whoever_waits_at_once():
+    backend = FakeBackend(fail_at=7)
+    with producer_of(backend, max_weight_staleness=0) as producer:
+        producer.next_batch(0)
+        with producer.quiesced():
+            producer.set_version(1)
+        began = time.monotonic()
+        with pytest.raises(EngineDied, match="sample 7 met a dead engine"):
+            producer.next_batch(1)
+        assert time.monotonic() - began < 2
+    assert backend.closed
+
+
+@pytest.mark.parametrize("where", ["score", "prompt_for", "make_backend"])
+def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
+    def fail(*_):
+        raise ValueError(f"{where} is broken")
+
+    options = dict(
+        rollout_batch_size=3,
+        n_samples_per_prompt=2,
+        num_rollout=2,
+        max_weight_staleness=0,
+        max_concurrency=4,
+    )
+    producer = Producer(
+        fail if where == "make_backend" else FakeBackend,
+        fail if where == "prompt_for" else prompt_for,
+        SamplingParams(4),
+        score=fail if where == "score" else None,
+        **options,
+    )
+    with producer, pytest.raises(ValueError, match=f"{where} is broken"):
+        producer.next_batch(0)
+
+
+def test_a_dead_engine_is_noticed_while_waiting_though_no_request_fails():
+    died = threading.Event()
+
+    def check_alive():
+        if died.is_set():
+            raise EngineDied("the engine is gone")
+
+    backend = FakeBackend(delay_s=1000)
+    with producer_of(backend, check_alive=check_alive) as producer:
+        threading.Timer(0.3, died.set).start()
+        began = time.monotonic()
+        with pytest.raises(EngineDied, match="gone"):
+            producer.next_batch(0)
+        assert time.monotonic() - began < 3
+    assert backend.closed and backend.running == 0
+
+
+def test_waiting_reports_counts_that_add_up():
+    seen = []
+    backend = FakeBackend(delay_s=1.0)
+    with producer_of(backend, max_weight_staleness=0) as producer:
+        producer.next_batch(0, on_wait=seen.append)
+        stats = producer.stats()
+    assert seen and all(0 <= each["in_flight"] <= 4 for each in seen)
+    assert stats["generated_tokens"] == 12 and stats["finished_samples"] == 6
+    assert stats["mean_response_len"] == 2 and stats["tokens_per_s"] > 0
+    assert stats["in_flight"] == 0 and stats["buffered_groups"] == 0
+    assert stats["waiting_s"] > 0.1
+
+
+def test_asking_for_a_step_that_cannot_come_fails_instead_of_hanging():
+    with producer_of(FakeBackend(), max_weight_staleness=1) as producer:
+        with pytest.raises(AssertionError, match="never submitted"):
+            producer.next_batch(2)
+        with pytest.raises(AssertionError, match="step 6 of 6"):
+            producer.next_batch(6)
+        producer.next_batch(0)
+        with pytest.raises(AssertionError, match="step 0 was asked for, step 1 is the next"):
+            producer.next_batch(0)
+
+
+def test_closing_twice_in_mid_generation_leaves_no_thread():
+    backend = FakeBackend(delay_s=1000)
+    producer = producer_of(backend)
+    time.sleep(0.05)
+    producer.close()
+    producer.close()
+    assert backend.closed
+    assert not [t for t in threading.enumerate() if t.name == "producer"]
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("rollout_batch_size", 0),
+        ("n_samples_per_prompt", 0),
+        ("max_weight_staleness", -1),
+        ("max_concurrency", 0),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=f"{field} is {value}"):
+        producer_of(FakeBackend(), **{field: value})

@@ -1,0 +1,117 @@
+"""Answers asked for in segments, and what a failing producer leaves for its checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+
+from r3train.engine.backend import BadAnswer, SamplingParams
+from r3train.generation.producer import Producer
+
+
+def producer_of(engine, *, max_new_tokens=20, **options):
+    options = {
+        "rollout_batch_size": 2,
+        "n_samples_per_prompt": 2,
+        "num_rollout": 4,
+        "max_weight_staleness": 1,
+        "max_concurrency": 8,
+        "segment_len": 6,
+    } | options
+    return Producer(lambda: engine, prompt_for, SamplingParams(max_new_tokens), **options)
+
+
+def of_step(producer, step):
+    return [sample for group in producer.next_batch(step) for sample, _ in group]
+
+
+@pytest.mark.parametrize("length", [3, 6, 7, 18, 20, 50])
+def test_an_answer_in_segments_is_the_whole_answer(length):
+    engine = SimulatedEngine(length=lambda _: length)
+    with producer_of(engine) as producer:
+        samples = of_step(producer, 0)
+    for sample in samples:
+        assert sample.response_len == min(length, 20) == sample.loss_mask.sum()
+        assert len(sample.routed_experts) == sample.num_tokens - 1
+        assert sample.finish_reason == ("stop" if length <= 20 else "length")
+    assert max(engine.asked_for) <= 6
+    begun = [tokens for sample_id, _, tokens in engine.asked if sample_id == 0]
+    assert begun == list(range(0, min(length, 20), 6))
+
+
+def test_a_drained_update_waits_for_the_last_segment():
+    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.005)
+    with producer_of(engine) as producer:
+        time.sleep(0.05)
+        with producer.quiesced():
+            assert not engine.running
+            engine.version = 1
+            producer.set_version(1)
+        samples = of_step(producer, 0)
+    assert all(len(np.unique(s.weight_versions[s.loss_mask])) == 1 for s in samples)
+
+
+def test_an_aborted_update_does_not_wait_for_the_next_segments():
+    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.005)
+    with producer_of(engine, pause_mode="abort") as producer:
+        time.sleep(0.07)
+        with producer.quiesced():
+            done = len(engine.asked)
+            engine.version = 1
+            producer.set_version(1)
+        samples = of_step(producer, 0)
+    assert done < 4 * 2 * 4, "not all segments were asked for before the update"
+    assert any(len(np.unique(s.weight_versions[s.loss_mask])) == 2 for s in samples)
+    assert all(s.response_len == 20 for s in samples)
+
+
+def test_an_engine_that_stops_short_of_a_segment_is_not_asked_to_go_on():
+    """Where the engine's own limit ends an answer, there is nothing to go on with."""
+
+    class Short(SimulatedEngine):
+        async def generate(self, *args, turn_limit=None, **options):
+            return await super().generate(*args, turn_limit=min(turn_limit, 4), **options)
+
+    engine = Short(length=lambda _: 50)
+    with producer_of(engine) as producer:
+        assert all(sample.response_len == 4 for sample in of_step(producer, 0))
+
+
+class OneBad(SimulatedEngine):
+    """Sample 3 is bad once the others of its step are complete."""
+
+    async def generate(self, *args, sample_id, **options):
+        if sample_id == 3:
+            await asyncio.sleep(0.2)
+            raise BadAnswer("sample 3: 2 log-probs, expected 4")
+        return await super().generate(*args, sample_id=sample_id, **options)
+
+
+def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a_reward():
+    def slow_reward(sample):
+        time.sleep(0.6 if sample.sample_id == 2 else 0.0)
+        return 1.0
+
+    engine = OneBad()
+    with producer_of(engine, score=slow_reward, max_weight_staleness=0) as producer:
+        assert producer.failure is None
+        with pytest.raises(BadAnswer, match="sample 3: 2 log-probs, expected 4"):
+            producer.next_batch(0)
+        assert isinstance(producer.failure, BadAnswer)
+        state = producer.snapshot()
+    assert [sample.sample_id for sample, _ in state.samples] == [0, 1, 2]
+    assert [facts["places"] for facts in state.facts["groups"]] == [[[0, 1], [1, 1]], [[0, 1]]]
+
+
+def test_a_failed_producer_sends_nothing_more():
+    engine = OneBad(tick_s=0.05)
+    with producer_of(engine, max_concurrency=2, max_weight_staleness=1) as producer:
+        with pytest.raises(BadAnswer):
+            producer.next_batch(0)
+        asked = len(engine.asked)
+        time.sleep(0.3)
+        assert len(engine.asked) == asked

@@ -1,0 +1,148 @@
+"""Samples from several answers: first write wins, a gap is marked, nothing is guessed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from r3train.generation import stitch
+from r3train.generation.stitch import (
+    Segment,
+    begin,
+    extend,
+    finished,
+    merge_rows,
+    observe,
+    rows_known,
+)
+from r3train.types import Prompt
+
+SHAPE = (2, 3)  # layers, experts a token
+
+
+def prompt_of(length: int) -> Prompt:
+    return Prompt("p", 0, "", np.arange(length, dtype=np.int32), None)
+
+
+def rows_of(positions, source: int) -> np.ndarray:
+    """Rows that say which position and which computation they came from."""
+    rows = np.zeros((len(positions), *SHAPE), np.uint8)
+    rows[:, 0, 0] = positions
+    rows[:, 0, 1] = source
+    return rows
+
+
+def start(length: int, routes: bool = True):
+    return begin(prompt_of(length), sample_id=7, group_id=1, row_shape=SHAPE if routes else None)
+
+
+def segment(before, count: int, source: int, finish_reason: str = "abort", start_len=None):
+    """What the engine answers: all rows from ``start_len`` on, all of them its own computation."""
+    first = rows_known(before) if start_len is None else start_len
+    last = before.num_tokens + count - 1
+    return Segment(
+        token_ids=np.full(count, 50 + source, np.int32),
+        log_probs=np.full(count, -float(source), np.float32),
+        weight_versions=np.full(count, source, np.int32),
+        rows=rows_of(range(first, last), source),
+        rows_start=first,
+        finish_reason=finish_reason,
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt_len=st.integers(1, 6),
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    overlap=st.lists(st.integers(0, 4), min_size=5, max_size=5),
+)
+def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, overlap):
+    """Whatever was asked for again: the row of token t is the one that predicted token t+1."""
+    sample = start(prompt_len)
+    for source, (count, again) in enumerate(zip(counts, overlap, strict=False)):
+        first = max(0, rows_known(sample) - again)
+        sample = extend(sample, segment(sample, count, source, start_len=first))
+    sample = finished(sample)
+    assert sample.routed_experts.shape == (sample.num_tokens - 1, *SHAPE)
+    if not sample.loss_mask.any():
+        assert (sample.routed_experts == 255).all()
+        return
+    rows = sample.routed_experts
+    assert rows[:, 0, 0].tolist() == list(range(sample.num_tokens - 1)), "in their places"
+    for t in range(prompt_len - 1, sample.num_tokens - 1):
+        assert rows[t, 0, 1] == sample.weight_versions[t + 1]
+    assert (
+        sample.token_ids[prompt_len:].tolist()
+        == (50 + sample.weight_versions[prompt_len:]).tolist()
+    )
+    assert sample.rollout_log_probs.tolist() == [
+        0.0 if v < 0 else -float(v) for v in sample.weight_versions
+    ]
+    assert sample.num_tokens == prompt_len + sum(counts), "no prefix is there twice"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    known=st.integers(0, 6), first=st.integers(0, 10), new=st.integers(0, 6), tail=st.integers(0, 3)
+)
+def test_merged_rows_are_the_first_written_and_a_gap_is_marked(known, first, new, tail):
+    total = max(known, first + new) + tail
+    merged = merge_rows(
+        rows_of(range(known), 1),
+        rows_of(range(first, first + new), 2),
+        start=first,
+        num_rows=total,
+        sample="7",
+    )
+    for t in range(total):
+        if t < known:
+            assert merged[t, 0].tolist() == [t, 1, 0]
+        elif first <= t < first + new:
+            assert merged[t, 0].tolist() == [t, 2, 0]
+        else:
+            assert (merged[t] == 255).all()
+
+
+def test_a_row_that_was_marked_missing_is_not_filled_by_a_later_computation():
+    sample = extend(start(2), segment(start(2), 2, source=0))
+    sample.routed_experts[1] = 255  # the engine sent -1
+    resumed = extend(sample, segment(sample, 2, source=1, start_len=0))
+    assert (resumed.routed_experts[1] == 255).all()
+
+
+def test_observed_tokens_carry_no_loss_and_get_their_rows_with_the_next_turn():
+    first = extend(start(2), segment(start(2), 3, source=0, finish_reason="stop"))
+    asked = observe(first, [90, 91])
+    assert (asked.num_tokens, rows_known(asked)) == (7, 4)
+    done = extend(asked, segment(asked, 2, source=0, finish_reason="stop"))
+    assert done.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 2
+    assert done.weight_versions.tolist() == [-1, -1, 0, 0, 0, -1, -1, 0, 0]
+    assert done.routed_experts[:, 0, 0].tolist() == list(range(8))
+
+
+def test_rows_that_do_not_fit_are_refused_with_the_sample():
+    known = rows_of(range(3), 0)
+    for start_len, count, total in ((3, 3, 5), (-1, 2, 5), (0, 0, 2)):
+        with pytest.raises(ValueError, match="sample 7: rows 0..2 and .* expected none past"):
+            merge_rows(known, known[:count], start=start_len, num_rows=total, sample="7")
+    with pytest.raises(ValueError, match="sample 7: rows .* after rows"):
+        merge_rows(known, known.astype(np.uint16), start=3, num_rows=6, sample="7")
+
+
+def test_routes_on_one_side_of_a_seam_alone_are_refused():
+    with pytest.raises(ValueError, match="sample 7: routes on one side"):
+        extend(start(2), replace(segment(start(2), 1, 0), rows=None))
+    with pytest.raises(ValueError, match="sample 7: routes on one side"):
+        extend(start(2, routes=False), segment(start(2), 1, 0))
+
+
+def test_the_oldest_version_is_of_generated_tokens_alone():
+    sample = start(2)
+    assert stitch.oldest_version(sample) is None
+    sample = extend(sample, segment(sample, 1, source=3))
+    sample = extend(observe(sample, [9]), segment(observe(sample, [9]), 2, source=5))
+    assert stitch.oldest_version(sample) == 3

@@ -1,0 +1,161 @@
+"""Stops, bad steps, accounts of prompts, and the file of prompts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from queue import Empty
+from types import SimpleNamespace
+
+import pytest
+
+from r3train.data.fingerprint import FileFingerprint
+from r3train.loop import prompt_log
+from r3train.loop.bad_steps import BadSteps
+from r3train.loop.keeper import Keeper, KeeperSettings, WatchedSource
+from r3train.loop.stop import StopRequested, StopSignal
+from r3train.trainer.megatron.write_results import WriteResults
+from tests.unit.loop.test_rollout_file import groups
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
+    class Waiting:
+        def next_batch(self, step, on_wait):
+            on_wait({})
+            os.kill(os.getpid(), number)
+            on_wait({})
+
+        def stats(self):
+            return "its own"
+
+    with StopSignal(grace_s=60) as stop:
+        source = WatchedSource(Waiting(), stop, None)
+        assert source.stats() == "its own"
+        assert stop.received is None and stop.exit_code(saved=False) == 0
+        with pytest.raises(StopRequested):
+            source.next_batch(0)
+        assert stop.received == number.name
+        assert stop.exit_code(saved=True) == 0 and stop.exit_code(saved=False) == 128 + number
+
+
+def test_after_the_grace_period_the_process_ends_whatever_it_does():
+    code = (
+        "import os, signal, time; from r3train.loop.stop import StopSignal\n"
+        "with StopSignal(grace_s=0.2):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(60)"
+    )
+    began = time.monotonic()
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 1
+    assert time.monotonic() - began < 50
+
+
+def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
+    bad = BadSteps(2, tmp_path)
+    bad.raise_if_too_many(bad.see(0, 1, groups()))
+    assert (tmp_path / "bad_steps" / "rollout_0000000.safetensors").exists()
+    assert bad.see(1, 0, groups()) == ""
+    bad.raise_if_too_many(bad.see(2, 1, None))
+    with pytest.raises(FloatingPointError, match="2 in a row"):
+        bad.raise_if_too_many(bad.see(3, 1, None))
+    assert bad.total == 3
+
+
+def test_the_account_of_prompts_counts_the_later_line_of_a_step(tmp_path):
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir(), second.mkdir()
+    one, two = groups()
+    prompt_log.append(first, 0, [one], 0)
+    prompt_log.append(first, 1, [two], 0)
+    prompt_log.append(second, 1, [two], 0)
+    records = prompt_log.read([first, second])
+    assert [r["prompt_ids"] for r in records] == [["p0"], ["p1"]]
+    assert not any(prompt_log.audit(records).values())
+
+
+def test_the_audit_finds_what_is_lost_and_what_is_doubled(tmp_path):
+    one, _ = groups()
+    prompt_log.append(tmp_path, 0, [one], 0)
+    prompt_log.append(tmp_path, 2, [one], 0)
+    with (tmp_path / prompt_log.FILE).open("a") as file:
+        file.write('{"step": 3, "cut')
+    assert prompt_log.audit(prompt_log.read([tmp_path])) == {
+        "missing_steps": [1],
+        "groups_twice": [0],
+        "samples_twice": [0, 1],
+    }
+
+
+def test_a_prompt_file_counts_as_changed_by_its_content_alone(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("one")
+    mark = FileFingerprint.of(path)
+    assert not mark.changed()
+    path.write_text("one")  # touched, the same
+    assert not mark.changed()
+    path.write_text("two")
+    assert mark.changed()
+    path.unlink()
+    assert mark.changed()
+
+
+def test_a_forked_writer_hands_its_parent_one_result_of_any_size():
+    results = WriteResults()
+    with pytest.raises(Empty):
+        results.get_nowait()
+    content = {0: ["x" * 500_000]}  # more than a pipe holds
+    child = os.fork()
+    if child == 0:
+        results.put("an earlier one, longer than nothing")
+        results.put(content)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert results.get_nowait() == content
+    with pytest.raises(Empty):
+        results.get_nowait()
+
+
+def keeper_of(directory, told, checkpointer=None, prompts_changed=lambda: False) -> Keeper:
+    settings = KeeperSettings(
+        run_dir=directory,
+        save_interval=None,
+        dump_rollouts=False,
+        facts={},
+        config_toml="",
+        prompts_changed=prompts_changed,
+    )
+    return Keeper(
+        settings,
+        stop=StopSignal(60),
+        bad_steps=BadSteps(3, directory),
+        checkpointer=checkpointer,
+        tell=told.append,
+    )
+
+
+def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
+    path, told = tmp_path / "data.jsonl", []
+    path.write_text("one\n")
+    keeper = keeper_of(tmp_path, told, prompts_changed=FileFingerprint.of(path).changed)
+    keeper.watch(SimpleNamespace(next_batch=lambda step, on_wait: [groups()[0]])).next_batch(0)
+    keeper.trained(0, 0)
+    assert told == []
+    path.write_text("one\ntwo\n")
+    keeper.trained(1, 0)
+    keeper.trained(2, 0)
+    assert len(told) == 1 and "the prompt file has changed since the run began" in told[0]
+
+
+def test_a_save_that_fails_after_generation_failed_does_not_hide_why_it_did(tmp_path):
+    class FullDisk:
+        def save(self, *_):
+            raise OSError(28, "No space left on device")
+
+    told = []
+    with pytest.raises(OSError, match="No space left"):
+        keeper_of(tmp_path, told, FullDisk()).failed(7, "the server died")
+    assert told == ["generation failed after 7 rollouts: the server died"]

@@ -1,0 +1,133 @@
+import logging
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+
+import pytest
+
+from r3train.observe.logging_setup import log_path, setup_logging
+
+
+@pytest.fixture
+def rank0(tmp_path):
+    setup = setup_logging(tmp_path, 0, "INFO")
+    yield setup
+    setup.close()
+
+
+def in_a_process(tmp_path, body, rank):
+    script = textwrap.dedent(body)
+    header = (
+        "import logging, os, sys, warnings\n"
+        "from r3train.observe.logging_setup import setup_logging\n"
+        f"setup = setup_logging({str(tmp_path)!r}, {rank})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", header + script], capture_output=True, text=True, timeout=60
+    )
+    return done, log_path(tmp_path, rank).read_text()
+
+
+def test_the_file_gets_everything_and_the_terminal_our_warnings_and_any_error(rank0, capsys):
+    logging.getLogger("r3train.loop").info("our info")
+    logging.getLogger("r3train.loop").warning("our warning")
+    logging.getLogger("megatron.core").warning("their warning")
+    logging.getLogger("megatron.core").error("their error")
+    logging.getLogger("r3train.loop").debug("our debug")
+    warnings.warn("a python warning")
+    log = rank0.path.read_text()
+    for words in ("our info", "our warning", "their warning", "their error", "a python warning"):
+        assert words in log
+    assert "our debug" not in log
+    assert "rank 0 INFO r3train.loop: our info" in log
+    assert capsys.readouterr().err.splitlines() == [
+        "WARNING r3train.loop: our warning",
+        "ERROR megatron.core: their error",
+    ]
+
+
+def test_a_library_that_prints_its_own_warnings_is_led_to_the_file(tmp_path, capsys):
+    library = logging.getLogger("some_library")
+    library.addHandler(logging.StreamHandler(sys.stderr))
+    library.propagate = False
+    setup = setup_logging(tmp_path, 0)
+    try:
+        logging.getLogger("some_library.part").warning("chatter")
+    finally:
+        setup.close()
+    assert "chatter" in setup.path.read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_an_error_that_the_caller_shows_goes_to_the_file_alone(rank0, capsys):
+    try:
+        raise OSError("lost the server")
+    except OSError as error:
+        rank0.record_error(error)
+    assert "Traceback" in rank0.path.read_text() and "lost the server" in rank0.path.read_text()
+    assert capsys.readouterr().err == ""
+
+
+def test_ranks_have_files_of_their_own(tmp_path):
+    assert log_path(tmp_path, 3) == tmp_path / "logs" / "rank_00003.log"
+
+
+def test_an_unknown_level_is_refused_by_name(tmp_path):
+    with pytest.raises(ValueError, match="log_level is 'LOUD', expected one of .*INFO"):
+        setup_logging(tmp_path, 0, "LOUD")
+
+
+def test_closing_puts_handlers_and_hooks_back(tmp_path):
+    before = (list(logging.root.handlers), logging.root.level, sys.excepthook, threading.excepthook)
+    setup_logging(tmp_path, 0, "DEBUG").close()
+    after = (list(logging.root.handlers), logging.root.level, sys.excepthook, threading.excepthook)
+    assert before == after
+
+
+def test_another_rank_is_quiet_on_the_terminal_and_complete_in_its_file(tmp_path):
+    done, log = in_a_process(
+        tmp_path,
+        """
+        logging.getLogger("r3train.x").error("an error")
+        print("a print")
+        os.write(2, b"words of C++ code\\n")
+        """,
+        rank=1,
+    )
+    assert done.returncode == 0
+    assert done.stdout == "" and done.stderr == ""
+    assert "rank 1 ERROR r3train.x: an error" in log
+    assert "a print" in log and "words of C++ code" in log
+
+
+def test_a_rank_that_dies_leaves_one_line_on_the_terminal_and_the_traceback_in_its_file(tmp_path):
+    done, log = in_a_process(tmp_path, "raise ValueError('got 3\\nexpected 4')", rank=1)
+    assert done.returncode == 1
+    assert done.stderr == f"rank 1 failed: ValueError: got 3 (see {log_path(tmp_path, 1)})\n"
+    assert "Traceback" in log and "expected 4" in log
+
+
+def test_rank_0_shows_its_traceback_once_and_keeps_it_in_its_file(tmp_path):
+    done, log = in_a_process(tmp_path, "raise ValueError('broken')", rank=0)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert log.count("Traceback") == 1 and "ValueError: broken" in log
+
+
+def test_an_error_in_a_thread_reaches_the_file(tmp_path):
+    done, log = in_a_process(
+        tmp_path,
+        """
+        import threading
+        def die():
+            raise OSError("lost the server")
+        thread = threading.Thread(target=die, name="producer")
+        thread.start()
+        thread.join()
+        """,
+        rank=1,
+    )
+    assert done.stderr == ""
+    assert "uncaught OSError in producer" in log and "lost the server" in log

@@ -1,0 +1,91 @@
+"""Agreement against its controls: a misalignment that agrees better fails, noise and chance do not."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.proof.audit import audit_run
+from r3train.proof.audit_agreement import beaten_by, CONTROLS
+from r3train.routing.agreement import chance_levels
+from tests.unit.evidence_dirs import write_run
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+def native(r) -> bool:
+    return r.replay_pass == "old_log_prob"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_routes_that_fit_a_misalignment_fail_with_step_pass_layer_and_control(tmp_path, control):
+    def shifted(r):
+        here = native(r) and r.step == 1 and r.layer_number in (1, 3)
+        return replace(r, rows_equal=0, rows_overlap=99, **{control: 95}) if here else r
+
+    run = write_run(tmp_path / "run", change=shifted)
+    audit = audit_run(run)
+    assert audit.claims == {"applied": "passed", "covered": "passed", "agreement": "failed"}
+    places = [(f.step, f.replay_pass, f.stage, f.layer_number) for f in audit.findings]
+    assert places == [(1, "old_log_prob", "replay_forward", layer) for layer in (1, 3)]
+    assert all(control in f.what and f.got == "0 of 200" for f in audit.findings)
+    result = CliRunner().invoke(main, ["check-evidence", str(run)])
+    assert result.exit_code == 1 and control in result.output
+
+
+def test_steps_too_short_to_tell_are_told_together(tmp_path):
+    def shifted(r):
+        if not native(r) or r.layer_number != 2:
+            return r
+        return replace(r, rows_equal=50, rows_overlap=49, control_layer_plus=75)
+
+    audit = audit_run(write_run(tmp_path / "few", range(2), change=shifted))
+    assert audit.verdict == "passed"
+    audit = audit_run(write_run(tmp_path / "run", range(10), change=shifted))
+    (only,) = audit.findings
+    assert only.layer_number == 2 and only.step is None and only.claim == "agreement"
+    assert "over steps 0..9" in only.what and "control_layer_plus" in only.what
+
+
+def values(rows: int, equal: int, **controls: int) -> dict[str, int]:
+    none = dict.fromkeys(CONTROLS, 0)
+    return {"rows_replayed": rows, "rows_equal": equal, **none, **controls}
+
+
+def test_a_difference_that_noise_or_few_rows_explain_does_not_fail():
+    assert beaten_by(values(50, 0, control_token_plus=50)) is None  # of few rows, all of them
+    assert beaten_by(values(101, 0, control_token_plus=101)) is not None
+    # many rows: a difference that is sure and small
+    assert beaten_by(values(10**8, 5 * 10**7, control_token_plus=59 * 10**6)) is None
+    assert beaten_by(values(10**8, 5 * 10**7, control_token_plus=61 * 10**6)) is not None
+    assert beaten_by(values(0, 0)) is None
+    # experts that all tokens use alike: every control agrees as much as the routes do
+    assert beaten_by(values(1000, 990, **dict.fromkeys(CONTROLS, 1000))) is None
+
+
+@pytest.mark.parametrize("num_experts, topk", [(8, 2), (4, 2), (2, 1), (64, 8)])
+def test_routes_that_no_router_chose_never_fail(num_experts, topk):
+    """As in a verification: routes drawn at random, so agreement and controls are all at chance."""
+    chance = chance_levels(num_experts, topk)["equal"]
+    generator = np.random.default_rng(0)
+    for rows in (8, 40, 200, 1000, 16000):
+        counts = generator.binomial(rows, chance, size=(2000, 5))
+        for equal, *controls in counts.tolist():
+            assert beaten_by(values(rows, equal, **dict(zip(CONTROLS, controls)))) is None
+
+
+def test_a_weak_agreement_in_rows_that_repeat_does_not_fail():
+    """A prompt's rows stand there once a sample of its group: 16 times the same draw."""
+    generator = np.random.default_rng(0)
+    for rows in (8, 40, 200, 1000):
+        for equal, *controls in generator.binomial(rows, [0.45, 0.3, 0.3, 0.1, 0.1], (2000, 5)):
+            many = {name: 16 * int(count) for name, count in zip(CONTROLS, controls)}
+            assert beaten_by(values(16 * rows, 16 * int(equal), **many)) is None
