@@ -23,7 +23,7 @@ import numpy as np
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
@@ -40,7 +40,7 @@ def prompt_for(group: int) -> Prompt:
 def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float]:
     """One run; seconds a step and each side's share of waiting, the first step left out."""
     options = TinyOptions()
-    routes = ExpectedRoutes(options.num_layers, options.topk, options.num_experts)
+    routes = RouteShape(options.num_layers, options.topk, options.num_experts)
     with EngineControl([addr]) as control:
         control.update_weight_version(0)
         with Producer(

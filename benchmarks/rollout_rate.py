@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks.measure import ratios, spread, write_result
 from r3train.engine.backend import SamplingParams
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
@@ -60,7 +60,7 @@ def main() -> None:
 
 async def measure(plain: str, records: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens a second of every arm, round by round, and the ratios of neighbours."""
-    routes = ExpectedRoutes(MODEL.num_layers, MODEL.topk, MODEL.num_experts)
+    routes = RouteShape(MODEL.num_layers, MODEL.topk, MODEL.num_experts)
     clients = {
         "no routes": SGLangClient([plain], max_concurrency=arguments.requests),
         "recorded, not asked for": SGLangClient([records], max_concurrency=arguments.requests),

@@ -44,7 +44,7 @@ from r3train.loop.scatter import gather_json, scatter_slices
 from r3train.engine.backend import SamplingParams
 from r3train.engine.route_node import RouteNode
 from r3train.engine.route_relay import RouteLedger, RouteRelay
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
@@ -63,8 +63,8 @@ class Shape:
     pipeline: int = 1  # stages of each data-parallel rank
 
     @property
-    def routes(self) -> ExpectedRoutes:
-        return ExpectedRoutes(self.layers, self.topk, EXPERTS)
+    def routes(self) -> RouteShape:
+        return RouteShape(self.layers, self.topk, EXPERTS)
 
     @property
     def route_bytes(self) -> int:

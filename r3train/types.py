@@ -34,6 +34,51 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
+def missing_marker(dtype: np.dtype | type) -> int:
+    """The value of a route slot that the engine did not report: the largest of ``dtype``."""
+    return int(np.iinfo(dtype).max)
+
+
+def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
+    """uint8 while every expert id and the missing marker fit in it, else uint16.
+
+    Raises ValueError above 65535 experts.
+    """
+    if num_experts <= np.iinfo(np.uint8).max:
+        return np.uint8
+    if num_experts <= np.iinfo(np.uint16).max:
+        return np.uint16
+    raise ValueError(f"num_experts is {num_experts}: routes hold at most 65535 experts")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteShape:
+    """The size of one token's routes, which the wire does not carry: a row is [L, K] expert ids.
+
+    Qwen3-30B-A3B has 48 layers, 8 experts a token and 128 experts: ``RouteShape(48, 8, 128)``,
+    rows of uint8[48, 8].
+    """
+
+    num_layers: int  # L, all decoder layers
+    topk: int  # K
+    num_experts: int
+
+    @property
+    def row(self) -> tuple[int, int]:
+        """(L, K)."""
+        return self.num_layers, self.topk
+
+    @property
+    def dtype(self) -> np.dtype:
+        """uint8 while every expert id and the missing marker fit in it, else uint16."""
+        return np.dtype(route_dtype(self.num_experts))
+
+    @property
+    def missing(self) -> int:
+        """The value of a slot that the engine did not report: the largest of ``dtype``."""
+        return missing_marker(self.dtype)
+
+
 class StoredRows:
     """The name on rank 0 of route rows that a route store holds; they are freed when it goes.
 
@@ -152,6 +197,10 @@ class RolloutSample:
     @property
     def response_len(self) -> int:
         return self.num_tokens - self.prompt_len
+
+
+# a finished sample and its reward
+Scored = tuple[RolloutSample, float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,20 +341,3 @@ class ReplayEvidence:
     control_layer_minus: int
     control_layer_plus: int
     counts_tokens: bool = True  # False on ranks that see a copy of another rank's tokens
-
-
-def missing_marker(dtype: np.dtype | type) -> int:
-    """The value of a route slot that the engine did not report: the largest of ``dtype``."""
-    return int(np.iinfo(dtype).max)
-
-
-def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
-    """uint8 while every expert id and the missing marker fit in it, else uint16.
-
-    Raises ValueError above 65535 experts.
-    """
-    if num_experts <= np.iinfo(np.uint8).max:
-        return np.uint8
-    if num_experts <= np.iinfo(np.uint16).max:
-        return np.uint16
-    raise ValueError(f"num_experts is {num_experts}: routes hold at most 65535 experts")

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from r3train.types import RouteShape
+
 # the same number under the names of Qwen, DeepSeek and GLM, Mixtral
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -37,6 +39,11 @@ class HfModelFacts:
     @property
     def is_moe(self) -> bool:
         return bool(self.moe_layer_numbers)
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """Of the routes that this model's rollouts bring: all decoder layers, dense ones too."""
+        return RouteShape(self.num_hidden_layers, self.num_experts_per_tok, self.num_experts)
 
 
 def read_hf_facts(path: Path | str) -> HfModelFacts:

@@ -16,7 +16,8 @@ import numpy as np
 
 from r3train.doctor.finding import Finding, fact, problem
 from r3train.engine.backend import EngineError
-from r3train.engine.answer import ExpectedRoutes, read_answer
+from r3train.engine.answer import read_answer
+from r3train.types import RouteShape
 from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
 from r3train.types import Prompt, RolloutSample
@@ -52,7 +53,7 @@ class Situations:
 
 async def draw_situations(
     addr: str,
-    routes: ExpectedRoutes | None,
+    routes: RouteShape | None,
     texts: tuple[np.ndarray, np.ndarray],
     *,
     context: int,
@@ -94,7 +95,7 @@ class NotAborted(Exception):
 class _Asker:
     """``/generate`` on one server, read as strictly as a rollout is, with what it says beside it."""
 
-    def __init__(self, http: SGLangHTTP, routes: ExpectedRoutes | None):
+    def __init__(self, http: SGLangHTTP, routes: RouteShape | None):
         self.control = SGLangControl(http)
         self._http, self._routes = http, routes
 
@@ -147,7 +148,7 @@ class _Asker:
 
 @asynccontextmanager
 async def _asker(
-    addr: str, routes: ExpectedRoutes | None, api_key: str | None, timeout_s: float
+    addr: str, routes: RouteShape | None, api_key: str | None, timeout_s: float
 ) -> AsyncIterator[_Asker]:
     http = SGLangHTTP([addr], api_key=api_key, request_timeout_s=timeout_s)
     try:

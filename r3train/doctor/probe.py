@@ -176,10 +176,9 @@ def _draw_situations(
 ) -> Situations:
     """What a server of this checkpoint answers; it is gone when this returns."""
     short, long = texts.values()
-    from r3train.engine.answer import ExpectedRoutes
     from r3train.engine.server import SGLangServer
 
-    shape = ExpectedRoutes(hf.num_hidden_layers, hf.num_experts_per_tok, hf.num_experts)
+    shape = hf.route_shape
     context = _context(config, hf)
     with tempfile.TemporaryDirectory() as directory:
         server = SGLangServer(

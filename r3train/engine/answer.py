@@ -9,7 +9,7 @@ Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,24 +17,10 @@ import numpy as np
 from r3train.generation import stitch
 from r3train.engine.backend import EngineError
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Prompt, RolloutSample, RouteRef, route_dtype
+from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape, route_dtype
 
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # what routes in base64 may come as
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRoutes:
-    """The shape of routed experts, which the wire does not carry."""
-
-    num_layers: int
-    topk: int
-    num_experts: int
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of decoded routes: uint8 or uint16."""
-        return np.dtype(route_dtype(self.num_experts))
 
 
 def sample_name(sample_id: int, prompt: Prompt) -> str:
@@ -56,7 +42,7 @@ def read_answer(
     sample_id: int,
     group_id: int,
     max_new_tokens: int,
-    routes: ExpectedRoutes | None,
+    routes: RouteShape | None,
     weight_version: int | None = None,
     exact_version: bool = True,
     resume_from: RolloutSample | None = None,
@@ -130,7 +116,7 @@ def _check_versions(
 
 
 def _rows(
-    payload: Any, routes: ExpectedRoutes, num_tokens: int, start: int, name: str
+    payload: Any, routes: RouteShape, num_tokens: int, start: int, name: str
 ) -> np.ndarray | RouteRef:
     """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
     if isinstance(payload, RouteRef):  # a route store has decoded and checked them

@@ -28,7 +28,8 @@ from r3train.engine.backend import (
 )
 from r3train.engine.route_relay import RouteRelay
 from r3train.engine.server_versions import ServerVersions
-from r3train.engine.answer import ExpectedRoutes, read_answer, route_wire_bytes, sample_name
+from r3train.engine.answer import read_answer, route_wire_bytes, sample_name
+from r3train.types import RouteShape
 from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
 from r3train.generation.stitch import rows_known
@@ -62,7 +63,7 @@ class SGLangClient:
         self,
         addrs: Sequence[str],
         *,
-        routes: ExpectedRoutes | None = None,
+        routes: RouteShape | None = None,
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
         max_concurrency: int = 64,

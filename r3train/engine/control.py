@@ -13,7 +13,7 @@ import numpy as np
 
 from r3train.engine.backend import EngineError
 from r3train.engine.server_versions import ServerVersions
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
 from r3train.routing.wire import decode_routed_experts
@@ -41,7 +41,7 @@ class EngineControl:
         api_key: str | None = None,
         timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
-        routes: ExpectedRoutes | None = None,
+        routes: RouteShape | None = None,
         versions: ServerVersions | None = None,
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))

@@ -19,7 +19,7 @@ from aiohttp import web
 from r3train.engine.loop_thread import LoopThread
 from r3train.engine.route_relay import open_session, store_failed
 from r3train.engine.route_store import RouteStore, RouteStoreApp, RouteStoreError
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ _NO_PROGRESS_S = 120.0
 class RouteNode:
     """Serves this rank's store, and brings rows over from any; its methods are thread-safe."""
 
-    def __init__(self, index: int, token: str, routes: ExpectedRoutes, host: str) -> None:
+    def __init__(self, index: int, token: str, routes: RouteShape, host: str) -> None:
         self.index = index
         self.store = RouteStore()
         self.fetched_bytes = 0  # from other stores

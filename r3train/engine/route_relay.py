@@ -20,7 +20,7 @@ import orjson
 
 from r3train.engine.backend import EngineError
 from r3train.engine.route_store import FAILURES, RouteStoreError
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.http import SGLangHTTP
 from r3train.types import RouteRef, RouteSegment, StoredRows
 
@@ -35,7 +35,7 @@ class RouteLedger:
         self,
         num_stores: int,
         read: Callable[[int, int, int, int], np.ndarray],
-        routes: ExpectedRoutes,
+        routes: RouteShape,
     ) -> None:
         self.num_stores = num_stores
         self._read = read

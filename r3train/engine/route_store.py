@@ -25,7 +25,8 @@ import orjson
 from aiohttp import web
 
 from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
-from r3train.engine.answer import ROUTE_PAYLOADS, ExpectedRoutes
+from r3train.engine.answer import ROUTE_PAYLOADS
+from r3train.types import RouteShape
 from r3train.engine.http import SGLangHTTP
 from r3train.routing.wire import decode_routed_experts
 
@@ -104,7 +105,7 @@ class RouteStore:
 class RouteStoreApp:
     """The store's HTTP side; make it and use it in one event loop."""
 
-    def __init__(self, store: RouteStore, token: str, routes: ExpectedRoutes) -> None:
+    def __init__(self, store: RouteStore, token: str, routes: RouteShape) -> None:
         self._store = store
         self._token = f"Bearer {token}".encode()
         self._routes = routes

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt, RolloutSample
+from r3train.types import Prompt, RolloutSample, Scored
 
-Scored = tuple[RolloutSample, float]
 
 # a filter that drops this many batches in a row for one step will not stop at the next
 _MAX_DROPPED_BATCHES = 64

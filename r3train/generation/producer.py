@@ -18,7 +18,7 @@ from r3train.generation import producer_state
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.generation.episode import Episode, generate_once
 from r3train.generation.flight import Flight
-from r3train.generation.buffer import BufferLimits, Group, GroupBuffer, Outcome, Scored
+from r3train.generation.buffer import BufferLimits, Group, GroupBuffer, Outcome
 from r3train.engine.loop_thread import LoopThread
 from r3train.generation.producer_state import ProducerState
 from r3train.generation.rates import Rates
@@ -26,7 +26,7 @@ from r3train.generation.scoring import Scoring
 from r3train.generation.tasks import RolloutItem, RolloutTasks
 from r3train.generation.turns import Sending, Turns
 from r3train.generation.update_pause import UpdatePause
-from r3train.types import Prompt, RolloutSample
+from r3train.types import Prompt, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
 

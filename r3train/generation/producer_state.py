@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from r3train.generation.buffer import Group, GroupBuffer, Scored
+from r3train.generation.buffer import Group, GroupBuffer
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt
+from r3train.types import Prompt, Scored
 
 
 @dataclass(frozen=True)

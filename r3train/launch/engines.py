@@ -24,7 +24,6 @@ from r3train.engine.key import engine_api_key
 from r3train.generation.outcome_log import OUTCOMES_FILE, OutcomeLog
 from r3train.generation.producer import Producer, ProducerState
 from r3train.engine.server_versions import ServerVersions
-from r3train.engine.answer import ExpectedRoutes
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
@@ -54,9 +53,7 @@ class Engines:
         config = job.config
         self._routes = None
         if config.replay.use_rollout_routing_replay:
-            self._routes = ExpectedRoutes(
-                job.hf.num_hidden_layers, job.hf.num_experts_per_tok, job.hf.num_experts
-            )
+            self._routes = job.hf.route_shape
         self._servers: list[SGLangServer] = []
         self._producer: Producer | None = None
         self._control: EngineControl | None = None

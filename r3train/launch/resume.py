@@ -9,8 +9,9 @@ from typing import Any
 from r3train.config import RunConfig
 from r3train.launch.job import Job
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
-from r3train.loop.rollout_file import Scored, read_samples
+from r3train.loop.rollout_file import read_samples
 from r3train.trainer.megatron import checkpoint
+from r3train.types import Scored
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
 from r3train.engine.route_node import RouteNode
 from r3train.engine.route_relay import RouteLedger, RouteRelay
-from r3train.engine.answer import ExpectedRoutes
 from r3train.engine.http import SGLangHTTP
 from r3train.types import RankTopology
 
@@ -48,7 +47,7 @@ class RouteStores:
         """
         hf, replay = self._job.hf, replay_plan(self._job)
         assert replay is not None, "checked before the start"
-        routes = ExpectedRoutes(hf.num_hidden_layers, hf.num_experts_per_tok, hf.num_experts)
+        routes = hf.route_shape
         topologies = gather_topologies(topology)
         leaders = leader_ranks(topologies)
         # known to the ranks of this job alone, and written nowhere

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from r3train.proof.check import StepVerdict, judge, totals
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
-from r3train.loop.batch import Scored, train_samples
+from r3train.loop.batch import train_samples
 from r3train.loop.keeper import Keeper
 from r3train.loop.parts import LoopSettings, RankZero, ReplayPlan, RolloutSource
 from r3train.loop.prepare import Expected, Prepared, prepare
@@ -37,7 +37,7 @@ from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import broadcast_json, gather_topologies, scatter_slices
 from r3train.loop.stop import StopRequested
 from r3train.trainer.backend import TrainerBackend
-from r3train.types import RankSlice
+from r3train.types import RankSlice, Scored
 
 
 class AsyncLoop:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3train.loop.replay_source import dump_rollout
-from r3train.loop.rollout_file import Scored
+from r3train.types import Scored
 
 DIRECTORY = "bad_steps"
 

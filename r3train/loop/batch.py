@@ -16,9 +16,8 @@ from r3train.layout.microbatch import build_microbatch
 from r3train.loop.recorded import Recorded
 from r3train.algo.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
 from r3train.algo.trajectories import trajectory_rewards, validate_trajectories
-from r3train.types import MicroBatch, RankTopology, RolloutSample, TrainSample
+from r3train.types import MicroBatch, RankTopology, RolloutSample, Scored, TrainSample
 
-Scored = tuple[RolloutSample, float]
 # the samples of an optimizer step, [data-parallel rank][microbatch][sample]
 Dealt = Sequence[Sequence[Sequence[TrainSample]]]
 

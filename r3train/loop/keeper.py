@@ -15,8 +15,9 @@ from typing import Any, Protocol
 from r3train.loop import prompt_log
 from r3train.loop.bad_steps import BadSteps
 from r3train.loop.replay_source import dump_rollout
-from r3train.loop.rollout_file import Scored, write_samples
+from r3train.loop.rollout_file import write_samples
 from r3train.loop.stop import StopRequested, StopSignal
+from r3train.types import Scored
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from r3train.loop.batch import Scored
 from r3train.loop.planted_bugs import Poison
+from r3train.types import Scored
 
 
 class RolloutSource(Protocol):

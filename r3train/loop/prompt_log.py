@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.data.json_lines import append_lines, read_lines
-from r3train.loop.rollout_file import Scored
+from r3train.types import Scored
 
 FILE = "prompts.jsonl"
 

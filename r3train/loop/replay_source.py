@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from r3train.loop.batch import episode_id
-from r3train.loop.rollout_file import Scored, read_samples, write_samples
+from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.types import Scored
 
 
 def rollout_path(directory: Path, rollout_id: int) -> Path:

@@ -18,9 +18,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from r3train.types import Prompt, RolloutSample, RouteRef
+from r3train.types import Prompt, RolloutSample, RouteRef, Scored
 
-Scored = tuple[RolloutSample, float]
 
 _FORMAT = "r3train-samples-1"
 

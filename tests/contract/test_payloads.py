@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from r3train.engine import cpu_platform
-from r3train.engine.answer import ExpectedRoutes, read_answer
+from r3train.engine.answer import read_answer
+from r3train.types import RouteShape
 from r3train.types import Prompt
 from r3train.engine.publish import flatten
 
 RECORD = json.loads((Path(__file__).parent / "payloads" / "generate.json").read_text())
 ANSWERS = RECORD["answers"]
-ROUTES = ExpectedRoutes(RECORD["num_layers"], RECORD["topk"], RECORD["num_experts"])
+ROUTES = RouteShape(RECORD["num_layers"], RECORD["topk"], RECORD["num_experts"])
 PROMPT = Prompt("p", 0, "", np.array(RECORD["prompt"], dtype=np.int32), None)
 
 
@@ -65,9 +66,9 @@ def test_an_answer_that_was_not_asked_for_routes_has_none():
 
 def test_a_recorded_answer_of_another_model_is_refused():
     with pytest.raises(ValueError, match="bytes, expected"):
-        read("length", ExpectedRoutes(RECORD["num_layers"] + 1, RECORD["topk"], 8))
+        read("length", RouteShape(RECORD["num_layers"] + 1, RECORD["topk"], 8))
     with pytest.raises(ValueError, match="expected -1 to 2"):
-        read("length", ExpectedRoutes(RECORD["num_layers"], RECORD["topk"], 3))
+        read("length", RouteShape(RECORD["num_layers"], RECORD["topk"], 3))
 
 
 def test_a_flattened_bucket_is_what_sglang_reconstructs():

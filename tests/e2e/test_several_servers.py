@@ -12,13 +12,13 @@ from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Refer
 
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.types import Prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
+ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 
 
 def prompt_of(seed: int) -> Prompt:

@@ -16,7 +16,7 @@ from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memo
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.types import Prompt
@@ -24,7 +24,7 @@ from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 
 pytestmark = pytest.mark.e2e
-ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
+ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 
 
 def prompt_of(seed: int, length: int = 24) -> Prompt:

@@ -18,14 +18,14 @@ from tests.e2e.sglang_support import checkpoint_tensors, make_model
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.types import Prompt, RolloutSample
 from r3train.engine.publish import DistributedPublisher
 
 pytestmark = pytest.mark.e2e
-ROUTES = ExpectedRoutes(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
+ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 
 
 def prompt_of(seed: int) -> Prompt:

@@ -24,7 +24,7 @@ from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import gather_json, pack_records, scatter_slices
 from r3train.engine.route_node import RouteNode
 from r3train.engine.route_relay import RouteLedger
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.routing.layers import stage_layer_numbers
 from r3train.types import (
     Prompt,
@@ -150,7 +150,7 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
     topologies = places(world, **TOPOLOGIES[name])
     leaders = leader_ranks(topologies)
     experts = 16 if dtype == np.uint8 else 300
-    routes = ExpectedRoutes(LAYERS, TOPK, experts)
+    routes = RouteShape(LAYERS, TOPK, experts)
     replay = ReplayPlan(
         num_layers=LAYERS,
         num_experts=experts,

@@ -16,7 +16,7 @@ from r3train.doctor import engine_probe
 from r3train.doctor.engine_probe import draw_situations
 from r3train.doctor.finding import OK, PROBLEM, Finding
 from r3train.doctor.judgement import FLOAT32, Expected, judge_situations
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.routing.wire import encode_routed_experts
 from tests.unit.fake_engine_server import Fake
 
@@ -115,7 +115,7 @@ def shared(a: list[int], b: list[int]) -> int:
 async def probe(long: np.ndarray = LONG, **faults) -> list[Finding]:
     engine = Engine(**faults)
     async with engine.fake.running() as addr:
-        expected = ExpectedRoutes(LAYERS, TOPK, EXPERTS)
+        expected = RouteShape(LAYERS, TOPK, EXPERTS)
         drawn = await draw_situations(
             addr, expected, (SHORT, long), context=CONTEXT, request_timeout_s=20
         )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from r3train.generation import stitch
 from r3train.engine.route_relay import RouteLedger
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.types import Prompt, RouteRef, missing_marker
 
-ROUTES = ExpectedRoutes(num_layers=2, topk=3, num_experts=200)
+ROUTES = RouteShape(num_layers=2, topk=3, num_experts=200)
 SHAPE = (2, 3)
 
 

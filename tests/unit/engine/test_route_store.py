@@ -23,13 +23,13 @@ from r3train.engine.backend import (
 from r3train.engine.route_node import RouteNode
 from r3train.engine.route_relay import RouteLedger, RouteRelay
 from r3train.engine.route_store import RouteStore, RouteStoreError
-from r3train.engine.answer import ExpectedRoutes
+from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt, RouteRef
 from tests.http_serving import serving
 
-ROUTES = ExpectedRoutes(num_layers=3, topk=2, num_experts=16)
+ROUTES = RouteShape(num_layers=3, topk=2, num_experts=16)
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from r3train.engine.backend import EngineError
-from r3train.engine.answer import ExpectedRoutes, read_answer
+from r3train.engine.answer import read_answer
+from r3train.types import RouteShape
 from r3train.generation.stitch import finished
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt
@@ -30,7 +31,7 @@ GOOD = {
 
 
 def read(answer, **more):
-    options = {"max_new_tokens": 8, "routes": ExpectedRoutes(2, 2, 8)} | more
+    options = {"max_new_tokens": 8, "routes": RouteShape(2, 2, 8)} | more
     return read_answer(answer, prompt=PROMPT, sample_id=12, group_id=3, **options)
 
 
