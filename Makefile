@@ -115,7 +115,7 @@ $(BENCH_STAMP):
 
 bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in make bench
 
-bench: venv bench-venv  ## Measure everything into docs/performance.md and docs/results.md (half an hour)
+bench: venv bench-venv  ## Measure everything into docs/internals/performance.md and docs/internals/results.md (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
 
 clean:  ## Remove .venv, caches and build output; runs/ stays

@@ -61,7 +61,7 @@ def main() -> None:
         help="of the tiny model's weights; each is a setting of its own",
     )
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--write-docs", action="store_true", help="write docs/results.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/internals/results.md")
     arguments, flags = parser.parse_known_args()
     if arguments.config is not None:
         flags = ["--config", arguments.config, *flags]

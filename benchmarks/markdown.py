@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+INTERNALS = Path(__file__).resolve().parents[1] / "docs" / "internals"
 
 Result = Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""docs/performance.md from what the benchmarks wrote: pure, no clock, no machine.
+"""docs/internals/performance.md from what the benchmarks wrote: pure, no clock, no machine.
 
 A figure is the median of its rounds with the smallest and the largest in brackets.  A benchmark that
 did not come to an end is named with its error in the place of its figures.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from statistics import median
 
-from benchmarks.markdown import DOCS, Result, figure, number, range_of, table
+from benchmarks.markdown import INTERNALS, Result, figure, number, range_of, table
 
-PERFORMANCE_PAGE = DOCS / "performance.md"
+PERFORMANCE_PAGE = INTERNALS / "performance.md"
 
 
 def performance_page(results: Result) -> str:

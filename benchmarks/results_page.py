@@ -1,13 +1,13 @@
-"""docs/results.md from what the agreement study found: pure, no clock, no machine."""
+"""docs/internals/results.md from what the agreement study found: pure, no clock, no machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import median
 
-from benchmarks.markdown import DOCS, Result, range_of, table
+from benchmarks.markdown import INTERNALS, Result, range_of, table
 
-RESULTS_PAGE = DOCS / "results.md"
+RESULTS_PAGE = INTERNALS / "results.md"
 
 _STATS = (
     ("k3", "k3 KL"),

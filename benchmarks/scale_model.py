@@ -1,6 +1,6 @@
 """What a step moves at 64 to 4096 GPUs, which part takes longest, and what leaders of their own change.
 
-    python -m benchmarks.scale_model                # with the constants that docs/scale.md records
+    python -m benchmarks.scale_model                # with the constants that docs/internals/scale.md records
     python -m benchmarks.scale_model --measure      # measure them anew on this machine
     python -m benchmarks.scale_model --measure --write-docs
 
@@ -23,11 +23,11 @@ from benchmarks.scale_costs import Cluster
 from benchmarks.scale_page import page
 from benchmarks.scale_rates import Rates, measure
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scale.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "internals" / "scale.md"
 
 
 def recorded() -> tuple[Rates, str, str]:
-    """The constants that docs/scale.md was written with."""
+    """The constants that docs/internals/scale.md was written with."""
     head = PAGE.read_text(encoding="utf-8").split("-->", 1)[0]
     record = json.loads(head[head.index("{") :])
     return Rates(**record["rates"]), record["date"], record["machine"]
@@ -36,7 +36,7 @@ def recorded() -> tuple[Rates, str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--measure", action="store_true", help="measure the rates on this machine")
-    parser.add_argument("--write-docs", action="store_true", help="write docs/scale.md")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/internals/scale.md")
     parser.add_argument("--samples", type=int, default=Cluster.samples)
     parser.add_argument("--tokens", type=int, default=Cluster.tokens)
     options = parser.parse_args()

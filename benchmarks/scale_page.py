@@ -1,4 +1,4 @@
-"""docs/scale.md from the scale model's numbers."""
+"""docs/internals/scale.md from the scale model's numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANK_0 = "rank 0's routes"
 
 
 def page(rates: Rates, cluster: Cluster, when: str, machine: str) -> str:
-    """docs/scale.md; its first comment holds the constants that a later run takes."""
+    """docs/internals/scale.md; its first comment holds the constants that a later run takes."""
     return "\n".join(_lines(rates, cluster, when, machine)) + "\n"
 
 
@@ -123,7 +123,7 @@ def _answer(rates: Rates, c: Cluster) -> Iterator[str]:
     yield ""
     yield "Receiving, parsing and decoding go on beside training, on threads of one process; for cutting and"
     yield "sending the step waits. With `--route-stores` each data-parallel leader does all of it for its own"
-    yield "ranks (docs/architecture.md); `benchmarks/route_stores.py` measures what that saves rank 0 here. Left"
+    yield "ranks (docs/internals/architecture.md); `benchmarks/route_stores.py` measures what that saves rank 0 here. Left"
     yield "to rank 0 are the tokens and log-probs of all answers, as JSON, and the token streams, once to each"
     yield "leader."
 

@@ -19,7 +19,7 @@ from rich.console import Console
 @click.option("--bf16", is_flag=True, help="A second, looser table in bfloat16.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result here.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page here.")
-@click.option("--write-docs", is_flag=True, help="Regenerate docs/verification.md.")
+@click.option("--write-docs", is_flag=True, help="Regenerate docs/internals/verification.md.")
 def verify_command(
     names: tuple[str, ...],
     mutations: bool,
@@ -72,7 +72,7 @@ def verify_command(
         if html_file:
             _beside(html_file, suffix).write_text(report.to_html(v))
     if write_docs:
-        docs = Path(__file__).parents[2] / "docs" / "verification.md"
+        docs = Path(__file__).parents[2] / "docs" / "internals" / "verification.md"
         docs.write_text(report.to_markdown(results))
     sys.exit(0 if all(v.ok for v in results) else 1)
 

@@ -175,7 +175,7 @@ BODY
 
 
 def to_markdown(verifications: list[Verification]) -> str:
-    """docs/verification.md."""
+    """docs/internals/verification.md."""
     out = [_DOC_HEAD]
     for v in verifications:
         out += [f"## {v.dtype}", threshold_line(v) + ".", verdict(v) + ".", ""]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.e2e.jobs import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PROGRAMS = r"(?:make|torchrun|r3train|python3?|pip|sbatch|bash|sinfo|docker)"
 _COMMAND = re.compile(rf"^(?:\w+=\S* )*(?:\.venv/bin/)?{PROGRAMS} \S")
 
