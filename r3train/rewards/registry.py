@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from r3train.plugs import find_plug, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.exact_match import exact_match
 from r3train.rewards.math import MathReward
@@ -63,34 +61,17 @@ class Reward:
 def get_reward(
     rm_type: str, custom_rm_path: str | None = None, *, timeout_s: float = 10.0
 ) -> Reward:
-    """The reward registered as ``rm_type``, or the function that ``custom_rm_path`` names.
+    """Return the reward registered as ``rm_type``, or the function that "module:function" names.
 
-    ``custom_rm_path`` is "module:function"; the function takes (prompt, response_text,
-    response_ids) and returns a number.  Raises ValueError for an unknown name, with the nearest
-    known one, and for a path that cannot be imported or is no function.
+    Such a path stands in ``custom_rm_path``, which wins, or in ``rm_type``; the function takes (prompt, response_text,
+    response_ids) and returns a number.  Raises ValueError, naming the flag, for an unknown name,
+    for a path that cannot be imported, and for anything but a plain function of three arguments.
     """
+    flag, name = "--rm-type", rm_type
     if custom_rm_path is not None:
-        return Reward(custom_rm_path, _imported(custom_rm_path), bounds_its_time=False)
-    if rm_type not in REWARDS:
-        close = difflib.get_close_matches(rm_type, REWARDS, n=1)
-        hint = f" Did you mean {close[0]}?" if close else ""
-        raise ValueError(f"unknown rm_type {rm_type!r}, there are {', '.join(REWARDS)}.{hint}")
-    return Reward(rm_type, REWARDS[rm_type](timeout_s), bounds_its_time=True)
-
-
-def _imported(path: str) -> RewardFunction:
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ValueError(f"custom_rm_path must be module:function, got {path!r}")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(
-            f"custom_rm_path {path}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise ValueError(f"custom_rm_path {path}: {module_name} has no function {name}")
-    if inspect.iscoroutinefunction(function):
-        raise ValueError(f"custom_rm_path {path}: must be a plain function, not an async one")
-    return function
+        flag, name = "--custom-rm-path", custom_rm_path
+    elif ":" not in rm_type:
+        return Reward(name, find_plug(flag, name, REWARDS)(timeout_s), bounds_its_time=True)
+    function = import_plug(flag, name)
+    require_function(flag, name, function, "prompt", "response_text", "response_ids")
+    return Reward(name, function, bounds_its_time=False)

@@ -64,9 +64,9 @@ class PlainStep:
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("calculater", "unknown environment 'calculater'.*Did you mean calculator"),
-        ("nowhere.at.all:X", "cannot import 'nowhere.at.all'"),
-        ("tests.unit.environments.test_environments:Gone", "has no class 'Gone'"),
+        ("calculater", "--environment calculater: unknown.*Did you mean calculator"),
+        ("nowhere.at.all:X", "cannot import nowhere.at.all"),
+        ("tests.unit.environments.test_environments:Gone", "has no Gone"),
         ("tests.unit.environments.test_environments:NoStep", "NoStep has no async method step"),
         (
             "tests.unit.environments.test_environments:PlainStep",

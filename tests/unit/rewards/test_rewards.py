@@ -176,7 +176,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_an_unknown_reward_suggests_the_nearest_name():
-    with pytest.raises(ValueError, match=r"unknown rm_type 'maths'.*Did you mean math\?"):
+    with pytest.raises(ValueError, match=r"--rm-type maths: unknown.*Did you mean math\?"):
         get_reward("maths")
 
 
@@ -188,6 +188,7 @@ def nan(prompt, text, ids): return float("nan")
 def nothing(prompt, text, ids): return None
 def fails(prompt, text, ids): raise KeyError("gold")
 def slow(prompt, text, ids): time.sleep(0.2 if text == "fast" else 20); return 1.0
+def short(text): return 1.0
 async def later(prompt, text, ids): return 1.0
 value = 3
 """
@@ -201,6 +202,7 @@ def custom(tmp_path, monkeypatch):
 
 
 def test_a_custom_reward_takes_the_place_of_rm_type(custom):
+    assert get_reward("my_rewards_for_test:half")(prompt("x"), "", []) == 0.5
     assert custom("half")(prompt("x"), "", []) == 0.5
     assert custom("number")(prompt("x"), "", [1, 2, 3]) == 3.0
 
@@ -221,9 +223,10 @@ def test_a_custom_reward_that_gives_no_number_names_the_prompt(custom, name, mes
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("absent", "has no function absent"),
-        ("value", "has no function value"),
-        ("later", "must be a plain function"),
+        ("absent", "has no absent"),
+        ("value", "found 3, expected a function"),
+        ("short", r"found a function \(text\), expected a function \(prompt, response_text"),
+        ("later", "found an async function"),
     ],
 )
 def test_a_custom_path_that_leads_nowhere_is_refused(custom, name, message):
@@ -233,7 +236,7 @@ def test_a_custom_path_that_leads_nowhere_is_refused(custom, name, message):
 
 @pytest.mark.parametrize("path", ["no_colon", "no_such_module_here:f", ":f", "m:"])
 def test_a_custom_path_that_cannot_be_imported_is_refused(path):
-    with pytest.raises(ValueError, match="custom_rm_path"):
+    with pytest.raises(ValueError, match="--custom-rm-path"):
         get_reward("accepted_words", path)
 
 

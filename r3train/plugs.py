@@ -1,0 +1,68 @@
+"""Code that the configuration names: by a registered name, or by an import path.
+
+Rewards, environments, advantage estimators and policy losses are found here, so that all four
+refuse a bad name in the same words.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def find_plug(flag: str, name: str, known: Mapping[str, Any]) -> Any:
+    """Return ``known[name]``, or the object that a name of the form "module:object" stands for.
+
+    Raises ValueError, beginning with the flag, for an unknown name (with the known ones and the
+    nearest of them) and for a path that cannot be imported.
+    """
+    if ":" in name:
+        return import_plug(flag, name)
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise ValueError(
+        f"{flag} {name}: unknown, expected one of {', '.join(known)}, or module:object.{hint}"
+    )
+
+
+def import_plug(flag: str, path: str) -> Any:
+    """Import the object that "module:object" names; raises ValueError beginning with the flag."""
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{flag} {path}: expected module:object")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # importing runs the user's code
+        raise ValueError(
+            f"{flag} {path}: cannot import {module_name}: {type(error).__name__}: {error}"
+        ) from error
+    if not hasattr(module, name):
+        raise ValueError(f"{flag} {path}: {module_name} has no {name}")
+    return getattr(module, name)
+
+
+def require_function(flag: str, name: str, found: Any, *arguments: str) -> Callable:
+    """Return ``found`` if it is a plain function that can be called with ``arguments``.
+
+    Raises ValueError beginning with the flag: for what cannot be called, for an async function, and
+    for one that takes other arguments.
+    """
+    expected = f"expected a function ({', '.join(arguments)})"
+    if not callable(found):
+        raise ValueError(f"{flag} {name}: found {found!r}, {expected}")
+    if inspect.iscoroutinefunction(found):
+        raise ValueError(f"{flag} {name}: found an async function, {expected}")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some functions written in C do not say
+        return found
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        raise ValueError(f"{flag} {name}: found a function {signature}, {expected}") from None
+    return found
