@@ -76,8 +76,7 @@ def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     packing = Packing(
         topologies=gather_topologies(actor.topology),
         max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
-        route_shape=(plan.num_layers, plan.topk),
-        route_dtype=plan.route_dtype,
+        route_shape=plan.route_shape,
     )
     built = build_microbatches(deal_samples(samples, packing), packing, first_microbatch_id=0)
     slices = [slice_microbatch(m, actor.topology) for m in built[actor.topology.dp_rank]]

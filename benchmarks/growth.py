@@ -26,7 +26,7 @@ from benchmarks.samples import route_payload, sample_of_routes  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.routing.wire import decode_routed_experts  # noqa: E402
 from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
-from r3train.types import RankTopology, route_dtype  # noqa: E402
+from r3train.types import RankTopology, RouteShape  # noqa: E402
 
 SAMPLES = 4
 
@@ -89,15 +89,13 @@ def measure(rounds: int) -> dict[str, Any]:
 
 def one_path(s: Shape, wire: bytes) -> float:
     """Decode, pack, cut for every rank, stage rank 0's share: CPU seconds."""
-    dtype = route_dtype(s.experts)
+    routes = RouteShape(s.layers, s.topk, s.experts)
     began = time.process_time()
     decoded = [
         decode_routed_experts(
             wire,
+            routes,
             num_tokens=s.tokens,
-            num_layers=s.layers,
-            topk=s.topk,
-            num_experts=s.experts,
             sample=str(i),
         )
         for i in range(SAMPLES)
@@ -120,8 +118,7 @@ def one_path(s: Shape, wire: bytes) -> float:
         samples,
         cp_size=s.ranks,
         tp_size=1,
-        route_shape=(s.layers, s.topk),
-        route_dtype=dtype,
+        route_shape=routes,
     )
     shares = [slice_microbatch(microbatch, place) for place in places]
     StagedRoutes.from_slice(shares[0], s.experts, DEVICE)

@@ -41,7 +41,7 @@ from r3train.trainer.megatron.topology import (  # noqa: E402
     init_model_parallel,
     shutdown,
 )
-from r3train.types import Prompt, RankSlice, RolloutSample, TrainSample, route_dtype  # noqa: E402
+from r3train.types import Prompt, RankSlice, RolloutSample, RouteShape, TrainSample  # noqa: E402
 
 # one process, one thread: its own time is free of what else the machine does
 clock = time.perf_counter if torch.cuda.is_available() else time.process_time
@@ -147,8 +147,7 @@ def make_slices(
     """Two microbatches whose routes are the actor's own choice."""
     generator = np.random.default_rng(0)
     length = arguments.tokens // arguments.samples
-    dtype = route_dtype(model.num_experts)
-    shape = (model.num_layers, model.topk)
+    shape = RouteShape(model.num_layers, model.topk, model.num_experts)
     samples = []
     for i in range(arguments.samples):
         mask = np.arange(length) >= 8
@@ -162,7 +161,7 @@ def make_slices(
                     prompt_len=8,
                     loss_mask=mask,
                     rollout_log_probs=np.where(mask, -6.0, 0).astype(np.float32),
-                    routed_experts=np.zeros((length - 1, *shape), dtype),
+                    routed_experts=np.zeros((length - 1, *shape.row), shape.dtype),
                     weight_versions=np.zeros(length, np.int32),
                     finish_reason="stop",
                 ),
@@ -173,9 +172,7 @@ def make_slices(
     half = len(samples) // 2
 
     def cut(parts: list[TrainSample], i: int) -> RankSlice:
-        microbatch = build_microbatch(
-            i, parts, cp_size=1, tp_size=1, route_shape=shape, route_dtype=dtype
-        )
+        microbatch = build_microbatch(i, parts, cp_size=1, tp_size=1, route_shape=shape)
         return slice_microbatch(microbatch, actor.topology)
 
     slices = [cut(samples[:half], 0), cut(samples[half:], 1)]
@@ -193,7 +190,7 @@ def make_slices(
         for layer in range(model.num_layers):
             routing_map = maps[i * model.num_layers + layer]
             experts = routing_map.int().topk(model.topk, dim=1).indices
-            s.routes[:, layer] = experts.cpu().numpy().astype(dtype)
+            s.routes[:, layer] = experts.cpu().numpy().astype(shape.dtype)
     return slices
 
 

@@ -33,7 +33,7 @@ from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa
 from r3train.routing.padding import fill_missing  # noqa: E402
 from r3train.routing.wire import decode_routed_experts  # noqa: E402
 from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
-from r3train.types import RankTopology  # noqa: E402
+from r3train.types import RankTopology, RouteShape  # noqa: E402
 
 SAMPLES_A_MICROBATCH = 4
 # on a CPU every thread's work is this process's: its own time is free of what else the machine does
@@ -59,6 +59,7 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
     """Every stage over all samples, microbatch by microbatch, in GB of uint8 routes a second."""
     rows = a.tokens - 1
     payload = route_payload(rows, a.layers, a.topk, a.experts)
+    route_shape = RouteShape(a.layers, a.topk, a.experts)
     one = rows * a.layers * a.topk
     stages = ("decode", "pack", "slice", "install")
     times: dict[str, list[float]] = {name: [] for name in (*stages, "wire_copy")}
@@ -72,10 +73,8 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
             lambda: [
                 decode_routed_experts(
                     payload,
+                    route_shape,
                     num_tokens=a.tokens,
-                    num_layers=a.layers,
-                    topk=a.topk,
-                    num_experts=a.experts,
                     sample=str(i),
                 )
                 for i in numbers
@@ -84,9 +83,7 @@ def measure_path(a: argparse.Namespace) -> dict[str, Any]:
         samples = [sample_of_routes(i, routes) for i, routes in zip(numbers, decoded)]
         microbatch = timed(
             times["pack"],
-            lambda: build_microbatch(
-                first, samples, cp_size=1, tp_size=1, route_shape=(a.layers, a.topk)
-            ),
+            lambda: build_microbatch(first, samples, cp_size=1, tp_size=1, route_shape=route_shape),
         )
         share = timed(times["slice"], lambda: slice_microbatch(microbatch, topology))
         staged.append(

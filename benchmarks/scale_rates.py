@@ -39,9 +39,10 @@ def measure() -> Rates:
     from r3train.loop.scatter import pack_records, unpack_records
     from r3train.engine import answer_json
     from r3train.routing.wire import decode_routed_experts
-    from r3train.types import RankTopology
+    from r3train.types import RankTopology, RouteShape
 
     tokens, layers, topk, experts, tp, pp = 8192, 48, 8, 128, 2, 4
+    routes = RouteShape(layers, topk, experts)
     rows = tokens - 1
     payload = route_payload(rows, layers, topk, experts).decode()
     beside = {"output_token_logprobs": [[-0.5 - i / tokens, i, None] for i in range(tokens)]}
@@ -52,10 +53,8 @@ def measure() -> Rates:
     def decode() -> np.ndarray:
         return decode_routed_experts(
             payload,
+            routes,
             num_tokens=tokens,
-            num_layers=layers,
-            topk=topk,
-            num_experts=experts,
             sample="0",
         )
 
@@ -75,7 +74,7 @@ def measure() -> Rates:
     ]
 
     def cut() -> list:
-        batch = build_microbatch(0, samples, cp_size=1, tp_size=tp, route_shape=(layers, topk))
+        batch = build_microbatch(0, samples, cp_size=1, tp_size=tp, route_shape=routes)
         return [slice_microbatch(batch, place) for place in places]
 
     slices = cut()

@@ -39,18 +39,6 @@ def missing_marker(dtype: np.dtype | type) -> int:
     return int(np.iinfo(dtype).max)
 
 
-def route_dtype(num_experts: int) -> type[np.uint8] | type[np.uint16]:
-    """uint8 while every expert id and the missing marker fit in it, else uint16.
-
-    Raises ValueError above 65535 experts.
-    """
-    if num_experts <= np.iinfo(np.uint8).max:
-        return np.uint8
-    if num_experts <= np.iinfo(np.uint16).max:
-        return np.uint16
-    raise ValueError(f"num_experts is {num_experts}: routes hold at most 65535 experts")
-
-
 @dataclass(frozen=True, slots=True)
 class RouteShape:
     """The size of one token's routes, which the wire does not carry: a row is [L, K] expert ids.
@@ -70,8 +58,14 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """uint8 while every expert id and the missing marker fit in it, else uint16."""
-        return np.dtype(route_dtype(self.num_experts))
+        """uint8 while every expert id and the missing marker fit in it, else uint16.
+
+        Raises ValueError above 65535 experts.
+        """
+        for dtype in (np.uint8, np.uint16):
+            if self.num_experts <= np.iinfo(dtype).max:
+                return np.dtype(dtype)
+        raise ValueError(f"num_experts is {self.num_experts}: routes hold at most 65535 experts")
 
     @property
     def missing(self) -> int:

@@ -11,7 +11,6 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import Finding, amount, fact
 from r3train.doctor.model import Weights
-from r3train.types import route_dtype
 
 # of a rank or a server before it holds anything: torch, Megatron, SGLang
 PROCESS_BYTES = 1 << 29
@@ -55,7 +54,7 @@ def estimate(config: RunConfig, hf: HfModelFacts, weights: Weights, world_size: 
     prompt = config.rollout.rollout_max_prompt_len or context
     tokens = min(context, prompt + config.rollout.rollout_max_response_len)
     row = hf.num_hidden_layers * hf.num_experts_per_tok
-    row_bytes = row * np.dtype(route_dtype(hf.num_experts)).itemsize if hf.is_moe else 0
+    row_bytes = row * hf.route_shape.dtype.itemsize if hf.is_moe else 0
     return Estimate(
         rank_bytes=rank_bytes,
         reference_bytes=reference_bytes,

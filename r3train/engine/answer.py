@@ -17,7 +17,7 @@ import numpy as np
 from r3train.generation import stitch
 from r3train.engine.backend import EngineError
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape, route_dtype
+from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape
 
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # what routes in base64 may come as
@@ -66,8 +66,7 @@ def read_answer(
             prompt,
             sample_id=sample_id,
             group_id=group_id,
-            row_shape=(routes.num_layers, routes.topk) if routes else None,
-            row_dtype=route_dtype(routes.num_experts) if routes else np.uint8,
+            routes=routes,
         )
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
     if finish_reason == "abort" and "prompt_tokens" not in meta:
@@ -120,22 +119,14 @@ def _rows(
 ) -> np.ndarray | RouteRef:
     """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
     if isinstance(payload, RouteRef):  # a route store has decoded and checked them
-        assert payload.shape == (num_tokens - 1 - start, routes.num_layers, routes.topk), name
+        assert payload.shape == (num_tokens - 1 - start, *routes.row), name
         return payload
     if not isinstance(payload, ROUTE_PAYLOADS):
         raise ValueError(
             f"sample {name}: the answer carries no routed_experts; is the server started with "
             "--enable-return-routed-experts, and is no router in front of it?"
         )
-    return decode_routed_experts(
-        payload,
-        num_tokens=num_tokens,
-        num_layers=routes.num_layers,
-        topk=routes.topk,
-        num_experts=routes.num_experts,
-        start=start,
-        sample=name,
-    )
+    return decode_routed_experts(payload, routes, num_tokens=num_tokens, start=start, sample=name)
 
 
 def _finish_reason(reason: Any, name: str) -> str:

@@ -226,12 +226,7 @@ class EngineControl:
         if payload is None:
             raise EngineError(f"probe_routes: {self._http.urls[server]} sent no routed_experts")
         return decode_routed_experts(
-            payload,
-            num_tokens=len(token_ids),
-            num_layers=self._routes.num_layers,
-            topk=self._routes.topk,
-            num_experts=self._routes.num_experts,
-            sample="probe",
+            payload, self._routes, num_tokens=len(token_ids), sample="probe"
         )
 
     def close(self) -> None:

@@ -139,8 +139,7 @@ class RouteNode:
 
     def read(self, store: int, key: int, start: int, stop: int) -> np.ndarray:
         """Rows of any store, waited for: what rank 0 does where it needs the bytes themselves."""
-        shape = (stop - start, self._routes.num_layers, self._routes.topk)
-        out = np.empty(shape, dtype=self._routes.dtype)
+        out = np.empty((stop - start, *self._routes.row), dtype=self._routes.dtype)
         self.fetch([(store, key, start, stop)], [out]).result()
         return out
 

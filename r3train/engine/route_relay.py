@@ -39,7 +39,7 @@ class RouteLedger:
     ) -> None:
         self.num_stores = num_stores
         self._read = read
-        self._row_shape = routes.num_layers, routes.topk
+        self._row_shape = routes.row
         self._dtype = routes.dtype
         self._keys = itertools.count()
         self._released: list[deque[int]] = [deque() for _ in range(num_stores)]

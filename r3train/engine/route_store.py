@@ -157,10 +157,8 @@ class RouteStoreApp:
             rows = await asyncio.to_thread(
                 decode_routed_experts,
                 payload,
+                self._routes,
                 num_tokens=len(ask["body"]["input_ids"]) + len(output_ids),
-                num_layers=self._routes.num_layers,
-                topk=self._routes.topk,
-                num_experts=self._routes.num_experts,
                 start=ask["body"].get("routed_experts_start_len", 0),
                 sample=ask["sample"],
             )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from r3train.types import Prompt, RolloutSample, RouteRef, missing_marker
+from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape, missing_marker
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,9 @@ def begin(
     *,
     sample_id: int,
     group_id: int,
-    row_shape: tuple[int, int] | None,
-    row_dtype: type = np.uint8,
+    routes: RouteShape | None,
 ) -> RolloutSample:
-    """A sample that holds its prompt alone, and no row yet.  ``row_shape`` is (L, K) under R3."""
+    """A sample that holds its prompt alone, and no row yet.  ``routes`` is None without R3."""
     token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
     length = len(token_ids)
     return RolloutSample(
@@ -48,7 +47,7 @@ def begin(
         prompt_len=length,
         loss_mask=np.zeros(length, dtype=bool),
         rollout_log_probs=np.zeros(length, dtype=np.float32),
-        routed_experts=np.zeros((0, *row_shape), dtype=row_dtype) if row_shape else None,
+        routed_experts=np.zeros((0, *routes.row), dtype=routes.dtype) if routes else None,
         weight_versions=np.full(length, -1, dtype=np.int32),
         finish_reason="abort",
     )

@@ -27,7 +27,7 @@ from r3train.rewards.registry import Reward, get_reward
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
 from r3train.routing.layers import recomputed_layers, stage_layer_numbers
-from r3train.types import Prompt, route_dtype
+from r3train.types import Prompt
 from r3train.engine.hf_export import check_export_directory
 
 _PROBE_LEN = 32
@@ -179,7 +179,6 @@ def replay_plan(job: Job) -> ReplayPlan | None:
         num_layers=hf.num_hidden_layers,
         num_experts=hf.num_experts,
         topk=hf.num_experts_per_tok,
-        route_dtype=route_dtype(hf.num_experts),
         moe_layers=hf.moe_layer_numbers,
         recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
         mismatch_threshold=config.replay.r3_mismatch_threshold,

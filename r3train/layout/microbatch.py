@@ -13,6 +13,7 @@ from r3train.types import (
     RankSlice,
     RankTopology,
     RouteRef,
+    RouteShape,
     TokenLayout,
     TrainSample,
     missing_marker,
@@ -25,12 +26,11 @@ def build_microbatch(
     *,
     cp_size: int,
     tp_size: int,
-    route_shape: tuple[int, int] | None,
-    route_dtype: type = np.uint8,
+    route_shape: RouteShape | None,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
-    ``route_shape`` is (L, K) under R3, None without; ``tp_size`` 1 without sequence parallelism.
+    ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism.
     Raises ValueError naming the sample whose routes are absent or misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
@@ -44,9 +44,9 @@ def build_microbatch(
 
     routes = None
     if route_shape is not None:
-        routes, places = route_places(lengths, route_shape, route_dtype)
+        routes, places = route_places(lengths, route_shape)
         for place, s in zip(places, samples):
-            place[:] = checked_routes(s, route_shape, route_dtype)
+            place[:] = checked_routes(s, route_shape)
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -65,35 +65,36 @@ def build_microbatch(
 
 
 def route_places(
-    lengths: np.ndarray, route_shape: tuple[int, int], dtype: type
+    lengths: np.ndarray, route_shape: RouteShape
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Routes of a microbatch to be filled in: [F, L, K], and of it each sample's [T-1, L, K].
 
     lengths: int[B], F is their sum.  A sample's last token was never an input: its row is marked
     missing.
     """
-    routes = np.empty((int(lengths.sum()), *route_shape), dtype=dtype)
+    routes = np.empty((int(lengths.sum()), *route_shape.row), dtype=route_shape.dtype)
     ends = np.cumsum(lengths)
-    routes[ends - 1] = missing_marker(dtype)
+    routes[ends - 1] = route_shape.missing
     return routes, [routes[end - n : end - 1] for end, n in zip(ends.tolist(), lengths.tolist())]
 
 
-def checked_routes(
-    s: TrainSample, route_shape: tuple[int, int], dtype: type
-) -> np.ndarray | RouteRef:
-    """A sample's routes, or the reference to them; raises ValueError naming a misshapen one's."""
+def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray | RouteRef:
+    """The sample's routes, or the reference to them.
+
+    Raises ValueError naming the sample where they are absent or misshapen.
+    """
     sample = s.sample
-    expected = (sample.num_tokens - 1, *route_shape)
+    expected = (sample.num_tokens - 1, *route_shape.row)
     if sample.routed_experts is None:
         raise ValueError(
             f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) came without routed "
             f"experts; R3 needs {expected} of them"
         )
-    if sample.routed_experts.shape != expected or sample.routed_experts.dtype != dtype:
+    if sample.routed_experts.shape != expected or sample.routed_experts.dtype != route_shape.dtype:
         raise ValueError(
             f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) has routed experts "
             f"{sample.routed_experts.shape} {sample.routed_experts.dtype}, expected {expected} "
-            f"{np.dtype(dtype)}"
+            f"{route_shape.dtype}"
         )
     return sample.routed_experts
 

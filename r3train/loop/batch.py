@@ -16,7 +16,7 @@ from r3train.layout.microbatch import build_microbatch
 from r3train.loop.recorded import Recorded
 from r3train.algo.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
 from r3train.algo.trajectories import trajectory_rewards, validate_trajectories
-from r3train.types import MicroBatch, RankTopology, RolloutSample, Scored, TrainSample
+from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
 
 # the samples of an optimizer step, [data-parallel rank][microbatch][sample]
 Dealt = Sequence[Sequence[Sequence[TrainSample]]]
@@ -65,8 +65,7 @@ class Packing:
 
     topologies: Sequence[RankTopology]
     max_tokens_per_gpu: int
-    route_shape: tuple[int, int] | None  # (L, K) where rank 0 has the routes
-    route_dtype: type
+    route_shape: RouteShape | None  # where rank 0 has the routes
 
 
 def deal_samples(samples: Sequence[TrainSample], packing: Packing) -> Dealt:
@@ -96,7 +95,6 @@ def build_microbatches(
                 cp_size=some.cp_size,
                 tp_size=some.tp_size if some.sequence_parallel else 1,
                 route_shape=packing.route_shape,
-                route_dtype=packing.route_dtype,
             )
             for j, group in enumerate(groups)
         ]

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from r3train.loop.planted_bugs import Poison
-from r3train.types import Scored
+from r3train.types import RouteShape, Scored
 
 
 class RolloutSource(Protocol):
@@ -49,12 +49,16 @@ class ReplayPlan:
     num_layers: int
     num_experts: int
     topk: int
-    route_dtype: type
     moe_layers: tuple[int, ...]
     recomputed: tuple[int, ...]
     mismatch_threshold: float
     check: bool
     plant_bug: str | None
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """The size of one token's routes."""
+        return RouteShape(self.num_layers, self.topk, self.num_experts)
 
 
 @dataclass(frozen=True)

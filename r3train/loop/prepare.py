@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from r3train.proof.check import StepExpectation
 from r3train.loop import planted_bugs
 from r3train.loop.batch import (
@@ -78,8 +76,7 @@ def prepare(
     packing = Packing(
         topologies=topologies,
         max_tokens_per_gpu=max_tokens_per_gpu,
-        route_shape=(replay.num_layers, replay.topk) if replay and adopt is None else None,
-        route_dtype=replay.route_dtype if replay else np.uint8,
+        route_shape=replay.route_shape if replay and adopt is None else None,
     )
     microbatches: list[list[MicroBatch]] = [[] for _ in range(topologies[0].dp_size)]
     counts: list[int] = []

@@ -45,7 +45,6 @@ from r3train.types import (
     RouteRef,
     StoredRows,
     TrainSample,
-    missing_marker,
 )
 
 # microbatches whose rows are on their way or waiting to be cut: bounds a leader's memory
@@ -176,14 +175,12 @@ class RouteExchange:
         while len(self._coming) < min(done + _AHEAD, len(planned)):
             plan = planned[len(self._coming)]
             lengths = np.array(plan["lengths"], dtype=np.int32)
-            shape = self._replay.num_layers, self._replay.topk
-            routes, places = route_places(lengths, shape, self._replay.route_dtype)
-            missing = missing_marker(routes.dtype)
+            routes, places = route_places(lengths, self._replay.route_shape)
             parts, targets = [], []
             for sample, first, part in parts_of(plan):
                 target = places[sample][first : first + part[3] - part[2]]
                 if part[0] < 0:
-                    target[:] = missing
+                    target[:] = self._replay.route_shape.missing
                 else:
                     parts.append(part)
                     targets.append(target)

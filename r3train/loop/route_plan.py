@@ -52,7 +52,7 @@ def _microbatch(group: Sequence[TrainSample], replay: ReplayPlan) -> dict[str, A
 
 def _places(s: TrainSample, replay: ReplayPlan) -> Iterator[tuple[int, list[int]]]:
     """Where a sample's rows are: (first row, [store, key, start, stop]), in order."""
-    routes = checked_routes(s, (replay.num_layers, replay.topk), replay.route_dtype)
+    routes = checked_routes(s, replay.route_shape)
     assert isinstance(routes, RouteRef), "adopt samples first"
     first = 0
     for segment in routes.segments:

@@ -11,11 +11,12 @@ Source: SGLang 0.5.23, ``meta_info.routed_experts`` of ``/generate``.
 from __future__ import annotations
 
 import binascii
+import math
 
 import numpy as np
 import pybase64
 
-from r3train.types import missing_marker, route_dtype
+from r3train.types import RouteShape, missing_marker
 
 _WIRE_DTYPE = np.dtype("<i4")
 # ids decoded at a time, so that their int32 stay in the core's own cache; a multiple of 3 ids is a whole
@@ -25,17 +26,15 @@ _BLOCK_IDS = 3 << 14
 
 def decode_routed_experts(
     payload_b64: str | bytes | memoryview,
+    route_shape: RouteShape,
     *,
     num_tokens: int,
-    num_layers: int,
-    topk: int,
-    num_experts: int,
     start: int = 0,
     sample: str,
 ) -> np.ndarray:
-    """Decode one sample's routes into uint8 or uint16 [num_tokens-1-start, num_layers, topk].
+    """Decode one sample's routes into ``route_shape.dtype`` [num_tokens-1-start, L, K].
 
-    -1 becomes ``missing_marker`` of the dtype that ``route_dtype(num_experts)`` names.
+    -1 becomes the missing marker of that dtype.
     Raises ValueError naming ``sample``: bytes got and expected, or the row, layer and slot of an
     id outside [-1, num_experts).
     """
@@ -45,13 +44,13 @@ def decode_routed_experts(
             f"sample {sample}: routed_experts_start {start} lies past the last row of "
             f"{num_tokens} tokens"
         )
-    shape = rows, num_layers, topk
-    num_ids = rows * num_layers * topk
+    shape = rows, *route_shape.row
+    num_ids = math.prod(shape)
     num_bytes = num_ids * _WIRE_DTYPE.itemsize
     if len(payload_b64) != -(-num_bytes // 3) * 4:
         got = len(_decoded(payload_b64, sample))
         raise _wrong_size(got, num_bytes, shape, sample)
-    routes = np.empty(num_ids, dtype=route_dtype(num_experts))
+    routes = np.empty(num_ids, dtype=route_shape.dtype)
     quads = _BLOCK_IDS * _WIRE_DTYPE.itemsize // 3 * 4
     at = 0
     for first in range(0, len(payload_b64), quads):
@@ -61,12 +60,13 @@ def decode_routed_experts(
             raise _wrong_size(got, num_bytes, shape, sample)
         ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
         # as unsigned numbers, -1 + 1 is 0 and every id below -1 is huge: one comparison for both ends
-        if (ids.view("<u4") + np.uint32(1)).max() > num_experts:
-            bad = int(np.argmax((ids < -1) | (ids >= num_experts)))
+        if (ids.view("<u4") + np.uint32(1)).max() > route_shape.num_experts:
+            bad = int(np.argmax((ids < -1) | (ids >= route_shape.num_experts)))
             row, layer, slot = np.unravel_index(at + bad, shape)
             raise ValueError(
                 f"sample {sample}: routed_experts row {int(row) + start}, layer {int(layer)}, slot "
-                f"{int(slot)} holds expert {int(ids[bad])}, expected -1 to {num_experts - 1}"
+                f"{int(slot)} holds expert {int(ids[bad])}, "
+                f"expected -1 to {route_shape.num_experts - 1}"
             )
         # the cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker
         routes[at : at + ids.size] = ids

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.proof.audit import audit_run
-from r3train.types import route_dtype
 from r3train.verify import runner
 from r3train.verify.compare import PhaseError, compare
 from r3train.verify.jobs import Job
@@ -284,9 +283,7 @@ class Verifier:
         result.errors = self._errors(t.name, t, self._last_phase(t.name))
         batch, variant = self._prepare(t)[0], VARIANTS[t.variant]
         result.route_bytes = max(self._outcome(t.name, t).route_bytes)
-        result.all_route_bytes = (
-            batch.routes.size * np.dtype(route_dtype(variant.num_experts)).itemsize
-        )
+        result.all_route_bytes = batch.routes.size * variant.route_shape.dtype.itemsize
         wrong = [
             e
             for errors in result.errors.values()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from r3train.types import RouteShape
+
 VOCAB_SIZE = 512
 HIDDEN = 64
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 16
@@ -40,6 +42,11 @@ class ModelVariant:
     def moe_layer_numbers(self) -> tuple[int, ...]:
         """1-based numbers of the layers with experts."""
         return tuple(i + 1 for i in range(self.num_layers) if i not in self.dense_layers)
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """The size of one token's routes."""
+        return RouteShape(self.num_layers, self.topk, self.num_experts)
 
 
 VARIANTS = {

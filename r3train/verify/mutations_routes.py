@@ -132,7 +132,9 @@ def dense_offset_dropped(scene: Scene) -> Iterator[None]:
 
 @mutation("expert ids above 255 wrap round", topology="one_wide300", phase=ROUTES)
 def uint8_wrap(scene: Scene) -> Iterator[None]:
-    with patched(wire, "route_dtype", lambda original: lambda num_experts: np.uint8):
+    with patched(
+        types.RouteShape, "dtype", lambda original: property(lambda self: np.dtype(np.uint8))
+    ):
         yield
 
 

@@ -163,10 +163,8 @@ def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSampl
         rows = slice(start, start + length)
         routed = wire.decode_routed_experts(
             _as_engine_payload(batch.routes[start : start + length - 1]),
+            variant.route_shape,
             num_tokens=length,
-            num_layers=variant.num_layers,
-            topk=variant.topk,
-            num_experts=variant.num_experts,
             sample=str(i),
         )
         mask = np.arange(length) >= PROMPT_LEN

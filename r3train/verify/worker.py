@@ -182,8 +182,7 @@ class JobRun:
                     [samples[j] for j in members],
                     cp_size=place.cp_size,
                     tp_size=place.tp_size if place.sequence_parallel else 1,
-                    route_shape=(self.variant.num_layers, self.variant.topk),
-                    route_dtype=samples[0].sample.routed_experts.dtype.type,
+                    route_shape=self.variant.route_shape,
                 ),
                 place,
             )

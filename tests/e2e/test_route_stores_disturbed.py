@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import RolloutSample
+from r3train.types import RolloutSample, RouteShape
 from tests.e2e import jobs
 from tests.e2e.accounts import (
     all_trained_once,
@@ -55,10 +55,8 @@ def servers_rows(addr: str, sample: RolloutSample) -> np.ndarray:
         payload = json.load(answer)["meta_info"]["routed_experts"]
     rows = decode_routed_experts(
         payload,
+        RouteShape(LAYERS, TOPK, EXPERTS),
         num_tokens=sample.num_tokens + 1,
-        num_layers=LAYERS,
-        topk=TOPK,
-        num_experts=EXPERTS,
         sample=str(sample.sample_id),
     )
     return rows[:-1]

@@ -155,7 +155,6 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
         num_layers=LAYERS,
         num_experts=experts,
         topk=TOPK,
-        route_dtype=dtype,
         moe_layers=tuple(range(1, LAYERS + 1)),
         recomputed=(),
         mismatch_threshold=0.1,

@@ -20,7 +20,14 @@ from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.routing.fingerprint import token_uids
 from r3train.routing.layers import stage_layer_numbers
 from r3train.trainer.megatron.cpu_device import prepare_device
-from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample, missing_marker
+from r3train.types import (
+    Prompt,
+    RankTopology,
+    RolloutSample,
+    RouteShape,
+    TrainSample,
+    missing_marker,
+)
 
 TOPK = 2
 MARKER = missing_marker(np.uint16)
@@ -92,8 +99,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
                 [samples[i] for i in group],
                 cp_size=t["cp"],
                 tp_size=t["tp"] if sp else 1,
-                route_shape=(t["num_layers"], TOPK),
-                route_dtype=np.uint16,
+                route_shape=RouteShape(t["num_layers"], TOPK, 300),
             )
             ranks = product(range(t["tp"]), range(t["cp"]), range(t["pp"]))
             for tp_rank, cp_rank, pp_rank in ranks:
@@ -175,7 +181,7 @@ def test_rows_of_paper_size_reach_their_layers(num_layers, stages, ranks, shape)
     base = sample_of(5, num_tokens, 1)
     sample = replace(base, sample=replace(base.sample, routed_experts=routes))
     microbatch = build_microbatch(
-        0, [sample], cp_size=2, tp_size=4, route_shape=(num_layers, topk), route_dtype=dtype
+        0, [sample], cp_size=2, tp_size=4, route_shape=RouteShape(num_layers, topk, num_experts)
     )
     uid0 = token_uids(5, num_tokens)[0]
     seen = np.zeros((num_tokens - 1, num_layers), dtype=np.int64)

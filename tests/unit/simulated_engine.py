@@ -11,9 +11,9 @@ import asyncio
 import numpy as np
 
 from r3train.generation.stitch import Segment, begin, extend, rows_known
-from r3train.types import Prompt
+from r3train.types import Prompt, RouteShape
 
-LAYERS_TOPK = (2, 2)
+ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
 
 
 def prompt_for(group: int) -> Prompt:
@@ -50,9 +50,7 @@ class SimulatedEngine:
         resume_from=None,
         turn_limit=None,
     ):
-        before = resume_from or begin(
-            prompt, sample_id=sample_id, group_id=group_id, row_shape=LAYERS_TOPK
-        )
+        before = resume_from or begin(prompt, sample_id=sample_id, group_id=group_id, routes=ROUTES)
         self.asked.append((sample_id, weight_version, before.response_len))
         allowed = min(self.length(sample_id), sampling.max_new_tokens)
         left = allowed - before.response_len
@@ -78,7 +76,7 @@ class SimulatedEngine:
             self.aborting.discard(sample_id)
         count = len(versions)
         first, last = rows_known(before), before.num_tokens + count - 1
-        rows = np.zeros((max(last - first, 0), *LAYERS_TOPK), np.uint8)
+        rows = np.zeros((max(last - first, 0), *ROUTES.row), np.uint8)
         return extend(
             before,
             Segment(

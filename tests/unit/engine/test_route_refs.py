@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from r3train.generation import stitch
 from r3train.engine.route_relay import RouteLedger
 from r3train.types import RouteShape
-from r3train.types import Prompt, RouteRef, missing_marker
+from r3train.types import Prompt, RouteRef, RouteShape, missing_marker
 
 ROUTES = RouteShape(num_layers=2, topk=3, num_experts=200)
 SHAPE = (2, 3)
@@ -75,7 +75,7 @@ def test_a_sample_is_put_together_of_references_as_of_rows(prompt_len, turns):
     """Answers, rows that are asked for again, observations between: ``extend`` and ``finished``."""
     rng, kept = np.random.default_rng(prompt_len), Kept()
     prompt = Prompt("p", 0, "", np.arange(prompt_len, dtype=np.int32), None)
-    with_rows = stitch.begin(prompt, sample_id=7, group_id=1, row_shape=SHAPE)
+    with_rows = stitch.begin(prompt, sample_id=7, group_id=1, routes=RouteShape(*SHAPE, 8))
     with_references = with_rows
     for i, (count, again, observed) in enumerate(turns):
         first = max(0, stitch.rows_known(with_rows) - again)

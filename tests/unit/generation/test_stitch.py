@@ -19,9 +19,9 @@ from r3train.generation.stitch import (
     observe,
     rows_known,
 )
-from r3train.types import Prompt
+from r3train.types import Prompt, RouteShape
 
-SHAPE = (2, 3)  # layers, experts a token
+SHAPE = RouteShape(num_layers=2, topk=3, num_experts=8)
 
 
 def prompt_of(length: int) -> Prompt:
@@ -30,14 +30,14 @@ def prompt_of(length: int) -> Prompt:
 
 def rows_of(positions, source: int) -> np.ndarray:
     """Rows that say which position and which computation they came from."""
-    rows = np.zeros((len(positions), *SHAPE), np.uint8)
+    rows = np.zeros((len(positions), *SHAPE.row), np.uint8)
     rows[:, 0, 0] = positions
     rows[:, 0, 1] = source
     return rows
 
 
 def start(length: int, routes: bool = True):
-    return begin(prompt_of(length), sample_id=7, group_id=1, row_shape=SHAPE if routes else None)
+    return begin(prompt_of(length), sample_id=7, group_id=1, routes=SHAPE if routes else None)
 
 
 def segment(before, count: int, source: int, finish_reason: str = "abort", start_len=None):
@@ -67,7 +67,7 @@ def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, 
         first = max(0, rows_known(sample) - again)
         sample = extend(sample, segment(sample, count, source, start_len=first))
     sample = finished(sample)
-    assert sample.routed_experts.shape == (sample.num_tokens - 1, *SHAPE)
+    assert sample.routed_experts.shape == (sample.num_tokens - 1, *SHAPE.row)
     if not sample.loss_mask.any():
         assert (sample.routed_experts == 255).all()
         return

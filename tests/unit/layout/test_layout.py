@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_layers, take_rows
-from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=8)
 SIZES = st.integers(1, 4)
@@ -126,7 +126,7 @@ def test_a_sample_longer_than_the_budget_is_refused_by_number():
 
 def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
     samples = [sample_of(1, 4), sample_of(2, 3)]
-    batch = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=(3, 2))
+    batch = build_microbatch(0, samples, cp_size=1, tp_size=1, route_shape=RouteShape(3, 2, 8))
     assert batch.labels.tolist() == [101, 102, 103, 0, 201, 202, 0]
     assert batch.loss_mask.tolist() == [False, True, True, False, False, True, False]
     assert batch.rollout_log_probs.tolist() == [-1, -2, -3, 0, -1, -2, 0]
@@ -135,12 +135,14 @@ def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
 
 def test_misshapen_or_absent_routes_are_refused_by_sample_and_prompt():
     with pytest.raises(ValueError, match=r"sample 5 \(prompt prompt-5\) .* expected \(3, 4, 2\)"):
-        build_microbatch(0, [sample_of(5, 4)], cp_size=1, tp_size=1, route_shape=(4, 2))
+        build_microbatch(
+            0, [sample_of(5, 4)], cp_size=1, tp_size=1, route_shape=RouteShape(4, 2, 8)
+        )
 
 
 def test_a_rank_is_sent_its_own_layers_and_rows_and_nothing_else():
     samples = [sample_of(i, 16 + i, layers=8) for i in range(4)]
-    batch = build_microbatch(0, samples, cp_size=2, tp_size=2, route_shape=(8, 2))
+    batch = build_microbatch(0, samples, cp_size=2, tp_size=2, route_shape=RouteShape(8, 2, 8))
     sent = []
     for cp in range(2):
         for tp in range(2):

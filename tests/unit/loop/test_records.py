@@ -11,7 +11,7 @@ import pytest
 from benchmarks.samples import sample_of_routes
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.loop.scatter import pack_records, unpack_records
-from r3train.types import MicroBatch, RankTopology
+from r3train.types import MicroBatch, RankTopology, RouteShape
 
 PLACE = RankTopology(tp_size=2, tp_rank=1, sequence_parallel=True, moe_layer_numbers=((2, 3),))
 
@@ -22,10 +22,8 @@ def microbatch_of(lengths: list[int], routes: bool) -> MicroBatch:
         sample_of_routes(7 * i, rng.integers(0, 300, (n - 1, 3, 2)).astype(np.uint16))
         for i, n in enumerate(lengths)
     ]
-    shape = (3, 2) if routes else None
-    return build_microbatch(
-        5, samples, cp_size=1, tp_size=2, route_shape=shape, route_dtype=np.uint16
-    )
+    shape = RouteShape(3, 2, 300) if routes else None
+    return build_microbatch(5, samples, cp_size=1, tp_size=2, route_shape=shape)
 
 
 def differences(a: Any, b: Any) -> list[str]:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3train.routing.wire import decode_routed_experts, encode_routed_experts
-from r3train.types import missing_marker, route_dtype
+from r3train.types import RouteShape, missing_marker
 
 
 def payload(ids) -> str:
@@ -17,14 +17,12 @@ def payload(ids) -> str:
 
 
 def decode(text, tokens=3, layers=1, topk=2, experts=8, **more):
-    return decode_routed_experts(
-        text, num_tokens=tokens, num_layers=layers, topk=topk, num_experts=experts, **more
-    )
+    return decode_routed_experts(text, RouteShape(layers, topk, experts), num_tokens=tokens, **more)
 
 
 @given(st.integers(0, 6), st.integers(1, 3), st.integers(1, 4), st.integers(4, 700), st.data())
 def test_what_is_encoded_decodes_to_itself(rows, layers, topk, experts, data):
-    dtype = route_dtype(experts)
+    dtype = RouteShape(layers, topk, experts).dtype
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     routes = rng.integers(0, experts, (rows, layers, topk)).astype(dtype)
