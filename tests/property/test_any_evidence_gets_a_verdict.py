@@ -86,7 +86,7 @@ def damaged_copy(good: Path, name: str, change) -> tuple[Path, Any]:
     return run, told
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, data):
     files = ["steps.jsonl", "rank_00000.jsonl", "rank_00001.jsonl"]
@@ -116,7 +116,7 @@ def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, data):
     assert any(f["what"].startswith(where) for f in audit["findings"]), audit["findings"]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data(), garbage=st.binary(min_size=1, max_size=40))
 def test_torn_and_foreign_lines_get_a_verdict(good, data, garbage):
     name = data.draw(st.sampled_from(["steps.jsonl", "rank_00000.jsonl"]))
@@ -128,7 +128,7 @@ def test_torn_and_foreign_lines_get_a_verdict(good, data, garbage):
     audit_of(run)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_a_log_that_a_kill_ended_anywhere_passes_alone_and_before_a_resume(tmp_path_factory, data):
     run = write_run(tmp_path_factory.mktemp("killed") / "run", range(1), ranks=1)

@@ -76,7 +76,7 @@ def topologies(draw) -> dict:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     topology=topologies(),
     lengths=st.lists(st.integers(2, 23), min_size=1, max_size=7),

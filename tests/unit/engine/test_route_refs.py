@@ -43,7 +43,7 @@ def same(reference: RouteRef, rows: np.ndarray) -> bool:
     return np.array_equal(reference.read(), rows)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_merging_and_cutting_references_is_merging_and_cutting_rows(data, seed):
     rng, kept = np.random.default_rng(seed), Kept()
@@ -64,7 +64,7 @@ def test_merging_and_cutting_references_is_merging_and_cutting_rows(data, seed):
         assert same(reference[begin:end], rows[begin:end])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompt_len=st.integers(1, 6),
     turns=st.lists(

@@ -54,7 +54,7 @@ def segment(before, count: int, source: int, finish_reason: str = "abort", start
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompt_len=st.integers(1, 6),
     counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
@@ -85,7 +85,7 @@ def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, 
     assert sample.num_tokens == prompt_len + sum(counts), "no prefix is there twice"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     known=st.integers(0, 6), first=st.integers(0, 10), new=st.integers(0, 6), tail=st.integers(0, 3)
 )

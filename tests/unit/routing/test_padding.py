@@ -26,7 +26,7 @@ def has_duplicates(experts: torch.Tensor) -> bool:
     return any(len(set(row)) < len(row) for row in experts.tolist())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows_with_holes())
 def test_filled_rows_are_distinct_and_recorded_slots_stay(case):
     scores, experts, missing = case
@@ -35,7 +35,7 @@ def test_filled_rows_are_distinct_and_recorded_slots_stay(case):
     assert torch.equal(filled[~missing], experts[~missing])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(rows_with_holes())
 def test_the_kth_hole_takes_the_kth_best_expert_that_the_row_does_not_use(case):
     scores, experts, missing = case
