@@ -20,12 +20,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import ratios, spread, write_result
-from r3train.engine.backend import SamplingParams
+from r3train.engine.backend import Request, SamplingParams
 from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
-from r3train.types import Prompt
 
 MODEL = TinyOptions(
     num_layers=8, hidden_size=128, head_dim=32, num_experts=32, topk=4, moe_intermediate_size=64
@@ -92,19 +91,16 @@ async def one_round(client: SGLangClient, arguments: argparse.Namespace, number:
     """New tokens a second over all requests of a round; prompts differ from round to round."""
     sampling = SamplingParams(arguments.response, ignore_eos=True)
 
-    def prompt(i: int) -> Prompt:
+    def request(i: int) -> Request:
         draw = np.random.default_rng([number, i])
         ids = draw.integers(3, MODEL.vocab_size, 16).astype(np.int32)
-        return Prompt(str(i), i, "", ids, None)
+        return Request(i, i, str(i), ids, arguments.response, sampling)
 
     began = time.perf_counter()
-    samples = await asyncio.gather(
-        *(
-            client.generate(prompt(i), sampling, sample_id=i, group_id=i)
-            for i in range(arguments.requests)
-        )
+    answers = await asyncio.gather(
+        *(client.generate(request(i)) for i in range(arguments.requests))
     )
-    return sum(s.response_len for s in samples) / (time.perf_counter() - began)
+    return sum(len(a.token_ids) for a in answers) / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":

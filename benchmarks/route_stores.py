@@ -46,6 +46,7 @@ from r3train.engine.route_node import RouteNode
 from r3train.engine.route_relay import RouteLedger, RouteRelay
 from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
+from r3train.generation import stitch
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
 PROMPT_LEN = 256
@@ -156,11 +157,13 @@ class Rank:
                 i // (self.leaders - 1) * self.leaders + 1 + i % (self.leaders - 1) for i in groups
             ]
         try:
-            calls = [
-                client.generate(prompt, sampling, sample_id=i, group_id=group)
-                for i, group in enumerate(groups)
+            begun = [
+                stitch.begin(prompt, sample_id=i, group_id=group) for i, group in enumerate(groups)
             ]
-            return list(await asyncio.gather(*calls)), client.route_wire_bytes
+            answers = await asyncio.gather(
+                *(client.generate(stitch.next_request(sample, sampling)) for sample in begun)
+            )
+            return list(map(stitch.extend, begun, answers)), client.route_wire_bytes
         finally:
             await client.aclose()
 

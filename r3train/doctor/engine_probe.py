@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from r3train.doctor.finding import Finding, fact, problem
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.answer import read_answer
 from r3train.types import RouteShape
 from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
+from r3train.generation import stitch
 from r3train.types import Prompt, RolloutSample
 
 SUBJECT = "SGLang probe"
@@ -109,15 +110,11 @@ class _Asker:
             **({"rid": rid} if rid else {}),
         }
         answer = await self._http.call(0, "/generate", body, what=SUBJECT)
-        sample = read_answer(
-            answer,
-            prompt=Prompt(prompt_id="probe", index=0, text="", token_ids=ids, label=None),
-            sample_id=0,
-            group_id=0,
-            max_new_tokens=tokens,
-            routes=self._routes,
-        )
-        return sample, answer["meta_info"]
+        prompt = Prompt(prompt_id="probe", index=0, text="", token_ids=ids, label=None)
+        before = stitch.begin(prompt, sample_id=0, group_id=0)
+        request = stitch.next_request(before, SamplingParams(tokens))
+        segment = read_answer(answer, request, routes=self._routes)
+        return stitch.extend(before, segment), answer["meta_info"]
 
     async def abort(self, ids: np.ndarray, room: int) -> Answer:
         """An answer that was cut short in generation: at least one token, ended by the abort.

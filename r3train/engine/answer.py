@@ -1,31 +1,24 @@
-"""Read one answer of SGLang's ``/generate``, strictly, into a ``RolloutSample``.
+"""Read one answer of SGLang's ``/generate``, strictly, into a ``Segment``.
 
-Pure: no network, no clock.  Whatever does not fit names the sample, what was got and what was
-expected; nothing is cut, padded or guessed.
+Pure: no network, no clock.  An answer that does not fit raises an error with the sample, what was
+got and what was expected; nothing is cut, padded or guessed.
 
 Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from r3train.generation import stitch
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape
+from r3train.types import RouteRef, RouteShape
 
 FINISH_REASONS = ("stop", "length", "abort")
-ROUTE_PAYLOADS = (str, bytes, memoryview)  # what routes in base64 may come as
-
-
-def sample_name(sample_id: int, prompt: Prompt) -> str:
-    """A sample as messages name it."""
-    return f"{sample_id} (prompt {prompt.prompt_id!r})"
+ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
 
 
 def route_wire_bytes(answer: Any) -> int:
@@ -35,69 +28,49 @@ def route_wire_bytes(answer: Any) -> int:
     return len(payload) if isinstance(payload, ROUTE_PAYLOADS) else 0
 
 
-def read_answer(
-    answer: Any,
-    *,
-    prompt: Prompt,
-    sample_id: int,
-    group_id: int,
-    max_new_tokens: int,
-    routes: RouteShape | None,
-    weight_version: int | None = None,
-    exact_version: bool = True,
-    resume_from: RolloutSample | None = None,
-    detokenize: Callable[[Sequence[int]], str] | None = None,
-) -> RolloutSample:
-    """Validate and convert one answer.
+def read_answer(answer: Any, request: Request, *, routes: RouteShape | None) -> Segment:
+    """Validate and convert the answer to a request.
 
-    ``resume_from`` is what was sent, where that was more than the prompt; the answer is then added
-    to it, and its rows begin where those of ``resume_from`` end.  ``weight_version`` is the version
-    of every new token, or with ``exact_version`` False the oldest that it may carry.
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
     """
-    name = sample_name(sample_id, prompt)
+    name = request.name
     meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
     if not isinstance(meta, Mapping):
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
-    before = resume_from
-    if before is None:
-        before = stitch.begin(
-            prompt,
-            sample_id=sample_id,
-            group_id=group_id,
-            routes=routes,
-        )
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
-    if finish_reason == "abort" and "prompt_tokens" not in meta:
-        # aborted in SGLang's queue: an answer without counts and routes, of which nothing is kept
-        return replace(before, finish_reason=finish_reason)
-    output_ids = _output_ids(answer.get("output_ids"), name)
-    input_len, output_len = before.num_tokens, len(output_ids)
-    for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
-        if meta.get(key) != expected:
-            raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
-    if output_len > max_new_tokens:
+    # aborted in SGLang's queue: an answer without counts and routes, of which nothing is kept
+    unborn = finish_reason == "abort" and "prompt_tokens" not in meta
+    output_ids = _output_ids([] if unborn else answer.get("output_ids"), name)
+    input_len, output_len = len(request.token_ids), len(output_ids)
+    if not unborn:
+        for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
+            if meta.get(key) != expected:
+                raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
+    if output_len > request.max_new_tokens:
         raise ValueError(
-            f"sample {name}: {output_len} output tokens, expected at most {max_new_tokens}"
+            f"sample {name}: {output_len} output tokens, expected at most {request.max_new_tokens}"
         )
     if output_len == 0 and finish_reason != "abort":
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
     log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
     versions = _versions(meta.get("weight_versions"), output_len, name)
-    _check_versions(versions, weight_version, exact_version, name)
-    rows, rows_start = None, stitch.rows_known(before)
-    # a request aborted in the queue was never computed: it has no token and may have no row
-    if routes is not None and output_len:
-        rows = _rows(meta.get("routed_experts"), routes, input_len + output_len, rows_start, name)
-    sample = stitch.extend(
-        before,
-        stitch.Segment(output_ids, log_probs, versions, rows, rows_start, finish_reason),
-    )
-    if detokenize is not None:
-        text = detokenize(sample.token_ids[sample.prompt_len :].tolist())
-        sample = replace(sample, text=text)
-    return sample
+    _check_versions(versions, request.weight_version, request.exact_version, name)
+    rows = None
+    if routes is not None:
+        # a request aborted in the queue was never computed: it has no token and may have no row
+        rows = (
+            _rows(
+                meta.get("routed_experts"),
+                routes,
+                input_len + output_len,
+                request.rows_start,
+                name,
+            )
+            if output_len
+            else np.zeros((0, *routes.row), dtype=routes.dtype)
+        )
+    return Segment(output_ids, log_probs, versions, rows, request.rows_start, finish_reason)
 
 
 def _check_versions(

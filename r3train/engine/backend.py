@@ -1,14 +1,17 @@
-"""What the trainer asks of a rollout engine, and how an engine fails.
+"""The seam between generation and the engine: a request, its answer, and the ways to fail.
 
-The producer and the loop see these protocols alone; ``sglang_client`` is the one implementation.
+``engine.client`` implements ``RolloutBackend`` over SGLang, ``engine.supervisor`` wraps it for
+servers that are restarted, and tests have an engine without a model.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from r3train.types import Prompt, RolloutSample
+import numpy as np
+
+from r3train.types import RouteRef
 
 
 class EngineError(RuntimeError):
@@ -37,9 +40,9 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one response is drawn; the same for every sample of a run.
+    """The way one response is drawn.
 
-    ``max_context_len`` bounds prompt plus response, ``seed`` is the run's seed: each sample draws
+    ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables
     ``stop_token_ids`` in SGLang.
     """
@@ -83,40 +86,60 @@ def sample_seed(run_seed: int, sample_id: int) -> int:
     return (x ^ (x >> 31)) & 0x7FFFFFFF
 
 
-@runtime_checkable
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request for tokens: all that stands before them, and the way they are drawn.
+
+    A prompt of 3 tokens with 2 generated before is sent with 5 tokens; under R3 their rows 0..3
+    may be known but for the last, so ``rows_start`` is 4 and the answer brings row 4 and later ones.
+    """
+
+    sample_id: int
+    group_id: int  # samples of one group go to one server, where their prompt is cached
+    prompt_id: str  # for messages
+    token_ids: np.ndarray  # int32[T], prompt and all tokens that followed
+    max_new_tokens: int
+    sampling: SamplingParams
+    rows_start: int = 0  # route rows that are known already
+    num_generated: int = 0  # the model's own among token_ids
+    weight_version: int | None = None  # that every new token must carry; None: any
+    exact_version: bool = True  # False: weight_version is the oldest that a token may carry
+
+    @property
+    def name(self) -> str:
+        """The sample as messages name it."""
+        return f"{self.sample_id} (prompt {self.prompt_id!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The checked answer to one request: O new tokens, and R route rows.
+
+    Rows run from ``rows_start`` to the row before the last token's: a whole answer has
+    R = T + O - 1 - rows_start.  Without any token nothing was computed, and R is 0.
+    """
+
+    token_ids: np.ndarray  # int32[O]
+    log_probs: np.ndarray  # float32[O]
+    weight_versions: np.ndarray  # int32[O]
+    rows: np.ndarray | RouteRef | None  # uint8/uint16 [R, L, K]; None without R3
+    rows_start: int
+    finish_reason: str  # stop | length | abort
+
+
 class RolloutBackend(Protocol):
     """Generation, and the few control calls that generation needs around a weight update."""
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        sample_id: int,
-        group_id: int,
-        weight_version: int | None = None,
-        exact_version: bool = True,
-        resume_from: RolloutSample | None = None,
-        turn_limit: int | None = None,
-    ) -> RolloutSample:
-        """Draw one response, or the rest of one.
-
-        ``weight_version`` is the version that every new token must carry; with ``exact_version``
-        False an update may land in mid-generation, and it is the oldest one.  ``resume_from``
-        holds all tokens so far; what comes is added to it.  ``turn_limit`` bounds the new tokens
-        below what the whole response may still take.  Raises EngineError or ValueError naming the
-        sample.
-        """
+    async def generate(self, request: Request) -> Segment:
+        """Draw tokens.  Raises EngineError or ValueError naming the sample."""
         ...
 
     async def pause_generation(self, mode: str = "in_place") -> None: ...
 
     async def continue_generation(self) -> None: ...
 
-    async def flush_cache(self) -> None: ...
-
-    async def abort(self, rid: str | None = None) -> None:
-        """Abort one request, or all of them when ``rid`` is None."""
+    async def abort(self) -> None:
+        """Abort all requests of this job."""
         ...
 
     async def aclose(self) -> None: ...

@@ -1,4 +1,4 @@
-"""The async client of SGLang's ``/generate``: token ids in, a checked ``RolloutSample`` out.
+"""The async client of SGLang's ``/generate``: token ids in, a checked ``Segment`` out.
 
 It talks to the servers directly.  A router in front of them would drop the routed experts
 (sglang-router 0.3.2 does, silently), so the balancing is done here.
@@ -23,21 +23,20 @@ from r3train.engine.backend import (
     AnswerLate,
     BadAnswer,
     EngineError,
-    SamplingParams,
+    Request,
+    Segment,
     sample_seed,
 )
 from r3train.engine.route_relay import RouteRelay
 from r3train.engine.server_versions import ServerVersions
-from r3train.engine.answer import read_answer, route_wire_bytes, sample_name
+from r3train.engine.answer import read_answer, route_wire_bytes
 from r3train.types import RouteShape
 from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
-from r3train.generation.stitch import rows_known
-from r3train.types import Prompt, RolloutSample
 
 logger = logging.getLogger(__name__)
 
-# what reading an answer raises that is none
+# errors of reading an answer that is malformed
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 _REMEMBERED_GROUPS = 4096
 _VERSION_POLL_S = 0.05
@@ -49,8 +48,8 @@ class SGLangClient:
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least
     loaded one.  Use it from a single event loop; ``control`` holds the calls that reach all
-    servers.  ``routes`` None means: do not ask for routed experts.  ``versions`` says what each
-    server holds: a request goes to none that misses the weights it asks for.
+    servers.  ``routes`` None means: do not ask for routed experts.  ``versions`` knows what each
+    server holds: a request never goes to one without the weights that it asks for.
     ``cache_per_version`` keeps prefixes cached under one version from requests of another, where a
     flush is impossible because requests are running.  With a ``relay`` requests go through the route
     stores, which keep the routes.  A request whose answer was bad is sent again, to another server
@@ -68,7 +67,6 @@ class SGLangClient:
         request_timeout_s: float = 300.0,
         max_concurrency: int = 64,
         check_alive: Callable[[], None] | None = None,
-        detokenize: Callable[[Sequence[int]], str] | None = None,
         versions: ServerVersions | None = None,
         cache_per_version: bool = False,
         relay: RouteRelay | None = None,
@@ -84,7 +82,6 @@ class SGLangClient:
         )
         self.control = SGLangControl(self.http)
         self.routes = routes
-        self._detokenize = detokenize
         self._slots = asyncio.Semaphore(max_concurrency)
         self._load = [0] * len(self.http.urls)
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
@@ -133,67 +130,21 @@ class SGLangClient:
             await asyncio.sleep(_VERSION_POLL_S)
         return holders
 
-    async def generate(
-        self,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        *,
-        sample_id: int,
-        group_id: int,
-        weight_version: int | None = None,
-        exact_version: bool = True,
-        resume_from: RolloutSample | None = None,
-        turn_limit: int | None = None,
-    ) -> RolloutSample:
-        """Draw one response, or the rest of one (see ``RolloutBackend.generate``).
+    async def generate(self, request: Request) -> Segment:
+        """Draw tokens (see ``RolloutBackend.generate``).
 
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
         distribution after temperature, before top-p and top-k.  Cancelling the call aborts the
         request on its server, as no answer in time does.  Raises BadAnswer or AnswerCutShort after
-        too many of them, and AnswerLate for a server that tells nothing of its health either.
+        too many of them, and AnswerLate for a server that does not tell its health either.
         """
-        prompt_len = len(prompt.token_ids)
-        tokens = prompt.token_ids if resume_from is None else resume_from.token_ids
-        budget = sampling.response_budget(prompt_len, prompt.prompt_id)
-        budget -= len(tokens) - prompt_len
-        assert budget > 0, f"sample {sample_id} has no token left to generate"
-        if turn_limit is not None:
-            budget = min(budget, turn_limit)
-        params = {
-            "max_new_tokens": budget,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "ignore_eos": sampling.ignore_eos,
-            "sampling_seed": sample_seed(sampling.seed, sample_id),
-        }
-        if sampling.stop_token_ids:
-            params["stop_token_ids"] = list(sampling.stop_token_ids)
-        body = {
-            "input_ids": np.asarray(tokens).tolist(),
-            "sampling_params": params,
-            "return_logprob": True,
-            "return_routed_experts": self.routes is not None,
-        }
-        if resume_from is not None and self.routes is not None:
-            body["routed_experts_start_len"] = rows_known(resume_from)
-        if self._cache_per_version and weight_version is not None:
-            body["extra_key"] = f"weights-{weight_version}"
+        sample_id, body = request.sample_id, self._body(request)
         asked: list[int] = []  # servers, in turn
         for count in range(1, self._max_bad_answers + 1):
             try:
                 return read_answer(
-                    await self._ask(body, prompt, sample_id, group_id, weight_version, asked),
-                    prompt=prompt,
-                    sample_id=sample_id,
-                    group_id=group_id,
-                    max_new_tokens=budget,
-                    routes=self.routes,
-                    weight_version=weight_version,
-                    exact_version=exact_version,
-                    resume_from=resume_from,
-                    detokenize=self._detokenize,
+                    await self._ask(body, request, asked), request, routes=self.routes
                 )
             except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
@@ -206,47 +157,61 @@ class SGLangClient:
                     cut_short = isinstance(error, AnswerCutShort)
                     raise (AnswerCutShort if cut_short else BadAnswer)(text) from error
                 logger.warning("asked again: %s", text)
-                self._move_group(group_id, asked[-1])
+                self._move_group(request.group_id, asked[-1])
         raise AssertionError("max_bad_answers is below 1")
 
-    async def _ask(
-        self,
-        body: dict[str, Any],
-        prompt: Prompt,
-        sample_id: int,
-        group_id: int,
-        weight_version: int | None,
-        asked: list[int],
-    ) -> Any:
-        """One request, under an id of its own, to a server that may serve it: the last of ``asked``."""
+    def _body(self, request: Request) -> dict[str, Any]:
+        """The JSON of a request, but for its id."""
+        sampling = request.sampling
+        params = {
+            "max_new_tokens": request.max_new_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "ignore_eos": sampling.ignore_eos,
+            "sampling_seed": sample_seed(sampling.seed, request.sample_id),
+        }
+        if sampling.stop_token_ids:
+            params["stop_token_ids"] = list(sampling.stop_token_ids)
+        body = {
+            "input_ids": np.asarray(request.token_ids).tolist(),
+            "sampling_params": params,
+            "return_logprob": True,
+            "return_routed_experts": self.routes is not None,
+        }
+        if request.rows_start and self.routes is not None:
+            body["routed_experts_start_len"] = request.rows_start
+        if self._cache_per_version and request.weight_version is not None:
+            body["extra_key"] = f"weights-{request.weight_version}"
+        return body
+
+    async def _ask(self, body: dict[str, Any], request: Request, asked: list[int]) -> Any:
+        """Send a request under an id of its own to a server that may serve it, the last of ``asked``."""
         async with self._slots:
-            allowed = await self._allowed_servers(weight_version, sample_id)
-            server = self._server_for(group_id, allowed)
+            allowed = await self._allowed_servers(request.weight_version, request.sample_id)
+            server = self._server_for(request.group_id, allowed)
             asked.append(server)
-            # a server aborts every id that begins with the one it is told: the end is marked
-            body = {**body, "rid": f"{self._name}-{sample_id}-{next(self._requests)}."}
+            # a server aborts every id that begins with the given one: the end is marked
+            rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
             self._load[server] += 1
-            self._running[body["rid"]] = server
+            self._running[rid] = server
             try:
-                return await self._send(server, body, prompt, sample_id, group_id)
+                return await self._send(server, {**body, "rid": rid}, request)
             except (asyncio.CancelledError, AnswerLate):
-                self._abort_later(server, body["rid"])
+                self._abort_later(server, rid)
                 raise
             finally:
                 self._load[server] -= 1
-                del self._running[body["rid"]]
+                del self._running[rid]
 
-    async def _send(
-        self, server: int, body: dict[str, Any], prompt: Prompt, sample_id: int, group_id: int
-    ) -> Any:
+    async def _send(self, server: int, body: dict[str, Any], request: Request) -> Any:
         """One answer, from the server itself or by way of a route store."""
-        what = f"sample {sample_id}"
+        what = f"sample {request.sample_id}"
         if self._relay is None:
             answer = await self.http.call(server, "/generate", body, what=what)
         else:
-            name = sample_name(sample_id, prompt)
             answer = await self._relay.generate(
-                self.http, server, body, what=what, group_id=group_id, sample=name
+                self.http, server, body, what=what, group_id=request.group_id, sample=request.name
             )
         self.route_wire_bytes += route_wire_bytes(answer)
         return answer
@@ -279,12 +244,9 @@ class SGLangClient:
     async def continue_generation(self) -> None:
         await self.control.continue_generation()
 
-    async def flush_cache(self) -> None:
-        await self.control.flush_cache()
-
-    async def abort(self, rid: str | None = None) -> None:
-        if rid is not None or not self._shared_servers:
-            return await self.control.abort(rid)
+    async def abort(self) -> None:
+        if not self._shared_servers:
+            return await self.control.abort(None)
         await asyncio.gather(
             *(
                 self.http.call(server, "/abort_request", {"rid": own}, what="abort_request")

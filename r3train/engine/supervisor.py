@@ -11,11 +11,17 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from r3train.engine.backend import EngineDied, EngineUnreachable, RolloutBackend
+from r3train.engine.backend import (
+    EngineDied,
+    EngineUnreachable,
+    Request,
+    RolloutBackend,
+    Segment,
+)
 from r3train.engine.server import SGLangServer
-from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
 
@@ -166,38 +172,30 @@ class EngineSupervisor:
 class ResubmittingBackend:
     """A RolloutBackend whose requests outlive their server: sent again once it is back.
 
-    What a request had generated on a lost server is gone with it; what earlier segments of the same
-    rollout brought (``resume_from``) is kept: tokens, log-probs, versions and routes.
+    Tokens that a request had generated on a lost server are gone with it; those that it was sent
+    with, from earlier segments of the same rollout, are kept.
     """
 
     def __init__(self, inner: RolloutBackend, supervisor: EngineSupervisor) -> None:
         self._inner = inner
         self._supervisor = supervisor
 
-    async def generate(
-        self,
-        *args: Any,
-        weight_version: int | None = None,
-        resume_from: RolloutSample | None = None,
-        **kwargs: Any,
-    ) -> RolloutSample:
-        """As the inner one's, but for a server that is gone.
+    async def generate(self, request: Request) -> Segment:
+        """Draw tokens, whatever becomes of the servers meanwhile.
 
-        One that is back may hold newer weights than were asked for: all new tokens are theirs.
+        A server that is back may hold newer weights than were asked for: all new tokens are theirs.
         """
-        kept = 0 if resume_from is None else int(resume_from.loss_mask.sum())
         while True:
             epoch = self._supervisor.epoch
             try:
-                return await self._inner.generate(
-                    *args, weight_version=weight_version, resume_from=resume_from, **kwargs
-                )
+                return await self._inner.generate(request)
             except (EngineDied, EngineUnreachable) as error:
-                self._supervisor.report(error, epoch, kept)
+                self._supervisor.report(error, epoch, request.num_generated)
                 while self._supervisor.epoch == epoch:
                     await asyncio.sleep(_POLL_S)
-                if weight_version is not None:
-                    weight_version = max(weight_version, self._supervisor.version)
+                if request.weight_version is not None:
+                    newest = max(request.weight_version, self._supervisor.version)
+                    request = replace(request, weight_version=newest)
 
     def __getattr__(self, name: str) -> Any:
         """Every other call is the inner one's."""

@@ -42,8 +42,8 @@ class Conversation:
     ) -> tuple[list[RolloutSample], float | None]:
         """Play to the end.
 
-        Raises ValueError naming the sample for rows with a gap, and for a reward or an observation
-        that is none.
+        Raises ValueError naming the sample for a reward that is no finite number, and for an
+        observation that is neither text nor tokens.
         """
         rules = self._rules
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
@@ -53,7 +53,6 @@ class Conversation:
         for index in range(rules.max_turns):
             start = sample.num_tokens if sample is not None else len(prompt.token_ids)
             sample = await generate(sample, rules.max_turn_len)
-            _check_rows(sample)
             ends.append((start, sample.num_tokens))
             left = budget - sample.response_len
             last = index + 1 == rules.max_turns or left < 2 or sample.finish_reason == "abort"
@@ -89,16 +88,6 @@ class Conversation:
                 f"sample {sample_id}: the observation {ids!r} is no text and no tokens"
             )
         return list(ids)
-
-
-def _check_rows(sample: RolloutSample) -> None:
-    if sample.routed_experts is None or sample.finish_reason == "abort":
-        return
-    if stitch.rows_known(sample) != sample.num_tokens - 1:
-        raise ValueError(
-            f"sample {sample.sample_id}: {stitch.rows_known(sample)} rows after a turn that ends at "
-            f"{sample.num_tokens} tokens, expected one for each but the last"
-        )
 
 
 def _finite(reward: float, sample_id: int) -> float:

@@ -74,6 +74,7 @@ class Producer:
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
         segment_len: int | None = None,
+        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         submitted = over_sampling_batch_size or rollout_batch_size
         allowed = (max_weight_staleness + 1) * rollout_batch_size + submitted - rollout_batch_size
@@ -96,6 +97,7 @@ class Producer:
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._samples_per_rollout = samples_per_rollout
         self._segment_len = segment_len
+        self._decode = decode
         self._on_outcome = on_outcome
 
         # Guarded by _changed, which is notified after every change.
@@ -135,6 +137,7 @@ class Producer:
             left=self._leave_flight,
             exact_version=self._pause.exact_version,
             segment_len=self._segment_len,
+            decode=self._text,
         )
         try:
             async with self._tasks.running():
@@ -147,6 +150,11 @@ class Producer:
         finally:
             await self._pause.close(backend)
             await backend.aclose()
+
+    def _text(self, sample: RolloutSample) -> str:
+        if self._decode is None:
+            return ""
+        return self._decode(sample.token_ids[sample.prompt_len :].tolist())
 
     def _next_item(self) -> RolloutItem | None:
         """The next rollout to send, with its place in flight taken; None while it must wait."""

@@ -1,8 +1,8 @@
 """One sample from several answers of the engine: rollouts resumed after an abort, and turns.
 
 Pure.  Row t of a sample's routes was computed when token t was the input.  An answer to T tokens
-in and O tokens out can hold rows 0..T+O-2; the request asks for those from ``len(rows known)`` on,
-so the row of the last token of one segment, which that segment never computed, is the first row of
+in and O tokens out can hold rows 0..T+O-2; the request asks for those from ``rows_known`` on, so
+the row of the last token of one segment, which that segment never computed, is the first row of
 the next.  The first write wins: a row that came with its log-probs is never replaced by one that
 other weights recomputed, and a row that never came stays marked as missing.
 """
@@ -10,33 +10,16 @@ other weights recomputed, and a row that never came stays marked as missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from r3train.types import Prompt, RolloutSample, RouteRef, RouteShape, missing_marker
+from r3train.engine.backend import Request, SamplingParams, Segment
+from r3train.types import Prompt, RolloutSample, RouteRef, missing_marker
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """What one answer adds; O new tokens, R rows from row ``rows_start`` on."""
-
-    token_ids: np.ndarray  # int32[O]
-    log_probs: np.ndarray  # float32[O]
-    weight_versions: np.ndarray  # int32[O]
-    rows: np.ndarray | RouteRef | None  # uint8/uint16 [R, L, K]
-    rows_start: int
-    finish_reason: str
-
-
-def begin(
-    prompt: Prompt,
-    *,
-    sample_id: int,
-    group_id: int,
-    routes: RouteShape | None,
-) -> RolloutSample:
-    """A sample that holds its prompt alone, and no row yet.  ``routes`` is None without R3."""
+def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
+    """A sample that holds its prompt alone, and no row yet."""
     token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
     length = len(token_ids)
     return RolloutSample(
@@ -47,37 +30,72 @@ def begin(
         prompt_len=length,
         loss_mask=np.zeros(length, dtype=bool),
         rollout_log_probs=np.zeros(length, dtype=np.float32),
-        routed_experts=np.zeros((0, *routes.row), dtype=routes.dtype) if routes else None,
+        routed_experts=None,
         weight_versions=np.full(length, -1, dtype=np.int32),
         finish_reason="abort",
     )
 
 
 def rows_known(sample: RolloutSample) -> int:
-    """How many rows the sample holds already: where the next request's ``start_len`` stands."""
+    """The number of rows that the sample holds: the next request asks for those from here on."""
     return 0 if sample.routed_experts is None else int(sample.routed_experts.shape[0])
 
 
-def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
-    """Add the tokens that the model generated after ``sample``, and their rows.
+def tokens_left(sample: RolloutSample, sampling: SamplingParams) -> int:
+    """Tokens that may still follow; raises ValueError for a prompt that fills the context."""
+    budget = sampling.response_budget(sample.prompt_len, sample.prompt.prompt_id)
+    return budget - sample.response_len
 
-    A segment without a token changes the finish reason alone.  Raises ValueError naming the sample
-    where one side has routes and the other has none, or where the rows run past the tokens.
+
+def next_request(
+    sample: RolloutSample,
+    sampling: SamplingParams,
+    *,
+    limit: int | None = None,
+    weight_version: int | None = None,
+    exact_version: bool = True,
+) -> Request:
+    """The request for the rest of a sample, or for at most ``limit`` tokens of it."""
+    left = tokens_left(sample, sampling)
+    assert left > 0, f"sample {sample.sample_id} has no token left to generate"
+    return Request(
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        prompt_id=sample.prompt.prompt_id,
+        token_ids=sample.token_ids,
+        max_new_tokens=left if limit is None else min(left, limit),
+        sampling=sampling,
+        rows_start=rows_known(sample),
+        num_generated=int(sample.loss_mask.sum()),
+        weight_version=weight_version,
+        exact_version=exact_version,
+    )
+
+
+def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
+    """The sample with one more answer; one without a token changes the finish reason alone.
+
+    Raises ValueError naming the sample where one side has routes and the other has none, and for
+    rows that leave a gap or end elsewhere than before the last token.
     """
+    known = sample.routed_experts
+    if known is None and segment.rows is not None and not sample.loss_mask.any():
+        known = segment.rows[:0]  # the first answer says that there are routes, and their shape
     if len(segment.token_ids) == 0:
-        return replace(sample, finish_reason=segment.finish_reason)
-    generated = np.ones(len(segment.token_ids), dtype=bool)
-    num_rows = sample.num_tokens + len(generated) - 1
-    rows = None
-    if (sample.routed_experts is None) != (segment.rows is None):
+        return replace(sample, routed_experts=known, finish_reason=segment.finish_reason)
+    if (known is None) != (segment.rows is None):
         raise ValueError(f"sample {sample.sample_id}: routes on one side of a seam alone")
-    if sample.routed_experts is not None:
+    generated = np.ones(len(segment.token_ids), dtype=bool)
+    rows, num_rows = None, sample.num_tokens + len(generated) - 1
+    if known is not None:
+        start, end = segment.rows_start, segment.rows_start + len(segment.rows)
+        if start > len(known) or end != num_rows:
+            raise ValueError(
+                f"sample {sample.sample_id}: an answer brings rows {start}..{end - 1}, expected all"
+                f" after the {len(known)} known ones to {num_rows - 1}"
+            )
         rows = merge_rows(
-            sample.routed_experts,
-            segment.rows,
-            start=segment.rows_start,
-            num_rows=num_rows,
-            sample=str(sample.sample_id),
+            known, segment.rows, start=start, num_rows=num_rows, sample=str(sample.sample_id)
         )
     return replace(
         sample,
@@ -116,8 +134,9 @@ def merge_rows(
     """Rows 0..num_rows-1, first write wins; a row in neither is marked missing.
 
     known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1, both of them
-    arrays or both references.  Returns [num_rows, L, K].  Raises ValueError for rows of another shape or dtype, and for rows
-    past ``num_rows``: one of the two counts tokens otherwise.
+    arrays or both references.  Returns [num_rows, L, K]: ``new`` itself where it is all of it.
+    Raises ValueError for rows of another shape or dtype, and for rows past ``num_rows``: one of the
+    two counts tokens otherwise.
     """
     if known.shape[1:] != new.shape[1:] or known.dtype != new.dtype:
         raise ValueError(
@@ -135,6 +154,8 @@ def merge_rows(
         rest = new[len(known) - start :] if len(known) > start else new
         end = max(start + len(new), len(known))
         return first.followed_by([max(start - len(known), 0), rest, num_rows - end])
+    if len(known) == 0 and len(new) == num_rows:
+        return new
     rows = np.full((num_rows, *known.shape[1:]), missing_marker(known.dtype), dtype=known.dtype)
     rows[start : start + len(new)] = new
     rows[: len(known)] = known

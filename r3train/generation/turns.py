@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from r3train.engine.backend import RolloutBackend, SamplingParams
+from r3train.generation import stitch
 from r3train.generation.flight import Flight
 from r3train.generation.rates import Rates
 from r3train.types import Prompt, RolloutSample
@@ -30,6 +31,7 @@ class Sending:
     left: Callable[[], None]
     exact_version: bool
     segment_len: int | None = None
+    decode: Callable[[RolloutSample], str] = lambda sample: ""
 
 
 class Turns:
@@ -58,23 +60,23 @@ class Turns:
             if not self._held:
                 await s.flight.place_to_go_on()
                 self._held = True
-            before = resume_from.num_tokens if resume_from else len(self._prompt.token_ids)
+            before = resume_from or stitch.begin(
+                self._prompt, sample_id=self._sample_id, group_id=self._group_id
+            )
             asked, goes_on = self._at_once(turn_limit), False
             began = time.monotonic()
+            request = stitch.next_request(
+                before,
+                s.sampling,
+                limit=asked,
+                weight_version=s.version(),
+                exact_version=s.exact_version,
+            )
             try:
-                sample = await s.backend.generate(
-                    self._prompt,
-                    s.sampling,
-                    sample_id=self._sample_id,
-                    group_id=self._group_id,
-                    weight_version=s.version(),
-                    exact_version=s.exact_version,
-                    resume_from=resume_from,
-                    turn_limit=asked,
-                )
-                earlier_s = resume_from.generation_s if resume_from else 0.0
-                sample = replace(sample, generation_s=earlier_s + time.monotonic() - began)
-                count = sample.num_tokens - before
+                sample = stitch.extend(before, await s.backend.generate(request))
+                waited_s = before.generation_s + time.monotonic() - began
+                sample = replace(sample, generation_s=waited_s, text=s.decode(sample))
+                count = sample.num_tokens - before.num_tokens
                 if turn_limit is not None:
                     turn_limit -= count
                 unfinished = (
@@ -105,8 +107,7 @@ class Turns:
 
     def _left(self, sample: RolloutSample, turn_limit: int | None) -> int:
         """Tokens that may still follow in this answer."""
-        budget = self._sending.sampling.response_budget(sample.prompt_len, self._prompt.prompt_id)
-        left = budget - sample.response_len
+        left = stitch.tokens_left(sample, self._sending.sampling)
         return left if turn_limit is None else min(left, turn_limit)
 
     def _check_newest(self, sample: RolloutSample) -> None:

@@ -252,7 +252,6 @@ class Engines:
                 on_bad_answer=self._count_bad_answer,
                 shared_servers=not self._servers,
                 health_timeout_s=job.config.faults.engine_health_timeout_s,
-                detokenize=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
                 versions=self._versions,
                 cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
                 relay=self._stores.relay() if self._stores is not None else None,
@@ -293,6 +292,7 @@ class Engines:
             check_alive=self.check_alive,
             state=self._buffer,
             segment_len=self._segment_len,
+            decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
         )
         return self._producer
 

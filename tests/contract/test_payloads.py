@@ -10,8 +10,9 @@ import torch
 
 from r3train.engine import cpu_platform
 from r3train.engine.answer import read_answer
-from r3train.types import RouteShape
-from r3train.types import Prompt
+from r3train.engine.backend import SamplingParams
+from r3train.generation import stitch
+from r3train.types import Prompt, RouteShape
 from r3train.engine.publish import flatten
 
 RECORD = json.loads((Path(__file__).parent / "payloads" / "generate.json").read_text())
@@ -21,9 +22,9 @@ PROMPT = Prompt("p", 0, "", np.array(RECORD["prompt"], dtype=np.int32), None)
 
 
 def read(name, routes=ROUTES):
-    return read_answer(
-        ANSWERS[name], prompt=PROMPT, sample_id=1, group_id=0, max_new_tokens=400, routes=routes
-    )
+    before = stitch.begin(PROMPT, sample_id=1, group_id=0)
+    request = stitch.next_request(before, SamplingParams(400))
+    return stitch.extend(before, read_answer(ANSWERS[name], request, routes=routes))
 
 
 def test_the_record_is_of_the_installed_sglang():

@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from tests import whole_samples
 from tests.e2e import jobs
 from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference, make_model
 
@@ -57,8 +58,8 @@ def test_a_server_that_missed_an_update_never_serves_before_it_has_it(tmp_path):
                     served: list[list] = [[], []]
 
                     async def one(i):
-                        sample = await client.generate(
-                            prompt_of(i // 2), SamplingParams(24, ignore_eos=True), sample_id=i,
+                        sample = await whole_samples.generate(
+                            client, prompt_of(i // 2), SamplingParams(24, ignore_eos=True), sample_id=i,
                             group_id=i // 2, weight_version=version,
                         )  # fmt: skip
                         served[client._server_of_group[i // 2]].append(sample)

@@ -12,6 +12,7 @@ import time
 
 import psutil
 import pytest
+from tests import whole_samples
 from tests.e2e.sglang_support import make_model
 from tests.e2e.test_sglang_server import ROUTES, prompt_of
 
@@ -63,7 +64,7 @@ def test_a_crash_is_noticed_at_once_by_the_request_and_by_the_owner(model, tmp_p
         client = SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive)
         try:
             sampling = SamplingParams(900, ignore_eos=True)
-            call = client.generate(prompt_of(0), sampling, sample_id=77, group_id=0)
+            call = whole_samples.generate(client, prompt_of(0), sampling, sample_id=77)
             task = asyncio.create_task(call)
             await asyncio.sleep(0.5)
             assert not task.done()

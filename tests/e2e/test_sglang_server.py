@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tests import whole_samples
 from tests.e2e.sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memory_of
 
@@ -75,7 +76,9 @@ def generate(server, prompts, sampling, **options):
         client = SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive)
         try:
             calls = [
-                client.generate(prompt, sampling, sample_id=i, group_id=i // 4, **options)
+                whole_samples.generate(
+                    client, prompt, sampling, sample_id=i, group_id=i // 4, **options
+                )
                 for i, prompt in enumerate(prompts)
             ]
             return await asyncio.gather(*calls)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
+from tests import whole_samples
 from tests.e2e import jobs
 from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, MixedReference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model
@@ -56,7 +57,8 @@ class Stranger:
 
     async def _generate(self) -> None:
         client = SGLangClient([self._addr], routes=ROUTES)
-        self.sample = await client.generate(
+        self.sample = await whole_samples.generate(
+            client,
             prompt_of(99),
             SamplingParams(self._response_len, ignore_eos=True),
             sample_id=0,

@@ -9,6 +9,7 @@ from aiohttp import web
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.types import Prompt
+from tests import whole_samples
 from tests.http_serving import serving
 
 
@@ -64,4 +65,4 @@ async def client_of(*fakes, **options):
 
 
 def one(client, sample_id=0, group_id=0, sampling=SamplingParams(4)):
-    return client.generate(PROMPT, sampling, sample_id=sample_id, group_id=group_id)
+    return whole_samples.generate(client, PROMPT, sampling, sample_id=sample_id, group_id=group_id)

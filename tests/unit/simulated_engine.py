@@ -10,10 +10,11 @@ import asyncio
 
 import numpy as np
 
-from r3train.generation.stitch import Segment, begin, extend, rows_known
+from r3train.engine.backend import Request, Segment
 from r3train.types import Prompt, RouteShape
 
 ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
+PROMPT_LEN = 2
 
 
 def prompt_for(group: int) -> Prompt:
@@ -38,27 +39,14 @@ class SimulatedEngine:
         self.calls: list[str] = []
         self.closed = False
 
-    async def generate(
-        self,
-        prompt,
-        sampling,
-        *,
-        sample_id,
-        group_id,
-        weight_version=None,
-        exact_version=True,
-        resume_from=None,
-        turn_limit=None,
-    ):
-        before = resume_from or begin(prompt, sample_id=sample_id, group_id=group_id, routes=ROUTES)
-        self.asked.append((sample_id, weight_version, before.response_len))
-        allowed = min(self.length(sample_id), sampling.max_new_tokens)
-        left = allowed - before.response_len
-        if turn_limit is not None:
-            left = min(left, turn_limit)
+    async def generate(self, request: Request) -> Segment:
+        sample_id = request.sample_id
+        before = len(request.token_ids) - PROMPT_LEN  # of the response
+        self.asked.append((sample_id, request.weight_version, before))
+        left = min(self.length(sample_id) - before, request.max_new_tokens)
         versions: list[int] = []
         self.asked_for.append(left)
-        reason = "stop" if before.response_len + left == self.length(sample_id) else "length"
+        reason = "stop" if before + left == self.length(sample_id) else "length"
         self.running.add(sample_id)
         try:
             while len(versions) < left:
@@ -75,18 +63,14 @@ class SimulatedEngine:
             self.running.discard(sample_id)
             self.aborting.discard(sample_id)
         count = len(versions)
-        first, last = rows_known(before), before.num_tokens + count - 1
-        rows = np.zeros((max(last - first, 0), *ROUTES.row), np.uint8)
-        return extend(
-            before,
-            Segment(
-                token_ids=np.full(count, 9, np.int32),
-                log_probs=np.full(count, -1.0, np.float32),
-                weight_versions=np.array(versions, np.int32),
-                rows=rows,
-                rows_start=first,
-                finish_reason=reason,
-            ),
+        first, last = request.rows_start, len(request.token_ids) + count - 1
+        return Segment(
+            token_ids=np.full(count, 9, np.int32),
+            log_probs=np.full(count, -1.0, np.float32),
+            weight_versions=np.array(versions, np.int32),
+            rows=np.zeros((last - first if count else 0, *ROUTES.row), ROUTES.dtype),
+            rows_start=first,
+            finish_reason=reason,
         )
 
     async def pause_generation(self, mode="in_place"):
@@ -97,7 +81,7 @@ class SimulatedEngine:
         self.calls.append("continue")
         self.frozen.set()
 
-    async def abort(self, rid=None):
+    async def abort(self):
         self.calls.append("abort")
         self.aborting |= self.running
 

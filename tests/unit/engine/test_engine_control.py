@@ -31,7 +31,7 @@ async def test_control_calls_reach_every_server():
     async with client_of(*fakes) as client:
         await client.pause_generation("in_place")
         await client.continue_generation()
-        await client.flush_cache()
+        await client.control.flush_cache()
         await client.abort()
         await client.control.init_weights_update_group(
             master_address="h",

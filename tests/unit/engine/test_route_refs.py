@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from r3train.engine.backend import Segment
 from r3train.generation import stitch
 from r3train.engine.route_relay import RouteLedger
 from r3train.types import RouteShape
@@ -75,12 +76,12 @@ def test_a_sample_is_put_together_of_references_as_of_rows(prompt_len, turns):
     """Answers, rows that are asked for again, observations between: ``extend`` and ``finished``."""
     rng, kept = np.random.default_rng(prompt_len), Kept()
     prompt = Prompt("p", 0, "", np.arange(prompt_len, dtype=np.int32), None)
-    with_rows = stitch.begin(prompt, sample_id=7, group_id=1, routes=RouteShape(*SHAPE, 8))
+    with_rows = stitch.begin(prompt, sample_id=7, group_id=1)
     with_references = with_rows
     for i, (count, again, observed) in enumerate(turns):
         first = max(0, stitch.rows_known(with_rows) - again)
         rows = random_rows(rng, with_rows.num_tokens + count - 1 - first)
-        part = stitch.Segment(
+        part = Segment(
             token_ids=np.full(count, i, np.int32),
             log_probs=np.zeros(count, np.float32),
             weight_versions=np.zeros(count, np.int32),

@@ -27,6 +27,7 @@ from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt, RouteRef
+from tests import whole_samples
 from tests.http_serving import serving
 
 ROUTES = RouteShape(num_layers=3, topk=2, num_experts=16)
@@ -109,7 +110,9 @@ class Scene:
 
 def one(client: SGLangClient, sample_id: int = 0, group_id: int = 0, **kwargs):
     sampling = SamplingParams(kwargs.pop("max_new_tokens", 8))
-    return client.generate(PROMPT, sampling, sample_id=sample_id, group_id=group_id, **kwargs)
+    return whole_samples.generate(
+        client, PROMPT, sampling, sample_id=sample_id, group_id=group_id, **kwargs
+    )
 
 
 async def read(reference: RouteRef) -> np.ndarray:

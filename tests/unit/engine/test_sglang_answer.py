@@ -5,10 +5,10 @@ import copy
 import numpy as np
 import pytest
 
-from r3train.engine.backend import EngineError
+from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.answer import read_answer
 from r3train.types import RouteShape
-from r3train.generation.stitch import finished
+from r3train.generation import stitch
 from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt
 
@@ -31,15 +31,18 @@ GOOD = {
 
 
 def read(answer, **more):
-    options = {"max_new_tokens": 8, "routes": RouteShape(2, 2, 8)} | more
-    return read_answer(answer, prompt=PROMPT, sample_id=12, group_id=3, **options)
+    """The sample that an answer makes."""
+    routes, before = more.pop("routes", RouteShape(2, 2, 8)), more.pop("resume_from", None)
+    before = before or stitch.begin(PROMPT, sample_id=12, group_id=3)
+    request = stitch.next_request(before, SamplingParams(more.pop("max_new_tokens", 8)), **more)
+    return stitch.extend(before, read_answer(answer, request, routes=routes))
 
 
 def test_a_good_answer_becomes_a_sample_whose_arrays_cover_prompt_and_response():
-    sample = read(GOOD, detokenize=lambda ids: "-".join(map(str, ids)))
+    sample = read(GOOD)
     assert (sample.sample_id, sample.group_id, sample.finish_reason) == (12, 3, "length")
     assert sample.token_ids.tolist() == [5, 6, 7, 9, 11] and sample.token_ids.dtype == np.int32
-    assert (sample.prompt_len, sample.response_len, sample.text) == (3, 2, "9-11")
+    assert (sample.prompt_len, sample.response_len) == (3, 2)
     assert sample.loss_mask.tolist() == [False, False, False, True, True]
     assert sample.rollout_log_probs.tolist() == [0, 0, 0, -0.5, -1.5]
     assert sample.rollout_log_probs.dtype == np.float32
@@ -125,7 +128,7 @@ def test_an_aborted_request_may_be_empty_but_no_other():
     sample = read(aborted(message="Abort in waiting queue"))
     assert (sample.finish_reason, sample.response_len) == ("abort", 0)
     assert sample.routed_experts.shape == (0, 2, 2), "it was never computed"
-    assert (finished(sample).routed_experts == np.full((2, 2, 2), 255)).all()
+    assert (stitch.finished(sample).routed_experts == np.full((2, 2, 2), 255)).all()
     answer = aborted()
     answer["meta_info"]["finish_reason"] = {"type": "stop"}
     with pytest.raises(ValueError, match="no output token"):

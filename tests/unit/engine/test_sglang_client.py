@@ -13,6 +13,7 @@ from r3train.engine.backend import EngineDied, EngineError, SamplingParams, samp
 from r3train.engine.server_versions import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
+from tests import whole_samples
 from tests.http_serving import serving
 from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, one
 
@@ -179,7 +180,8 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
     fakes = [Fake(), Fake()]
 
     async def ask(client, group_id, weight_version):
-        await client.generate(
+        await whole_samples.generate(
+            client,
             PROMPT,
             SamplingParams(4),
             sample_id=group_id,
@@ -220,8 +222,8 @@ async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
         with pytest.raises(
             EngineError, match=r"sample 4: no server holds weight version 5 .*: 3, "
         ):
-            await client.generate(
-                PROMPT, SamplingParams(4), sample_id=4, group_id=0, weight_version=5
+            await whole_samples.generate(
+                client, PROMPT, SamplingParams(4), sample_id=4, weight_version=5
             )
 
 
@@ -231,14 +233,13 @@ async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks
         first = await one(client)
         client.routes = object()  # the question alone is looked at here
         with pytest.raises(ValueError):
-            await client.generate(
+            await whole_samples.generate(
+                client,
                 PROMPT,
                 SamplingParams(4),
-                sample_id=0,
-                group_id=0,
                 weight_version=7,
                 resume_from=replace(first, routed_experts=np.zeros((3, 1, 1), np.uint8)),
-                turn_limit=2,
+                limit=2,
             )
     body = fake.bodies[1]
     assert body["input_ids"] == [5, 6, 7, 9] and body["routed_experts_start_len"] == 3

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from r3train.engine.backend import EngineDied, EngineError, EngineUnreachable
+from r3train.engine.backend import (
+    EngineDied,
+    EngineError,
+    EngineUnreachable,
+    Request,
+    SamplingParams,
+)
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 
 
@@ -38,6 +43,11 @@ class FakeServer:
         self.calls.append("ready")
 
 
+def request_of(sample_id: int, **options) -> Request:
+    ids = np.array([5], np.int32)
+    return Request(sample_id, 0, "p", ids, 8, SamplingParams(8), **options)
+
+
 def supervisor(server, **options):
     options = {"max_restarts": 2, "backoff_s": 0.01, "health_timeout_s": 30.0} | options
     return EngineSupervisor([server], **options)
@@ -47,15 +57,13 @@ def test_requests_of_a_dead_server_wait_and_are_sent_again_with_the_new_version(
     server = FakeServer()
     watch = supervisor(server)
     asked = []
-    partial = {0: None, 1: SimpleNamespace(loss_mask=np.array([False, True, True]))}
 
     class Inner:
-        async def generate(self, prompt, *, sample_id, weight_version=None, resume_from=None):
-            asked.append((sample_id, weight_version))
-            assert resume_from is partial[sample_id]
+        async def generate(self, request):
+            asked.append((request.sample_id, request.weight_version))
             if watch.epoch == 0:
                 raise EngineUnreachable("connection broke")
-            return f"answer {sample_id}"
+            return f"answer {request.sample_id}"
 
         async def abort(self):
             return "inner"
@@ -65,7 +73,7 @@ def test_requests_of_a_dead_server_wait_and_are_sent_again_with_the_new_version(
         assert await backend.abort() == "inner"
         both = [
             asyncio.create_task(
-                backend.generate("p", sample_id=i, weight_version=3, resume_from=partial[i])
+                backend.generate(request_of(i, weight_version=3, num_generated=2 * i))
             )
             for i in range(2)
         ]
@@ -89,11 +97,11 @@ def test_another_error_of_the_engine_is_not_held():
     watch = supervisor(FakeServer())
 
     class Refusing:
-        async def generate(self, **_):
+        async def generate(self, _request):
             raise EngineError("answered 400")
 
     with pytest.raises(EngineError, match="400"):
-        asyncio.run(ResubmittingBackend(Refusing(), watch).generate())
+        asyncio.run(ResubmittingBackend(Refusing(), watch).generate(request_of(0)))
     watch.check()
     watch.close()
 

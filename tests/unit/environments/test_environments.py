@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests import whole_samples
 from tests.unit.simulated_engine import SimulatedEngine
 
 from r3train.environments import StepResult, Turn, get_environment
@@ -112,10 +113,9 @@ async def play(script, sampling=SamplingParams(100), engine=None, **changes):
     engine = engine or SimulatedEngine(length=lambda _: 1000)
 
     async def generate(resume_from=None, turn_limit=None):
-        return await engine.generate(
-            PROMPT, sampling, sample_id=40, group_id=2, resume_from=resume_from,
-            turn_limit=turn_limit,
-        )  # fmt: skip
+        return await whole_samples.generate(
+            engine, PROMPT, sampling, sample_id=40, resume_from=resume_from, limit=turn_limit
+        )
 
     conversation = Conversation(script, rules(**changes))
     return await conversation(generate, PROMPT, sampling=sampling, sample_id=40)
@@ -171,11 +171,11 @@ async def test_one_sample_a_turn_makes_a_trajectory_that_passes_the_check():
 
 async def test_a_gap_in_the_rows_is_refused_with_the_sample():
     class Gappy(SimulatedEngine):
-        async def generate(self, *args, **options):
-            sample = await super().generate(*args, **options)
-            return replace(sample, routed_experts=sample.routed_experts[:-1])
+        async def generate(self, request):
+            segment = await super().generate(request)
+            return replace(segment, rows=segment.rows[:-1])
 
-    with pytest.raises(ValueError, match="sample 40: 3 rows after a turn that ends at 5 tokens"):
+    with pytest.raises(ValueError, match="sample 40: an answer brings rows 0..2, expected .* to 3"):
         await play(Script(), engine=Gappy(length=lambda _: 1000))
 
 

@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from r3train.engine.backend import EngineDied, SamplingParams
+from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
-from r3train.types import Prompt, RolloutSample
+from r3train.types import Prompt
 
 
 class FakeBackend:
@@ -23,9 +23,8 @@ class FakeBackend:
         self.delay_s = delay_s
         self.rng = np.random.default_rng(0)
 
-    async def generate(
-        self, prompt, sampling, *, sample_id, group_id, weight_version=None, **_options
-    ):
+    async def generate(self, request):
+        sample_id, weight_version = request.sample_id, request.weight_version
         self.asked.append((sample_id, weight_version))
         self.running += 1
         self.peak = max(self.peak, self.running)
@@ -35,17 +34,12 @@ class FakeBackend:
             self.running -= 1
         if sample_id == self.fail_at:
             raise EngineDied(f"sample {sample_id} met a dead engine")
-        ids = np.array([*prompt.token_ids, 9, 9], dtype=np.int32)
-        return RolloutSample(
-            sample_id=sample_id,
-            group_id=group_id,
-            prompt=prompt,
-            token_ids=ids,
-            prompt_len=1,
-            loss_mask=np.array([False, True, True]),
-            rollout_log_probs=np.zeros(3, np.float32),
-            routed_experts=None,
-            weight_versions=np.array([-1, weight_version, weight_version], np.int32),
+        return Segment(
+            token_ids=np.array([9, 9], np.int32),
+            log_probs=np.zeros(2, np.float32),
+            weight_versions=np.array([weight_version, weight_version], np.int32),
+            rows=None,
+            rows_start=0,
             finish_reason="stop",
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -73,8 +74,8 @@ def test_an_engine_that_stops_short_of_a_segment_is_not_asked_to_go_on():
     """Where the engine's own limit ends an answer, there is nothing to go on with."""
 
     class Short(SimulatedEngine):
-        async def generate(self, *args, turn_limit=None, **options):
-            return await super().generate(*args, turn_limit=min(turn_limit, 4), **options)
+        async def generate(self, request):
+            return await super().generate(replace(request, max_new_tokens=4))
 
     engine = Short(length=lambda _: 50)
     with producer_of(engine) as producer:
@@ -84,11 +85,11 @@ def test_an_engine_that_stops_short_of_a_segment_is_not_asked_to_go_on():
 class OneBad(SimulatedEngine):
     """Sample 3 is bad once the others of its step are complete."""
 
-    async def generate(self, *args, sample_id, **options):
-        if sample_id == 3:
+    async def generate(self, request):
+        if request.sample_id == 3:
             await asyncio.sleep(0.2)
             raise BadAnswer("sample 3: 2 log-probs, expected 4")
-        return await super().generate(*args, sample_id=sample_id, **options)
+        return await super().generate(request)
 
 
 def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a_reward():
