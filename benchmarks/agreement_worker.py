@@ -57,7 +57,7 @@ def main() -> None:
     job = preflight(config, int(os.environ["WORLD_SIZE"]))
     topology.init_distributed("auto", config.parallel.distributed_timeout_minutes)
     groups = load_rollout(arguments.rollouts, 0)
-    samples, _ = train_samples(groups, std_normalization=True)
+    samples, _ = train_samples(groups, config.algorithm)
     found: dict[str, Any] = {}
     for name, bf16 in ACTORS.items():
         model = config.model.model_copy(update={"bf16": bf16})

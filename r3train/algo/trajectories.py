@@ -1,10 +1,12 @@
-"""Step-wise trajectories: one training sample a turn, all of them with the episode's reward."""
+"""Episodes and their samples: one each, or step-wise one a turn, all with the episode's reward."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+
+from r3train.types import RolloutSample, Scored
 
 
 def validate_trajectories(
@@ -58,19 +60,32 @@ def validate_trajectories(
             ended.add(trajectory)
 
 
-def trajectory_rewards(
-    trajectory_ids: Sequence[int], rewards: Sequence[float]
-) -> tuple[np.ndarray, np.ndarray]:
-    """One reward a trajectory of a group, and the trajectory of each sample.
+def episode_id(sample: RolloutSample) -> int:
+    """The episode of a sample, which is the sample itself unless it is one turn of several.
 
-    Returns (float64[n], int64[samples]), trajectories in the order of their first sample.  Raises
-    ValueError where two steps of a trajectory carry different rewards.
+    Unique within a run.
+    """
+    return sample.sample_id if sample.trajectory_id is None else sample.trajectory_id
+
+
+def episode_places(group: Sequence[RolloutSample]) -> list[int]:
+    """The place of each sample's episode among the group's, in the order of first samples.
+
+    Samples of the episodes 7, 7, 4, 9 give 0, 0, 1, 2.
     """
     place: dict[int, int] = {}
-    of_sample = np.array([place.setdefault(t, len(place)) for t in trajectory_ids], dtype=np.int64)
-    out = np.zeros(len(place), dtype=np.float64)
-    out[of_sample] = rewards
-    if (out[of_sample] != np.asarray(rewards, dtype=np.float64)).any():
-        at = int(np.argmax(out[of_sample] != np.asarray(rewards)))
-        raise ValueError(f"the steps of trajectory {trajectory_ids[at]} carry different rewards")
-    return out, of_sample
+    return [place.setdefault(episode_id(sample), len(place)) for sample in group]
+
+
+def episode_rewards(group: Sequence[Scored]) -> np.ndarray:
+    """One reward for each episode of a group, float64[n], in the order of first samples.
+
+    Raises ValueError where two steps of an episode carry different rewards.
+    """
+    reward_of: dict[int, float] = {}
+    for sample, reward in group:
+        episode = episode_id(sample)
+        if episode in reward_of and reward_of[episode] != reward:
+            raise ValueError(f"the steps of trajectory {episode} carry different rewards")
+        reward_of[episode] = reward
+    return np.array(list(reward_of.values()), dtype=np.float64)

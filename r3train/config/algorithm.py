@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -14,8 +14,8 @@ class AlgorithmSection(Section):
 
     title: ClassVar[str] = "Algorithm"
 
-    advantage_estimator: Literal["grpo"] = "grpo"
-    """How a reward becomes an advantage."""
+    advantage_estimator: str = "grpo"
+    """How rewards become advantages: grpo, or module:function of your own."""
     grpo_std_normalization: bool = True
     """Divide a group's centred rewards by their standard deviation."""
     eps_clip: float = Field(default=0.2, ge=0, lt=1)

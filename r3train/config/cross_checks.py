@@ -148,12 +148,6 @@ def _lengths(config: RunConfig) -> Iterator[str]:
 
 def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
-    group = config.rollout.n_samples_per_prompt
-    if algorithm.advantage_estimator == "grpo" and group < 2:
-        yield (
-            f"advantage_estimator grpo compares the samples of a prompt: n_samples_per_prompt"
-            f" must be at least 2, got {group}"
-        )
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"tis_clip_low {algorithm.tis_clip_low} exceeds tis_clip {algorithm.tis_clip}"
     if config.model.ref_load is not None and not algorithm.needs_reference:

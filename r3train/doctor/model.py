@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.algo.check import check_algorithm
 from r3train.config.cross_checks import check_model, check_static, replay_warnings
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.doctor.finding import Finding, fact, ok, problem, warning
@@ -38,6 +39,8 @@ def check_config(config: RunConfig, world_size: int) -> Iterator[Finding]:
     """Rules between sections, and with the checkpoint; one finding a rule that is broken."""
     checks = [lambda: check_static(config, world_size)]
     checks.append(lambda: check_server_flags(config.rollout.sglang))
+    samples = config.rollout.n_samples_per_prompt
+    checks.append(lambda: check_algorithm(config.algorithm, samples))
     try:
         hf = read_hf_facts(config.model.hf_checkpoint)
         checks.append(lambda: check_model(config, hf, world_size))

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
@@ -52,6 +53,7 @@ def preflight(config: RunConfig, world_size: int) -> Job:
     engine_api_key(os.environ)  # one that cannot be sent is refused now
     if config.checkpoint.save_hf is not None:
         check_export_directory(config.checkpoint.save_hf, config.model.hf_checkpoint)
+    check_algorithm(config.algorithm, config.rollout.n_samples_per_prompt)
     hf = read_hf_facts(config.model.hf_checkpoint)
     check_model(config, hf, world_size)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
@@ -121,7 +123,7 @@ def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
         rollout_batch_size=config.rollout.rollout_batch_size,
         steps_per_rollout=config.steps_per_rollout,
         max_tokens_per_gpu=config.trainer.max_tokens_per_gpu,
-        grpo_std_normalization=config.algorithm.grpo_std_normalization,
+        algorithm=config.algorithm,
         needs_reference=config.algorithm.needs_reference,
         ci_test=config.trainer.ci_test,
         probe_tokens=probe,

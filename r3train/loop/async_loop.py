@@ -208,7 +208,7 @@ class AsyncLoop:
     ) -> tuple[Prepared, dict[str, Any]]:
         """Rank 0: score the rollout, deal it and pack it."""
         zero, s = self._zero, self._settings
-        samples, stats = train_samples(groups, std_normalization=s.grpo_std_normalization)
+        samples, stats = train_samples(groups, s.algorithm)
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
         zero.metrics.write_samples(rollout_id, notable_samples(samples))

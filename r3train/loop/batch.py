@@ -14,8 +14,10 @@ from r3train.proof.check import StepExpectation, expected_calls
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch
 from r3train.loop.recorded import Recorded
-from r3train.algo.advantages import GroupStats, group_stats, grpo_advantages, token_advantages
-from r3train.algo.trajectories import trajectory_rewards, validate_trajectories
+from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.reward_stats import GroupStats, group_stats
+from r3train.algo.trajectories import episode_rewards, validate_trajectories
+from r3train.config.algorithm import AlgorithmSection
 from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
 
 # the samples of an optimizer step, [data-parallel rank][microbatch][sample]
@@ -23,30 +25,22 @@ Dealt = Sequence[Sequence[Sequence[TrainSample]]]
 
 
 def train_samples(
-    groups: Sequence[Sequence[Scored]], *, std_normalization: bool
+    groups: Sequence[Sequence[Scored]], algorithm: AlgorithmSection
 ) -> tuple[list[TrainSample], GroupStats]:
-    """Group-relative advantages over the rollout's groups, [groups][n] -> groups * n samples.
+    """Give every token of a rollout its advantage, [groups][samples] -> all samples in order.
 
-    Of step-wise samples (one a turn) a group holds more: each takes the advantage of its episode.
+    Step-wise samples (one a turn) of an episode share one reward, which counts once.
     """
     _check_trajectories([sample for group in groups for sample, _ in group])
-    by_episode = [
-        trajectory_rewards([episode_id(sample) for sample, _ in group], [r for _, r in group])
-        for group in groups
-    ]
-    rewards = np.array([episodes for episodes, _ in by_episode], dtype=np.float64)
-    advantages = grpo_advantages(rewards, std_normalization=std_normalization)
-    samples = []
-    for g, group in enumerate(groups):
-        for (sample, reward), i in zip(group, by_episode[g][1]):
-            own = token_advantages(float(advantages[g, i]), sample.loss_mask)
-            samples.append(TrainSample(sample, reward, own))
-    return samples, group_stats(rewards)
-
-
-def episode_id(sample: RolloutSample) -> int:
-    """The episode that a sample is, or with step-wise samples is a turn of; unique within a run."""
-    return sample.sample_id if sample.trajectory_id is None else sample.trajectory_id
+    rewards = np.array([episode_rewards(group) for group in groups], dtype=np.float64)
+    stats = group_stats(rewards)
+    samples = [[sample for sample, _ in group] for group in groups]
+    advantages = token_advantages(samples, rewards, algorithm)
+    return [
+        TrainSample(sample, reward, own)
+        for group, of_group in zip(groups, advantages)
+        for (sample, reward), own in zip(group, of_group)
+    ], stats
 
 
 def _check_trajectories(samples: Sequence[RolloutSample]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.planted_bugs import Poison
 from r3train.types import RouteShape, Scored
 
@@ -70,7 +71,7 @@ class LoopSettings:
     rollout_batch_size: int
     steps_per_rollout: int
     max_tokens_per_gpu: int
-    grpo_std_normalization: bool
+    algorithm: AlgorithmSection
     needs_reference: bool
     ci_test: bool
     probe_tokens: np.ndarray | None  # int32[T], under --check-weight-update-equal

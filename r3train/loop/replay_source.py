@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from r3train.loop.batch import episode_id
+from r3train.algo.trajectories import episode_id
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.types import Scored
 

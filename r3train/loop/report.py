@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from r3train.algo.advantages import GroupStats
+from r3train.algo.reward_stats import GroupStats
 from r3train.types import TrainSample
 
 

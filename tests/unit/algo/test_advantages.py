@@ -1,45 +1,50 @@
+"""Advantage estimators, through the function that the loop calls."""
+
 import math
 
 import numpy as np
 import pytest
+from tests.unit.algo.rollouts import advantages, sample, scored
 
-from r3train.algo.advantages import GroupStats, grpo_advantages, group_stats, token_advantages
+from r3train.algo.advantages.registry import check_advantages, get_advantage_estimator
+from r3train.algo.advantages.tools import centred
+from r3train.algo.reward_stats import GroupStats, group_stats
+from r3train.config.algorithm import AlgorithmSection
+from r3train.loop.batch import train_samples
 
 
-def test_advantages_equal_the_hand_worked_group_with_the_sample_std():
+def test_grpo_equals_the_hand_worked_group_with_the_sample_std():
     # mean 0.25; deviations .75, -.25 x 3; sum of squares .75; over n - 1 = 3: variance .25, std .5
-    got = grpo_advantages(np.array([[1.0, 0.0, 0.0, 0.0]]), std_normalization=True, eps=0.0)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-6)
+    got = advantages([[1.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_allclose(got, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-5)
 
 
-def test_eps_is_added_to_the_std_and_not_to_the_variance():
-    got = grpo_advantages(np.array([[1.0, 0.0, 0.0, 0.0]]), std_normalization=True, eps=0.5)
-    np.testing.assert_allclose(got, [[0.75, -0.25, -0.25, -0.25]], rtol=1e-6)
+def test_grpo_adds_1e_6_to_the_std_and_not_to_the_variance():
+    # std sqrt(2) * 1e-6: the sum is 2.414e-6, and 1e-6 is 41% of it
+    got = advantages([[2e-6, 0.0]])
+    np.testing.assert_allclose(got, [[1 / (1 + math.sqrt(2)), -1 / (1 + math.sqrt(2))]], rtol=1e-5)
 
 
-def test_without_std_normalization_the_advantage_is_the_distance_from_the_group_mean():
-    got = grpo_advantages(np.array([[3.0, 1.0], [10.0, 30.0]]), std_normalization=False)
+def test_grpo_without_std_normalization_is_the_distance_from_the_group_mean():
+    got = advantages([[3.0, 1.0], [10.0, 30.0]], grpo_std_normalization=False)
     np.testing.assert_array_equal(got, np.array([[1.0, -1.0], [-10.0, 10.0]], np.float32))
 
 
 def test_a_group_is_scored_against_itself_alone():
-    alone = grpo_advantages(np.array([[0.0, 2.0, 4.0]]), std_normalization=True)
-    beside = grpo_advantages(np.array([[0.0, 2.0, 4.0], [900.0, 0.0, 7.0]]), std_normalization=True)
-    np.testing.assert_array_equal(alone[0], beside[0])
+    beside = advantages([[0.0, 2.0, 4.0], [900.0, 0.0, 7.0]])
+    np.testing.assert_array_equal(advantages([[0.0, 2.0, 4.0]])[0], beside[0])
 
 
 @pytest.mark.parametrize("normalise", [True, False])
 @pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1e9 + 0.1])
 def test_a_group_of_equal_rewards_gets_exactly_zero(normalise, reward):
-    got = grpo_advantages(np.full((1, 7), reward), std_normalization=normalise, eps=1e-30)
+    got = advantages([[reward] * 7], grpo_std_normalization=normalise)
     np.testing.assert_array_equal(got, np.zeros((1, 7), np.float32))
 
 
-@pytest.mark.parametrize("normalise", [True, False])
-def test_a_group_of_one_gets_zero_and_no_nan(normalise):
-    got = grpo_advantages(np.array([[5.0], [7.0]]), std_normalization=normalise)
-    np.testing.assert_array_equal(got, np.zeros((2, 1), np.float32))
+def test_the_mean_of_equal_rewards_would_leave_a_residue():
+    rewards = np.full((1, 7), 1e9 + 0.1)
+    assert (rewards - rewards.mean()).any() and not centred(rewards).any()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -47,15 +52,13 @@ def test_a_reward_that_is_not_finite_is_named_by_group_and_sample(bad):
     rewards = np.zeros((3, 4))
     rewards[1, 2] = bad
     with pytest.raises(ValueError, match="sample 2 in group 1 is"):
-        grpo_advantages(rewards, std_normalization=True)
-    with pytest.raises(ValueError, match="sample 2 in group 1 is"):
-        group_stats(rewards)
+        train_samples(scored(rewards), AlgorithmSection())
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (4, 0), (1, 2, 3)])
 def test_rewards_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match="shape"):
-        grpo_advantages(np.zeros(shape), std_normalization=True)
+        group_stats(np.zeros(shape))
 
 
 def test_group_stats_equal_the_hand_worked_batch():
@@ -72,12 +75,100 @@ def test_group_stats_equal_the_hand_worked_batch():
     )
 
 
-def test_token_advantages_stand_on_the_loss_mask_and_nowhere_else():
-    got = token_advantages(-1.5, np.array([False, True, True, False]))
-    assert got.dtype == np.float32
-    np.testing.assert_array_equal(got, np.array([0.0, -1.5, -1.5, 0.0], np.float32))
+# -- estimators of a user's own ------------------------------------------------------------------
+
+HERE = "tests.unit.algo.test_advantages"
 
 
-def test_a_loss_mask_of_numbers_is_refused():
-    with pytest.raises(ValueError, match="expected bool"):
-        token_advantages(1.0, np.array([0, 1, 1]))
+def by_position(groups, rewards, algorithm):
+    """Later tokens earn more, prompt tokens too: those must not arrive."""
+    return [
+        [np.arange(s.num_tokens) * r for s, r in zip(g, own)] for g, own in zip(groups, rewards)
+    ]
+
+
+def nothing(groups, rewards, algorithm):
+    return None
+
+
+def a_number_a_sample(groups, rewards, algorithm):
+    return rewards.tolist()
+
+
+def too_short(groups, rewards, algorithm):
+    return [[np.zeros(2) for _ in group] for group in groups]
+
+
+def not_finite(groups, rewards, algorithm):
+    return [[np.full(s.num_tokens, math.nan) for s in group] for group in groups]
+
+
+def of_rewards_alone(rewards):
+    return rewards
+
+
+async def later(groups, rewards, algorithm):
+    return []
+
+
+def test_an_estimator_found_by_path_sets_every_token():
+    samples, _ = train_samples(
+        scored([[1.0, 10.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:by_position")
+    )
+    assert [s.advantages.tolist() for s in samples] == [[0, 1, 2], [0, 10, 20]]
+
+
+def test_masked_tokens_get_zero_whatever_the_estimator_says():
+    masked = sample(0)
+    masked.loss_mask[1] = False
+    samples, _ = train_samples(
+        [[(masked, 1.0)]], AlgorithmSection(advantage_estimator=f"{HERE}:by_position")
+    )
+    assert samples[0].advantages.tolist() == [0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing", r"nothing: returned NoneType, expected a list for each group .* \[2\]"),
+        ("a_number_a_sample", r"sample 0 got advantages of shape \[\], expected one .* 3 tokens"),
+        ("too_short", r"sample 0 got advantages of shape \[2\], expected one .* 3 tokens"),
+        ("not_finite", "not_finite: sample 0 got an advantage that is not finite"),
+    ],
+)
+def test_an_estimator_that_returns_something_else_is_named_with_the_sample(name, message):
+    with pytest.raises(ValueError, match=message):
+        train_samples(scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("grbo", r"^--advantage-estimator grbo: unknown, expected one of grpo.*mean grpo\?$"),
+        (f"{HERE}:absent", f"{HERE} has no absent"),
+        (f"{HERE}:HERE", "found 'tests.*expected a function"),
+        (f"{HERE}:later", "found an async function"),
+        (
+            f"{HERE}:of_rewards_alone",
+            r"found a function \(rewards\), expected a function \(groups, rewards, algorithm\)",
+        ),
+        ("no.such.module:f", "cannot import no.such.module"),
+        ("module:", "expected module:object"),
+    ],
+)
+def test_a_name_without_an_estimator_is_refused_at_start_up(name, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check_advantages(AlgorithmSection(advantage_estimator=name), 8)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_an_estimator_that_compares_samples_is_refused_with_one_a_prompt():
+    with pytest.raises(ValueError, match="grpo compares the samples.*at least 2, got 1"):
+        check_advantages(AlgorithmSection(), 1)
+    check_advantages(AlgorithmSection(), 2)
+    check_advantages(AlgorithmSection(advantage_estimator=f"{HERE}:by_position"), 1)
+
+
+def test_a_registered_estimator_is_found_by_its_path_too():
+    path = "r3train.algo.advantages.grpo:grpo"
+    assert get_advantage_estimator(path) is get_advantage_estimator("grpo")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.unit.generation.test_group_buffer import sample
+from tests.unit.algo.rollouts import advantages, sample
 
+from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
+from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.batch import train_samples
-from r3train.algo.trajectories import trajectory_rewards, validate_trajectories
+
+CENTRED = AlgorithmSection(grpo_std_normalization=False)
 
 IDS = [10, 11, 20, 30, 31, 32]
 OF = [1, 1, 2, 3, 3, 3]
@@ -43,19 +46,16 @@ def test_each_fault_is_refused_with_the_sample(of, last, message):
         validate_trajectories(IDS, of, last)
 
 
-def test_a_trajectory_has_one_reward():
-    rewards, of_sample = trajectory_rewards([7, 7, 4, 9], [0.5, 0.5, 1.0, 0.0])
-    assert rewards.tolist() == [0.5, 1.0, 0.0] and of_sample.tolist() == [0, 0, 1, 2]
-    with pytest.raises(ValueError, match="trajectory 7 carry different rewards"):
-        trajectory_rewards([7, 7], [0.5, 0.25])
-
-
 def step(sample_id, trajectory, last):
-    from dataclasses import replace
+    return sample(sample_id, trajectory_id=trajectory, is_last_step=last)
 
-    return replace(
-        sample(0, (0, 0)), sample_id=sample_id, trajectory_id=trajectory, is_last_step=last
-    )
+
+def test_an_episode_has_one_reward():
+    steps = [step(0, 7, False), step(1, 7, True), step(2, 4, True), step(3, 9, True)]
+    rewards = episode_rewards(list(zip(steps, [0.5, 0.5, 1.0, 0.0])))
+    assert rewards.tolist() == [0.5, 1.0, 0.0] and episode_places(steps) == [0, 0, 1, 2]
+    with pytest.raises(ValueError, match="trajectory 7 carry different rewards"):
+        episode_rewards(list(zip(steps, [0.5, 0.25])))
 
 
 def test_every_step_takes_its_episodes_advantage_whatever_the_number_of_turns():
@@ -65,16 +65,14 @@ def test_every_step_takes_its_episodes_advantage_whatever_the_number_of_turns():
         (step(2, 0, True), 1.0),
         (step(4, 4, True), 0.0),
     ]
-    samples, stats = train_samples([group], std_normalization=False)
+    samples, stats = train_samples([group], CENTRED)
     assert [float(s.advantages.max() + s.advantages.min()) for s in samples] == [0.5] * 3 + [-0.5]
     assert (stats.mean, stats.num_groups) == (0.5, 1), "an episode counts once"
-    one_each, _ = train_samples(
-        [[(sample(0, (0,)), 1.0), (sample(1, (0,)), 0.0)]], std_normalization=False
-    )
-    np.testing.assert_array_equal(one_each[0].advantages, [0.0, 0.5])
+    one_each = advantages([[1.0, 0.0]], grpo_std_normalization=False)
+    np.testing.assert_array_equal(one_each, [[0.5, -0.5]])
 
 
 def test_a_batch_of_step_wise_and_whole_samples_mixed_is_refused():
-    group = [(step(0, 0, True), 1.0), (sample(5, (0,)), 0.0)]
+    group = [(step(0, 0, True), 1.0), (sample(5), 0.0)]
     with pytest.raises(ValueError, match="sample 5 has no trajectory_id"):
-        train_samples([group], std_normalization=False)
+        train_samples([group], CENTRED)

@@ -118,7 +118,6 @@ def test_topologies_that_do_not_fit_are_refused(message, world_size, fields):
             "rollout_max_prompt_len 3 .* = 11 exceeds rollout_max_context_len 10",
             {"rollout_max_context_len": 10, "rollout_max_prompt_len": 3},
         ),
-        ("n_samples_per_prompt must be at least 2, got 1", {"n_samples_per_prompt": 1}),
         ("tis_clip_low 3.0 exceeds tis_clip 2.0", {"tis_clip_low": 3.0}),
         ("--ref-load needs --kl-loss-coef", {"ref_load": "ref"}),
         ("min_lr 1.0 exceeds lr", {"min_lr": 1.0}),

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from r3train.loop.report import RolloutReport, notable_samples, rollout_metrics, source_metrics
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.algo.advantages import GroupStats
+from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
 from r3train.generation.flight import Flight
 from r3train.generation.rates import Rates

@@ -1,0 +1,84 @@
+"""Advantage estimators by name, or by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from r3train.algo.advantages.grpo import grpo
+from r3train.config.algorithm import AlgorithmSection
+from r3train.plugs import find_plug, require_function
+from r3train.types import RolloutSample
+
+# (groups, rewards, algorithm) -> float[T] for each sample of each group.
+# groups: [G][samples], the whole rollout.  rewards: float64[G, n], one for each episode of a group.
+# A sample is an episode, unless --environment-samples is turn: then an episode has a sample for
+# each turn, and episodes are in the order of their first samples (``tools.spread`` knows it).
+AdvantageEstimator = Callable[
+    [Sequence[Sequence[RolloutSample]], np.ndarray, AlgorithmSection], list[list[np.ndarray]]
+]
+
+ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "grpo": grpo,
+}
+_FLAG = "--advantage-estimator"
+
+
+def get_advantage_estimator(name: str) -> AdvantageEstimator:
+    """Return the estimator registered as ``name``, or the function that "module:function" names.
+
+    Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, and
+    for anything but a plain function (groups, rewards, algorithm).
+    """
+    found = find_plug(_FLAG, name, ADVANTAGES)
+    return require_function(_FLAG, name, found, "groups", "rewards", "algorithm")
+
+
+def check_advantages(algorithm: AlgorithmSection, samples_per_prompt: int) -> None:
+    """Refuse at start-up what the estimator cannot work with; raises ValueError."""
+    name = algorithm.advantage_estimator
+    needed = getattr(get_advantage_estimator(name), "min_samples_per_prompt", 1)
+    if samples_per_prompt < needed:
+        raise ValueError(
+            f"{_FLAG} {name} compares the samples of a prompt: n_samples_per_prompt must be at"
+            f" least {needed}, got {samples_per_prompt}"
+        )
+
+
+def token_advantages(
+    groups: Sequence[Sequence[RolloutSample]], rewards: np.ndarray, algorithm: AlgorithmSection
+) -> list[list[np.ndarray]]:
+    """Run the configured estimator: float32[T] for each sample of each group, 0 outside its mask.
+
+    Raises ValueError, naming the estimator and the sample, where it returns anything but a finite
+    number for each token.
+    """
+    name = algorithm.advantage_estimator
+    found = get_advantage_estimator(name)(groups, rewards, algorithm)
+    expected = [len(group) for group in groups]
+    got = [len(own) for own in found] if isinstance(found, (list, tuple)) else type(found).__name__
+    if got != expected:
+        raise ValueError(
+            f"{_FLAG} {name}: returned {got}, expected a list for each group with an array for"
+            f" each sample: {expected}"
+        )
+    return [
+        [_checked(name, sample, own) for sample, own in zip(group, of_group)]
+        for group, of_group in zip(groups, found)
+    ]
+
+
+def _checked(name: str, sample: RolloutSample, advantages: np.ndarray) -> np.ndarray:
+    advantages = np.asarray(advantages, dtype=np.float32)
+    if advantages.shape != sample.loss_mask.shape:
+        raise ValueError(
+            f"{_FLAG} {name}: sample {sample.sample_id} got advantages of shape"
+            f" {list(advantages.shape)}, expected one for each of its {sample.num_tokens} tokens"
+        )
+    advantages = np.where(sample.loss_mask, advantages, np.float32(0.0))
+    if not np.isfinite(advantages).all():
+        raise ValueError(
+            f"{_FLAG} {name}: sample {sample.sample_id} got an advantage that is not finite"
+        )
+    return advantages
