@@ -20,14 +20,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import replay_warnings
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import (
-    Job,
-    loop_settings,
-    open_run_dir,
-    preflight,
-    replay_plan,
-    start_stamp,
-)
+from r3train.launch.job import Job, open_run_dir, preflight, start_stamp
 
 
 @train_options
@@ -47,11 +40,11 @@ def main(config: RunConfig) -> None:
 
 
 def run(job: Job, rank: int) -> int:
-    """Build the parts, run the loop, close the parts; returns the exit code."""
+    """Join the ranks, train, close what was opened; returns the exit code."""
     began = time.monotonic()
+    from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
     from r3train.observe.logging_setup import setup_logging
-    from r3train.loop.stop import StopSignal
     from r3train.trainer.megatron.cpu_device import prepare_device
 
     config, log = job.config, None
@@ -59,20 +52,19 @@ def run(job: Job, rank: int) -> int:
     stop = StopSignal(config.faults.signal_grace_s)
     with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
         try:
-            with ExitStack() as parts, display.phase("joining the ranks"):
-                device = prepare_device()
-                from r3train.loop.scatter import broadcast_json
-                from r3train.trainer.megatron import topology
+            with ExitStack() as parts:
+                with display.phase("joining the ranks"):
+                    device = prepare_device()
+                    from r3train.loop.scatter import broadcast_json
+                    from r3train.trainer.megatron import topology
 
-                topology.init_distributed(
-                    config.parallel.distributed_backend,
-                    config.parallel.distributed_timeout_minutes,
-                )
-                parts.callback(topology.shutdown)
-                run_dir = open_run_dir(config, broadcast_json)
-                log = setup_logging(run_dir, rank, config.run.log_level)
-                stay_open = parts.pop_all()
-            with stay_open as parts:
+                    topology.init_distributed(
+                        config.parallel.distributed_backend,
+                        config.parallel.distributed_timeout_minutes,
+                    )
+                    parts.callback(topology.shutdown)
+                    run_dir = open_run_dir(config, broadcast_json)
+                    log = setup_logging(run_dir, rank, config.run.log_level)
                 train(job, device, rank, run_dir, display, stop, parts)
             if rank == 0:
                 display.summary(finish(config, run_dir, began))
@@ -85,10 +77,8 @@ def run(job: Job, rank: int) -> int:
     return stop.exit_code(saved=config.checkpoint.save is not None)
 
 
-def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
-    """One training run; everything opened is closed by ``parts``, in reverse order."""
-    from r3train.observe.metrics import MetricsWriter
-    from r3train.proof.writer import EvidenceWriter
+def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
+    """Build the parts and run the loop; ``parts`` closes everything opened, in reverse order."""
     from r3train.launch.actor import build_actor, export_hf
     from r3train.launch.keeping import build_keeper
     from r3train.launch.resume import resume_point
@@ -96,12 +86,14 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
     from r3train.launch.sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
     from r3train.loop.parts import RankZero
-    from r3train.loop.recovery import Recovery
+    from r3train.loop.planted_bugs import planted_bugs
     from r3train.loop.scatter import broadcast_json
+    from r3train.observe.metrics import MetricsWriter
+    from r3train.proof.writer import EvidenceWriter
 
     config = job.config
     resume = resume_point(job)
-    engines = stores = routes = None
+    engines = stores = routes = rank_zero = evidence = None
     if config.replay.route_stores:
         stores = RouteStores(job)
         parts.callback(stores.close)  # after the engines, whose requests go through them
@@ -110,7 +102,7 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
         for warning in replay_warnings(config):
             display.note(f"warning: {warning}", style="yellow")
         if resume.checkpoint is not None:
-            display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout}")
+            display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
         engines = build_engines(job, run_dir, display, resume)
         parts.callback(engines.close)
         engines.start_server()  # comes up while the actor is built
@@ -118,36 +110,26 @@ def train(job, device, rank, run_dir, display, stop, parts: ExitStack) -> None:
         actor = build_actor(job, device, resume)
     if stores is not None:
         routes = stores.open(actor.topology)
-    zero = evidence = None
     if engines is not None:
         if stores is not None:
             engines.use_route_stores(stores)
         engines.wait_ready()
-        metrics = MetricsWriter(run_dir, config.run.tensorboard)
-        parts.callback(metrics.close)
-        zero = RankZero(
-            engines.start_producer,
-            engines.publisher,
-            engines.probe,
-            display,
-            metrics,
-            engines.route_wire_bytes,
-        )
+        rank_zero = RankZero(engines, display, MetricsWriter(run_dir, config.run.tensorboard))
+        parts.callback(rank_zero.metrics.close)
     if config.r3_check_enabled:
-        attempt = broadcast_json(start_stamp())
-        evidence = EvidenceWriter(run_dir, rank, attempt)
+        evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
         parts.callback(evidence.close)
     parts.enter_context(stop)
     AsyncLoop(
+        config,
+        job.hf,
         actor,
-        loop_settings(job, resume.start_rollout),
-        replay_plan(job),
-        zero=zero,
+        rank_zero=rank_zero,
         evidence=evidence,
         keeper=build_keeper(job, actor, run_dir, stop, display.note, resume),
-        recovery=Recovery(engines, enabled=config.faults.max_engine_restarts > 0),
         routes=routes,
-    ).run()
+        plant=planted_bugs(config, job.hf),
+    ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(actor, config.model.hf_checkpoint, config.checkpoint.save_hf)
 

@@ -26,7 +26,7 @@ from megatron.core import parallel_state  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
-from r3train.launch.job import Job, preflight, replay_plan  # noqa: E402
+from r3train.launch.job import Job, preflight  # noqa: E402
 from r3train.launch.resume import resume_point  # noqa: E402
 from r3train.layout.microbatch import slice_microbatch  # noqa: E402
 from r3train.loop.batch import (
@@ -35,6 +35,7 @@ from r3train.loop.batch import (
     deal_samples,
     train_samples,
 )  # noqa: E402
+from r3train.loop.parts import replay_plan  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
 from r3train.loop.scatter import gather_topologies  # noqa: E402
 from r3train.algo.corrections import log_prob_gap_stats  # noqa: E402
@@ -72,7 +73,7 @@ def main() -> None:
 def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     """Gap and routing of one actor without and with replay, over the same tokens; a collective."""
     actor = build_actor(job, DEVICE, resume_point(job))
-    plan = replay_plan(job)
+    plan = replay_plan(job.config, job.hf)
     packing = Packing(
         topologies=gather_topologies(actor.topology),
         max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,

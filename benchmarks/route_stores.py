@@ -129,7 +129,7 @@ class Rank:
             for stage in range(shape.pipeline)
             for i in range(leaders)
         ]
-        self.replay = ReplayPlan(shape.layers, EXPERTS, shape.topk, layers, (), 0.1, False, None)
+        self.replay = ReplayPlan(shape.layers, EXPERTS, shape.topk, layers, (), 0.1, False)
         self.node = None
         if rank < leaders:
             self.node = RouteNode(rank, TOKEN, shape.routes, "127.0.0.1")

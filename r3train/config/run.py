@@ -77,6 +77,21 @@ class RunConfig(Section):
         return self.samples_per_rollout // self.samples_per_step
 
     @property
+    def has_engines(self) -> bool:
+        """Whether servers generate; dumped rollouts take their place with --replay-rollouts."""
+        return self.checkpoint.replay_rollouts is None
+
+    @property
+    def servers_may_hold_other_weights(self) -> bool:
+        """Whether the servers may start with other weights than the actor.
+
+        A loaded actor is ahead of the checkpoint that a server of ours starts from, and nobody knows
+        what a server of somebody else's holds.
+        """
+        external = bool(self.rollout.rollout_external_engine_addrs)
+        return external or self.checkpoint.load is not None
+
+    @property
     def ref_checkpoint(self) -> Path:
         """Checkpoint of the KL reference with its default resolved."""
         return self.model.ref_load or self.model.hf_checkpoint

@@ -9,29 +9,19 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.model import ModelSection
-from r3train.config.parallel import ParallelSection
-from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
-from r3train.loop.parts import LoopSettings, ReplayPlan
-from r3train.loop.planted_bugs import POISONS
 from r3train.rewards.registry import Reward, get_reward
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
-from r3train.routing.layers import recomputed_layers, stage_layer_numbers
 from r3train.types import Prompt
 from r3train.engine.hf_export import check_export_directory
-
-_PROBE_LEN = 32
 
 
 @dataclass(frozen=True)
@@ -107,83 +97,3 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
-
-def loop_settings(job: Job, start_rollout: int) -> LoopSettings:
-    """The loop's numbers from the configuration."""
-    config = job.config
-    probe = None
-    if config.trainer.check_weight_update_equal:
-        # any text will do; this one is the same in every run
-        rng = np.random.default_rng(0)
-        probe = rng.integers(0, job.hf.vocab_size, _PROBE_LEN).astype(np.int32)
-    return LoopSettings(
-        num_rollout=config.rollout.num_rollout,
-        start_rollout=start_rollout,
-        rollout_batch_size=config.rollout.rollout_batch_size,
-        steps_per_rollout=config.steps_per_rollout,
-        max_tokens_per_gpu=config.trainer.max_tokens_per_gpu,
-        algorithm=config.algorithm,
-        needs_reference=config.algorithm.needs_reference,
-        ci_test=config.trainer.ci_test,
-        probe_tokens=probe,
-        # bfloat16 engines differ by rounding alone: the tight bound holds in float32
-        probe_tolerance=0.5 if config.model.bf16 else 1e-4,
-        # a resumed actor is ahead of the checkpoint that a server starts from, and what a server
-        # of somebody else's holds is not known
-        publish_at_start=bool(
-            start_rollout
-            or config.checkpoint.load is not None
-            or config.rollout.rollout_external_engine_addrs
-        ),
-        has_engines=config.checkpoint.replay_rollouts is None,
-        poison=POISONS.get(config.faults.plant_fault),
-    )
-
-
-def recomputed_moe_layers(
-    parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
-) -> tuple[int, ...]:
-    """Numbers of the MoE layers whose router runs a second time in backward."""
-    if parallel.pipeline_model_parallel_layout is not None:
-        chunks = parse_pipeline_layout(
-            parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
-        )
-    else:
-        chunks = stage_layer_numbers(
-            hf.num_hidden_layers,
-            parallel.pipeline_model_parallel_size,
-            vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
-            first=parallel.decoder_first_pipeline_num_layers,
-            last=parallel.decoder_last_pipeline_num_layers,
-        )
-    return tuple(
-        layer
-        for stage in chunks
-        for chunk in stage
-        for layer in recomputed_layers(
-            chunk,
-            granularity=model.recompute_granularity,
-            method=model.recompute_method,
-            num_layers=model.recompute_num_layers,
-            modules=tuple(model.recompute_modules),
-        )
-        if layer in hf.moe_layer_numbers
-    )
-
-
-def replay_plan(job: Job) -> ReplayPlan | None:
-    """R3 for the loop, or None without --use-rollout-routing-replay."""
-    config, hf = job.config, job.hf
-    if not config.replay.use_rollout_routing_replay:
-        return None
-    return ReplayPlan(
-        num_layers=hf.num_hidden_layers,
-        num_experts=hf.num_experts,
-        topk=hf.num_experts_per_tok,
-        moe_layers=hf.moe_layer_numbers,
-        recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
-        mismatch_threshold=config.replay.r3_mismatch_threshold,
-        check=config.r3_check_enabled,
-        plant_bug=config.replay.plant_bug,
-    )

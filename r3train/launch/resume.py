@@ -1,4 +1,4 @@
-"""Where a run begins: at rollout 0, or at a checkpoint that its settings agree with."""
+"""The start of a run: rollout 0, or a checkpoint that its settings agree with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ResumePoint:
 
     checkpoint: Path | None = None
     model_only: bool = False
-    start_rollout: int = 0
+    start_rollout_id: int = 0
 
     def buffer(self) -> tuple[list[Scored], dict[str, Any]] | None:
         """Samples that were generated and not trained, and the producer's facts (rank 0)."""
@@ -34,16 +34,16 @@ class ResumePoint:
             )
         return read_samples(path) if path.exists() else None
 
-    def rollouts_in(self, directory: Path) -> int | None:
-        """Rollouts of the checkpoint, where it is whole under its own name in ``directory``."""
+    def next_rollout_in(self, directory: Path) -> int | None:
+        """The rollout to go on with, where ``directory`` holds the checkpoint whole."""
         at = self.checkpoint
         if at is None or self.model_only or at.suffix or at.parent.resolve() != directory.resolve():
             return None
-        return self.start_rollout
+        return self.start_rollout_id
 
 
 def resume_point(job: Job) -> ResumePoint:
-    """Where --auto-resume or --load says; raises ValueError for a checkpoint of another run."""
+    """The start that --auto-resume or --load asks for; raises ValueError for another run's checkpoint."""
     settings = job.config.checkpoint
     if settings.auto_resume and (settings.save / checkpoint.LATEST).is_file():
         return _point(job, checkpoint.latest_checkpoint(settings.save))
@@ -75,11 +75,11 @@ def _point(job: Job, path: Path) -> ResumePoint:
             f"{path}: cannot go on with other settings of the data order: {'; '.join(different)}."
             " Start anew from the weights with --load-model-only"
         )
-    return ResumePoint(path, start_rollout=int(state["num_rollouts"]))
+    return ResumePoint(path, start_rollout_id=int(state["num_rollouts"]))
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """What the order of prompts and the numbers of samples follow from."""
+    """The settings that decide the order of prompts and the numbers of samples."""
     config: RunConfig = job.config
     return {
         "prompt_data_sha256": job.prompt_file.sha256,

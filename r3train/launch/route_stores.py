@@ -7,7 +7,8 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 
-from r3train.launch.job import Job, replay_plan
+from r3train.launch.job import Job
+from r3train.loop.parts import replay_plan
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
@@ -45,7 +46,7 @@ class RouteStores:
         Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot reach
         another store.
         """
-        hf, replay = self._job.hf, replay_plan(self._job)
+        hf, replay = self._job.hf, replay_plan(self._job.config, self._job.hf)
         assert replay is not None, "checked before the start"
         routes = hf.route_shape
         topologies = gather_topologies(topology)

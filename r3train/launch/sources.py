@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -12,46 +11,19 @@ from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
 from r3train.launch.route_stores import RouteStores
-from r3train.loop.parts import RolloutSource
 from r3train.loop.replay_source import DumpedRollouts
 from r3train.generation.producer import ProducerState
-from r3train.engine.publish import WeightPublisher
 
 
-class RolloutSide(Protocol):
-    """Rank 0's side of the rollout, as the entry point sees it."""
-
-    @property
-    def publisher(self) -> WeightPublisher | None: ...
-
-    def start_server(self) -> None: ...
-
-    def wait_ready(self) -> None: ...
-
-    def start_producer(self) -> RolloutSource: ...
-
-    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
-
-    def use_route_stores(self, stores: RouteStores) -> None: ...
-
-    def route_wire_bytes(self) -> int: ...
-
-    def restart(self) -> None: ...
-
-    def restored(self, version: int) -> None: ...
-
-    def fault_counts(self) -> dict[str, int]: ...
-
-    def close(self) -> None: ...
-
-
-def build_engines(job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint) -> RolloutSide:
+def build_engines(
+    job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint
+) -> Engines | Replayed:
     """Engines that generate, or with --replay-rollouts the files that stand for them."""
     if job.config.checkpoint.replay_rollouts is not None:
         return Replayed(job)
     buffer = resume.buffer()
     state = ProducerState(*buffer) if buffer is not None else None
-    return Engines(job, run_dir, display, resume.start_rollout, state)
+    return Engines(job, run_dir, display, resume.start_rollout_id, state)
 
 
 class Replayed:

@@ -1,9 +1,21 @@
-"""The training loop: rollouts of step n+1 are generated while step n trains.
+"""The training loop: rollouts of n+1 are generated while rollout n trains.
 
-Consumes complete groups from the rollout source (rank 0), waits for nothing else, and produces
-weights: every step ends with the servers holding the version that the next groups are drawn from.
-All ranks run the loop together; rank 0 holds the source, the publisher, the display and the files,
-and cuts every other rank its slices.
+    rank 0, event loop     | generate n+1 ................... | pause | generate n+2 ..........
+                           |                groups of n+1     |       ^
+                           |                     v            |       | servers hold version n+1
+    rank 0, training       | take n | cut slices | train n | publish n+1 | take n+1 | ...
+                               ^         | v         ^           ^
+                               |         | slices    |           | whole tensors, drained by all
+    other ranks            | wait   | receive    | train n | send weights | wait     | ...
+
+Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between the
+two lines is a collective, and all ranks pass them in the same order.  Generation waits in two cases
+alone: during a weight update (as --pause-generation-mode says), and when its buffer is full because
+newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those of
+its own rollout.
+
+Weight versions up to n generate rollout n, and training it makes version n+1, which the servers hold
+before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
 """
 
 from __future__ import annotations
@@ -12,19 +24,20 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
 from r3train.proof.check import StepVerdict, judge, totals
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.batch import train_samples
 from r3train.loop.keeper import Keeper
-from r3train.loop.parts import LoopSettings, RankZero, ReplayPlan, RolloutSource
-from r3train.loop.prepare import Expected, Prepared, prepare
+from r3train.loop.parts import RankZero, RolloutSource, replay_plan
+from r3train.loop.prepare import Expected, Plant, Prepared, prepare
 from r3train.loop.recovery import Recovery
 from r3train.loop.report import (
     RolloutReport,
@@ -36,49 +49,59 @@ from r3train.loop.report import (
 from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import broadcast_json, gather_topologies, scatter_slices
 from r3train.loop.stop import StopRequested
-from r3train.trainer.backend import TrainerBackend
 from r3train.types import RankSlice, Scored
+
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.actor import MegatronActor
 
 
 class AsyncLoop:
-    """Runs rollouts ``start_rollout .. num_rollout`` to their end; ``zero`` is None but on rank 0."""
+    """Trains one rollout after another; all ranks call its methods together.
+
+    rank_zero: None on other ranks; evidence: None with the R3 check off; routes: None without
+    --route-stores; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
+    """
 
     def __init__(
         self,
-        actor: TrainerBackend,
-        settings: LoopSettings,
-        replay: ReplayPlan | None,
+        config: RunConfig,
+        hf: HfModelFacts,
+        actor: MegatronActor,
         *,
-        zero: RankZero | None,
+        rank_zero: RankZero | None,
         evidence: EvidenceWriter | None,
         keeper: Keeper,
-        recovery: Recovery,
         routes: RouteExchange | None = None,
+        plant: Plant | None = None,
     ):
+        self._config = config
+        self._hf = hf
         self._actor = actor
-        self._settings = settings
-        self._replay = replay
-        self._zero = zero
+        self._rank_zero = rank_zero
         self._evidence = evidence
         self._keeper = keeper
-        self._recovery = recovery
         self._routes = routes
+        self._plant = plant
+        self._replay = replay_plan(config, hf)
+        engines = rank_zero.engines if rank_zero is not None else None
+        self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
         self._route_wire_bytes = 0
         self._topologies = gather_topologies(actor.topology)
-        self._passes = (
-            ("old_log_prob",) + (("ref_log_prob",) if settings.needs_reference else ()) + ("train",)
-        )
+        self._passes = ("old_log_prob", "train")
+        if config.algorithm.needs_reference:
+            self._passes = ("old_log_prob", "ref_log_prob", "train")
 
-    def run(self) -> None:
+    def run(self, start_rollout_id: int) -> None:
         """Train to the end; raises what went wrong, on the rank where it did."""
-        s, keeper = self._settings, self._keeper
-        if s.publish_at_start:
-            self._publish(s.start_rollout)
-        if self._zero is not None:
-            self._source = keeper.watch(self._zero.start_source())
-        for rollout_id in range(s.start_rollout, s.num_rollout):
+        config, keeper = self._config, self._keeper
+        num_rollout = config.rollout.num_rollout
+        if start_rollout_id or config.servers_may_hold_other_weights:
+            self._publish(start_rollout_id)
+        if self._rank_zero is not None:
+            self._source = keeper.watch(self._rank_zero.engines.start_producer())
+        for rollout_id in range(start_rollout_id, num_rollout):
             began = time.monotonic()
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
@@ -100,8 +123,9 @@ class AsyncLoop:
                 dist.barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
                 raise
             trained = time.monotonic()
-            stopping = keeper.stopping()
-            if (rollout_id + 1 < s.num_rollout or s.probe_tokens is not None) and not stopping:
+            stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
+            # nobody draws from the last weights, but --check-weight-update-equal looks at them
+            if not stopping and (not is_last or config.trainer.check_weight_update_equal):
                 metrics.update(self._publish(rollout_id + 1))
             published = time.monotonic()
             keeper.poll()
@@ -120,18 +144,18 @@ class AsyncLoop:
                 }
             )
             self._report(rollout_id, metrics)
-            if stopping and rollout_id + 1 < s.num_rollout:
+            if stopping and not is_last:
                 return keeper.stopped(rollout_id + 1)
-        if s.num_rollout > s.start_rollout:
-            keeper.save(s.num_rollout)
+        if num_rollout > start_rollout_id:
+            keeper.save(num_rollout)
             keeper.finish()
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
-        if self._zero is not None:
-            self._zero.metrics.write(rollout_id, metrics)
-            self._zero.display.step_line({**metrics, "step": rollout_id})
+        if self._rank_zero is not None:
+            self._rank_zero.metrics.write(rollout_id, metrics)
+            self._rank_zero.display.step_line({**metrics, "step": rollout_id})
 
     # -- rollout -----------------------------------------------------------------------------
 
@@ -145,7 +169,7 @@ class AsyncLoop:
         plan: dict[str, Any] | None = None
         prepared: Prepared | None = None
         metrics, failure = {}, None
-        if self._zero is not None:
+        if self._rank_zero is not None:
             groups, plan, failure = self._wait_for_groups(rollout_id)
             if groups is not None:
                 prepared, metrics = self._prepare(rollout_id, groups)
@@ -189,29 +213,28 @@ class AsyncLoop:
 
     def _next_groups(self, rollout_id: int) -> list[list[Scored]]:
         """Rank 0: wait for the rollout, showing how it comes along."""
-        zero, s = self._zero, self._settings
-        zero.display.rollout_begin(rollout_id, s.rollout_batch_size)
-        zero.display.train_update("waiting for rollout")
+        display, batch_size = self._rank_zero.display, self._config.rollout.rollout_batch_size
+        display.rollout_begin(rollout_id, batch_size)
+        display.train_update("waiting for rollout")
         first = self._source.stats()
 
         def on_wait(stats: dict[str, Any]) -> None:
             tokens = stats["generated_tokens"] - first["generated_tokens"]
-            done = min(stats["buffered_groups"], s.rollout_batch_size)
-            zero.display.rollout_update(done, tokens)
+            display.rollout_update(min(stats["buffered_groups"], batch_size), tokens)
 
         groups = self._source.next_batch(rollout_id, on_wait)
-        zero.display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
+        display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
         return groups
 
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
         """Rank 0: score the rollout, deal it and pack it."""
-        zero, s = self._zero, self._settings
-        samples, stats = train_samples(groups, s.algorithm)
+        config = self._config
+        samples, stats = train_samples(groups, config.algorithm)
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
-        zero.metrics.write_samples(rollout_id, notable_samples(samples))
+        self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
         counts_now = self._source.stats()
         metrics.update(source_metrics(counts_now, self._source_stats))
         self._source_stats = counts_now
@@ -222,10 +245,10 @@ class AsyncLoop:
             self._replay,
             self._topologies,
             passes=self._passes,
-            steps_per_rollout=s.steps_per_rollout,
-            max_tokens_per_gpu=s.max_tokens_per_gpu,
+            steps_per_rollout=config.steps_per_rollout,
+            max_tokens_per_gpu=config.trainer.max_tokens_per_gpu,
             adopt=self._routes.adopt if self._routes is not None else None,
-            poison=s.poison,
+            plant=self._plant,
         )
         return prepared, metrics
 
@@ -233,17 +256,17 @@ class AsyncLoop:
 
     def _train(self, rollout_id: int, steps: Sequence[list[RankSlice]]) -> dict[str, Any]:
         """Log-prob passes over the whole rollout, then its optimizer steps."""
-        if self._zero is not None:
-            self._zero.display.train_update("training")
+        if self._rank_zero is not None:
+            self._rank_zero.display.train_update("training")
         began = time.monotonic()
         everything = [s for step in steps for s in step]
         old = self._actor.compute_log_probs(everything, "old_log_prob")
         ref = None
-        if self._settings.needs_reference:
+        if self._config.algorithm.needs_reference:
             ref = self._actor.compute_log_probs(everything, "ref_log_prob")
         log_prob_s = time.monotonic() - began
         reports = [self._actor.train_step(step, old, ref) for step in steps]
-        if self._settings.ci_test and rollout_id == 0:
+        if self._config.trainer.ci_test and rollout_id == 0:
             _check_first_step(reports[0])
         return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
 
@@ -290,31 +313,31 @@ class AsyncLoop:
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes: on rank 0's client, and of the stores; a collective with them."""
         metrics = self._routes.metrics() if self._routes is not None else {}
-        if self._zero is not None and self._replay is not None:
-            now = self._zero.route_wire_bytes()
+        if self._rank_zero is not None and self._replay is not None:
+            now = self._rank_zero.engines.route_wire_bytes()
             metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes
             self._route_wire_bytes = now
         return metrics
 
     # -- publish -----------------------------------------------------------------------------
 
-    def _publish(self, version: int) -> dict[str, Any]:
-        """Bring all servers to the weights of ``version``; metrics on rank 0."""
-        if not self._settings.has_engines:
+    def _publish(self, weight_version: int) -> dict[str, Any]:
+        """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0."""
+        if not self._config.has_engines:
             return {}
-        if self._zero is not None:
-            self._zero.display.train_update("publishing weights")
+        if self._rank_zero is not None:
+            self._rank_zero.display.train_update("publishing weights")
         quiet = self._source.quiesced() if self._source is not None else nullcontext()
-        metrics, failure = self._send_weights(version, quiet)
+        metrics, failure = self._send_weights(weight_version, quiet)
         if self._recovery.needed(failure):
-            metrics = self._revive(version)
-        gap = self._check_servers(version)  # a server that is frozen would not answer
+            metrics = self._revive(weight_version)
+        gap = self._check_servers(weight_version)  # a server that is frozen would not answer
         if gap is not None:
             metrics["train/weight_probe_gap"] = gap
         return metrics
 
     def _send_weights(
-        self, version: int, quiet: AbstractContextManager[None]
+        self, weight_version: int, quiet: AbstractContextManager[None]
     ) -> tuple[dict[str, Any], BaseException | None]:
         """Send the weights while nothing is generated; drain elsewhere.
 
@@ -322,15 +345,17 @@ class AsyncLoop:
         source has failed meanwhile nothing is sent.
         """
         weights = self._actor.hf_weights()
-        if self._zero is None:
+        if self._rank_zero is None:
             for _ in weights:
                 raise AssertionError("only rank 0 holds whole tensors")
             return {}, None
         try:
             with quiet:
-                published = self._zero.publisher.publish(weights, version=version)
+                published = self._rank_zero.engines.publisher.publish(
+                    weights, version=weight_version
+                )
                 if self._source is not None:
-                    self._source.set_version(version)
+                    self._source.set_version(weight_version)
         except self._recovery.caught as error:
             for _ in weights:  # the other ranks are sending
                 pass
@@ -344,40 +369,41 @@ class AsyncLoop:
             return {}, None
         return {
             "perf/published_bytes": published.num_bytes,
-            "rollout/weight_version": version,
+            "rollout/weight_version": weight_version,
         }, None
 
-    def _revive(self, version: int) -> dict[str, Any]:
-        """Restart lost servers and give them the weights of ``version``; all ranks together.
+    def _revive(self, weight_version: int) -> dict[str, Any]:
+        """Restart lost servers and give them the weights of ``weight_version``; all ranks together.
 
         Raises the cause, after a checkpoint, when there are too many restarts.
         """
         while True:
             failure = self._recovery.restart()
             if failure is not None:
-                self._keeper.save(version)
+                self._keeper.save(weight_version)
                 self._keeper.finish()
                 raise failure
             # new servers have nothing in flight; what waits for them is sent afterwards
-            metrics, failure = self._send_weights(version, nullcontext())
+            metrics, failure = self._send_weights(weight_version, nullcontext())
             if not self._recovery.needed(failure):
-                self._recovery.restored(version)
+                self._recovery.restored(weight_version)
                 return metrics
 
-    def _check_servers(self, version: int) -> float | None:
-        """--check-weight-update-equal: probe every server with one text."""
-        tokens = self._settings.probe_tokens
-        if tokens is None:
+    def _check_servers(self, weight_version: int) -> float | None:
+        """--check-weight-update-equal: the largest gap of log-probs between actor and servers.
+
+        None on other ranks.  Raises AssertionError where a server holds other weights.
+        """
+        if not self._config.trainer.check_weight_update_equal:
             return None
-        ours = weight_probe.actor_log_probs(self._actor, self._topologies, tokens)
-        if self._zero is None:
+        text = weight_probe.probe_tokens(self._hf.vocab_size)
+        ours = weight_probe.actor_log_probs(self._actor, self._topologies, text)
+        if self._rank_zero is None or self._recovery.fatal is not None:
             return None
-        if self._recovery.fatal is not None:
-            return None
-        theirs = self._zero.probe(tokens)  # [servers, T]
+        tolerance = weight_probe.tolerance(bf16=self._config.model.bf16)
         return max(
-            weight_probe.compare(ours, t, version, tolerance=self._settings.probe_tolerance)
-            for t in theirs
+            weight_probe.compare(ours, theirs, weight_version, tolerance=tolerance)
+            for theirs in self._rank_zero.engines.probe(text)
         )
 
 

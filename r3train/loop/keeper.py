@@ -1,100 +1,85 @@
-"""What lets a run survive: checkpoints, stops, bad steps, and accounts of what was trained.
+"""The keeper lets a run survive: checkpoints, stops, bad steps, and accounts of what was trained.
 
-The loop asks it between rollouts.  Methods that say so are collectives; what rank 0 alone holds
-(the source, the files) is None elsewhere.
+The loop asks it between rollouts.  Methods that say so are collectives.  Rank 0 alone holds the
+source and the files; they are None elsewhere.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from r3train.config import RunConfig
+from r3train.data.fingerprint import FileFingerprint
 from r3train.loop import prompt_log
-from r3train.loop.bad_steps import BadSteps
 from r3train.loop.replay_source import dump_rollout
 from r3train.loop.rollout_file import write_samples
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.types import Scored
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.checkpoint import Checkpointer
 
 BUFFER_FILE = "buffer.safetensors"
 CONFIG_FILE = "config.toml"
 HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 
 
-class Checkpointer(Protocol):
-    """``trainer.megatron.checkpoint.Checkpointer``; every method is a collective."""
-
-    def save(
-        self,
-        num_rollouts: int,
-        facts: dict[str, Any],
-        write_extra: Callable[[Path], None] | None = None,
-    ) -> None: ...
-
-    def poll(self) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class KeeperSettings:
-    """What is kept, and where."""
-
-    run_dir: Path
-    save_interval: int | None
-    dump_rollouts: bool
-    facts: dict[str, Any]  # JSON-able, of the checkpoint; checked when it is resumed
-    config_toml: str
-    prompts_changed: Callable[[], bool]
-
-
 class Keeper:
-    """Keeps a run; see the module."""
+    """Keeps a run; see the module.
+
+    run_facts: JSON-able, saved with a checkpoint and compared when it is resumed; prompt_file: as
+    the run read it; checkpointer: None without --save; note: shows a line to people.
+    """
 
     def __init__(
         self,
-        settings: KeeperSettings,
+        config: RunConfig,
+        run_dir: Path,
         *,
+        run_facts: dict[str, Any],
+        prompt_file: FileFingerprint,
         stop: StopSignal,
-        bad_steps: BadSteps,
         checkpointer: Checkpointer | None,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ):
-        self._settings = settings
+        self._config = config
+        self._run_dir = run_dir
+        self._run_facts = run_facts
+        self._prompt_file = prompt_file
         self._stop = stop
-        self._bad_steps = bad_steps
+        self._bad_steps = BadSteps(config.faults.max_bad_steps, run_dir)
         self._checkpointer = checkpointer
-        self._tell = tell
+        self._note = note
         self._source: WatchedSource | None = None
         self._prompts_changed = False
 
     def watch(self, source: Any) -> WatchedSource:
-        """Rank 0's source of rollouts, with a stop ending its waits and its rollouts on record."""
-        dump = self._settings.run_dir / "rollouts" if self._settings.dump_rollouts else None
+        """Wrap rank 0's source of rollouts: a stop ends its waits, and its rollouts are kept."""
+        dump = self._run_dir / "rollouts" if self._config.checkpoint.dump_rollouts else None
         self._source = WatchedSource(source, self._stop, dump)
         return self._source
 
     def trained(self, rollout_id: int, skipped: int) -> None:
-        """A rollout was trained; raises FloatingPointError after too many bad ones in a row."""
+        """Record a trained rollout, of which ``skipped`` optimizer steps were not finite.
+
+        Raises FloatingPointError after too many bad rollouts in a row.
+        """
         groups = None
         if self._source is not None:
             groups = self._source.last
-            prompt_log.append(self._settings.run_dir, rollout_id, groups, skipped)
-            self._look_at_prompts()
-        text = self._bad_steps.see(rollout_id, skipped, groups)
+            prompt_log.append(self._run_dir, rollout_id, groups, skipped)
+            self._check_prompt_file()
+        text = self._bad_steps.count(rollout_id, skipped, groups)
         if text:
-            self._tell(text)
+            self._note(text)
             self._bad_steps.raise_if_too_many(text)
 
-    def _look_at_prompts(self) -> None:
-        if not self._prompts_changed and self._settings.prompts_changed():
+    def _check_prompt_file(self) -> None:
+        if not self._prompts_changed and self._prompt_file.changed():
             self._prompts_changed = True
-            self._tell(
+            self._note(
                 "warning: the prompt file has changed since the run began; this run goes on with"
                 " what it read, and its checkpoints will refuse to resume with the new content"
             )
@@ -103,16 +88,16 @@ class Keeper:
         """Whether the run was told to stop; a collective."""
         return self._stop.agreed()
 
-    def due(self, num_rollouts: int) -> bool:
+    def due(self, next_rollout_id: int) -> bool:
         """Whether ``--save-interval`` asks for a checkpoint now."""
-        interval = self._settings.save_interval
-        return bool(interval and self._checkpointer and num_rollouts % interval == 0)
+        interval = self._config.checkpoint.save_interval
+        return bool(interval and self._checkpointer and next_rollout_id % interval == 0)
 
-    def save(self, num_rollouts: int) -> None:
-        """Save a checkpoint (--save); a collective."""
+    def save(self, next_rollout_id: int) -> None:
+        """Save a checkpoint that goes on at ``next_rollout_id`` (--save); a collective."""
         if self._checkpointer is None:
             return
-        write_extra, facts = None, self._settings.facts
+        write_extra, facts = None, {"run": self._run_facts}
         if self._source is not None:
             state = self._source.snapshot()
             facts = {**facts, HAS_BUFFER: state is not None}
@@ -120,11 +105,11 @@ class Keeper:
             def write_extra(directory: Path) -> None:
                 config = directory / CONFIG_FILE
                 if not config.exists():  # a whole checkpoint may only have its buffer renewed
-                    config.write_text(self._settings.config_toml, encoding="utf-8")
+                    config.write_text(self._config.to_toml(), encoding="utf-8")
                 if state is not None:
                     write_samples(directory / BUFFER_FILE, state.samples, state.facts)
 
-        self._checkpointer.save(num_rollouts, facts, write_extra)
+        self._checkpointer.save(next_rollout_id, facts, write_extra)
 
     def poll(self) -> None:
         """Complete an asynchronous save that has been written; a collective."""
@@ -136,27 +121,65 @@ class Keeper:
         if self._checkpointer is not None:
             self._checkpointer.finish()
 
-    def failed(self, num_rollouts: int, cause: str) -> None:
-        """Save what there is because no further rollout will come, and say so; a collective.
+    def failed(self, next_rollout_id: int, cause: str) -> None:
+        """Save and say why no further rollout will come; a collective.
 
-        Raises what the save did, once the cause of all has been told.
+        Where the save fails too, its error is raised after the first cause has been shown.
         """
         try:
-            self.save(num_rollouts)
+            self.save(next_rollout_id)
             self.finish()
         except Exception:
-            self._tell(f"generation failed after {num_rollouts} rollouts: {cause}")
+            self._note(f"generation failed after {next_rollout_id} rollouts: {cause}")
             raise
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
-        self._tell(f"generation failed after {num_rollouts} rollouts; {kept}: {cause}")
+        self._note(f"generation failed after {next_rollout_id} rollouts; {kept}: {cause}")
 
-    def stopped(self, num_rollouts: int) -> None:
+    def stopped(self, next_rollout_id: int) -> None:
         """Save because the run was told to stop, and say so; a collective."""
-        self.save(num_rollouts)
+        self.save(next_rollout_id)
         self.finish()
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
         name = self._stop.received or "a signal to another rank"
-        self._tell(f"stopped by {name} after {num_rollouts} rollouts; {kept}")
+        self._note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
+
+
+class BadSteps:
+    """Counts rollouts with a loss or a gradient that is not finite, whose optimizer steps are skipped.
+
+    All ranks hold the same counts.
+    """
+
+    def __init__(self, max_in_a_row: int, run_dir: Path):
+        self._max = max_in_a_row
+        self._directory = run_dir / "bad_steps"
+        self._in_a_row = 0
+        self.total = 0
+
+    def count(
+        self, rollout_id: int, skipped: int, groups: Sequence[Sequence[Scored]] | None
+    ) -> str:
+        """Count a rollout's skipped steps; returns a message for people, or "".
+
+        groups: the rollout on rank 0, dumped for inspection; None elsewhere.
+        """
+        if not skipped:
+            self._in_a_row = 0
+            return ""
+        self._in_a_row += 1
+        self.total += skipped
+        text = (
+            f"rollout {rollout_id}: {skipped} optimizer step(s) skipped: the loss or a gradient is"
+            f" not finite ({self._in_a_row} in a row, max_bad_steps {self._max})"
+        )
+        if groups is not None:
+            text += f"; the batch is in {dump_rollout(self._directory, rollout_id, groups)}"
+        return text
+
+    def raise_if_too_many(self, text: str) -> None:
+        """End the run after ``max_in_a_row``: its weights or its data are beyond repair."""
+        if self._in_a_row >= self._max:
+            raise FloatingPointError(text)
 
 
 class WatchedSource:
@@ -169,7 +192,7 @@ class WatchedSource:
         self.last: list[list[Scored]] = []
 
     def next_batch(
-        self, step: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
     ) -> list[list[Scored]]:
         """As the source's; raises StopRequested when the run was told to stop meanwhile."""
 
@@ -179,9 +202,9 @@ class WatchedSource:
             if on_wait is not None:
                 on_wait(stats)
 
-        self.last = self._inner.next_batch(step, waiting)
+        self.last = self._inner.next_batch(rollout_id, waiting)
         if self._dump_directory is not None:
-            dump_rollout(self._dump_directory, step, self.last)
+            dump_rollout(self._dump_directory, rollout_id, self.last)
         return self.last
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What the training loop is given: protocols of its parts, and its numbers."""
+"""The loop's view of what is built around it: engines or dumped rollouts, and rank 0's own parts."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.planted_bugs import Poison
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.engine.publish import WeightPublisher
+from r3train.observe.console import RunDisplay
+from r3train.observe.metrics import MetricsWriter
+from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import RouteShape, Scored
 
 
 class RolloutSource(Protocol):
-    """Where complete groups come from; ``rollout.producer.Producer`` is the one implementation."""
+    """Complete groups for training: a producer that generates them, or a reader of dumped ones."""
 
-    def next_batch(self, step: int, on_wait: Callable | None = None) -> list[list[Scored]]: ...
+    def next_batch(
+        self, rollout_id: int, on_wait: Callable | None = None
+    ) -> list[list[Scored]]: ...
 
     def quiesced(self) -> AbstractContextManager[None]: ...
 
@@ -31,16 +37,32 @@ class RolloutSource(Protocol):
     def failure(self) -> BaseException | None: ...
 
 
-class Display(Protocol):
-    """What a person watches on rank 0."""
+class RolloutSide(Protocol):
+    """The servers of a run, or with --replay-rollouts the files in their place; on rank 0 alone."""
 
-    def rollout_begin(self, rollout_id: int, num_groups: int) -> None: ...
+    @property
+    def publisher(self) -> WeightPublisher | None: ...  # None without servers
 
-    def rollout_update(self, groups_done: int, tokens: int) -> None: ...
+    def start_producer(self) -> RolloutSource: ...
 
-    def train_update(self, activity: str) -> None: ...
+    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
 
-    def step_line(self, metrics: dict[str, Any]) -> None: ...
+    def route_wire_bytes(self) -> int: ...
+
+    def restart(self) -> None: ...
+
+    def restored(self, version: int) -> None: ...
+
+    def fault_counts(self) -> dict[str, int]: ...
+
+
+@dataclass(frozen=True)
+class RankZero:
+    """The parts that rank 0 holds and other ranks do not."""
+
+    engines: RolloutSide
+    display: RunDisplay
+    metrics: MetricsWriter
 
 
 @dataclass(frozen=True)
@@ -54,7 +76,6 @@ class ReplayPlan:
     recomputed: tuple[int, ...]
     mismatch_threshold: float
     check: bool
-    plant_bug: str | None
 
     @property
     def route_shape(self) -> RouteShape:
@@ -62,32 +83,16 @@ class ReplayPlan:
         return RouteShape(self.num_layers, self.topk, self.num_experts)
 
 
-@dataclass(frozen=True)
-class LoopSettings:
-    """The numbers of the loop."""
-
-    num_rollout: int
-    start_rollout: int
-    rollout_batch_size: int
-    steps_per_rollout: int
-    max_tokens_per_gpu: int
-    algorithm: AlgorithmSection
-    needs_reference: bool
-    ci_test: bool
-    probe_tokens: np.ndarray | None  # int32[T], under --check-weight-update-equal
-    probe_tolerance: float
-    publish_at_start: bool  # the servers do not hold the actor's first weights, or may not
-    has_engines: bool  # False when dumped rollouts are replayed: there is nobody to publish to
-    poison: Poison | None  # --plant-fault
-
-
-@dataclass
-class RankZero:
-    """What rank 0 holds and other ranks do not."""
-
-    start_source: Callable[[], RolloutSource]  # begins to generate
-    publisher: Any  # weights.publish.WeightPublisher, None without engines
-    probe: Callable[[np.ndarray], list[np.ndarray]]  # log-probs of one text on each server
-    display: Display
-    metrics: Any  # evidence.metrics.MetricsWriter
-    route_wire_bytes: Callable[[], int] = lambda: 0  # base64 routes that its client received so far
+def replay_plan(config: RunConfig, hf: HfModelFacts) -> ReplayPlan | None:
+    """R3 for the loop, or None without --use-rollout-routing-replay."""
+    if not config.replay.use_rollout_routing_replay:
+        return None
+    return ReplayPlan(
+        num_layers=hf.num_hidden_layers,
+        num_experts=hf.num_experts,
+        topk=hf.num_experts_per_tok,
+        moe_layers=hf.moe_layer_numbers,
+        recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
+        mismatch_threshold=config.replay.r3_mismatch_threshold,
+        check=config.r3_check_enabled,
+    )

@@ -7,28 +7,46 @@ defect between the engine's bytes and the router would.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from r3train.types import TrainSample, missing_marker
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.types import RouteRef, TrainSample, missing_marker
 
 ROUTE_BUGS = ("one_expert", "token_shift", "layer_swap")
 
 
-def plant(
+def planted_bugs(
+    config: RunConfig, hf: HfModelFacts
+) -> Callable[[int, Sequence[TrainSample]], list[TrainSample]] | None:
+    """The function (rollout id, samples) -> samples that plants the bugs asked for, or None."""
+    bug = config.replay.plant_bug if config.replay.plant_bug in ROUTE_BUGS else None
+    poison = POISONS.get(config.faults.plant_fault)
+    if bug is None and poison is None:
+        return None
+
+    def plant(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        if bug is not None:
+            samples = plant_in_routes(bug, _with_bytes(samples), hf.moe_layer_numbers)
+        return list(samples) if poison is None else poison.plant(rollout_id, samples)
+
+    return plant
+
+
+def plant_in_routes(
     name: str, samples: Sequence[TrainSample], moe_layers: Sequence[int]
 ) -> list[TrainSample]:
-    """Samples with the named bug in their routes; ``bypass`` is planted on the actor instead."""
+    """Samples with the named bug in their routes."""
     if name == "one_expert":  # a single expert id, in a single row of a single layer
         return [_with_routes(samples[0], _one_expert(samples[0], moe_layers[0])), *samples[1:]]
     if name == "token_shift":
         return [_with_routes(s, np.roll(s.sample.routed_experts, 1, axis=0)) for s in samples]
-    if name == "layer_swap":
-        a, b = moe_layers[0] - 1, moe_layers[1] - 1
-        return [_with_routes(s, _swapped(s.sample.routed_experts, a, b)) for s in samples]
-    return list(samples)
+    assert name == "layer_swap", name
+    a, b = moe_layers[0] - 1, moe_layers[1] - 1
+    return [_with_routes(s, _swapped(s.sample.routed_experts, a, b)) for s in samples]
 
 
 @dataclass(frozen=True)
@@ -70,3 +88,15 @@ def _swapped(routes: np.ndarray, a: int, b: int) -> np.ndarray:
     out = routes.copy()
     out[:, [a, b]] = routes[:, [b, a]]
     return out
+
+
+def _with_bytes(samples: Sequence[TrainSample]) -> list[TrainSample]:
+    """The samples with their routes here; brings them over where they are references."""
+    return [
+        (
+            replace(s, sample=replace(s.sample, routed_experts=s.sample.routed_experts.read()))
+            if isinstance(s.sample.routed_experts, RouteRef)
+            else s
+        )
+        for s in samples
+    ]

@@ -7,11 +7,10 @@ microbatches hold none (``route_exchange`` brings them), and the leaders find wh
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from r3train.proof.check import StepExpectation
-from r3train.loop import planted_bugs
 from r3train.loop.batch import (
     Dealt,
     Packing,
@@ -23,7 +22,10 @@ from r3train.loop.batch import (
 )
 from r3train.loop.parts import ReplayPlan
 from r3train.loop.recorded import Recorded
-from r3train.types import MicroBatch, RankTopology, RouteRef, TrainSample
+from r3train.types import MicroBatch, RankTopology, TrainSample
+
+# (rollout id, samples) -> samples with a deliberate bug, to see a check fail
+Plant = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 
 
 @dataclass(frozen=True)
@@ -61,18 +63,16 @@ def prepare(
     steps_per_rollout: int,
     max_tokens_per_gpu: int,
     adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None = None,
-    poison: planted_bugs.Poison | None = None,
+    plant: Plant | None = None,
 ) -> Prepared:
     """Deal and pack a rollout's samples; ``adopt`` (with --route-stores) makes routes references."""
     if adopt is not None:
         samples = adopt(samples)
     trained = samples
-    if replay is not None and replay.plant_bug in planted_bugs.ROUTE_BUGS:
-        trained = planted_bugs.plant(replay.plant_bug, _with_bytes(samples), replay.moe_layers)
+    if plant is not None:
+        trained = plant(rollout_id, samples)
         if adopt is not None:
             trained = adopt(trained)
-    if poison is not None:
-        trained = poison.plant(rollout_id, trained)
     packing = Packing(
         topologies=topologies,
         max_tokens_per_gpu=max_tokens_per_gpu,
@@ -111,15 +111,3 @@ def prepare(
             )
         expected = Expected(of_recorded, recorded)
     return Prepared(samples, dealt_of_steps, microbatches, counts, expected)
-
-
-def _with_bytes(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples with their routes here; brings them over where they are references."""
-    return [
-        (
-            replace(s, sample=replace(s.sample, routed_experts=s.sample.routed_experts.read()))
-            if isinstance(s.sample.routed_experts, RouteRef)
-            else s
-        )
-        for s in samples
-    ]

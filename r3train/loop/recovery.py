@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from r3train.loop.parts import RolloutSide
 from r3train.loop.scatter import broadcast_json
 from r3train.engine.backend import EngineDied, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
 LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
-
-
-class Restartable(Protocol):
-    """``launch.engines.Engines``, as recovery sees it."""
-
-    def restart(self) -> None: ...
-
-    def restored(self, version: int) -> None: ...
-
-    def fault_counts(self) -> dict[str, int]: ...
 
 
 class Recovery:
@@ -28,7 +17,7 @@ class Recovery:
     mends: rank 0 keeps it until all ranks come together for the next rollout.
     """
 
-    def __init__(self, engines: Restartable | None, *, enabled: bool):
+    def __init__(self, engines: RolloutSide | None, *, enabled: bool):
         self._engines = engines
         self._enabled = enabled
         self.fatal: BaseException | None = None
@@ -57,7 +46,7 @@ class Recovery:
         """Bad answers, restarts and requests that were sent again, so far; on rank 0."""
         return self._engines.fault_counts() if self._engines is not None else {}
 
-    def restored(self, version: int) -> None:
-        """The engines hold the weights of ``version`` (rank 0 tells them to go on)."""
+    def restored(self, weight_version: int) -> None:
+        """The engines hold the weights of ``weight_version`` (rank 0 tells them to go on)."""
         if self._engines is not None:
-            self._engines.restored(version)
+            self._engines.restored(weight_version)

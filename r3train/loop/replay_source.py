@@ -1,4 +1,4 @@
-"""Rollouts to disk, and from disk in the engines' place."""
+"""Rollouts are written to disk, and read from disk in the engines' place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from r3train.types import Scored
 
 
 def rollout_path(directory: Path, rollout_id: int) -> Path:
-    """Where a rollout is dumped."""
+    """The file of a dumped rollout."""
     return directory / f"rollout_{rollout_id:07d}.safetensors"
 
 
@@ -63,11 +63,11 @@ class DumpedRollouts:
         self._steps_per_rollout = steps_per_rollout
 
     def next_batch(
-        self, step: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
     ) -> list[list[Scored]]:
-        """The groups of one step; raises ValueError naming file and sample."""
-        groups = load_rollout(self._directory, step)
-        path = rollout_path(self._directory, step)
+        """The groups of one rollout; raises ValueError naming file and sample."""
+        groups = load_rollout(self._directory, rollout_id)
+        path = rollout_path(self._directory, rollout_id)
         sizes = [len({episode_id(sample) for sample, _ in group}) for group in groups]
         if len(sizes) != self._num_groups or set(sizes) != {self._group_size}:
             raise ValueError(

@@ -6,20 +6,33 @@ One text goes through both; in float32 the log-probs of every token must agree c
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
-from r3train.trainer.backend import TrainerBackend
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
-TOLERANCE = 1e-4
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.actor import MegatronActor
+
+PROBE_LEN = 32
+
+
+def probe_tokens(vocab_size: int) -> np.ndarray:
+    """A text of random tokens, int32[32], the same in every run: any text will do."""
+    return np.random.default_rng(0).integers(0, vocab_size, PROBE_LEN).astype(np.int32)
+
+
+def tolerance(*, bf16: bool) -> float:
+    """The largest gap between log-probs (nats) that rounding explains: a tight one in float32."""
+    return 0.5 if bf16 else 1e-4
 
 
 def actor_log_probs(
-    actor: TrainerBackend, topologies: Sequence[RankTopology], token_ids: np.ndarray
+    actor: MegatronActor, topologies: Sequence[RankTopology], token_ids: np.ndarray
 ) -> np.ndarray:
     """The actor's log-prob of each token after those before it, float32[T], entry 0 is 0.
 
@@ -71,13 +84,18 @@ def _as_sample(token_ids: np.ndarray) -> TrainSample:
     return TrainSample(sample, 0.0, np.zeros(n, dtype=np.float32))
 
 
-def compare(actor: np.ndarray, engine: np.ndarray, version: int, *, tolerance: float) -> float:
-    """The largest difference; raises AssertionError past the tolerance, naming the token."""
+def compare(
+    actor: np.ndarray, engine: np.ndarray, weight_version: int, *, tolerance: float
+) -> float:
+    """The largest difference of log-probs float32[T] and float32[T], in nats.
+
+    Raises AssertionError past the tolerance, naming the token.
+    """
     gap = np.abs(actor - engine)
     worst = int(gap.argmax())
     if not gap[worst] <= tolerance:
         raise AssertionError(
-            f"weight update {version}: the server's log-prob of probe token {worst} is "
+            f"weight update {weight_version}: the server's log-prob of probe token {worst} is "
             f"{engine[worst]:.6f}, the actor's {actor[worst]:.6f}; they must agree to {tolerance:g}"
         )
     return float(gap[worst])

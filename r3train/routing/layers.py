@@ -9,6 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.model import ModelSection
+from r3train.config.parallel import ParallelSection
+from r3train.config.pipeline_layout import parse_pipeline_layout
+
 
 def stage_layer_numbers(
     num_layers: int,
@@ -82,3 +87,34 @@ def recomputed_layers(
     if granularity == "selective" and "moe" in modules:
         return chunk_layers
     return ()
+
+
+def recomputed_moe_layers(
+    parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
+) -> tuple[int, ...]:
+    """Numbers of the MoE layers whose router runs a second time in backward."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        chunks = parse_pipeline_layout(
+            parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+        )
+    else:
+        chunks = stage_layer_numbers(
+            hf.num_hidden_layers,
+            parallel.pipeline_model_parallel_size,
+            vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
+            first=parallel.decoder_first_pipeline_num_layers,
+            last=parallel.decoder_last_pipeline_num_layers,
+        )
+    return tuple(
+        layer
+        for stage in chunks
+        for chunk in stage
+        for layer in recomputed_layers(
+            chunk,
+            granularity=model.recompute_granularity,
+            method=model.recompute_method,
+            num_layers=model.recompute_num_layers,
+            modules=tuple(model.recompute_modules),
+        )
+        if layer in hf.moe_layer_numbers
+    )

@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
-from r3train.launch.job import recomputed_moe_layers  # noqa: E402
+from r3train.routing.layers import recomputed_moe_layers  # noqa: E402
 from r3train.layout import microbatch as microbatches  # noqa: E402
 from r3train.layout.bins import deal_bins, pack_bins  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402

@@ -159,7 +159,6 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
         recomputed=(),
         mismatch_threshold=0.1,
         check=True,
-        plant_bug=None,
     )
     node = None
     if rank in leaders:

@@ -112,7 +112,12 @@ class MegatronActor:
         replay_pass: str | None,
         temperature: float | None = None,
     ) -> dict[int, torch.Tensor]:
-        """See TrainerBackend.  ``ref_log_prob`` runs with the reference weights."""
+        """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
+
+        replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None to let the
+        routers choose for themselves; temperature: the rollout's unless given.  The last pipeline
+        stage holds them, laid out as its slices are; the others get an empty dict.
+        """
         batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
         for chunk in self.model.chunks:
             chunk.eval()
@@ -130,8 +135,9 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
     ) -> dict[str, float]:
-        """See TrainerBackend.  Metrics: means over the global loss tokens, grad norm, lr.
+        """One optimizer step over all microbatches of the global batch.
 
+        Returns the same metrics on all ranks: means over the global loss tokens, grad norm, lr.
         A loss or a gradient that is not finite skips the step (weights, moments and schedule stay
         as they are) on all ranks alike, and counts in ``skipped_steps``.
         """
@@ -207,13 +213,13 @@ class MegatronActor:
         self.replay.end_pass()
 
     def collect_evidence(self, step: int) -> list[ReplayEvidence]:
-        """See TrainerBackend."""
+        """Count the router calls of this rank since the last call; empty with the check off."""
         return [] if self.replay is None else self.replay.collect(step)
 
     # -- weights -----------------------------------------------------------------------------
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See TrainerBackend."""
+        """Whole tensors under Hugging Face names, on rank 0 alone; every rank drains it."""
         self.gather_parameters()
         return export_hf_weights(self.model.bridge, self.model.chunks)
 

@@ -3,7 +3,7 @@
 A checkpoint is written to ``DIR/iter_NNNNNNN.tmp`` and renamed when every rank is done, then
 ``DIR/latest_checkpointed_iteration.txt`` is pointed at it: a crash, or a full disk, leaves the
 previous checkpoint whole.  One of the same name, of an earlier run, steps aside as
-``iter_NNNNNNN.old`` meanwhile and is found there.  N counts the rollouts trained.
+``iter_NNNNNNN.old`` meanwhile and is found there.  N is the id of the next rollout to train.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from r3train.config.checkpoint import CheckpointSection
 from r3train.trainer.megatron import rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.write_results import WriteResults
@@ -76,25 +77,23 @@ def _model_key(i: int, count: int) -> str:
 class Checkpointer:
     """Writes checkpoints of one actor; every method is a collective.
 
-    asynchronous: ``save`` returns once the state is copied (a fork), and the files become a
-    checkpoint at a later ``poll`` or ``finish``.  keep_last: older checkpoints are removed; those
-    of more rollouts are another run's and stay.  resumed_at: rollouts of the checkpoint in
-    ``directory`` that this run began with, if any.
+    With async_save ``save`` returns once the state is copied (a fork), and the files become a
+    checkpoint at a later ``poll`` or ``finish``.  save_keep_last removes older checkpoints; those
+    of more rollouts are another run's and stay.  resumed_at: the first rollout of this run, where
+    the directory holds the checkpoint that it began with.
     """
 
     def __init__(
         self,
         actor: MegatronActor,
-        directory: Path,
+        settings: CheckpointSection,
         *,
-        asynchronous: bool = False,
-        keep_last: int | None = None,
         resumed_at: int | None = None,
     ):
+        assert settings.save is not None
         self._actor = actor
-        self._directory = directory
-        self._asynchronous = asynchronous
-        self._keep_last = keep_last
+        self._settings = settings
+        self._directory = settings.save
         filesystem_async._results_queue = WriteResults()
         # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
         self._queue = AsyncCallsQueue(persistent=False)
@@ -102,17 +101,17 @@ class Checkpointer:
         self._last = resumed_at
 
     def save(
-        self, num_rollouts: int, facts: dict[str, Any], write_extra: WriteExtra | None = None
+        self, next_rollout_id: int, facts: dict[str, Any], write_extra: WriteExtra | None = None
     ) -> None:
-        """Save model, optimizer, scheduler and RNG of every rank after ``num_rollouts``.
+        """Save model, optimizer, scheduler and RNG of every rank before ``next_rollout_id``.
 
-        facts: JSON-able, read back by ``read_state``.  Of a checkpoint that was written already only
-        the extra files are written again: rollouts have been completed since.  Raises
-        CheckpointError, with the cause, when it cannot be written.
+        facts: JSON-able, read back by ``read_state``.  A checkpoint that was written already has its
+        extra files alone written again: rollouts have been completed since.  Raises CheckpointError,
+        with the cause, when it cannot be written.
         """
         self.finish()
-        final = self._directory / f"iter_{num_rollouts:07d}"
-        if self._last == num_rollouts:
+        final = self._directory / f"iter_{next_rollout_id:07d}"
+        if self._last == next_rollout_id:
             try:
                 if dist.get_rank() == 0 and write_extra is not None:
                     self._renew(final, write_extra)
@@ -125,7 +124,7 @@ class Checkpointer:
             if dist.get_rank() == 0:
                 _remove(temporary)
                 temporary.mkdir(parents=True)
-                _write_state(temporary, num_rollouts, self._actor, facts)
+                _write_state(temporary, next_rollout_id, self._actor, facts)
                 if write_extra is not None:
                     write_extra(temporary)
             dist.barrier()
@@ -134,11 +133,11 @@ class Checkpointer:
             request = dist_checkpointing.save(
                 _sharded_state(self._actor, is_loading=False),
                 str(temporary),
-                async_sharded_save=self._asynchronous,
+                async_sharded_save=self._settings.async_save,
             )
         except _FAILURES as error:
             raise self._failure(error) from error
-        self._last = num_rollouts
+        self._last = next_rollout_id
         if request is None:
             self._switch(final)
         else:
@@ -178,9 +177,10 @@ class Checkpointer:
             assert self._writing is not None
             _sync_tree(self._writing)
             _put_in_place(self._writing, final)
-            if self._keep_last is not None:
+            keep_last = self._settings.save_keep_last
+            if keep_last is not None:
                 upto = [p for p in checkpoints(self._directory) if p.name <= final.name]
-                for old in upto[: -self._keep_last]:
+                for old in upto[:-keep_last]:
                     _remove(old)
         self._writing = None
         dist.barrier()
@@ -209,12 +209,12 @@ def _cause(error: BaseException) -> str:
 
 
 def _write_state(
-    directory: Path, num_rollouts: int, actor: MegatronActor, facts: dict[str, Any]
+    directory: Path, next_rollout_id: int, actor: MegatronActor, facts: dict[str, Any]
 ) -> None:
     state = {
         **facts,
-        "num_rollouts": num_rollouts,
-        "weight_version": num_rollouts,
+        "num_rollouts": next_rollout_id,
+        "weight_version": next_rollout_id,
         "topology": _sizes(actor),
     }
     (directory / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
@@ -245,7 +245,7 @@ def _put_in_place(written: Path, final: Path) -> None:
 
 
 def _aside(final: Path) -> Path:
-    """Where the checkpoint waits whose name a new one takes."""
+    """The place of a checkpoint whose name a new one takes, until that one is whole."""
     return final.with_suffix(".old")
 
 
@@ -295,7 +295,7 @@ def latest_checkpoint(directory: Path) -> Path:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself: ``num_rollouts``, ``weight_version`` and saved facts."""
+    """Read ``num_rollouts``, ``weight_version`` and the saved facts; raises ValueError without them."""
     try:
         return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

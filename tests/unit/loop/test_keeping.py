@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from r3train.config import RunConfig
 from r3train.data.fingerprint import FileFingerprint
 from r3train.loop import prompt_log
-from r3train.loop.bad_steps import BadSteps
-from r3train.loop.keeper import Keeper, KeeperSettings, WatchedSource
+from r3train.loop.keeper import BadSteps, Keeper, WatchedSource
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.trainer.megatron.write_results import WriteResults
 from tests.unit.loop.test_rollout_file import groups
@@ -56,12 +56,12 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
 
 def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
     bad = BadSteps(2, tmp_path)
-    bad.raise_if_too_many(bad.see(0, 1, groups()))
+    bad.raise_if_too_many(bad.count(0, 1, groups()))
     assert (tmp_path / "bad_steps" / "rollout_0000000.safetensors").exists()
-    assert bad.see(1, 0, groups()) == ""
-    bad.raise_if_too_many(bad.see(2, 1, None))
+    assert bad.count(1, 0, groups()) == ""
+    bad.raise_if_too_many(bad.count(2, 1, None))
     with pytest.raises(FloatingPointError, match="2 in a row"):
-        bad.raise_if_too_many(bad.see(3, 1, None))
+        bad.raise_if_too_many(bad.count(3, 1, None))
     assert bad.total == 3
 
 
@@ -119,28 +119,22 @@ def test_a_forked_writer_hands_its_parent_one_result_of_any_size():
         results.get_nowait()
 
 
-def keeper_of(directory, told, checkpointer=None, prompts_changed=lambda: False) -> Keeper:
-    settings = KeeperSettings(
-        run_dir=directory,
-        save_interval=None,
-        dump_rollouts=False,
-        facts={},
-        config_toml="",
-        prompts_changed=prompts_changed,
-    )
+def keeper_of(directory, prompt_file, told, checkpointer=None) -> Keeper:
     return Keeper(
-        settings,
+        RunConfig.from_toml("configs/tiny_cpu.toml"),
+        directory,
+        run_facts={},
+        prompt_file=FileFingerprint.of(prompt_file),
         stop=StopSignal(60),
-        bad_steps=BadSteps(3, directory),
         checkpointer=checkpointer,
-        tell=told.append,
+        note=told.append,
     )
 
 
 def test_a_prompt_file_that_changes_under_the_run_is_told_of_once(tmp_path):
     path, told = tmp_path / "data.jsonl", []
     path.write_text("one\n")
-    keeper = keeper_of(tmp_path, told, prompts_changed=FileFingerprint.of(path).changed)
+    keeper = keeper_of(tmp_path, path, told)
     keeper.watch(SimpleNamespace(next_batch=lambda step, on_wait: [groups()[0]])).next_batch(0)
     keeper.trained(0, 0)
     assert told == []
@@ -155,7 +149,8 @@ def test_a_save_that_fails_after_generation_failed_does_not_hide_why_it_did(tmp_
         def save(self, *_):
             raise OSError(28, "No space left on device")
 
-    told = []
+    path, told = tmp_path / "data.jsonl", []
+    path.write_text("one\n")
     with pytest.raises(OSError, match="No space left"):
-        keeper_of(tmp_path, told, FullDisk()).failed(7, "the server died")
+        keeper_of(tmp_path, path, told, FullDisk()).failed(7, "the server died")
     assert told == ["generation failed after 7 rollouts: the server died"]

@@ -16,6 +16,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import tensor_parallel  # noqa: E402
 
+from r3train.config.checkpoint import CheckpointSection  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER  # noqa: E402
 from r3train.trainer.megatron import checkpoint, rng  # noqa: E402
@@ -35,7 +36,8 @@ def written(directory, number, text="{}", suffix=".tmp"):
 
 
 def switch(directory, number, keep_last=None, text="{}"):
-    saver = checkpoint.Checkpointer(None, directory, keep_last=keep_last)
+    settings = CheckpointSection(save=directory, save_keep_last=keep_last)
+    saver = checkpoint.Checkpointer(None, settings)
     saver._writing = written(directory, number, text)
     saver._switch(directory / f"iter_{number:07d}")
 
@@ -98,27 +100,27 @@ def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
 
 def test_where_a_run_began_its_checkpoint_has_only_its_samples_renewed(tmp_path):
     final = written(tmp_path, 5, "untouched", suffix="")
-    saver = checkpoint.Checkpointer(None, tmp_path, resumed_at=5)
+    saver = checkpoint.Checkpointer(None, CheckpointSection(save=tmp_path), resumed_at=5)
     saver.save(5, {}, lambda directory: (directory / BUFFER_FILE).write_text("new"))
     assert (final / "trainer_state.json").read_text() == "untouched"
     assert (final / BUFFER_FILE).read_text() == "new"
 
 
 def test_only_a_checkpoint_of_the_same_directory_is_renewed(tmp_path):
-    at = ResumePoint(tmp_path / "ck" / "iter_0000005", start_rollout=5)
-    assert at.rollouts_in(tmp_path / "x" / ".." / "ck") == 5
-    assert at.rollouts_in(tmp_path / "other") is None
-    aside = ResumePoint(tmp_path / "ck" / "iter_0000005.old", start_rollout=5)
-    assert aside.rollouts_in(tmp_path / "ck") is None
-    assert ResumePoint(at.checkpoint, model_only=True).rollouts_in(tmp_path / "ck") is None
+    at = ResumePoint(tmp_path / "ck" / "iter_0000005", start_rollout_id=5)
+    assert at.next_rollout_in(tmp_path / "x" / ".." / "ck") == 5
+    assert at.next_rollout_in(tmp_path / "other") is None
+    aside = ResumePoint(tmp_path / "ck" / "iter_0000005.old", start_rollout_id=5)
+    assert aside.next_rollout_in(tmp_path / "ck") is None
+    assert ResumePoint(at.checkpoint, model_only=True).next_rollout_in(tmp_path / "ck") is None
 
 
 def test_a_buffer_that_is_gone_is_missed(tmp_path):
     path = written(tmp_path, 5, f'{{"{HAS_BUFFER}": true}}', suffix="")
     with pytest.raises(ValueError, match=rf"{BUFFER_FILE}: missing, .* lost or trained twice"):
-        ResumePoint(path, start_rollout=5).buffer()
+        ResumePoint(path, start_rollout_id=5).buffer()
     (path / "trainer_state.json").write_text(f'{{"{HAS_BUFFER}": false}}')
-    assert ResumePoint(path, start_rollout=5).buffer() is None
+    assert ResumePoint(path, start_rollout_id=5).buffer() is None
 
 
 def drawn():

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from r3train.config.model import ModelSection
-from r3train.launch.job import recomputed_moe_layers
+from r3train.routing.layers import recomputed_moe_layers
 from r3train.verify.model_zoo import VARIANTS
 from r3train.verify.topologies import TOPOLOGIES
 
