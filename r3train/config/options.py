@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -120,6 +120,18 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
         params=[option for option in options if option is not None],
         context_settings={"max_content_width": 100},
     )
+
+
+def parse_train_flags(flags: Sequence[str], *, prog_name: str) -> RunConfig:
+    """The configuration that train_async.py would make of these flags.
+
+    Raises click's UsageError for a wrong one, and ends the command after ``--help``.
+    """
+    found: list[RunConfig] = []
+    train_options(found.append).main(list(flags), prog_name=prog_name, standalone_mode=False)
+    if not found:
+        raise click.exceptions.Exit(0)
+    return found[0]
 
 
 @contextmanager

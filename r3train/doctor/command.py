@@ -1,20 +1,18 @@
-"""``r3train doctor``: checks as a table, and an exit code."""
+"""``r3train doctor``: every finding as a line, and an exit code."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import click
 
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
+from r3train.config import RunConfig
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, problem, warning
 
-_STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "bold red"}
+_STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -55,7 +53,9 @@ def doctor(
 
     Exit code: 0 without problems (warnings may be there), 1 with problems, 2 wrong usage.
     """
-    config = _config(flags) if flags else None
+    from r3train.config.options import parse_train_flags
+
+    config = parse_train_flags(flags, prog_name="doctor") if flags else None
     if probe and config is None:
         raise click.UsageError("--probe needs a configuration: --config FILE.toml")
     if nproc_per_node is not None and nproc_per_node > world_size:
@@ -64,11 +64,10 @@ def doctor(
             f"(WORLD_SIZE) {world_size}, the ranks in all"
         )
     findings: list[Finding] = []
-    show = None if as_json else _Printer()
     for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, probe=probe):
         findings.append(finding)
-        if show is not None:
-            show(finding)
+        if not as_json:
+            _show(finding)
     problems = sum(f.level == PROBLEM for f in findings)
     warnings = sum(f.level == WARNING for f in findings)
     if as_json:
@@ -78,25 +77,33 @@ def doctor(
     sys.exit(1 if problems else 0)
 
 
+def _show(finding: Finding) -> None:
+    level, is_problem = f"{finding.level:>8}  ", finding.level == PROBLEM
+    level = click.style(level, fg=_STYLE[finding.level], bold=is_problem)
+    click.echo(f"{level}{click.style(f'{finding.subject}: ', bold=True)}{finding.text}")
+    if finding.remedy:
+        click.secho(f"          remedy: {finding.remedy}", dim=True)
+
+
 def diagnose(
-    config: Any | None,
+    config: RunConfig | None,
     world_size: int,
     ports: tuple[int, ...] = (),
     *,
     nproc_per_node: int | None = None,
     probe: bool = False,
-) -> Iterator[Finding]:
-    """All findings, cheap ones first; ``config`` is a RunConfig or None.
+) -> Findings:
+    """Yield all findings, cheap ones first; without a configuration those of the machine alone.
 
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
     take, and without GPUs all of them.
     """
-    from r3train.doctor import machine, model, versions
+    from r3train.doctor import machine, model
     from r3train.launch.gpus import ranks_that_fit
 
     num_gpus, gpu_bytes = _gpus()
-    yield from versions.check_versions(cuda=bool(num_gpus))
     here = nproc_per_node or ranks_that_fit(world_size, num_gpus)
+    yield from machine.check_versions(cuda=bool(num_gpus))
     yield from machine.check_devices(num_gpus, gpu_bytes, world_size, here, os.cpu_count() or 1)
     yield from machine.check_shared_memory(here)
     for port in ports:
@@ -106,17 +113,10 @@ def diagnose(
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
         return
-    failed = False
-    for finding in _of_config(config, world_size, here, num_gpus, gpu_bytes):
-        failed |= finding.level == PROBLEM
-        yield finding
+    failed = yield from _with_failed(_of_config(config, world_size, here, num_gpus, gpu_bytes))
     if not failed:
-        for finding in model.check_preflight(config, world_size):
-            failed |= finding.level == PROBLEM
-            yield finding
+        failed = yield from _with_failed(model.check_preflight(config, world_size))
     if probe and failed:
-        from r3train.doctor.finding import warning
-
         yield warning("probe", "not run: the problems above come first", "solve them, run it again")
     elif probe:
         from r3train.doctor.probe import probe_engines
@@ -125,25 +125,19 @@ def diagnose(
 
 
 def _of_config(
-    config, world_size: int, nproc_per_node: int, num_gpus: int, gpu_bytes: int
-) -> Iterator[Finding]:
-    import psutil
-
-    from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import estimates, gpus, machine, model
-    from r3train.doctor.finding import problem
+    config: RunConfig, world_size: int, nproc_per_node: int, num_gpus: int, gpu_bytes: int
+) -> Findings:
+    from r3train.doctor import machine, memory, model
     from r3train.engine.key import engine_api_key
 
-    yield from model.check_config(config, world_size)
-    yield from model.check_checkpoint(config)
-    try:
-        hf = read_hf_facts(config.model.hf_checkpoint)
-    except ValueError:
-        hf = None
+    hf, weights = yield from model.check_checkpoint(config)
+    yield from model.check_config(config, hf, world_size)
     yield from model.check_tokenizer(config, hf)
-    host, port = config.rollout.sglang.get("host", "127.0.0.1"), config.rollout.sglang.get("port")
-    if port is not None:
-        yield from machine.check_port("SGLang", str(host), port)
+    sglang = config.rollout.sglang
+    if sglang.get("port") is not None:
+        yield from machine.check_port(
+            "SGLang", str(sglang.get("host", "127.0.0.1")), sglang["port"]
+        )
     api_key = None
     try:
         api_key = engine_api_key(os.environ)
@@ -151,37 +145,29 @@ def _of_config(
         yield problem("key of the servers", str(error), "set another one, or none")
     for address in config.rollout.rollout_external_engine_addrs:
         yield from machine.check_external_server(address, api_key)
-    yield from gpus.check_placement(config, num_gpus, nproc_per_node)
-    run_dir = config.run.run_dir or Path("runs")
-    try:
-        weights = model.read_weights(config.model.hf_checkpoint) if hf else None
-    except ValueError:
-        weights = None
-    if weights is None:
-        yield from machine.check_room("run directory", run_dir, 1 << 30)
-        return
-    e = estimates.estimate(config, hf, weights, world_size)
-    disk = 256 << 20
-    if config.trainer.update_weight_transfer_mode == "disk":
-        disk += 2 * weights.num_bytes
-    yield from machine.check_room("run directory", run_dir, disk)
-    if config.checkpoint.save is not None:
-        # the new one is complete before the old one goes
-        kept = (config.checkpoint.save_keep_last or 2) + 1
-        yield from machine.check_room(
-            "checkpoints", config.checkpoint.save, kept * e.checkpoint_bytes
-        )
-    on_host = (nproc_per_node + 1) * estimates.PROCESS_BYTES + e.reference_bytes * nproc_per_node
-    if num_gpus:
-        yield from gpus.check_gpu_memory(config, e, gpu_bytes, num_gpus, nproc_per_node)
-    else:
-        on_host += e.rank_bytes * nproc_per_node + 2 * weights.num_bytes
-    yield from machine.check_memory(psutil.virtual_memory().available, on_host)
-    yield from estimates.describe(e, config)
+    yield from memory.check_placement(config, num_gpus, nproc_per_node)
+    yield from memory.check_room(
+        config,
+        hf,
+        weights,
+        world_size=world_size,
+        nproc_per_node=nproc_per_node,
+        num_gpus=num_gpus,
+        gpu_bytes=gpu_bytes,
+    )
+
+
+def _with_failed(findings: Findings):
+    """Yield findings; return whether one of them is a problem."""
+    failed = False
+    for finding in findings:
+        failed |= finding.level == PROBLEM
+        yield finding
+    return failed
 
 
 def _gpus() -> tuple[int, int]:
-    """(how many, the smallest one's bytes)."""
+    """(number of GPUs, bytes of the smallest)."""
     try:
         import torch
     except ImportError:
@@ -189,31 +175,3 @@ def _gpus() -> tuple[int, int]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
     return count, min(sizes, default=0)
-
-
-def _config(flags: tuple[str, ...]) -> Any:
-    from r3train.config import RunConfig
-    from r3train.config.options import train_options
-
-    found: list[RunConfig] = []
-    train_options(found.append).main(args=list(flags), prog_name="doctor", standalone_mode=False)
-    if not found:
-        raise click.exceptions.Exit(0)
-    return found[0]
-
-
-class _Printer:
-    """One line a finding, as it comes; the remedy below it."""
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        self._console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-
-    def __call__(self, finding: Finding) -> None:
-        from rich.text import Text
-
-        head = Text(f"{finding.level:>8}  ", style=_STYLE[finding.level])
-        self._console.print(Text.assemble(head, (f"{finding.subject}: ", "bold"), finding.text))
-        if finding.remedy:
-            self._console.print(Text(f"          remedy: {finding.remedy}", style="dim"))

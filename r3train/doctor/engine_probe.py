@@ -1,27 +1,23 @@
 """Answers of a running server in the situations that it may get wrong, each seen to have happened.
 
-A prefix-cache hit, a prefill in chunks and an abort are asked for, and what the server says of them
-is read: a situation that did not come about proves nothing, so it is a finding and not a pass.
+The probe asks for a prefix-cache hit, a prefill in chunks and an abort, and reads from the answers
+whether they came about: a situation that did not happen proves nothing, so it is a finding.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from r3train.doctor.finding import Finding, fact, problem
-from r3train.engine.backend import EngineError, SamplingParams
+from r3train.doctor.finding import Finding, Findings, fact, problem
 from r3train.engine.answer import read_answer
-from r3train.types import RouteShape
-from r3train.engine.control_calls import SGLangControl
+from r3train.engine.backend import EngineError, Request, SamplingParams, Segment
 from r3train.engine.http import SGLangHTTP
-from r3train.generation import stitch
-from r3train.types import Prompt, RolloutSample
+from r3train.types import RouteShape
 
 SUBJECT = "SGLang probe"
 _ANSWER = 8
@@ -32,24 +28,36 @@ _ABORT_EVERY_S = 0.2
 # spelled out: a checkpoint's own defaults would change the log-probs
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "ignore_eos": True}
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
-Answer = tuple[RolloutSample, dict[str, Any]]  # with its meta_info
 _PINS = "compare versions with r3train doctor: 0.5.23 was measured"
+Answer = tuple[Segment, dict[str, Any]]  # with its meta_info
+# ask(input_ids, new_tokens, request id or None)
+Ask = Callable[[np.ndarray, int, str | None], Awaitable[Answer]]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """An answer, and the tokens at which the server began anew: after its cache, a chunk, a prompt."""
+    """A prompt of P tokens and its answer of A, T in all.
 
-    sample: RolloutSample
+    edges: tokens at which the server began anew: behind its cache, at a chunk, at the answer.
+    """
+
+    token_ids: np.ndarray  # int32[T]
+    prompt_len: int
+    log_probs: np.ndarray  # float32[A]
+    routes: np.ndarray | None  # uint8/uint16 [T-1, L, K]; None for a dense model
     edges: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Situations:
-    """Answers by the situation that they were drawn in, and what did not happen or went wrong."""
+    """Answers by situation, and findings about situations that did not happen or went wrong."""
 
     drawn: dict[str, Drawn]
     findings: list[Finding]
+
+
+class NotAborted(Exception):
+    """Requests ended, but none by the abort and with a token."""
 
 
 async def draw_situations(
@@ -66,159 +74,134 @@ async def draw_situations(
     texts: a short and a long one, int32[T]; nothing of them may be in the server's cache yet.
     context: tokens that the model can hold.
     """
-    async with _asker(addr, routes, api_key, request_timeout_s) as asker:
-        short, long = texts
-        out = Situations({}, [])
-        server = await _server_info(asker, out)
-        chunk = server.get("chunked_prefill_size")
+    short, long = texts
+    half = long[: len(long) // 2]
+    out = Situations({}, [])
+    http = SGLangHTTP([addr], api_key=api_key, request_timeout_s=request_timeout_s)
 
-        async def draw(what: str, answer: Awaitable[Answer]) -> dict[str, Any] | None:
-            return await _try(out, what, chunk, answer)
+    async def ask(ids: np.ndarray, tokens: int = _ANSWER, rid: str | None = None) -> Answer:
+        return await _ask(http, routes, ids, tokens, rid)
 
-        await draw("a fresh prompt", asker.ask(short, _ANSWER))
-        chunks = f"a prompt of {len(long)} tokens in chunks"
-        meta = await draw(chunks, asker.ask(long, _ANSWER))
-        if meta is not None:
-            out.findings.extend(_chunked(chunk, len(long), meta))
-        meta = await draw("after a prefix-cache hit", asker.ask(long, _ANSWER))
-        if meta is not None:
-            out.findings.extend(_cached(server.get("disable_radix_cache"), len(long), meta))
-        half = long[: len(long) // 2]
-        await draw("an aborted answer", asker.abort(half, context - len(half) - 1))
-        await draw("after an abort", asker.ask(np.concatenate([half, short]), _ANSWER))
-        return out
-
-
-class NotAborted(Exception):
-    """Requests ended, but none by the abort and with a token."""
-
-
-class _Asker:
-    """``/generate`` on one server, read as strictly as a rollout is, with what it says beside it."""
-
-    def __init__(self, http: SGLangHTTP, routes: RouteShape | None):
-        self.control = SGLangControl(http)
-        self._http, self._routes = http, routes
-
-    async def ask(self, ids: np.ndarray, tokens: int, rid: str | None = None) -> Answer:
-        """An answer of that many tokens.  Raises ValueError for an answer that is not one."""
-        body = {
-            "input_ids": ids.tolist(),
-            "sampling_params": {**_SAMPLING, "max_new_tokens": tokens},
-            "return_logprob": True,
-            "return_routed_experts": self._routes is not None,
-            **({"rid": rid} if rid else {}),
-        }
-        answer = await self._http.call(0, "/generate", body, what=SUBJECT)
-        prompt = Prompt(prompt_id="probe", index=0, text="", token_ids=ids, label=None)
-        before = stitch.begin(prompt, sample_id=0, group_id=0)
-        request = stitch.next_request(before, SamplingParams(tokens))
-        segment = read_answer(answer, request, routes=self._routes)
-        return stitch.extend(before, segment), answer["meta_info"]
-
-    async def abort(self, ids: np.ndarray, room: int) -> Answer:
-        """An answer that was cut short in generation: at least one token, ended by the abort.
-
-        When a server begins and how fast it is are not known: a request that was aborted before its
-        first token is tried again with a later abort, one that was finished first with an earlier.
-        Raises NotAborted.
-        """
-        delay_s, ended = _FIRST_DELAY_S, []
-        for attempt in range(_ABORT_TRIES):
-            rid = f"r3train-doctor-{attempt}."
-            request = asyncio.ensure_future(self.ask(ids, min(_ABORTED, room), rid))
-            try:
-                await asyncio.wait({request}, timeout=delay_s)
-                while not request.done():
-                    await self.control.abort(rid)
-                    await asyncio.wait({request}, timeout=_ABORT_EVERY_S)
-                sample, meta = request.result()
-            finally:
-                request.cancel()
-            tokens = sample.num_tokens - sample.prompt_len
-            if sample.finish_reason == "abort" and tokens:
-                return sample, meta
-            ended.append(f"{sample.finish_reason!r} after {tokens} tokens")
-            delay_s *= 2 if sample.finish_reason == "abort" else 0.4
-        raise NotAborted(f"{_ABORT_TRIES} requests ended otherwise: {', '.join(ended)}")
-
-
-@asynccontextmanager
-async def _asker(
-    addr: str, routes: RouteShape | None, api_key: str | None, timeout_s: float
-) -> AsyncIterator[_Asker]:
-    http = SGLangHTTP([addr], api_key=api_key, request_timeout_s=timeout_s)
+    situations: dict[str, tuple[np.ndarray, Callable[[np.ndarray], Awaitable[Answer]]]] = {
+        "a fresh prompt": (short, ask),
+        f"a prompt of {len(long)} tokens in chunks": (long, ask),
+        "after a prefix-cache hit": (long, ask),
+        "an aborted answer": (half, lambda ids: _abort(http, ask, ids, context - len(ids) - 1)),
+        "after an abort": (np.concatenate([half, short]), ask),
+    }
     try:
-        yield _Asker(http, routes)
+        server = await _server_info(http, out.findings)
+        for what, (prompt, draw) in situations.items():
+            try:
+                answer, meta = await draw(prompt)
+            except NotAborted as error:
+                text = f"{what}: no request could be aborted while it generated: {error}"
+                remedy = f"look for /abort_request in the server's log; {_PINS}"
+                out.findings.append(problem(SUBJECT, text, remedy))
+            except (EngineError, *_MALFORMED) as error:
+                text = f"{what}: {type(error).__name__}: {str(error)[:300]}"
+                out.findings.append(problem(SUBJECT, text, _PINS))
+            else:
+                out.drawn[what] = Drawn(
+                    np.concatenate([prompt, answer.token_ids]),
+                    len(prompt),
+                    answer.log_probs,
+                    answer.rows,
+                    _edges(len(prompt), server, meta),
+                )
+                out.findings.extend(_did_not_happen(what, len(prompt), server, meta))
     finally:
         await http.aclose()
+    return out
 
 
-async def _server_info(asker: _Asker, out: Situations) -> dict[str, Any]:
-    """How the server runs; empty with a finding where it does not say."""
+async def _ask(
+    http: SGLangHTTP, routes: RouteShape | None, ids: np.ndarray, tokens: int, rid: str | None
+) -> Answer:
+    """An answer of ``tokens`` tokens, read as strictly as a rollout's.
+
+    Raises EngineError, and ValueError for an answer that contradicts the request.
+    """
+    body = {
+        "input_ids": ids.tolist(),
+        "sampling_params": {**_SAMPLING, "max_new_tokens": tokens},
+        "return_logprob": True,
+        "return_routed_experts": routes is not None,
+        **({"rid": rid} if rid else {}),
+    }
+    answer = await http.call(0, "/generate", body, what=SUBJECT)
+    request = Request(0, 0, "probe", ids, tokens, SamplingParams(tokens))
+    return read_answer(answer, request, routes=routes), answer["meta_info"]
+
+
+async def _abort(http: SGLangHTTP, ask: Ask, ids: np.ndarray, most_tokens: int) -> Answer:
+    """An answer that was cut short in generation: at least one token, ended by the abort.
+
+    The server's speed is not known: a request that was aborted before its first token is tried again
+    with a later abort, one that was finished first with an earlier.  Raises NotAborted.
+    """
+    delay_s, ended = _FIRST_DELAY_S, []
+    for attempt in range(_ABORT_TRIES):
+        rid = f"r3train-doctor-{attempt}."
+        request = asyncio.ensure_future(ask(ids, min(_ABORTED, most_tokens), rid))
+        try:
+            await asyncio.wait({request}, timeout=delay_s)
+            while not request.done():
+                await http.call_all("/abort_request", {"rid": rid}, what="abort_request")
+                await asyncio.wait({request}, timeout=_ABORT_EVERY_S)
+            answer, meta = request.result()
+        finally:
+            request.cancel()
+        if answer.finish_reason == "abort" and len(answer.token_ids):
+            return answer, meta
+        ended.append(f"{answer.finish_reason!r} after {len(answer.token_ids)} tokens")
+        delay_s *= 2 if answer.finish_reason == "abort" else 0.4
+    raise NotAborted(f"{_ABORT_TRIES} requests ended otherwise: {', '.join(ended)}")
+
+
+async def _server_info(http: SGLangHTTP, findings: list[Finding]) -> dict[str, Any]:
+    """The server's settings; empty, with a finding, where it does not tell them."""
     try:
-        (info,) = await asker.control.server_info()
+        (info,) = await http.call_all("/server_info", what="server_info", method="GET")
         if isinstance(info, dict):
             return info
-        told = f"it answers {str(info)[:80]!r}"
+        got = f"it answers {str(info)[:80]!r}"
     except EngineError as error:
-        told = str(error)
-    out.findings.append(problem(SUBJECT, f"/server_info does not say how it runs: {told}", _PINS))
+        got = str(error)
+    findings.append(problem(SUBJECT, f"/server_info does not say how it runs: {got}", _PINS))
     return {}
 
 
-async def _try(
-    out: Situations, what: str, chunk: Any, answer: Awaitable[Answer]
-) -> dict[str, Any] | None:
-    """Keep an answer under its situation, or say what went wrong; returns its meta_info or None."""
-    try:
-        sample, meta = await answer
-    except NotAborted as error:
-        text = f"{what}: no request could be aborted while it generated: {error}"
-        remedy = f"look for /abort_request in the server's log; {_PINS}"
-        out.findings.append(problem(SUBJECT, text, remedy))
-        return None
-    except (EngineError, *_MALFORMED) as error:
-        text = f"{what}: {type(error).__name__}: {str(error)[:300]}"
-        out.findings.append(problem(SUBJECT, text, _PINS))
-        return None
-    out.drawn[what] = Drawn(sample, _edges(sample.prompt_len, chunk, meta))
-    return meta
+def _count(value: Any) -> int:
+    """A number above 0 as a server tells it, else 0."""
+    return value if type(value) is int and value > 0 else 0
 
 
-def _from_cache(meta: dict[str, Any]) -> int:
-    cached = meta.get("cached_tokens")
-    return cached if type(cached) is int else 0
+def _edges(prompt_len: int, server: dict[str, Any], meta: dict[str, Any]) -> tuple[int, ...]:
+    """Tokens at which a chunk of prefill began, the first behind the cache, and the answer's."""
+    step = _count(server.get("chunked_prefill_size")) or prompt_len
+    return (*range(_count(meta.get("cached_tokens")), prompt_len, step), prompt_len)
 
 
-def _edges(prompt_len: int, chunk: Any, meta: dict[str, Any]) -> tuple[int, ...]:
-    """Where a chunk of prefill began, the first one behind the cache, and where the answer did."""
-    cached = _from_cache(meta)
-    step = chunk if type(chunk) is int and chunk > 0 else prompt_len
-    return (*range(cached, prompt_len, step), prompt_len)
-
-
-def _chunked(chunk: Any, prompt_len: int, meta: dict[str, Any]) -> list[Finding]:
-    """Nothing where the prompt must have been prefilled in more than one chunk."""
-    computed = prompt_len - _from_cache(meta)
-    if type(chunk) is int and 0 < chunk < computed:
-        return []
-    text = (
-        f"a prefill in chunks did not happen: {computed} of {prompt_len} tokens were computed, and the "
-        f"server runs with chunked_prefill_size {chunk}"
-    )
-    return [problem(SUBJECT, text, "leave --sglang-chunked-prefill-size to the probe, or look why")]
-
-
-def _cached(cache_off: Any, prompt_len: int, meta: dict[str, Any]) -> list[Finding]:
-    """Nothing where the server says that a part of the prompt came from its cache."""
-    cached = meta.get("cached_tokens")
-    if type(cached) is int and cached > 0:
-        return []
-    if cache_off is True:
-        return [fact(SUBJECT, "the server runs without a prefix cache: there is no hit to probe")]
-    text = (
-        f"a prefix-cache hit did not happen: cached_tokens is {cached!r} for {prompt_len} tokens "
-        "that were asked for before"
-    )
-    return [problem(SUBJECT, text, f"look for what switched the prefix cache off; {_PINS}")]
+def _did_not_happen(
+    what: str, prompt_len: int, server: dict[str, Any], meta: dict[str, Any]
+) -> Findings:
+    """A finding where the prompt was not prefilled in chunks, or did not come from the cache."""
+    cached, chunk = meta.get("cached_tokens"), server.get("chunked_prefill_size")
+    computed = prompt_len - _count(cached)
+    if what.endswith("in chunks") and not 0 < _count(chunk) < computed:
+        text = (
+            f"a prefill in chunks did not happen: {computed} of {prompt_len} tokens were computed, "
+            f"and the server runs with chunked_prefill_size {chunk}"
+        )
+        remedy = "leave --sglang-chunked-prefill-size to the probe, or look why"
+        yield problem(SUBJECT, text, remedy)
+    if what.endswith("cache hit") and not _count(cached):
+        if server.get("disable_radix_cache") is True:
+            yield fact(SUBJECT, "the server runs without a prefix cache: there is no hit to probe")
+            return
+        text = (
+            f"a prefix-cache hit did not happen: cached_tokens is {cached!r} for {prompt_len} tokens "
+            "that were asked for before"
+        )
+        yield problem(SUBJECT, text, f"look for what switched the prefix cache off; {_PINS}")

@@ -1,25 +1,25 @@
-"""Is an answer of the server what Hugging Face's forward and the actor make of its tokens?
+"""Comparison of a server's answers with Hugging Face's forward and with the actor.
 
-Routes are held against the reference's router logits, not against its choice alone: two right
+Routes are compared with the reference's router logits, not with its choice alone: two right
 implementations may choose differently where two experts tie, and nowhere else.  Rows at which the
-server began anew (after its cache, at a chunk, at the answer) are judged apart from the rest: there
-it goes wrong, and there are few of them.
+server began anew (after its cache, at a chunk, at the answer) are judged apart from the rest: errors
+happen there, and there are few of these rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from r3train.doctor.engine_probe import SUBJECT, Drawn, Situations
-from r3train.doctor.finding import Finding, ok, problem
+from r3train.doctor.finding import Finding, Findings, ok, problem
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the reference makes of a text of T tokens."""
+    """The reference's forward of a text of T tokens."""
 
     log_probs: np.ndarray  # float32[T], entry 0 is 0
     router_logits: np.ndarray | None  # float32[T-1, L_moe, E]; None for a dense model
@@ -30,7 +30,7 @@ Reference = Callable[[np.ndarray], Expected]  # of int32[T]
 
 @dataclass(frozen=True)
 class Tolerance:
-    """By how much two right implementations in one number format differ.
+    """Allowed difference between two right implementations in one number format.
 
     Routes are measured by ``shortfall``, in standard deviations of a row's logits.
     """
@@ -57,8 +57,8 @@ def judge_situations(
     *,
     moe_layers: Sequence[int],
     tolerance: Tolerance,
-) -> Iterator[Finding]:
-    """What did not happen, and every answer against the reference and the actor.
+) -> Findings:
+    """Findings of the drawing, and of every answer against the reference and the actor.
 
     actor: its log-probs of an answer's tokens, float32[T], by situation; empty where there is none.
     moe_layers: 1-based numbers of the layers with experts; none for a dense model.
@@ -66,16 +66,15 @@ def judge_situations(
     yield from situations.findings
     columns = np.asarray(moe_layers, dtype=np.int64) - 1
     for what, drawn in situations.drawn.items():
-        sample, expected = drawn.sample, reference(drawn.sample.token_ids)
-        answer = slice(sample.prompt_len, None)
+        answer, expected = slice(drawn.prompt_len, None), reference(drawn.token_ids)
         others = {"against HF": expected.log_probs}
         if what in actor:
             others["against the actor"] = actor[what]
         for whom, theirs in others.items():
-            ours = sample.rollout_log_probs[answer]
-            yield judge_log_probs(SUBJECT, ours, theirs[answer], tolerance, f"{what}, {whom}")
+            named = f"{what}, {whom}"
+            yield judge_log_probs(SUBJECT, drawn.log_probs, theirs[answer], tolerance, named)
         if len(columns):
-            got = sample.routed_experts[:, columns]
+            got = drawn.routes[:, columns]
             parts = parts_of(drawn)
             yield judge_routes(SUBJECT, got, expected.router_logits, tolerance, what, parts)
 
@@ -130,7 +129,7 @@ def judge_routes(
 
 
 def shortfall(experts: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """By how much rows are not the top-k of their logits: float[N, L], 0 where they are it.
+    """Distance of rows from the top-k of their logits: float[N, L], 0 where they are the top-k.
 
     The best logit left out less the worst one taken, in standard deviations of the row's logits;
     inf for a row that is no choice of K experts.  experts: int[N, L, K], logits: float[N, L, E].
@@ -146,14 +145,13 @@ def shortfall(experts: np.ndarray, logits: np.ndarray) -> np.ndarray:
 
 
 def parts_of(drawn: Drawn) -> dict[str, np.ndarray]:
-    """Rows of an answer by what the server did for them; those at boundaries are in others too."""
-    sample = drawn.sample
-    rows = np.arange(sample.num_tokens - 1)
+    """Rows of an answer by the server's work for them; those at boundaries are in others too."""
+    rows = np.arange(len(drawn.token_ids) - 1)
     edges = {row for edge in drawn.edges for row in (edge - 1, edge)} | {len(rows) - 1}
     return {
         "rows at boundaries": np.array(sorted(edges & set(rows.tolist()))),
-        "rows of the answer": rows[sample.prompt_len :],
-        "rows of the prompt": rows[: sample.prompt_len],
+        "rows of the answer": rows[drawn.prompt_len :],
+        "rows of the prompt": rows[: drawn.prompt_len],
     }
 
 
@@ -164,7 +162,7 @@ def _faults(
     parts: Mapping[str, np.ndarray],
     tolerance: Tolerance,
 ) -> Iterator[str]:
-    """What is wrong, the plainest first.
+    """Descriptions of what is wrong, the plainest first.
 
     A row is right as far as it first differs at a near tie: an expert that flips there moves the
     row's later layers, which say nothing then.  So parts and layers must also fit their own tokens

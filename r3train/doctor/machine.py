@@ -1,35 +1,99 @@
-"""The machine: devices, memory, disk and shared-memory room, ports, servers of others."""
+"""The machine: installed versions, devices, disk, shared memory, ports, servers of others."""
 
 from __future__ import annotations
 
 import errno
 import http.client
 import os
+import re
 import shutil
 import socket
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
-from r3train.doctor.finding import Finding, amount, fact, ok, problem, warning
+from r3train.doctor.finding import Findings, amount, fact, ok, problem, room, warning
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
+# measured with r3train: another version may have moved the seams
+PINNED = {
+    "megatron-core": ("0.16.1", "the router's replay seam and the CPU adaptation"),
+    "sglang": ("0.5.23", "routed experts on the wire and weight updates"),
+    "transformers": ("5.19.0", "the version that sglang requires"),
+    "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
+}
 _SHM = Path("/dev/shm")
-_GIB = 1 << 30
 
 
-def existing_parent(path: Path) -> Path:
-    """The nearest directory above ``path`` that is there."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path
+def installed_version(name: str) -> str | None:
+    """The version of a distribution, or None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(
+    version_of: Callable[[str], str | None] = installed_version,
+    python: tuple[int, int] = sys.version_info[:2],
+    cuda: bool = False,
+) -> Findings:
+    """Installed versions against the pins and against conflicts that were met."""
+    found = list(_version_conflicts(version_of, python, cuda))
+    yield from found
+    if not found:
+        names = (f"{name} {version_of(name)}" for name in ("torch", *PINNED))
+        yield ok("versions", ", ".join(names))
+
+
+def _version_conflicts(version_of, python: tuple[int, int], cuda: bool) -> Findings:
+    if not (3, 11) <= python <= (3, 12):
+        text = f"Python {python[0]}.{python[1]}, r3train runs on 3.11 and 3.12"
+        yield problem("Python", text, "make PYTHON=python3.12 venv")
+    for name, (wanted, why) in PINNED.items():
+        have = version_of(name)
+        if have is None or have.split("+")[0] != wanted:
+            text = f"{have}, measured on {wanted} ({why})" if have else f"not installed ({why})"
+            yield problem(name, text, f"pip install {name}=={wanted} (make venv does it all)")
+    torch, torch_of_gpus = version_of("torch"), "pip install torch==2.14.1"
+    if torch is None:
+        yield problem("torch", "not installed", "make venv")
+    elif not (2, 13) <= _major_minor(torch) <= (2, 14):
+        text = f"{torch}, needs 2.13 (CPU) or 2.14 (GPU)"
+        yield problem("torch", text, torch_of_gpus if cuda else "pip install torch==2.13.0")
+    elif cuda and _major_minor(torch) != (2, 14):
+        text = f"{torch} with a GPU: sglang 0.5.23 with CUDA requires 2.14.1"
+        yield problem("torch", text, torch_of_gpus)
+    elif not cuda and "+cu" in torch:
+        text = f"{torch} is a CUDA build and no GPU is visible"
+        yield warning("torch", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+    if (vision := version_of("torchvision")) and vision.endswith("+cpu"):
+        yield problem(
+            "torchvision",
+            f"{vision} defines ops that r3train declares for sglang's import: a second definition",
+            "pip install --no-deps torchvision===0.28.0 (PyPI's build, see docs/dependencies.md)",
+        )
+    if vllm := version_of("vllm"):
+        text = f"{vllm} in the same environment pins another torch and transformers"
+        yield warning("vllm", text, "give it an environment of its own")
+    if (te := version_of("transformer-engine")) and _major_minor(te) >= (2, 12):
+        text = f"{te}: megatron-core 0.16.1 asks for Transformer Engine below 2.12"
+        yield problem("transformer-engine", text, "pip install transformer-engine==2.11.0")
+    if (numpy := version_of("numpy")) and _major_minor(numpy) < (2, 0):
+        text = f"numpy {numpy}: r3train needs 2.0, and wheels built for 1.x break beside it"
+        yield problem("numpy", text, "pip install 'numpy>=2.0'")
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def check_devices(
     num_gpus: int, gpu_bytes: int, world_size: int, nproc_per_node: int, cores: int
-) -> Iterator[Finding]:
-    """GPUs against this node's ranks; without any, its ranks against its cores."""
+) -> Findings:
+    """This node's ranks against its GPUs, or against its cores where it has none."""
     here = f"{nproc_per_node} of {world_size} ranks on this node"
     if num_gpus:
         yield fact("devices", f"{num_gpus} GPU(s) of {amount(gpu_bytes)}, {here}")
@@ -38,22 +102,17 @@ def check_devices(
             yield problem("devices", text, f"torchrun --nproc-per-node {num_gpus}, or more nodes")
         return
     yield fact("devices", f"no GPU: Megatron and SGLang run on {cores} CPU cores, {here}")
-    threads = os.environ.get("OMP_NUM_THREADS")
-    if (
-        threads is None
-        or not threads.isdigit()
-        or int(threads) * nproc_per_node > max(cores, nproc_per_node)
-    ):
-        shown = "unset" if threads is None else threads
-        text = f"OMP_NUM_THREADS is {shown}: {nproc_per_node} ranks would fight over {cores} cores"
+    threads = os.environ.get("OMP_NUM_THREADS", "unset")
+    if not threads.isdigit() or int(threads) * nproc_per_node > max(cores, nproc_per_node):
+        text = (
+            f"OMP_NUM_THREADS is {threads}: {nproc_per_node} ranks would fight over {cores} cores"
+        )
         yield warning("devices", text, "export OMP_NUM_THREADS=1")
 
 
-def check_room(
-    subject: str, path: Path, needed_bytes: float, *, free_bytes: int | None = None
-) -> Iterator[Finding]:
-    """Whether ``path`` can be written and has room."""
-    there = existing_parent(path)
+def check_disk(subject: str, path: Path, needed_bytes: float) -> Findings:
+    """Whether ``path``, or its nearest parent that exists, can be written and has room."""
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
@@ -61,40 +120,35 @@ def check_room(
         text = f"{there}: cannot be written: {error.strerror}"
         yield problem(subject, text, "choose another directory, or free or remount this one")
         return
-    free = shutil.disk_usage(there).free if free_bytes is None else free_bytes
-    text = f"{there}: {amount(free)} free, about {amount(needed_bytes)} needed"
-    if free < needed_bytes:
-        yield problem(subject, text, "free room there, or choose another directory")
-    else:
-        yield ok(subject, text)
+    remedy = "free room there, or choose another directory"
+    yield _free_room(subject, there, needed_bytes, remedy)
 
 
-def check_shared_memory(nproc_per_node: int, *, free_bytes: int | None = None) -> Iterator[Finding]:
-    """/dev/shm holds NCCL's and torch's buffers of this node's ranks; containers often give 64 MiB."""
-    if not _SHM.is_dir():
-        return
-    free = shutil.disk_usage(_SHM).free if free_bytes is None else free_bytes
-    needed = max(256 << 20, nproc_per_node * (128 << 20))
-    text = f"{_SHM}: {amount(free)} free, about {amount(needed)} needed"
-    if free < needed:
-        yield problem("shared memory", text, "docker run --shm-size=16g, or mount a larger tmpfs")
-    else:
-        yield ok("shared memory", text)
+def check_shared_memory(nproc_per_node: int) -> Findings:
+    """/dev/shm, where NCCL and torch have buffers for each rank; containers often give 64 MiB."""
+    if _SHM.is_dir():
+        needed = max(256 << 20, nproc_per_node * (128 << 20))
+        remedy = "docker run --shm-size=16g, or mount a larger tmpfs"
+        yield _free_room("shared memory", _SHM, needed, remedy)
 
 
-def check_port(subject: str, host: str, port: object) -> Iterator[Finding]:
-    """Whether a port that the run will listen on is one, and free; ``port`` is as it was given."""
-    number = _port_number(port)
-    if number is None:
+def _free_room(subject: str, path: Path, needed_bytes: float, remedy: str):
+    text = f"{path}: {{has}} free, about {{needs}} needed"
+    return room(subject, shutil.disk_usage(path).free, needed_bytes, remedy, text=text)
+
+
+def check_port(subject: str, host: str, port: object) -> Findings:
+    """Whether the run can listen on ``port``, given as a number or as text."""
+    if not (str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535):
         text = f"{port!r} is no port: expected a number from 1 to 65535"
         yield problem(subject, text, "give another, or unset it")
         return
-    port = number
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, port))
+            sock.bind((host, int(str(port))))
+        yield ok(subject, f"port {port} of {host} is free")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             remedy = f"choose another, or end who holds it (ss -ltnp 'sport = :{port}')"
@@ -102,29 +156,19 @@ def check_port(subject: str, host: str, port: object) -> Iterator[Finding]:
         else:
             text = f"port {port} of {host} cannot be bound: {error.strerror}"
             yield problem(subject, text, "name an address of this machine, and a port above 1023")
-        return
-    yield ok(subject, f"port {port} of {host} is free")
-
-
-def _port_number(given: object) -> int | None:
-    try:
-        number = int(str(given))
-    except ValueError:
-        return None
-    return number if 1 <= number <= 65535 else None
 
 
 def check_external_server(
     address: str, api_key: str | None = None, *, timeout_s: float = 5.0
-) -> Iterator[Finding]:
+) -> Findings:
     """Whether a server of --rollout-external-engine-addrs answers, and takes our key."""
     subject = f"server {address}"
     host, _, port = address.rpartition(":")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    statuses = []
     try:
         connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        statuses = []
-        for path in ("/health", "/model_info"):  # health is told to everybody
+        for path in ("/health", "/model_info"):  # /health answers without a key
             connection.request("GET", path, headers=headers)
             answer = connection.getresponse()
             answer.read()
@@ -142,27 +186,3 @@ def check_external_server(
         yield ok(subject, "answers")
     else:
         yield problem(subject, f"/health answers {statuses[0]}", "look at the server's log")
-
-
-def check_memory(
-    available_bytes: float,
-    needed_bytes: float,
-    *,
-    margin_bytes: float = 2 * _GIB,
-    subject: str = "memory",
-    of_what: str = "",
-    remedy: str = "fewer ranks, a smaller model, or a machine with more",
-    near: str = "close other programs",
-) -> Iterator[Finding]:
-    """Memory against what must be held in it: a problem past it, a warning within the margin.
-
-    By default the host's, with ranks and engine on a CPU machine.  of_what: says what is needed.
-    near: the remedy of the warning.
-    """
-    text = f"{amount(available_bytes)} available, about {amount(needed_bytes)} needed{of_what}"
-    if available_bytes < needed_bytes:
-        yield problem(subject, text, remedy)
-    elif available_bytes < needed_bytes + margin_bytes:
-        yield warning(subject, f"{text}: less than {amount(margin_bytes)} to spare", near)
-    else:
-        yield ok(subject, text)

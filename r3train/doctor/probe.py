@@ -1,14 +1,14 @@
-"""A real server and a real actor, the same texts through both and through Hugging Face's own model.
+"""``doctor --probe``: the same texts through a server, an actor and Hugging Face's own model.
 
-One rank, no parallelism: this finds an engine or a build that computes something else, not a
-topology that does (``r3train verify`` is for those).
+One rank, no parallelism: this finds an engine or a build that computes something else.  Topologies
+that do are found by ``r3train verify``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,8 +18,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.parallel import ParallelSection
 from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
-from r3train.doctor.estimates import PROCESS_BYTES, estimate
-from r3train.doctor.finding import Finding, amount, problem, warning
+from r3train.doctor.finding import Finding, Findings, amount, problem, warning
 from r3train.doctor.judgement import (
     BFLOAT16,
     FLOAT32,
@@ -28,6 +27,7 @@ from r3train.doctor.judgement import (
     judge_log_probs,
     judge_situations,
 )
+from r3train.doctor.memory import PROCESS_BYTES, estimate
 from r3train.doctor.model import Weights, read_weights
 
 Got = TypeVar("Got")
@@ -39,7 +39,7 @@ _SHORT = 24
 _PLAIN_TOPK = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
-def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Iterator[Finding]:
+def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     """Start a server and an actor of this checkpoint, compare them, stop them.
 
     gpu_bytes: memory of the GPU that the actor would be on; 0 without one.
@@ -52,7 +52,14 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Iterator[Finding]:
     if refusal is not None:
         yield refusal
         return
-    texts = _texts(config, hf)
+    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    rng = np.random.default_rng(0)
+    # of random tokens; the long one is prefilled in chunks
+    short, long = (
+        rng.integers(0, hf.vocab_size, n).astype(np.int32)
+        for n in (_SHORT, min(_LONG, context - _SHORT))
+    )
+    texts = {"a short text": short, "a long text": long}
     try:
         from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -62,9 +69,11 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Iterator[Finding]:
         text = f"Hugging Face's model cannot be built: {_first_line(error)}"
         yield problem("probe", text, "look at the checkpoint and at memory")
         return
-    drawn = yield from _guarded(SUBJECT, lambda: _draw_situations(config, hf, texts))
+    drawn = yield from _guarded(
+        SUBJECT, lambda: _draw_situations(config, hf, (short, long), context)
+    )
     situations = drawn or Situations({}, [])
-    answers = {what: answer.sample.token_ids for what, answer in situations.drawn.items()}
+    answers = {what: answer.token_ids for what, answer in situations.drawn.items()}
     actor = yield from _guarded(
         _ACTOR, lambda: _actor_log_probs(config, device, {**texts, **answers})
     )
@@ -83,16 +92,14 @@ def no_room(
     """
     on_device = estimate(_alone(config), hf, weights, 1).rank_bytes + PROCESS_BYTES
     on_host = weights.total * (2 if config.model.bf16 else 4) + PROCESS_BYTES
-    needs = {"the host": (on_host, host_bytes)}
+    needs = {"the host": (on_host + (0 if gpu_bytes else on_device), host_bytes)}
     if gpu_bytes:
         needs["one GPU"] = (on_device, gpu_bytes)
-    else:
-        needs["the host"] = (on_host + on_device, host_bytes)
-    for where, (needed, there) in needs.items():
-        if needed > there:
+    for place, (needed, has) in needs.items():
+        if needed > has:
             text = (
                 "not run: it puts the whole model with its optimizer on one rank, and Hugging Face's "
-                f"on the host; {where} would need {amount(needed)} and has {amount(there)}"
+                f"on the host; {place} would need {amount(needed)} and has {amount(has)}"
             )
             remedy = (
                 "probe a smaller --hf-checkpoint of the same family on this machine: fewer layers and "
@@ -109,7 +116,7 @@ def _judge(
     situations: Situations,
     actor: Mapping[str, np.ndarray],
     reference: Reference,
-) -> Iterator[Finding]:
+) -> Findings:
     """The actor's texts against Hugging Face's, and the server's answers against both."""
     tolerance = BFLOAT16 if config.model.bf16 else FLOAT32
     for what, ids in texts.items():
@@ -131,17 +138,6 @@ def _judge(
 
 def _alone(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": ParallelSection()})
-
-
-def _texts(config: RunConfig, hf: HfModelFacts) -> dict[str, np.ndarray]:
-    """A short and a long text of random tokens; the long one is prefilled in chunks."""
-    context = _context(config, hf)
-    rng = np.random.default_rng(0)
-    lengths = {"a short text": _SHORT, "a long text": min(_LONG, context - _SHORT)}
-    return {
-        what: rng.integers(0, hf.vocab_size, length).astype(np.int32)
-        for what, length in lengths.items()
-    }
 
 
 def _reference(config: RunConfig, hf: HfModelFacts) -> Reference:
@@ -172,40 +168,33 @@ def _reference(config: RunConfig, hf: HfModelFacts) -> Reference:
 
 
 def _draw_situations(
-    config: RunConfig, hf: HfModelFacts, texts: Mapping[str, np.ndarray]
+    config: RunConfig, hf: HfModelFacts, texts: tuple[np.ndarray, np.ndarray], context: int
 ) -> Situations:
-    """What a server of this checkpoint answers; it is gone when this returns."""
-    short, long = texts.values()
+    """The answers of a server of this checkpoint; it has ended when this returns."""
     from r3train.engine.server import SGLangServer
 
-    shape = hf.route_shape
-    context = _context(config, hf)
+    chunk = min(_CHUNK, len(texts[1]) // 2)
     with tempfile.TemporaryDirectory() as directory:
         server = SGLangServer(
             config.model.hf_checkpoint,
             Path(directory) / "sglang.log",
             dtype="bfloat16" if config.model.bf16 else "float32",
-            server_args={
-                **config.rollout.sglang,
-                "chunked_prefill_size": min(_CHUNK, len(long) // 2),
-            },
+            server_args={**config.rollout.sglang, "chunked_prefill_size": chunk},
             return_routed_experts=hf.is_moe,
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,
         )
         with server:
             server.wait_ready()
-            expected = shape if hf.is_moe else None
+            routes = hf.route_shape if hf.is_moe else None
             return asyncio.run(
-                draw_situations(
-                    server.addr, expected, (short, long), context=context, api_key=server.api_key
-                )
+                draw_situations(server.addr, routes, texts, context=context, api_key=server.api_key)
             )
 
 
 def _actor_log_probs(
     config: RunConfig, device, ids: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """An actor's log-probs of every text, float32[T] by name; it is gone when this returns."""
+    """An actor's log-probs of every text, float32[T] by name; it has ended when this returns."""
     import torch
 
     from r3train.launch.actor import build_actor
@@ -230,12 +219,8 @@ def _actor_log_probs(
             job.reward.close()
 
 
-def _context(config: RunConfig, hf: HfModelFacts) -> int:
-    return config.rollout.rollout_max_context_len or hf.max_position_embeddings
-
-
 def _guarded(subject: str, work: Callable[[], Got]) -> Generator[Finding, None, Got | None]:
-    """What ``work`` returns, or None and a finding that says what it raised."""
+    """Return the result of ``work``, or None after a finding with the error that it raised."""
     try:
         return work()
     except Exception as error:  # a probe meets whatever a broken set-up raises

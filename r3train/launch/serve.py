@@ -15,9 +15,8 @@ from pathlib import Path
 
 import click
 
-from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.options import train_options, usage_errors
+from r3train.config.options import parse_train_flags, usage_errors
 from r3train.launch.gpus import served_gpus
 from r3train.engine.backend import EngineError
 from r3train.engine.key import engine_api_key
@@ -66,7 +65,8 @@ def serve(
     """
     import torch
 
-    config, num_visible = _config(flags), torch.cuda.device_count()
+    config = parse_train_flags(flags, prog_name="serve")
+    num_visible = torch.cuda.device_count()
     if config.run.dry_run and num_gpus is not None and not num_visible:
         num_visible = num_gpus * (local_index + 1)
     with usage_errors():
@@ -96,14 +96,6 @@ def serve(
         click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
         return
     _serve(server, address_file)
-
-
-def _config(flags: tuple[str, ...]) -> RunConfig:
-    found: list[RunConfig] = []
-    train_options(found.append).main(args=list(flags), prog_name="serve", standalone_mode=False)
-    if not found:
-        raise click.exceptions.Exit(0)  # --help
-    return found[0]
 
 
 class _Stop(Exception):

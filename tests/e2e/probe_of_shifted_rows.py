@@ -16,16 +16,17 @@ read_answer = engine_probe.read_answer
 prompts_seen: set[bytes] = set()
 
 
-def read_and_shift(answer, *, prompt, **arguments):
+def read_and_shift(answer, request, *, routes):
     """The answer as it is; of a prompt asked for before, the rows of the answer shifted by one."""
-    sample = read_answer(answer, prompt=prompt, **arguments)
-    asked_before = prompt.token_ids.tobytes() in prompts_seen
-    prompts_seen.add(prompt.token_ids.tobytes())
-    if not asked_before or arguments["max_new_tokens"] != engine_probe._ANSWER:
-        return sample
-    rows = sample.routed_experts.copy()
-    rows[sample.prompt_len :] = np.roll(rows, 1, axis=0)[sample.prompt_len :]
-    return dataclasses.replace(sample, routed_experts=rows)
+    segment = read_answer(answer, request, routes=routes)
+    prompt = request.token_ids.tobytes()
+    asked_before = prompt in prompts_seen
+    prompts_seen.add(prompt)
+    if not asked_before or request.max_new_tokens != engine_probe._ANSWER:
+        return segment
+    rows, prompt_len = segment.rows.copy(), len(request.token_ids)
+    rows[prompt_len:] = np.roll(rows, 1, axis=0)[prompt_len:]
+    return dataclasses.replace(segment, rows=rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Configurations for the doctor to look at, and what it says of them."""
+"""Configurations for the doctor to look at, and its problems with them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from r3train.config import RunConfig
 from r3train.doctor.command import diagnose
-from r3train.doctor.finding import PROBLEM
+from r3train.doctor.finding import PROBLEM, WARNING, Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,8 +23,8 @@ def config_of(tiny: Path, **fields) -> RunConfig:
     return RunConfig.from_toml(ROOT / "configs/tiny_cpu.toml", given)
 
 
-def problems(config: RunConfig | None, world_size: int = 2, ports: tuple[int, ...] = ()) -> str:
-    """A line a problem; each must have a remedy."""
-    found = [f for f in diagnose(config, world_size, ports) if f.level == PROBLEM]
+def worries(config: RunConfig | None, world_size: int = 2, **arguments) -> list[Finding]:
+    """The warnings and problems; each must have a remedy."""
+    found = [f for f in diagnose(config, world_size, **arguments) if f.level in (WARNING, PROBLEM)]
     assert all(f.remedy for f in found)
-    return "\n".join(f"{f.subject}: {f.text}" for f in found)
+    return found

@@ -120,7 +120,7 @@ async def probe(long: np.ndarray = LONG, **faults) -> list[Finding]:
             addr, expected, (SHORT, long), context=CONTEXT, request_timeout_s=20
         )
     layers = range(1, LAYERS + 1)
-    actor = {what: log_probs(answer.sample.token_ids) for what, answer in drawn.drawn.items()}
+    actor = {what: log_probs(answer.token_ids) for what, answer in drawn.drawn.items()}
     for what in faults.get("wrong_actor_in", ()):
         actor[what] = actor[what] - 0.25
     return list(judge_situations(drawn, reference, actor, moe_layers=layers, tolerance=FLOAT32))

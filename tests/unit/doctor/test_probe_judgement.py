@@ -19,7 +19,6 @@ from r3train.doctor.judgement import (
     parts_of,
     shortfall,
 )
-from r3train.types import Prompt, RolloutSample
 
 PROMPT, ANSWER = 200, 8
 ROWS = PROMPT + ANSWER - 1
@@ -28,19 +27,7 @@ SHAPES = {"8 experts, top 2": (4, 8, 2), "64 experts, top 6": (24, 64, 6)}
 
 def drawn(edges: tuple[int, ...] = (64, 128, 192, PROMPT)) -> Drawn:
     ids = np.zeros(PROMPT + ANSWER, dtype=np.int32)
-    sample = RolloutSample(
-        sample_id=0,
-        group_id=0,
-        prompt=Prompt("p", 0, "", ids[:PROMPT], None),
-        token_ids=ids,
-        prompt_len=PROMPT,
-        loss_mask=ids.astype(bool),
-        rollout_log_probs=ids.astype(np.float32),
-        routed_experts=None,
-        weight_versions=ids,
-        finish_reason="length",
-    )
-    return Drawn(sample, edges)
+    return Drawn(ids, PROMPT, np.zeros(ANSWER, dtype=np.float32), None, edges)
 
 
 def model(shape: str, seed: int = 0) -> np.ndarray:

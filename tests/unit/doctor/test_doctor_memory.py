@@ -1,0 +1,162 @@
+"""Estimates, and the doctor on a node of GPUs: each rank's and server's place, and its memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.config.hf_facts import read_hf_facts
+from r3train.doctor import command, memory
+from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
+from r3train.doctor.memory import Estimate, estimate
+from r3train.doctor.model import read_weights
+from r3train.tiny import TinyOptions, build
+from tests.unit.doctor_setups import config_of, diagnose
+
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    build(directory, TinyOptions(), force=True)
+    return directory
+
+
+@pytest.fixture
+def node_of_8_gpus(monkeypatch):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(command, "_gpus", lambda: (8, 80 * GIB))
+
+
+def of(findings, subject: str) -> list[Finding]:
+    return [f for f in findings if f.subject == subject]
+
+
+def test_ranks_of_other_nodes_are_not_this_nodes(node_of_8_gpus):
+    """96 ranks on nodes of 8 GPUs are a good set-up."""
+    findings = list(diagnose(None, 96))
+    assert not [f for f in of(findings, "devices") if f.level == PROBLEM]
+    assert "8 of 96 ranks on this node" in of(findings, "devices")[0].text
+    (shm,) = of(findings, "shared memory")
+    assert "about 1.0 GiB needed" in shm.text
+
+
+def test_more_ranks_on_a_node_than_it_has_gpus_are_a_problem(node_of_8_gpus):
+    findings = of(diagnose(None, 32, nproc_per_node=16), "devices")
+    assert [f.level for f in findings][1:] == [PROBLEM]
+    assert "16 ranks on this node and 8 GPU(s)" in findings[1].text
+
+
+@pytest.mark.parametrize(
+    "arguments, environment, here",
+    [
+        (["--world-size", "96"], {}, "8 of 96"),
+        (["--world-size", "96", "--nproc-per-node", "6"], {}, "6 of 96"),
+        (["--world-size", "96"], {"LOCAL_WORLD_SIZE": "4"}, "4 of 96"),
+        ([], {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}, "4 of 16"),
+        ([], {}, "1 of 1"),
+    ],
+)
+def test_ranks_of_this_node_are_given_or_known(arguments, environment, here, node_of_8_gpus):
+    result = CliRunner().invoke(main, ["doctor", *arguments], env=environment)
+    assert f"{here} ranks on this node" in result.output, result.output
+
+
+def test_on_cpus_all_ranks_are_here(monkeypatch):
+    monkeypatch.setattr(command, "_gpus", lambda: (0, 0))
+    result = CliRunner().invoke(main, ["doctor", "--world-size", "4"], env={"LOCAL_WORLD_SIZE": ""})
+    assert "4 of 4 ranks on this node" in result.output
+
+
+@pytest.fixture
+def estimated(tiny) -> Estimate:
+    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    return estimate(config_of(tiny), hf, weights, 2)
+
+
+def test_estimates_follow_the_shapes(tiny):
+    config = config_of(tiny, rollout_max_context_len=101, rollout_max_prompt_len=60)
+    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    assert weights.expert == 4 * 8 * 3 * 64 * 32
+    e = estimate(config, hf, weights, 2)
+    assert e.route_row_bytes == 4 * 2 and e.sample_tokens == 68
+    assert e.sample_bytes == 67 * 8 and e.step_bytes == 67 * 8 * 128
+    # 2 ranks, experts over both: weight, gradient and, over 2 data ranks for dense, two moments
+    assert e.rank_bytes == weights.dense * (8 + 8 / 2) + weights.expert / 2 * (8 + 8)
+    subjects = {f.subject for f in memory.describe(e, config)}
+    assert subjects == {"memory estimate", "route estimate"}
+
+
+def test_the_kl_reference_is_on_the_host(tiny):
+    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    without, with_it = (
+        estimate(config_of(tiny, bf16=True, kl_loss_coef=coef), hf, weights, 2)
+        for coef in (0.0, 0.1)
+    )
+    assert with_it.rank_bytes == without.rank_bytes and without.reference_bytes == 0
+    assert with_it.reference_bytes == 2 * 2 * (weights.dense + weights.expert / 2)
+
+
+@pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])
+def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny, estimated):
+    elsewhere = config_of(tiny, rollout_external_engine_addrs=["host:30000"])
+    e = replace(estimated, rank_bytes=rank_gib * GIB)
+    (found,) = memory.check_gpu_memory(elsewhere, e, 80 * GIB, 8, 8)
+    assert found.level == level and f"{rank_gib}.0 GiB" in found.text
+    assert bool(found.remedy) == (level != OK)
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, level",
+    [
+        ({"mem_fraction_static": 0.55}, 8, PROBLEM),
+        ({"mem_fraction_static": 0.45}, 8, WARNING),
+        ({"mem_fraction_static": 0.3}, 8, OK),
+        ({}, 8, PROBLEM),  # SGLang's own choice
+        ({"base_gpu_id": 7, "mem_fraction_static": 0.9}, 7, OK),
+    ],
+)
+def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny, estimated):
+    config = config_of(tiny, update_weight_transfer_mode="disk")
+    rollout = config.rollout.model_copy(update={"sglang": {"base_gpu_id": 0, **flags}})
+    config = config.model_copy(update={"rollout": rollout})
+    e = replace(estimated, rank_bytes=40 * GIB)
+    (found,) = memory.check_gpu_memory(config, e, 80 * GIB, 8, ranks)
+    assert found.level == level and ("of SGLang" in found.text) == (ranks == 8)
+
+
+def test_a_model_that_no_gpu_can_hold_is_a_problem_of_the_whole_command(
+    tiny, node_of_8_gpus, monkeypatch
+):
+    monkeypatch.setattr(command, "_gpus", lambda: (8, 1 << 20))
+    (found,) = of(diagnose(config_of(tiny), 2), "GPU memory")
+    assert found.level == PROBLEM
+
+
+DISK = {"update_weight_transfer_mode": "disk"}
+
+
+@pytest.mark.parametrize(
+    "fields, num_gpus, ranks, level, text",
+    [
+        ({}, 8, 8, PROBLEM, "GPU 8"),
+        ({}, 8, 4, OK, "GPU 4"),
+        ({"sglang": {"base_gpu_id": 0}}, 8, 2, PROBLEM, "NCCL refuses"),
+        ({"sglang": {"base_gpu_id": 0}, **DISK}, 1, 1, WARNING, "share GPU 0"),
+        ({"sglang": {"base_gpu_id": 4, "tp_size": 2}, "rollout_num_engines": 2}, 8, 4, OK, "7"),
+        ({"sglang": {"tp_size": "two"}}, 8, 4, PROBLEM, "'two'"),
+        ({"rollout_external_engine_addrs": ["host:30000"]}, 8, 8, None, ""),
+        ({}, 0, 2, None, ""),
+    ],
+)
+def test_servers_need_gpus_that_no_rank_has(fields, num_gpus, ranks, level, text, tiny):
+    found = list(memory.check_placement(config_of(tiny, **fields), num_gpus, ranks))
+    assert [f.level for f in found] == ([] if level is None else [level])
+    assert all(text in f.text for f in found)
