@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import numpy as np
 
+from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
@@ -43,16 +44,20 @@ def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float
     routes = RouteShape(options.num_layers, options.topk, options.num_experts)
     with EngineControl([addr]) as control:
         control.update_weight_version(0)
-        with Producer(
-            lambda: SGLangClient([addr], routes=routes),
-            prompt_for,
-            SamplingParams(_RESPONSE, ignore_eos=True),
+        rollout = RolloutSection(
             rollout_batch_size=_BATCH,
             n_samples_per_prompt=_SAMPLES,
             num_rollout=_STEPS,
+            rollout_max_response_len=_RESPONSE,
             max_weight_staleness=staleness,
-            max_concurrency=_BATCH * _SAMPLES,
-            pause_mode=mode,
+            rollout_max_concurrency=_BATCH * _SAMPLES,
+            pause_generation_mode=mode,
+        )
+        with Producer(
+            rollout,
+            lambda: SGLangClient([addr], routes=routes),
+            prompt_for,
+            SamplingParams(_RESPONSE, ignore_eos=True),
         ) as producer:
             producer.next_batch(0)
             began, before = time.monotonic(), producer.stats()

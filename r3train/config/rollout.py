@@ -81,6 +81,11 @@ class RolloutSection(Section):
     """Any flag of the SGLang server."""
 
     @property
+    def samples_per_episode(self) -> int:
+        """Sample ids that one episode may need."""
+        return self.environment_max_turns if self.environment_samples == "turn" else 1
+
+    @property
     def groups_per_rollout(self) -> int:
         """over_sampling_batch_size with its default resolved."""
         return self.over_sampling_batch_size or self.rollout_batch_size

@@ -1,6 +1,6 @@
-"""Which groups are in flight, which wait, which are too old: the bookkeeping of the producer.
+"""The bookkeeping of groups: in flight, waiting, too old, trained; and their state on disk.
 
-Pure: no thread, no clock, no network.  A group is all samples of one prompt; group g is the g-th
+Pure: no loop, no clock, no network.  A group is all samples of one prompt; group g is the g-th
 prompt drawn.  The staleness of a group at step s is s less the oldest weight version that generated
 any of its tokens; a version counts completed train steps, so step s follows version s.
 """
@@ -8,48 +8,18 @@ any of its tokens; a version counts completed train steps, so step s follows ver
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from r3train.config.rollout import RolloutSection
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt, RolloutSample, Scored
+from r3train.types import Prompt, Scored
 
+OUTCOMES_FILE = "outcomes.jsonl"  # one line a prompt that was drawn, an ``Outcome``
 
 # a filter that drops this many batches in a row for one step will not stop at the next
 _MAX_DROPPED_BATCHES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class BufferLimits:
-    """The numbers that bound the buffer; all counts are groups."""
-
-    batch: int  # trained a step
-    samples: int  # a group
-    num_rollout: int
-    staleness: int  # steps, at most
-    over_sampling: int  # submitted for a step, at least batch
-    size: int  # in flight and waiting
-    stale_policy: str = "drop"  # or regenerate
-    filters: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("rollout_batch_size", self.batch, 1),
-            ("n_samples_per_prompt", self.samples, 1),
-            ("max_weight_staleness", self.staleness, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name} is {value}, expected at least {least}")
-        if self.over_sampling < self.batch or self.size < self.over_sampling:
-            raise ValueError(
-                f"rollout_buffer_size {self.size}, over_sampling_batch_size {self.over_sampling}, "
-                f"rollout_batch_size {self.batch}: each must be at least the next"
-            )
-
-    @property
-    def in_order(self) -> bool:
-        """Without over-sampling a step trains the next prompts, whichever is complete first."""
-        return self.over_sampling == self.batch
 
 
 @dataclass(slots=True)
@@ -70,7 +40,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a prompt: ``trained``, ``dropped_<why>``, ``regenerated``, ``unused``."""
+    """The fate of a prompt: ``trained``, ``dropped_<why>``, ``regenerated``, ``unused``."""
 
     group_id: int
     prompt_id: str
@@ -79,13 +49,27 @@ class Outcome:
     staleness: int | None = None
 
 
-class GroupBuffer:
-    """Groups from submission to training.  Not thread-safe: the producer holds its lock."""
+@dataclass(frozen=True)
+class ProducerState:
+    """The cursor of a producer and every group that nobody trained yet: what a restart needs.
 
-    def __init__(self, limits: BufferLimits, *, start_step: int = 0, next_group: int = 0):
-        self.limits = limits
-        self.next_step = start_step
-        self.next_group = next_group
+    samples: the complete ones.  facts: JSON-able, ``next_step``, ``next_group`` (the prompt
+    cursor) and ``groups``, each with its ``group_id``, ``prompt_id``, ``attempt`` and ``places``
+    [[place, samples], ...], whose samples stand in ``samples`` in that order.  A place that is
+    missing is generated again.
+    """
+
+    samples: list[Scored]
+    facts: dict[str, Any]
+
+
+class GroupBuffer:
+    """Groups from submission to training; ``start_rollout`` is the first that is trained."""
+
+    def __init__(self, rollout: RolloutSection, *, start_rollout: int = 0):
+        self._rollout = rollout
+        self.next_rollout = start_rollout
+        self.next_group = start_rollout * rollout.rollout_batch_size
         self.outcomes: Counter[str] = Counter()
         self._groups: dict[int, Group] = {}  # in flight and complete, in order of group id
         self._again: deque[Group] = deque()  # to be generated again, before new prompts
@@ -105,13 +89,13 @@ class GroupBuffer:
 
     def room(self, version: int) -> int:
         """Groups that may be submitted while the servers hold ``version``."""
-        lim = self.limits
-        last = min(version + lim.staleness, lim.num_rollout - 1)
-        steps = last - self.next_step + 1
-        if steps <= 0:
+        r = self._rollout
+        last = min(version + r.max_weight_staleness, r.num_rollout - 1)
+        rollouts = last - self.next_rollout + 1
+        if rollouts <= 0:
             return 0
-        allowed = steps * lim.batch + lim.over_sampling - lim.batch
-        return min(allowed, lim.size) - self.outstanding
+        allowed = (rollouts - 1) * r.rollout_batch_size + r.groups_per_rollout
+        return min(allowed, r.buffer_groups) - self.outstanding
 
     def wants_prompt(self) -> bool:
         """Whether the next group to submit is a new one (``submit`` needs its prompt)."""
@@ -128,15 +112,8 @@ class GroupBuffer:
         self._groups[group.group_id] = group
         return group
 
-    def restore(self, group: Group) -> None:
-        """Put back a group that an earlier run had in its buffer, complete or not."""
-        self._groups[group.group_id] = group
-        if len(group.samples) == self.limits.samples:
-            group.complete = True
-            group.oldest = _oldest(group)
-
     def current(self, group_id: int, attempt: int) -> Group | None:
-        """The group while this attempt at it is still wanted."""
+        """The group, while this attempt at it is still wanted."""
         group = self._groups.get(group_id)
         return group if group is not None and group.attempt == attempt else None
 
@@ -145,30 +122,35 @@ class GroupBuffer:
     def finish(self, group: Group, place: int, scored: Sequence[Scored]) -> bool:
         """One of the group's rollouts is done; True when that made the group complete or gone."""
         group.samples[place] = list(scored)
-        if len(group.samples) < self.limits.samples:
+        if not self._complete(group):
             return False
-        group.complete = True
-        group.oldest = _oldest(group)
         reason = self._filtered(group)
         if reason is not None:
             self._dropped_in_row += 1
             self._remove(group, f"dropped_{reason}")
-            if self._dropped_in_row > _MAX_DROPPED_BATCHES * self.limits.batch:
+            if self._dropped_in_row > _MAX_DROPPED_BATCHES * self._rollout.rollout_batch_size:
                 raise RuntimeError(
                     f"--rollout-filter dropped {self._dropped_in_row} groups in a row for step "
-                    f"{self.next_step} ({dict(self.outcomes)}): this would not end"
+                    f"{self.next_rollout} ({dict(self.outcomes)}): this would not end"
                 )
-        elif self._too_stale(group, self.next_step):
+        elif self._too_stale(group, self.next_rollout):
             self._expire(group)
         return True
 
+    def _complete(self, group: Group) -> bool:
+        """Note whether all of the group's rollouts are done."""
+        if len(group.samples) == self._rollout.n_samples_per_prompt:
+            group.complete = True
+            group.oldest = _oldest(group)
+        return group.complete
+
     def _filtered(self, group: Group) -> str | None:
         scored = group.scored()
-        if "aborted" in self.limits.filters and any(
+        if "aborted" in self._rollout.rollout_filter and any(
             sample.finish_reason == "abort" for sample, _ in scored
         ):
             return "aborted"
-        if "zero_variance" in self.limits.filters:
+        if "zero_variance" in self._rollout.rollout_filter:
             rewards = {reward for _, reward in scored}
             if len(rewards) == 1:
                 return "zero_variance"
@@ -179,7 +161,7 @@ class GroupBuffer:
     def _too_stale(self, group: Group, step: int) -> bool:
         """At ``step`` or later; by its tokens when complete, else by what it may hold already."""
         oldest = group.oldest if group.complete else group.started_version
-        return oldest is not None and step - oldest > self.limits.staleness
+        return oldest is not None and step - oldest > self._rollout.max_weight_staleness
 
     def expire(self, step: int) -> list[Group]:
         """Take out every group that is too stale for ``step``; returns those still in flight."""
@@ -189,7 +171,7 @@ class GroupBuffer:
         return [group for group in stale if not group.complete]
 
     def _expire(self, group: Group) -> None:
-        if self.limits.stale_policy == "regenerate":
+        if self._rollout.stale_policy == "regenerate":
             self._remove(group, "regenerated")
             self._again.append(Group(group.group_id, group.prompt, group.attempt + 1))
         else:
@@ -202,15 +184,17 @@ class GroupBuffer:
     def _record(self, group: Group, outcome: str, staleness: int | None = None) -> None:
         self.outcomes[outcome] += 1
         self._log.append(
-            Outcome(group.group_id, group.prompt.prompt_id, outcome, self.next_step, staleness)
+            Outcome(group.group_id, group.prompt.prompt_id, outcome, self.next_rollout, staleness)
         )
 
     # -- training ----------------------------------------------------------------------------
 
     def _candidates(self) -> list[Group]:
         """The groups that the next step would train, fewer than a batch while it must wait."""
-        batch = self.limits.batch
-        if self.limits.in_order:
+        batch = self._rollout.rollout_batch_size
+        if (
+            self._rollout.groups_per_rollout == batch
+        ):  # the next prompts, whichever is complete first
             first = [self._groups[g] for g in sorted(self._groups)[:batch]]
             return [group for group in first if group.complete]
         complete = [group for group in self._groups.values() if group.complete]
@@ -224,15 +208,15 @@ class GroupBuffer:
     def take(self) -> list[Group]:
         """Hand the next step its groups, in order of group id; call once ``ready`` is a batch."""
         groups = self._candidates()
-        assert len(groups) == self.limits.batch, f"{len(groups)} groups are complete"
+        assert len(groups) == self._rollout.rollout_batch_size, f"{len(groups)} groups are complete"
         for group in groups:
-            staleness = self.next_step - (group.oldest or 0)
-            assert 0 <= staleness <= self.limits.staleness, (
-                f"group {group.group_id} is {staleness} steps old at step {self.next_step}, "
-                f"max_weight_staleness is {self.limits.staleness}"
+            staleness = self.next_rollout - (group.oldest or 0)
+            assert 0 <= staleness <= self._rollout.max_weight_staleness, (
+                f"group {group.group_id} is {staleness} steps old at step {self.next_rollout}, "
+                f"max_weight_staleness is {self._rollout.max_weight_staleness}"
             )
             self._remove(group, "trained", staleness)
-        self.next_step += 1
+        self.next_rollout += 1
         self._dropped_in_row = 0
         return groups
 
@@ -250,9 +234,60 @@ class GroupBuffer:
         log, self._log = self._log, []
         return log
 
-    def untrained(self) -> list[Group]:
-        """Groups in flight, to be generated again, and waiting, in order of group id."""
-        return sorted([*self._groups.values(), *self._again], key=lambda group: group.group_id)
+    # -- over a restart ----------------------------------------------------------------------
+
+    def snapshot(self) -> ProducerState:
+        """All groups that are neither trained nor dropped, in order of group id."""
+        samples: list[Scored] = []
+        groups = []
+        for group in sorted([*self._groups.values(), *self._again], key=lambda g: g.group_id):
+            places = []
+            for place in sorted(group.samples):
+                samples += group.samples[place]
+                places.append([place, len(group.samples[place])])
+            groups.append(
+                {
+                    "group_id": group.group_id,
+                    "prompt_id": group.prompt.prompt_id,
+                    "attempt": group.attempt,
+                    "places": places,
+                }
+            )
+        facts = {"next_step": self.next_rollout, "next_group": self.next_group, "groups": groups}
+        return ProducerState(samples, facts)
+
+    def restore(self, state: ProducerState, prompt_for: Callable[[int], Prompt]) -> list[Group]:
+        """Fill a new buffer; returns the incomplete groups, in order of group id.
+
+        Raises ValueError where the state is of another rollout or its prompts are others now.
+        """
+        facts = state.facts
+        if facts["next_step"] != self.next_rollout:
+            raise ValueError(
+                f"the saved buffer is of step {facts['next_step']}, the run resumes at "
+                f"{self.next_rollout}"
+            )
+        self.next_group = facts["next_group"]
+        start = 0
+        for saved in facts["groups"]:
+            prompt = prompt_for(saved["group_id"])
+            if prompt.prompt_id != saved["prompt_id"]:
+                raise ValueError(
+                    f"group {saved['group_id']} is of prompt {saved['prompt_id']} in the saved "
+                    f"buffer, and of {prompt.prompt_id} now"
+                )
+            group = Group(saved["group_id"], prompt, saved["attempt"])
+            for place, count in saved["places"]:
+                group.samples[place] = list(state.samples[start : start + count])
+                start += count
+            group.started_version = _oldest(group)
+            self._groups[group.group_id] = group
+            self._complete(group)
+        if start != len(state.samples):
+            raise ValueError(
+                f"the saved buffer holds {len(state.samples)} samples, {start} have a group"
+            )
+        return [group for group in self._groups.values() if not group.complete]
 
 
 def _oldest(group: Group) -> int | None:

@@ -8,10 +8,11 @@ and after each the rows must be without a gap.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
+from r3train.config.rollout import RolloutSection
 from r3train.environments.base import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
@@ -19,23 +20,21 @@ from r3train.generation.episode import Generate
 from r3train.types import Prompt, RolloutSample
 
 
-@dataclass(frozen=True)
-class ConversationRules:
-    """What bounds a conversation, and what becomes of it."""
-
-    max_turns: int
-    max_turn_len: int | None
-    sample_a_turn: bool  # step-wise: one sample a turn, not one an episode
-    encode: Callable[[str], list[int]]
-    decode: Callable[[Sequence[int]], str]
-
-
 class Conversation:
-    """One episode with an environment (an ``Episode``)."""
+    """One episode with an environment (an ``Episode``), within the limits of ``rollout``."""
 
-    def __init__(self, environment: Environment, rules: ConversationRules) -> None:
+    def __init__(
+        self,
+        environment: Environment,
+        rollout: RolloutSection,
+        *,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[Sequence[int]], str],
+    ) -> None:
         self._environment = environment
-        self._rules = rules
+        self._rollout = rollout
+        self._encode = encode
+        self._decode = decode
 
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
@@ -45,19 +44,23 @@ class Conversation:
         Raises ValueError naming the sample for a reward that is no finite number, and for an
         observation that is neither text nor tokens.
         """
-        rules = self._rules
+        rollout = self._rollout
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
         ends: list[tuple[int, int]] = []  # where each turn's own tokens begin and end
         rewards: list[float] = []
-        for index in range(rules.max_turns):
+        for index in range(rollout.environment_max_turns):
             start = sample.num_tokens if sample is not None else len(prompt.token_ids)
-            sample = await generate(sample, rules.max_turn_len)
+            sample = await generate(sample, rollout.environment_max_turn_len)
             ends.append((start, sample.num_tokens))
             left = budget - sample.response_len
-            last = index + 1 == rules.max_turns or left < 2 or sample.finish_reason == "abort"
+            last = (
+                index + 1 == rollout.environment_max_turns
+                or left < 2
+                or sample.finish_reason == "abort"
+            )
             ids = sample.token_ids[start:].tolist()
-            result = await self._environment.step(Turn(index, ids, rules.decode(ids), last))
+            result = await self._environment.step(Turn(index, ids, self._decode(ids), last))
             if result.reward is not None:
                 rewards.append(_finite(result.reward, sample_id))
             observed = self._observed(result, sample_id)
@@ -66,7 +69,7 @@ class Conversation:
             sample = stitch.observe(sample, observed)
         reward = sum(rewards) if rewards else None
         sample = stitch.finished(sample)
-        if not rules.sample_a_turn:
+        if rollout.environment_samples == "trajectory":
             return [sample], reward
         if reward is None:
             raise ValueError(
@@ -76,13 +79,13 @@ class Conversation:
         steps = [
             _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
         ]
-        texts = [rules.decode(sample.token_ids[a:b].tolist()) for a, b in ends]
+        texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
     def _observed(self, result: StepResult, sample_id: int) -> list[int]:
         ids = result.observation
         if isinstance(ids, str):
-            ids = self._rules.encode(ids)
+            ids = self._encode(ids)
         if not all(isinstance(i, int) for i in ids):
             raise ValueError(
                 f"sample {sample_id}: the observation {ids!r} is no text and no tokens"

@@ -1,7 +1,18 @@
-"""Rollouts made while the actor trains: a thread that keeps the engines as busy as staleness allows.
+"""Rollouts made while the actor trains: the engines stay as busy as the staleness allows.
 
-The bookkeeping (what may be submitted, what is too old, what a step takes) is ``group_buffer``'s;
-here are the thread, the requests, and what happens to them while new weights are published.
+Generation is one event loop on a thread of its own.  The producer's state (buffer, tasks, requests
+in flight, weight version, counts, failure) is touched in that loop alone, so nothing is locked: the
+training thread posts calls into the loop and waits for their results.
+
+    training thread                     the loop
+    next_batch(n)  -- posted -->   submit groups -> episodes -> turns -> client -> engine
+        |  tick: engines alive?         finished samples -> score -> buffer
+        <----- groups of n -----   enough complete groups
+    quiesced():    -- posted -->   pause: drain, freeze or abort what is in flight
+        publish weights            (nothing is sent)
+        set_version(n + 1)  -->    go on
+
+The bookkeeping (what may be submitted, what is too old, what a rollout takes) is ``buffer``'s.
 """
 
 from __future__ import annotations
@@ -11,166 +22,372 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from r3train.generation import producer_state
-from r3train.engine.backend import RolloutBackend, SamplingParams
+from r3train.config.rollout import RolloutSection
+from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams
+from r3train.generation import stitch
+from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
-from r3train.generation.flight import Flight
-from r3train.generation.buffer import BufferLimits, Group, GroupBuffer, Outcome
-from r3train.engine.loop_thread import LoopThread
-from r3train.generation.producer_state import ProducerState
 from r3train.generation.rates import Rates
-from r3train.generation.scoring import Scoring
-from r3train.generation.tasks import RolloutItem, RolloutTasks
-from r3train.generation.turns import Sending, Turns
-from r3train.generation.update_pause import UpdatePause
 from r3train.types import Prompt, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
+Result = TypeVar("Result")
 
 _TICK_S = 0.2
 _ALIVE_EVERY_S = 0.5
+_ABORT_EVERY_S = 0.3
+_REWARDS_AWAITED_S = 30.0
+_CLOSE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutItem:
+    """One rollout to make, or to resume: place ``place`` of one attempt at a group."""
+
+    group: Group
+    attempt: int
+    place: int
+    sample_id: int
+    sampling: SamplingParams
+    episode: Episode
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Group id and attempt."""
+        return self.group.group_id, self.attempt
 
 
 class Producer:
-    """Continuous generation on its own thread and event loop; every public method is thread-safe.
+    """Continuous generation beside training; the public methods are the training thread's.
 
-    ``make_backend`` is called once, inside the producer's loop.  ``prompt_for(g)`` gives the prompt
-    of group g; ``score`` runs on a thread pool, so that rewards overlap with generation; without
-    it every reward is 0.  ``check_alive`` raises when an engine process has ended.  Steps run from
-    ``start_step`` (also the first weight version) up to, not including, ``num_rollout``.
-    ``pause_mode`` says what a weight update does to requests in flight.  ``make_episode`` makes the
-    course of one rollout (one turn without it).  ``on_outcome`` is told what became of each prompt.
-    ``state`` is what an earlier run's ``snapshot`` gave.  ``segment_len``: see ``Sending``.
+    ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
+    ``score`` gives a sample's reward where its episode gave none; without it that is 0.
+    ``make_episode`` makes the course of one rollout, one turn without it.  ``decode`` gives the
+    text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer answer
+    comes in several, and those that came outlive their server.  ``check_alive`` raises when an
+    engine process has ended.  ``on_outcome`` is told the fate of each prompt.  ``state`` is
+    an earlier run's ``snapshot``.  Rollouts run from ``start_rollout`` (also the first weight
+    version) up to, not including, ``num_rollout``.
 
-    A failure anywhere in the producer is raised by every later call that waits; what is in flight
-    is not cut off by it, so that ``snapshot`` still finds what was complete.
+    A failure anywhere in the producer is raised by every later call that waits; requests in flight
+    are not cut off by it, so that ``snapshot`` still finds the samples that were complete.
     """
 
     def __init__(
         self,
+        rollout: RolloutSection,
         make_backend: Callable[[], RolloutBackend],
         prompt_for: Callable[[int], Prompt],
         sampling: SamplingParams,
         *,
-        rollout_batch_size: int,
-        n_samples_per_prompt: int,
-        num_rollout: int,
-        max_weight_staleness: int,
-        max_concurrency: int,
-        start_step: int = 0,
-        over_sampling_batch_size: int | None = None,
-        buffer_size: int | None = None,
-        stale_policy: str = "drop",
-        filters: Sequence[str] = (),
-        pause_mode: str = "drain",
-        score: Callable[[RolloutSample], float] | None = None,
-        score_threads: int = 4,
-        check_alive: Callable[[], None] | None = None,
+        start_rollout: int = 0,
+        segment_len: int | None = None,
+        score: Callable[[RolloutSample], Awaitable[float]] | None = None,
         make_episode: Callable[[Prompt], Episode] | None = None,
-        samples_per_rollout: int = 1,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        check_alive: Callable[[], None] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
-        segment_len: int | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
-        submitted = over_sampling_batch_size or rollout_batch_size
-        allowed = (max_weight_staleness + 1) * rollout_batch_size + submitted - rollout_batch_size
-        limits = BufferLimits(
-            batch=rollout_batch_size,
-            samples=n_samples_per_prompt,
-            num_rollout=num_rollout,
-            staleness=max_weight_staleness,
-            over_sampling=submitted,
-            size=buffer_size or allowed,
-            stale_policy=stale_policy,
-            filters=tuple(filters),
-        )
+        self._rollout = rollout
         self._make_backend = make_backend
         self._prompt_for = prompt_for
         self._sampling = sampling
-        self._limits = limits
-        self._pause = UpdatePause(pause_mode, self._on_loop, self._empty)
-        self._check_alive = check_alive
-        self._make_episode = make_episode or (lambda prompt: generate_once)
-        self._samples_per_rollout = samples_per_rollout
         self._segment_len = segment_len
-        self._decode = decode
-        self._on_outcome = on_outcome
+        self._score = score
+        self._make_episode = make_episode or (lambda prompt: generate_once)
+        self._decode = decode or (lambda ids: "")
+        self._check_alive = check_alive or (lambda: None)
+        self._on_outcome = on_outcome or (lambda outcome: None)
+        # a frozen request goes on under another version
+        self._freezes = rollout.pause_generation_mode in ("in_place", "retract")
 
-        # Guarded by _changed, which is notified after every change.
-        self._changed = threading.Condition()
-        self._version = start_step
-        self._buffer = GroupBuffer(
-            limits, start_step=start_step, next_group=start_step * rollout_batch_size
-        )
-        self._items: deque[RolloutItem] = deque()
+        self._loop = asyncio.new_event_loop()
+        self._changed = self._loop.create_future()  # done and replaced at every change
+        self._backend: RolloutBackend | None = None
+        self._version = start_rollout
+        self._buffer = GroupBuffer(rollout, start_rollout=start_rollout)
+        self._items: deque[RolloutItem] = deque()  # to be sent
+        self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}
+        self._scoring: set[int] = set()  # ids of rollouts that are complete but for their reward
         self._rates = Rates()
-        self._flight = Flight(max_concurrency, self._changed, self._rates)
+        self._in_flight = 0  # places taken, each for one rollout's requests
+        self._going_on = 0  # rollouts that wait for a place to go on
+        self._pauses = 0  # weight updates under way: nothing is sent
+        self._frozen = False  # the servers were told to pause
+        self._aborting = False  # requests are aborted by an update, to be resumed after it
         self._error: BaseException | None = None
         self._closing = False
-        self._scoring = Scoring(score, score_threads, self._changed)
-        self._tasks = RolloutTasks()
         if state is not None:
-            self._restore(state)
+            for group in self._buffer.restore(state, prompt_for):
+                self._add_items(group)
+        self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
+        self._thread.start()
 
-        self._backend: RolloutBackend | None = None
-        self._wake: asyncio.Event | None = None
-        self._thread = LoopThread("producer", self._fail)
-        self._thread.start(self._produce)
+    # ---- the training thread's side ------------------------------------------------------------
 
-    # ---- the producer's own thread -------------------------------------------------------------
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
+        """The groups of one rollout, in order of group id, once enough are complete.
 
-    async def _produce(self) -> None:
-        self._wake = asyncio.Event()
-        self._backend = backend = self._make_backend()
-        sending = Sending(
-            backend,
-            self._sampling,
-            self._flight,
-            self._rates,
-            self._changed,
-            version=lambda: self._version,
-            aborting=lambda: self._pause.aborting,
-            left=self._leave_flight,
-            exact_version=self._pause.exact_version,
-            segment_len=self._segment_len,
-            decode=self._text,
-        )
+        ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
+        own failure, or EngineDied, at once.
+        """
+        self._wait(self._batch_ready(rollout_id), on_wait)
+        return self._call(self._take())  # at once: nothing may come between groups and their owner
+
+    @contextlib.contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """Nothing is generated inside; ``pause_generation_mode`` says how requests are stopped.
+
+        Without an error all goes on afterwards, under the version that ``set_version`` said.  After
+        one nothing more is sent: nobody knows which weights the servers hold.
+        """
+        self._wait(self._pause())
         try:
-            async with self._tasks.running():
-                while not self._closing:
-                    item = self._next_item()
-                    if item is None:
-                        await self._sleep_until_changed()
-                        continue
-                    self._tasks.start(item.key, self._one(sending, item))
-        finally:
-            await self._pause.close(backend)
-            await backend.aclose()
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # somebody else's servers must not stay paused
+                self._call(self._thaw())
+            raise
+        self._call(self._go_on())
 
-    def _text(self, sample: RolloutSample) -> str:
-        if self._decode is None:
-            return ""
-        return self._decode(sample.token_ids[sample.prompt_len :].tolist())
+    def set_version(self, version: int) -> None:
+        """Say which weights the servers hold from now on; call it inside ``quiesced``."""
+        self._call(self._set_version(version))
+
+    def resume(self) -> None:
+        """Go on after a failed ``quiesced``: new servers hold the version of ``set_version``."""
+        self._call(self._resume())
+
+    def snapshot(self) -> ProducerState:
+        """All that is neither trained nor dropped, for a later run's ``state``.
+
+        Samples that wait for their reward are waited for, a while: they are complete.
+        """
+        return self._call(self._snapshot())
+
+    def stats(self) -> dict[str, Any]:
+        """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
+        return self._call(self._stats())
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The first error of the producer, None while there is none."""
+        return self._call(self._failure()) if self._thread.is_alive() else self._error
+
+    def close(self) -> None:
+        """Cancel what runs, close the backend and end the thread. Idempotent."""
+        if not self._thread.is_alive():
+            return
+        try:
+            with contextlib.suppress(TimeoutError, EngineError):
+                self._post(self._close()).result(timeout=_CLOSE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=_CLOSE_S)
+
+    def __enter__(self) -> Producer:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def _post(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
+        if not self._thread.is_alive():
+            call.close()
+            raise AssertionError("the producer is closed")
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
+
+    def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
+        """Run a call in the loop to its end; it works after a failure too."""
+        return self._post(call).result()
+
+    def _wait(self, call: Coroutine[Any, Any, None], on_wait: OnWait | None = None) -> None:
+        """Run a call that waits for the engines, and give it up when one has ended."""
+        future, next_alive = self._post(call), 0.0
+        try:
+            while not future.done():
+                now = time.monotonic()
+                if now >= next_alive:
+                    next_alive = now + _ALIVE_EVERY_S
+                    self._check_alive()
+                if on_wait is not None:
+                    on_wait(self.stats())
+                with contextlib.suppress(TimeoutError):
+                    future.result(timeout=_TICK_S)
+            future.result()
+        finally:
+            future.cancel()
+
+    # ---- the loop: calls of the training thread --------------------------------------------------
+
+    def _run(self) -> None:
+        self._loop.call_soon(self._start)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _start(self) -> None:
+        try:
+            self._backend = self._make_backend()
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            self._fail(error)
+        self._advance()
+
+    async def _batch_ready(self, rollout_id: int) -> None:
+        rollout, buffer = self._rollout, self._buffer
+        assert rollout_id < rollout.num_rollout, f"step {rollout_id} of {rollout.num_rollout}"
+        assert rollout_id - self._version <= rollout.max_weight_staleness, (
+            f"step {rollout_id} is never submitted while the servers hold version {self._version}: "
+            f"max_weight_staleness is {rollout.max_weight_staleness}"
+        )
+        expected = buffer.next_rollout
+        assert (
+            rollout_id == expected
+        ), f"step {rollout_id} was asked for, step {expected} is the next"
+        began = time.monotonic()
+        self._expire()
+        self._advance()
+        try:
+            await self._until(lambda: buffer.ready() == rollout.rollout_batch_size)
+        finally:
+            self._rates.waiting_s += time.monotonic() - began
+
+    async def _take(self) -> list[list[Scored]]:
+        groups = self._buffer.take()
+        self._expire()
+        if self._buffer.next_rollout == self._rollout.num_rollout:  # nothing more will be taken
+            self._items.clear()
+            self._cancel(*self._tasks)
+        self._tell_outcomes()
+        self._advance()
+        return [group.scored() for group in groups]
+
+    async def _pause(self) -> None:
+        """Stop sending, and bring what is in flight to a stop."""
+        self._pauses += 1
+        self._expire()
+        self._raise_failure()
+        if self._freezes:
+            self._frozen = True
+            await self._backend.pause_generation(self._rollout.pause_generation_mode)
+        elif self._rollout.pause_generation_mode == "abort":
+            self._aborting = True
+            while self._in_flight:
+                # again and again: a request on its way to a server is not aborted by the first call
+                await self._backend.abort()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_ABORT_EVERY_S):
+                        await self._until(lambda: self._in_flight == 0)
+        else:
+            await self._until(lambda: self._in_flight == 0)
+
+    async def _thaw(self) -> None:
+        if self._frozen:
+            await self._backend.continue_generation()
+            self._frozen = False
+
+    async def _go_on(self) -> None:
+        await self._thaw()
+        self._aborting = False
+        self._pauses -= 1
+        self._advance()
+
+    async def _set_version(self, version: int) -> None:
+        assert version >= self._version, f"weight version {version} after {self._version}"
+        self._version = version
+        self._advance()
+
+    async def _resume(self) -> None:
+        self._pauses = 0
+        self._frozen = self._aborting = False  # the servers that were held are gone
+        self._advance()
+
+    async def _snapshot(self) -> ProducerState:
+        await asyncio.sleep(0)  # an answer that is just being handed on comes through
+        due = set(self._scoring)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REWARDS_AWAITED_S):
+                await self._until(lambda: not due & self._scoring, though_failed=True)
+        return self._buffer.snapshot()
+
+    async def _stats(self) -> dict[str, Any]:
+        return {
+            "weight_version": self._version,
+            "in_flight": self._in_flight,
+            "submitted_groups": self._buffer.next_group,
+            "buffered_groups": self._buffer.complete_groups,
+            "outcomes": dict(self._buffer.outcomes),
+            **self._rates.stats(),
+        }
+
+    async def _failure(self) -> BaseException | None:
+        return self._error
+
+    async def _close(self) -> None:
+        self._closing = True
+        self._buffer.close()
+        self._tell_outcomes()
+        running = [task for tasks in self._tasks.values() for task in tasks]
+        self._cancel(*self._tasks)
+        await asyncio.gather(*running, return_exceptions=True)
+        if self._backend is not None:
+            with contextlib.suppress(EngineError):  # it ends in the middle of an update
+                await self._thaw()
+            await self._backend.aclose()
+
+    # ---- the loop: what runs in it ---------------------------------------------------------------
+
+    def _advance(self) -> None:
+        """Send what may be sent, and wake whoever waits for a change; after every change."""
+        try:
+            while (item := self._next_item()) is not None:
+                task = self._loop.create_task(self._one(item))
+                self._tasks.setdefault(item.key, set()).add(task)
+                task.add_done_callback(lambda done, key=item.key: self._forget(key, done))
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            self._error = self._error or error
+        changed, self._changed = self._changed, self._loop.create_future()
+        changed.set_result(None)
+
+    async def _until(self, done: Callable[[], bool], *, though_failed: bool = False) -> None:
+        """Wait for a condition; raises the producer's failure unless that does not matter."""
+        while not done():
+            if not though_failed:
+                self._raise_failure()
+            await asyncio.shield(self._changed)
+
+    def _fail(self, error: BaseException) -> None:
+        self._error = self._error or error
+        self._advance()
+
+    def _raise_failure(self) -> None:
+        if self._error is not None:
+            raise self._error
 
     def _next_item(self) -> RolloutItem | None:
         """The next rollout to send, with its place in flight taken; None while it must wait."""
-        with self._changed:
-            if self._error is not None or not self._flight.has_place():
+        if self._error is not None or self._closing or self._backend is None or self._pauses:
+            return None
+        # a rollout that goes on comes before a new one
+        if self._in_flight + self._going_on >= self._rollout.rollout_max_concurrency:
+            return None
+        while True:
+            if not self._items and not self._submit_group():
                 return None
-            while True:
-                if not self._items and not self._submit_group():
-                    return None
-                item = self._items.popleft()
-                if self._buffer.current(item.group.group_id, item.attempt) is item.group:
-                    break
-            if item.group.started_version is None:
-                item.group.started_version = self._version
-            self._flight.take()
-            return item
+            item = self._items.popleft()
+            if self._buffer.current(*item.key) is item.group:
+                break
+        if item.group.started_version is None:
+            item.group.started_version = self._version
+        self._take_place()
+        return item
 
     def _submit_group(self) -> bool:
         buffer = self._buffer
@@ -181,225 +398,167 @@ class Producer:
         return True
 
     def _add_items(self, group: Group) -> None:
-        for place in range(self._limits.samples):
+        for place in range(self._rollout.n_samples_per_prompt):
             if place not in group.samples:
-                sample_id = (group.group_id * self._limits.samples + place) * (
-                    self._samples_per_rollout
-                )
+                number = group.group_id * self._rollout.n_samples_per_prompt + place
+                sample_id = number * self._rollout.samples_per_episode
                 episode = self._make_episode(group.prompt)
-                self._items.append(RolloutItem(group, group.attempt, place, sample_id, episode))
+                self._items.append(
+                    RolloutItem(group, group.attempt, place, sample_id, self._sampling, episode)
+                )
 
-    async def _sleep_until_changed(self) -> None:
-        assert self._wake is not None
-        await self._wake.wait()
-        self._wake.clear()
-
-    async def _one(self, sending: Sending, item: RolloutItem) -> None:
+    async def _one(self, item: RolloutItem) -> None:
         """Make one rollout, score it, and put it into its group; a failure is the producer's."""
         try:
-            await self._make(sending, item)
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            await self._make(item)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
         finally:
-            self._scoring.end(item.sample_id)
+            self._scoring.discard(item.sample_id)
+            self._advance()
 
-    async def _make(self, sending: Sending, item: RolloutItem) -> None:
+    async def _make(self, item: RolloutItem) -> None:
         group = item.group
-        turns = Turns(sending, group.prompt, item.sample_id, group.group_id)
+        turns = _Turns(self, item)
         try:
-            samples, reward = await item.episode(
-                turns, group.prompt, sampling=self._sampling, sample_id=item.sample_id
+            samples, own = await item.episode(
+                turns, group.prompt, sampling=item.sampling, sample_id=item.sample_id
             )
         finally:
             turns.release()
-        with self._changed:
-            self._rates.finished(samples)
-            self._scoring.begin(item.sample_id)
-        scored = [(sample, await self._scoring.reward(sample, reward)) for sample in samples]
-        with self._changed:
-            if self._buffer.current(group.group_id, item.attempt) is group:
-                self._buffer.finish(group, item.place, scored)
-                self._tell_outcomes()
-            self._notify()
+        self._rates.finished(samples)
+        self._scoring.add(item.sample_id)
+        scored = [(sample, await self._reward(sample, own)) for sample in samples]
+        if self._buffer.current(*item.key) is group:
+            self._buffer.finish(group, item.place, scored)
+            self._tell_outcomes()
 
-    def _leave_flight(self) -> None:
-        with self._changed:
-            self._flight.leave()
-            self._notify()
+    async def _reward(self, sample: RolloutSample, own: float | None) -> float:
+        """The episode's ``own`` reward, else the scored text's."""
+        if own is not None:
+            return own
+        return 0.0 if self._score is None else await self._score(sample)
 
-    def _notify(self) -> None:
-        """Wake both sides; call with the condition held."""
-        self._changed.notify_all()
-        if self._wake is not None:
-            self._thread.soon(self._wake_all)
+    def _take_place(self) -> None:
+        self._in_flight += 1
+        self._rates.in_flight(self._in_flight)
 
-    def _wake_all(self) -> None:
-        self._flight.wake()
-        self._wake.set()
+    def _leave_place(self) -> None:
+        self._in_flight -= 1
+        self._rates.in_flight(self._in_flight)
+        self._advance()
 
-    def _fail(self, error: BaseException) -> None:
-        with self._changed:
-            self._error = self._error or error
-            self._changed.notify_all()
+    async def _place_to_go_on(self) -> None:
+        """Wait for a place in flight, for a rollout that was sent before."""
+        self._going_on += 1
+        limit = self._rollout.rollout_max_concurrency
+        try:
+            await self._until(
+                lambda: not self._pauses and self._in_flight < limit, though_failed=True
+            )
+            self._take_place()
+        finally:
+            self._going_on -= 1
+
+    def _expire(self) -> None:
+        """Take out what would be too stale at the next rollout."""
+        stale = self._buffer.expire(self._buffer.next_rollout)
+        self._cancel(*((group.group_id, group.attempt) for group in stale))
+        self._tell_outcomes()
+
+    def _cancel(self, *keys: tuple[int, int]) -> None:
+        for key in keys:
+            for task in self._tasks.get(key, ()):
+                task.cancel()
+
+    def _forget(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+        left = self._tasks[key]
+        left.discard(task)
+        if not left:
+            del self._tasks[key]
 
     def _tell_outcomes(self) -> None:
         for outcome in self._buffer.drain_log():
-            if self._on_outcome is not None:
-                self._on_outcome(outcome)
+            self._on_outcome(outcome)
 
-    def _expire(self) -> None:
-        """Take out what would be too stale at the next step; call with the condition held."""
-        for group in self._buffer.expire(self._buffer.next_step):
-            self._thread.soon(self._tasks.cancel, (group.group_id, group.attempt))
-        self._tell_outcomes()
 
-    def _cancel_all(self) -> None:
-        """End what no step will take; call with the condition held."""
-        self._items.clear()
-        self._thread.soon(self._tasks.cancel_all)
+class _Turns:
+    """The turns of one rollout (a ``Generate``); made with its first place in flight taken."""
 
-    # ---- the training thread's side ------------------------------------------------------------
+    def __init__(self, producer: Producer, item: RolloutItem) -> None:
+        self._producer = producer
+        self._item = item
+        self._held = True
 
-    def _wait_for(self, done: Callable[[], bool], on_wait: OnWait | None = None) -> None:
-        """Wait with the condition held until ``done``; raises what the producer or engine did."""
-        next_alive = 0.0
-        while not done():
-            if self._error is not None:
-                raise self._error
-            assert not self._closing, "the producer is closed"
-            now = time.monotonic()
-            if self._check_alive is not None and now >= next_alive:
-                next_alive = now + _ALIVE_EVERY_S
-                self._check_alive()
-            if on_wait is not None:
-                on_wait(self._stats())
-            self._changed.wait(_TICK_S)
+    def release(self) -> None:
+        """Give the place in flight back, where it is still held."""
+        if self._held:
+            self._held = False
+            self._producer._leave_place()
 
-    def next_batch(self, step: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
-        """The groups of one train step, in order of group id, once enough are complete.
+    async def __call__(
+        self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
+    ) -> RolloutSample:
+        """One answer, resumed after every update that aborted it.
 
-        ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
-        own failure, or EngineDied, at once.
+        While an update is under way the place in flight is given back, and between the segments of
+        an answer it is kept.
         """
-        assert step < self._limits.num_rollout, f"step {step} of {self._limits.num_rollout}"
-        began = time.monotonic()
-        with self._changed:
-            assert step - self._version <= self._limits.staleness, (
-                f"step {step} is never submitted while the servers hold version {self._version}: "
-                f"max_weight_staleness is {self._limits.staleness}"
+        p, item = self._producer, self._item
+        sample = resume_from or stitch.begin(
+            item.group.prompt, sample_id=item.sample_id, group_id=item.group.group_id
+        )
+        while True:
+            if not self._held:
+                await p._place_to_go_on()
+                self._held = True
+            limits = [n for n in (turn_limit, p._segment_len) if n is not None]
+            request = stitch.next_request(
+                sample,
+                item.sampling,
+                limit=min(limits, default=None),
+                weight_version=p._version,
+                exact_version=not p._freezes,
             )
-            expected = self._buffer.next_step
-            assert step == expected, f"step {step} was asked for, step {expected} is the next"
-            self._expire()
-            self._notify()
+            goes_on, began = False, time.monotonic()
             try:
-                self._wait_for(lambda: self._buffer.ready() == self._limits.batch, on_wait)
+                segment = await p._backend.generate(request)
+                self._check_newest(segment.weight_versions.max(initial=-1))
+                sample = stitch.extend(sample, segment)
+                waited_s = sample.generation_s + time.monotonic() - began
+                sample = replace(sample, generation_s=waited_s)
+                count = len(segment.token_ids)
+                if turn_limit is not None:
+                    turn_limit -= count
+                left = stitch.tokens_left(sample, item.sampling)
+                left = left if turn_limit is None else min(left, turn_limit)
+                unfinished = (
+                    segment.finish_reason == "length"
+                    and count == min(limits, default=None)
+                    and left > 0
+                )
+                # asked while it is still in flight: afterwards the update may be over
+                interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
+                goes_on = unfinished and not interrupted
             finally:
-                self._rates.waiting_s += time.monotonic() - began
-            groups = self._buffer.take()
-            self._expire()
-            if self._buffer.next_step == self._limits.num_rollout:
-                self._cancel_all()
-            self._tell_outcomes()
-            self._notify()
-            return [group.scored() for group in groups]
+                if not goes_on:
+                    self.release()
+            p._rates.tokens(count)
+            p._rates.resumed += interrupted
+            if not (interrupted or goes_on):
+                break
+            if left <= 0:
+                sample = replace(sample, finish_reason="length")
+                break
+        text = p._decode(sample.token_ids[sample.prompt_len :].tolist())
+        return replace(sample, text=text)
 
-    @contextlib.contextmanager
-    def quiesced(self) -> Iterator[None]:
-        """Nothing is generated inside: what that does to requests in flight is ``pause_mode``.
-
-        Without an error all goes on afterwards, under the version that ``set_version`` said.  After
-        one nothing more is sent: nobody knows which weights the servers hold.
-        """
-        with self._changed:
-            self._flight.paused += 1
-            self._expire()
-        with self._pause.held():
-            yield
-        with self._changed:
-            self._flight.paused -= 1
-            self._notify()
-
-    def _empty(self, until: float | None) -> bool:
-        """Wait until nothing is in flight, or until then; whether nothing is."""
-        with self._changed:
-            self._wait_for(
-                lambda: self._flight.count == 0 or (until is not None and time.monotonic() >= until)
+    def _check_newest(self, newest: int) -> None:
+        given = self._producer._version
+        if newest > given:
+            raise ValueError(
+                f"sample {self._item.sample_id}: a token of weight version {newest}, the servers "
+                f"were given {given} at most"
             )
-            return self._flight.count == 0
-
-    def _on_loop(self, call: Callable[[RolloutBackend], Any]) -> None:
-        """Make a call of the backend in the producer's loop, and wait for it."""
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            backend = self._backend
-        if backend is not None:
-            self._thread.wait_for(lambda: call(backend))
-
-    def resume(self) -> None:
-        """Go on after a failed ``quiesced``: new servers hold what ``set_version`` said."""
-        with self._changed:
-            self._flight.paused = 0
-            self._pause.forget()
-            self._notify()
-
-    @property
-    def failure(self) -> BaseException | None:
-        """What went wrong in the producer, if anything did."""
-        with self._changed:
-            return self._error
-
-    def set_version(self, version: int) -> None:
-        """Say which weights the servers hold from now on; call it inside ``quiesced``."""
-        with self._changed:
-            assert version >= self._version, f"weight version {version} after {self._version}"
-            self._version = version
-            self._notify()
-
-    def snapshot(self) -> ProducerState:
-        """All that is neither trained nor dropped: what a later run's ``state`` is.
-
-        Samples that wait for their reward are waited for, a while: they are complete.
-        """
-        # an answer that the loop is just handing on is through when it has done this
-        self._thread.wait_for(lambda: asyncio.sleep(0))
-        with self._changed:
-            self._scoring.settle()
-            return producer_state.pack(self._buffer)
-
-    def _restore(self, state: ProducerState) -> None:
-        for group in producer_state.unpack(self._buffer, state, self._prompt_for):
-            if not group.complete:
-                self._add_items(group)
-
-    def stats(self) -> dict[str, Any]:
-        """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
-        with self._changed:
-            return self._stats()
-
-    def _stats(self) -> dict[str, Any]:
-        return {
-            "weight_version": self._version,
-            "in_flight": self._flight.count,
-            "submitted_groups": self._buffer.next_group,
-            "buffered_groups": self._buffer.complete_groups,
-            "outcomes": dict(self._buffer.outcomes),
-            **self._rates.stats(),
-        }
-
-    def close(self) -> None:
-        """Cancel what runs, close the backend and end the thread. Idempotent."""
-        with self._changed:
-            self._closing = True
-            self._buffer.close()
-            self._tell_outcomes()
-            self._notify()
-        self._thread.join(timeout_s=30)
-        self._scoring.close()
-
-    def __enter__(self) -> Producer:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        self.close()

@@ -1,4 +1,4 @@
-"""What the producer counts: tokens, finished samples, and how long it had nothing in flight."""
+"""Counts of the producer: tokens, finished samples, and how long it had nothing in flight."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _WINDOW_S = 10.0
 
 
 class Rates:
-    """Counters of one producer.  Not thread-safe: the producer holds its lock."""
+    """Counters of one producer."""
 
     def __init__(self) -> None:
-        self.resumed = 0  # rollouts gone on with after an update aborted them
+        self.resumed = 0  # rollouts resumed after an update aborted them
         self.waiting_s = 0.0  # the training thread waited for a batch
         self._generated_tokens = 0
         self._finished_samples = 0

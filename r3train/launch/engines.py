@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from r3train.data.json_lines import append_lines
 from r3train.data.order import PromptOrder
 from r3train.observe.console import RunDisplay
-from r3train.launch.conversations import conversations, samples_per_episode
+from r3train.launch.conversations import conversations
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.launch.route_stores import RouteStores
-from r3train.rewards.registry import Reward
+from r3train.rewards.scoring import Scorer
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
-from r3train.generation.outcome_log import OUTCOMES_FILE, OutcomeLog
-from r3train.generation.producer import Producer, ProducerState
+from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
+from r3train.generation.producer import Producer
 from r3train.engine.server_versions import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
-from r3train.types import RolloutSample
 from r3train.engine.publish import DistributedPublisher, WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher
 
@@ -63,7 +63,6 @@ class Engines:
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
         self._versions: ServerVersions | None = None
         self._supervisor: EngineSupervisor | None = None
-        self._outcomes = OutcomeLog(run_dir / OUTCOMES_FILE)
         self._bad_answers = 0
         self._client: SGLangClient | None = None
         self._stores: RouteStores | None = None
@@ -262,6 +261,7 @@ class Engines:
             return ResubmittingBackend(client, self._supervisor)
 
         self._producer = Producer(
+            rollout,
             make_client,
             lambda group: job.prompts[order.indices(group, 1)[0]],
             SamplingParams(
@@ -274,27 +274,20 @@ class Engines:
                 max_context_len=rollout.rollout_max_context_len,
                 seed=rollout.rollout_seed,
             ),
-            rollout_batch_size=rollout.rollout_batch_size,
-            n_samples_per_prompt=rollout.n_samples_per_prompt,
-            num_rollout=rollout.num_rollout,
-            max_weight_staleness=rollout.max_weight_staleness,
-            max_concurrency=rollout.rollout_max_concurrency,
-            start_step=self._start_rollout,
-            over_sampling_batch_size=rollout.over_sampling_batch_size,
-            buffer_size=rollout.rollout_buffer_size,
-            stale_policy=rollout.stale_policy,
-            filters=rollout.rollout_filter,
-            pause_mode=rollout.pause_generation_mode,
-            on_outcome=self._outcomes.write,
-            make_episode=conversations(job),
-            samples_per_rollout=samples_per_episode(rollout),
-            score=score_function(job.reward),
-            check_alive=self.check_alive,
-            state=self._buffer,
+            start_rollout=self._start_rollout,
             segment_len=self._segment_len,
+            score=Scorer(job.reward, timeout_s=job.config.data.reward_timeout_s),
+            make_episode=conversations(job),
             decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+            check_alive=self.check_alive,
+            on_outcome=self._log_outcome,
+            state=self._buffer,
         )
         return self._producer
+
+    def _log_outcome(self, outcome: Outcome) -> None:
+        """Append a prompt's fate as it happens: what is known survives the process."""
+        append_lines(self._run_dir / OUTCOMES_FILE, [asdict(outcome)])
 
     def close(self) -> None:
         """End generation, leave the update group, stop our server; nothing outlives the job."""
@@ -306,12 +299,3 @@ class Engines:
         for server in self._servers:
             server.stop()
         self.job.reward.close()
-
-
-def score_function(reward: Reward) -> Callable[[RolloutSample], float]:
-    """A sample's reward from its own text."""
-
-    def score(sample: RolloutSample) -> float:
-        return reward(sample.prompt, sample.text, sample.token_ids[sample.prompt_len :].tolist())
-
-    return score

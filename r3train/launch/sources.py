@@ -12,7 +12,7 @@ from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
 from r3train.launch.route_stores import RouteStores
 from r3train.loop.replay_source import DumpedRollouts
-from r3train.generation.producer import ProducerState
+from r3train.generation.buffer import ProducerState
 
 
 def build_engines(

@@ -1,6 +1,5 @@
 """Verifiers: what an answer is worth, by name or by import path."""
 
-from r3train.rewards.batch import score_batch
 from r3train.rewards.registry import REWARDS, Reward, get_reward
 
-__all__ = ["REWARDS", "Reward", "get_reward", "score_batch"]
+__all__ = ["REWARDS", "Reward", "get_reward"]

@@ -14,6 +14,7 @@ from tests import whole_samples
 from tests.e2e.sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memory_of
 
+from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
@@ -226,16 +227,22 @@ def test_the_producer_runs_steps_around_weight_updates(
     server, engine, models, references, at_version_zero
 ):
     publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+
+    async def length(sample):
+        return float(sample.response_len)
+
     producer = Producer(
+        RolloutSection(
+            rollout_batch_size=2,
+            n_samples_per_prompt=3,
+            num_rollout=4,
+            rollout_max_response_len=12,
+            rollout_max_concurrency=5,
+        ),
         lambda: SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive),
         prompt_of,
         SamplingParams(12),
-        rollout_batch_size=2,
-        n_samples_per_prompt=3,
-        num_rollout=4,
-        max_weight_staleness=1,
-        max_concurrency=5,
-        score=lambda sample: float(sample.response_len),
+        score=length,
         check_alive=server.check_alive,
     )
     with producer:

@@ -16,6 +16,7 @@ from tests.e2e import jobs
 from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, MixedReference
 from tests.e2e.sglang_support import checkpoint_tensors, make_model
 
+from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
@@ -107,6 +108,15 @@ def spanning_samples(
             control, bucket_bytes=1 << 20, flush_cache=flush and mode != "in_place"
         )
         producer = Producer(
+            RolloutSection(
+                rollout_batch_size=2,
+                n_samples_per_prompt=2,
+                num_rollout=3,
+                rollout_max_response_len=400,
+                max_weight_staleness=2,
+                rollout_max_concurrency=in_flight,
+                pause_generation_mode=mode,
+            ),
             lambda: SGLangClient(
                 [server.addr],
                 routes=expected,
@@ -116,12 +126,6 @@ def spanning_samples(
             ),
             prompt_of,
             SamplingParams(400, ignore_eos=True),
-            rollout_batch_size=2,
-            n_samples_per_prompt=2,
-            num_rollout=3,
-            max_weight_staleness=2,
-            max_concurrency=in_flight,
-            pause_mode=mode,
         )
         with beside or nullcontext(), producer:
             for version in (1, 2):

@@ -7,14 +7,22 @@ tokens come back), and it records what it was asked.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
+from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import Request, Segment
 from r3train.types import Prompt, RouteShape
 
 ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
 PROMPT_LEN = 2
+
+
+def rollout_section(**changes: Any) -> RolloutSection:
+    """A section with small numbers."""
+    base = {"num_rollout": 4, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+    return RolloutSection(**{**base, "rollout_max_response_len": 64, **changes})
 
 
 def prompt_for(group: int) -> Prompt:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from tests import whole_samples
-from tests.unit.simulated_engine import SimulatedEngine
+from tests.unit.simulated_engine import SimulatedEngine, rollout_section
 
 from r3train.environments import StepResult, Turn, get_environment
 from r3train.environments.calculator import Calculator, calculator_prompts, calculator_words
 from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
-from r3train.generation.conversation import Conversation, ConversationRules
+from r3train.generation.conversation import Conversation
 from r3train.generation.producer import Producer
 from r3train.types import Prompt
 
@@ -98,15 +98,18 @@ class Script:
         return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
 
 
-def rules(**changes):
-    base = dict(
-        max_turns=3,
-        max_turn_len=3,
-        sample_a_turn=False,
+def conversation(script, *, sample_a_turn=False, max_turn_len=3):
+    return Conversation(
+        script,
+        rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len),
         encode=lambda text: [ord(c) for c in text],
         decode=lambda ids: " ".join(map(str, ids)),
     )
-    return ConversationRules(**{**base, **changes})
+
+
+def in_turns(sample_a_turn):
+    samples = "turn" if sample_a_turn else "trajectory"
+    return {"environment_max_turns": 3, "environment_samples": samples}
 
 
 async def play(script, sampling=SamplingParams(100), engine=None, **changes):
@@ -117,8 +120,7 @@ async def play(script, sampling=SamplingParams(100), engine=None, **changes):
             engine, PROMPT, sampling, sample_id=40, resume_from=resume_from, limit=turn_limit
         )
 
-    conversation = Conversation(script, rules(**changes))
-    return await conversation(generate, PROMPT, sampling=sampling, sample_id=40)
+    return await conversation(script, **changes)(generate, PROMPT, sampling=sampling, sample_id=40)
 
 
 async def test_loss_is_on_the_models_tokens_alone_and_every_row_is_there():
@@ -198,19 +200,18 @@ async def test_rewards_and_observations_that_are_none_are_refused_with_the_sampl
 def test_conversations_go_on_over_weight_updates_in_every_mode(mode, sample_a_turn):
     engine = SimulatedEngine(length=lambda _: 1000, tick_s=0.002)
     with Producer(
+        rollout_section(
+            max_weight_staleness=2,
+            rollout_max_concurrency=4,
+            pause_generation_mode=mode,
+            **in_turns(sample_a_turn),
+        ),
         lambda: engine,
         lambda group: replace(PROMPT, prompt_id=str(group)),
         SamplingParams(100),
-        rollout_batch_size=2,
-        n_samples_per_prompt=2,
-        num_rollout=4,
-        max_weight_staleness=2,
-        max_concurrency=4,
-        pause_mode=mode,
-        make_episode=lambda prompt: Conversation(
-            Script(), rules(max_turn_len=8, sample_a_turn=sample_a_turn)
+        make_episode=lambda prompt: conversation(
+            Script(), max_turn_len=8, sample_a_turn=sample_a_turn
         ),
-        samples_per_rollout=3 if sample_a_turn else 1,
     ) as producer:
         ids = []
         for step in range(4):

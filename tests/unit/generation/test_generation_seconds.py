@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -15,42 +14,35 @@ from r3train.loop.report import RolloutReport, notable_samples, rollout_metrics,
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
-from r3train.generation.flight import Flight
+from r3train.generation.producer import Producer
 from r3train.generation.rates import Rates
-from r3train.generation.turns import Sending, Turns
 from r3train.types import TrainSample
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 from tests.unit.loop.test_rollout_file import scored
 
 
-def turns_of(engine: SimulatedEngine, sample_id: int) -> Turns:
-    changed, rates = threading.Condition(), Rates()
-    sending = Sending(
-        backend=engine,
-        sampling=SamplingParams(max_new_tokens=40),
-        flight=Flight(8, changed, rates),
-        rates=rates,
-        changed=changed,
-        version=lambda: 0,
-        aborting=lambda: False,
-        left=lambda: None,
-        exact_version=True,
-    )
-    return Turns(sending, prompt_for(1), sample_id, group_id=0)
+async def two_turns(generate, prompt, *, sampling, sample_id):
+    """An episode that gives both its turns' states as samples."""
+    first = await generate(None, 10)
+    await asyncio.sleep(0.5)  # the environment's time is not generation's
+    return [first, replace(await generate(first, 10), sample_id=sample_id + 1)], 0.0
 
 
 def test_a_sample_says_how_long_it_was_waited_for_and_its_turns_add_up():
-    engine = SimulatedEngine(length=lambda _: 20, slow=lambda sample_id: 1 + 9 * sample_id)
-
-    async def both():
-        quick = await turns_of(engine, 0)(None, 10)
-        slow = await turns_of(engine, 1)(None, 10)
-        return quick, slow, await turns_of(engine, 1)(slow, 10)
-
-    quick, slow, whole = asyncio.run(both())
+    engine = SimulatedEngine(length=lambda _: 20, slow=lambda sample_id: 1 + 9 * (sample_id > 0))
+    with Producer(
+        rollout_section(num_rollout=1, rollout_batch_size=1),
+        lambda: engine,
+        prompt_for,
+        SamplingParams(40),
+        make_episode=lambda prompt: two_turns,
+    ) as producer:
+        (group,) = producer.next_batch(0)
+    quick, quick_whole, slow, whole = (sample for sample, _ in group)
     # ten ticks of 1 and of 10 ms; never less, and how much more is the machine's
     assert slow.generation_s >= 0.1 and quick.generation_s >= 0.01
     assert whole.generation_s >= slow.generation_s + 0.1
+    assert quick_whole.generation_s < 0.5
 
 
 def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():

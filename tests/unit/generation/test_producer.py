@@ -1,15 +1,21 @@
 """The producer against a fake engine: staleness, order, concurrency, failures, closing."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
 from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
+from r3train.rewards.registry import Reward
+from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt
+from tests.unit.simulated_engine import rollout_section
 
 
 class FakeBackend:
@@ -47,19 +53,24 @@ class FakeBackend:
         self.closed = True
 
 
+def scorer(function, timeout_s=20.0):
+    return Scorer(Reward("test", function, bounds_its_time=False), timeout_s=timeout_s)
+
+
 def prompt_for(group):
     return Prompt(str(group), group, "", np.array([group], np.int32), None)
 
 
-def producer_of(backend, **options):
-    options = {
+def producer_of(backend, options=MappingProxyType({}), **settings):
+    settings = {
         "rollout_batch_size": 3,
-        "n_samples_per_prompt": 2,
         "num_rollout": 6,
         "max_weight_staleness": 1,
-        "max_concurrency": 4,
-    } | options
-    return Producer(lambda: backend, prompt_for, SamplingParams(4), **options)
+        "rollout_max_concurrency": 4,
+    } | settings
+    return Producer(
+        rollout_section(**settings), lambda: backend, prompt_for, SamplingParams(4), **options
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -99,7 +110,7 @@ def test_nothing_runs_while_quiesced_and_it_resumes_afterwards():
 
 def test_a_run_resumes_at_its_step_with_its_group_numbers():
     backend = FakeBackend()
-    with producer_of(backend, start_step=4, max_weight_staleness=0) as producer:
+    with producer_of(backend, {"start_rollout": 4}, max_weight_staleness=0) as producer:
         groups = producer.next_batch(4)
     assert groups[0][0][0].group_id == 12 and groups[0][0][0].sample_id == 24
     assert {version for _, version in backend.asked} == {4}
@@ -108,15 +119,51 @@ def test_a_run_resumes_at_its_step_with_its_group_numbers():
 def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
     threads = set()
 
-    def score(sample):
+    def by_prompt(prompt, text, ids):
         threads.add(threading.current_thread().name)
         time.sleep(0.001)
-        return sample.sample_id / 2
+        return prompt.index / 2
 
-    with producer_of(FakeBackend(), score=score) as producer:
+    with producer_of(FakeBackend(), {"score": scorer(by_prompt)}) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
-            assert reward == sample.sample_id / 2
-    assert all(name.startswith("reward") for name in threads)
+            assert reward == sample.group_id / 2
+    assert threads == {"reward"}
+
+
+def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound():
+    def hangs(prompt, text, ids):
+        time.sleep(3 if prompt.index == 1 else 0)
+        return 1.0
+
+    began = time.monotonic()
+    with producer_of(FakeBackend(), {"score": scorer(hangs, timeout_s=0.3)}) as producer:
+        with pytest.raises(
+            ValueError,
+            match=r"prompt 1: reward test took longer than reward_timeout_s 0.3 \(sample",
+        ):
+            producer.next_batch(0)
+        assert {sample.group_id for sample, _ in producer.snapshot().samples} >= {0, 2}
+    assert time.monotonic() - began < 2
+
+
+def test_a_reward_that_never_returns_does_not_keep_the_process():
+    script = """
+import threading
+from tests.unit.generation.test_producer import FakeBackend, producer_of, scorer
+never = scorer(lambda *_: threading.Event().wait(), timeout_s=0.2)
+with producer_of(FakeBackend(), {"score": never}) as producer:
+    producer.next_batch(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "longer than reward_timeout_s 0.2" in done.stderr
+
+
+def test_a_reward_that_bounds_its_own_time_is_left_to_do_so():
+    own = Reward("math", lambda *_: time.sleep(0.3) or 0.5, bounds_its_time=True)
+    with producer_of(FakeBackend(), {"score": Scorer(own, timeout_s=0.01)}) as producer:
+        assert producer.next_batch(0)[0][0][1] == 0.5
 
 
 def test_a_failed_generation_is_raised_by_whoever_waits_at_once():
@@ -137,19 +184,12 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
     def fail(*_):
         raise ValueError(f"{where} is broken")
 
-    options = dict(
-        rollout_batch_size=3,
-        n_samples_per_prompt=2,
-        num_rollout=2,
-        max_weight_staleness=0,
-        max_concurrency=4,
-    )
     producer = Producer(
+        rollout_section(rollout_max_concurrency=4),
         fail if where == "make_backend" else FakeBackend,
         fail if where == "prompt_for" else prompt_for,
         SamplingParams(4),
-        score=fail if where == "score" else None,
-        **options,
+        score=scorer(fail) if where == "score" else None,
     )
     with producer, pytest.raises(ValueError, match=f"{where} is broken"):
         producer.next_batch(0)
@@ -163,7 +203,7 @@ def test_a_dead_engine_is_noticed_while_waiting_though_no_request_fails():
             raise EngineDied("the engine is gone")
 
     backend = FakeBackend(delay_s=1000)
-    with producer_of(backend, check_alive=check_alive) as producer:
+    with producer_of(backend, {"check_alive": check_alive}) as producer:
         threading.Timer(0.3, died.set).start()
         began = time.monotonic()
         with pytest.raises(EngineDied, match="gone"):
@@ -204,17 +244,3 @@ def test_closing_twice_in_mid_generation_leaves_no_thread():
     producer.close()
     assert backend.closed
     assert not [t for t in threading.enumerate() if t.name == "producer"]
-
-
-@pytest.mark.parametrize(
-    "field, value",
-    [
-        ("rollout_batch_size", 0),
-        ("n_samples_per_prompt", 0),
-        ("max_weight_staleness", -1),
-        ("max_concurrency", 0),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused_by_name(field, value):
-    with pytest.raises(ValueError, match=f"{field} is {value}"):
-        producer_of(FakeBackend(), **{field: value})

@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from types import MappingProxyType
 
 import pytest
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
@@ -16,16 +17,21 @@ from r3train.generation.stitch import oldest_version
 BATCH, SAMPLES, STEPS = 4, 2, 12
 
 
-def producer_of(engine, outcomes, **options):
-    options = {
+def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):
+    settings = {
         "rollout_batch_size": BATCH,
         "n_samples_per_prompt": SAMPLES,
         "num_rollout": STEPS,
-        "max_weight_staleness": 1,
-        "max_concurrency": 16,
-        "on_outcome": outcomes.append,
-    } | options
-    return Producer(lambda: engine, prompt_for, SamplingParams(64), **options)
+        "rollout_max_concurrency": 16,
+    } | settings
+    return Producer(
+        rollout_section(**settings),
+        lambda: engine,
+        prompt_for,
+        SamplingParams(64),
+        on_outcome=outcomes.append,
+        **options,
+    )
 
 
 def train(producer, engine, steps=range(STEPS), train_s=0.01):
@@ -65,7 +71,7 @@ def test_no_trained_sample_is_older_than_allowed_with_slow_requests(
         engine,
         outcomes,
         max_weight_staleness=staleness,
-        pause_mode=mode,
+        pause_generation_mode=mode,
         over_sampling_batch_size=over_sampling,
         stale_policy=policy,
     ) as producer:
@@ -127,7 +133,7 @@ def test_over_sampling_at_staleness_0_drops_the_rest_of_every_step_and_says_so(p
 
 def test_in_place_freezes_requests_and_their_tokens_carry_both_versions():
     engine, outcomes = SimulatedEngine(length=lambda _: 60, tick_s=0.002), []
-    with producer_of(engine, outcomes, pause_mode="in_place", num_rollout=4) as producer:
+    with producer_of(engine, outcomes, pause_generation_mode="in_place", num_rollout=4) as producer:
         batches = train(producer, engine, range(4))
     assert engine.calls[:2] == ["pause in_place", "continue"]
     spanning = [
@@ -146,7 +152,7 @@ def test_in_place_freezes_requests_and_their_tokens_carry_both_versions():
 
 def test_abort_resumes_each_rollout_from_its_tokens_and_loses_none():
     engine, outcomes = SimulatedEngine(length=lambda _: 40, tick_s=0.002), []
-    with producer_of(engine, outcomes, pause_mode="abort", num_rollout=4) as producer:
+    with producer_of(engine, outcomes, pause_generation_mode="abort", num_rollout=4) as producer:
         batches = train(producer, engine, range(4))
         stats = producer.stats()
     resumed = [(sample_id, tokens) for sample_id, _, tokens in engine.asked if tokens]
@@ -166,7 +172,7 @@ def test_abort_resumes_each_rollout_from_its_tokens_and_loses_none():
 def test_an_abort_that_no_update_made_is_final_and_may_be_filtered():
     engine, outcomes = SimulatedEngine(length=lambda _: 30, tick_s=0.002), []
     with producer_of(
-        engine, outcomes, filters=["aborted"], num_rollout=2, max_weight_staleness=0
+        engine, outcomes, rollout_filter=["aborted"], num_rollout=2, max_weight_staleness=0
     ) as producer:
         time.sleep(0.02)
         engine.aborting |= set(list(engine.running)[:1])  # somebody else aborts one request
@@ -176,12 +182,15 @@ def test_an_abort_that_no_update_made_is_final_and_may_be_filtered():
 
 
 def test_zero_variance_groups_are_replaced_by_other_prompts():
+    async def by_place(sample):
+        return float(sample.sample_id % 2 if sample.group_id % 3 else 1)
+
     engine, outcomes = SimulatedEngine(), []
     with producer_of(
         engine,
         outcomes,
-        filters=["zero_variance"],
-        score=lambda sample: float(sample.sample_id % 2 if sample.group_id % 3 else 1),
+        {"score": by_place},
+        rollout_filter=["zero_variance"],
         num_rollout=4,
     ) as producer:
         batches = train(producer, engine, range(4))
@@ -194,7 +203,7 @@ def test_zero_variance_groups_are_replaced_by_other_prompts():
 @pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
 def test_nothing_is_sent_after_a_failed_update_and_no_server_stays_paused(mode):
     engine, outcomes = SimulatedEngine(length=lambda _: 10), []
-    with producer_of(engine, outcomes, pause_mode=mode) as producer:
+    with producer_of(engine, outcomes, pause_generation_mode=mode) as producer:
         producer.next_batch(0)
         with pytest.raises(RuntimeError, match="half way"):
             with producer.quiesced():
@@ -209,7 +218,7 @@ def test_nothing_is_sent_after_a_failed_update_and_no_server_stays_paused(mode):
 def test_a_token_of_weights_that_were_never_published_is_refused():
     engine, outcomes = SimulatedEngine(), []
     engine.version = 5
-    with producer_of(engine, outcomes, pause_mode="in_place") as producer:
+    with producer_of(engine, outcomes, pause_generation_mode="in_place") as producer:
         with pytest.raises(
             ValueError, match="a token of weight version 5, the servers were given 0"
         ):
@@ -228,7 +237,7 @@ def test_a_restored_producer_trains_each_prompt_once_and_loses_no_complete_sampl
     assert kept, "complete samples were waiting"
     later, more = SimulatedEngine(slow=slow_ones), []
     later.version = 3
-    with producer_of(later, more, start_step=3, state=state, **options) as producer:
+    with producer_of(later, more, {"start_rollout": 3, "state": state}, **options) as producer:
         after = train(producer, later, range(3, STEPS))
     ids = [group[0][0].group_id for groups in [*before, *after] for group in groups]
     assert len(ids) == len(set(ids)) == STEPS * BATCH
@@ -245,7 +254,7 @@ def test_overlapping_generation_and_training_of_equal_cost_takes_at_most_065_of_
 
     def step_s(staleness: int) -> tuple[float, dict]:
         engine = SimulatedEngine(length=lambda _: 5, tick_s=side_s / 5)
-        options = dict(max_weight_staleness=staleness, num_rollout=7, max_concurrency=8)
+        options = dict(max_weight_staleness=staleness, num_rollout=7, rollout_max_concurrency=8)
         with producer_of(engine, [], **options) as producer:
             train(producer, engine, [0], train_s=side_s)
             before, began = producer.stats(), time.monotonic()

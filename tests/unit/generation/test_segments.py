@@ -8,22 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
 
 
-def producer_of(engine, *, max_new_tokens=20, **options):
-    options = {
-        "rollout_batch_size": 2,
-        "n_samples_per_prompt": 2,
-        "num_rollout": 4,
-        "max_weight_staleness": 1,
-        "max_concurrency": 8,
-        "segment_len": 6,
-    } | options
-    return Producer(lambda: engine, prompt_for, SamplingParams(max_new_tokens), **options)
+def producer_of(engine, *, score=None, **settings):
+    rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
+    return Producer(
+        rollout, lambda: engine, prompt_for, SamplingParams(20), segment_len=6, score=score
+    )
 
 
 def of_step(producer, step):
@@ -58,7 +53,7 @@ def test_a_drained_update_waits_for_the_last_segment():
 
 def test_an_aborted_update_does_not_wait_for_the_next_segments():
     engine = SimulatedEngine(length=lambda _: 20, tick_s=0.005)
-    with producer_of(engine, pause_mode="abort") as producer:
+    with producer_of(engine, pause_generation_mode="abort") as producer:
         time.sleep(0.07)
         with producer.quiesced():
             done = len(engine.asked)
@@ -93,8 +88,8 @@ class OneBad(SimulatedEngine):
 
 
 def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a_reward():
-    def slow_reward(sample):
-        time.sleep(0.6 if sample.sample_id == 2 else 0.0)
+    async def slow_reward(sample):
+        await asyncio.sleep(0.6 if sample.sample_id == 2 else 0.0)
         return 1.0
 
     engine = OneBad()
@@ -110,7 +105,7 @@ def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a
 
 def test_a_failed_producer_sends_nothing_more():
     engine = OneBad(tick_s=0.05)
-    with producer_of(engine, max_concurrency=2, max_weight_staleness=1) as producer:
+    with producer_of(engine, rollout_max_concurrency=2, max_weight_staleness=1) as producer:
         with pytest.raises(BadAnswer):
             producer.next_batch(0)
         asked = len(engine.asked)

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from r3train.rewards import get_reward, score_batch
+from r3train.rewards import get_reward
 from r3train.types import Prompt
 
 
@@ -187,7 +187,6 @@ def number(prompt, text, ids): return len(ids)
 def nan(prompt, text, ids): return float("nan")
 def nothing(prompt, text, ids): return None
 def fails(prompt, text, ids): raise KeyError("gold")
-def slow(prompt, text, ids): time.sleep(0.2 if text == "fast" else 20); return 1.0
 def short(text): return 1.0
 async def later(prompt, text, ids): return 1.0
 value = 3
@@ -238,27 +237,3 @@ def test_a_custom_path_that_leads_nowhere_is_refused(custom, name, message):
 def test_a_custom_path_that_cannot_be_imported_is_refused(path):
     with pytest.raises(ValueError, match="--custom-rm-path"):
         get_reward("accepted_words", path)
-
-
-async def test_a_batch_is_scored_in_order():
-    items = [(prompt(ANIMALS), text, []) for text in ("cat", "apple", "dog apple")]
-    scores = await score_batch(get_reward("accepted_words"), items, timeout_s=5)
-    assert scores == [1.0, 0.0, 0.5]
-
-
-async def test_a_batch_of_a_slow_reward_runs_at_once(custom):
-    start = time.monotonic()
-    items = [(prompt("x"), "fast", [])] * 8
-    assert await score_batch(custom("slow"), items, timeout_s=5) == [1.0] * 8
-    assert time.monotonic() - start < 1.0
-
-
-async def test_a_custom_reward_that_takes_too_long_names_the_prompt(custom):
-    items = [(prompt("x"), "fast", []), (prompt("x", prompt_id="p.jsonl:9"), "slow", [])]
-    with pytest.raises(ValueError, match="prompt p.jsonl:9: .* longer than reward_timeout_s 0.5"):
-        await score_batch(custom("slow"), items, timeout_s=0.5)
-
-
-async def test_a_bad_reward_in_a_batch_names_its_prompt(custom):
-    with pytest.raises(ValueError, match="prompt p.jsonl:7"):
-        await score_batch(custom("nan"), [(prompt("x"), "", [])], timeout_s=5)
