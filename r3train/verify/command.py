@@ -39,7 +39,7 @@ def verify_command(
     torch.set_num_threads(1)
     prepare_device()
     from r3train.verify import report
-    from r3train.verify.engine import Verification, Verifier
+    from r3train.verify.verifier import Verification, Verifier
     from r3train.verify.mutations import MUTATIONS
     from r3train.verify.topologies import TOPOLOGIES
 
@@ -63,7 +63,7 @@ def verify_command(
                 report=lambda line: console.print(line, style="dim", highlight=False),
             )
             planted = list(MUTATIONS.values()) if mutations and not use_bf16 else []
-            results.append(verifier.verify(chosen, planted, TOPOLOGIES))
+            results.append(verifier.verify(chosen, planted))
         report.print_report(results[-1], console)
     console.print(f"{time.monotonic() - started:.0f} s")
     for suffix, v in zip(("", "-bf16"), results):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.phases import GRADIENTS
+from r3train.verify.compare import GRADIENTS
 from r3train.verify.rollouts import RolloutBatch
 from r3train.verify.topologies import Topology
 

@@ -11,7 +11,7 @@ from megatron.core.distributed import finalize_model_grads as megatron_finalize
 
 from r3train.trainer.megatron import actor, model
 from r3train.verify.mutations import Scene, mutation, patched
-from r3train.verify.phases import GRADIENTS
+from r3train.verify.compare import GRADIENTS
 
 
 def _finalize_then(scale: Callable[[Any], float]) -> Any:

@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import router as megatron_router
 from r3train.trainer.megatron import actor, hf_bridge, replay
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.verify.mutations import Scene, mutation, patched
-from r3train.verify.phases import GRADIENTS, LOSS, ROUTES
+from r3train.verify.compare import GRADIENTS, LOSS, ROUTES
 
 
 @contextmanager

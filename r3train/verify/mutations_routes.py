@@ -11,11 +11,11 @@ import torch
 
 from r3train import types
 from r3train.layout import microbatch
-from r3train.routing import wire
+from r3train.loop import batch as batches, scatter
 from r3train.trainer.megatron import replay
 from r3train.types import TrainSample
 from r3train.verify.mutations import Scene, mutation, patched
-from r3train.verify.phases import FORWARD, ROUTES
+from r3train.verify.compare import FORWARD, ROUTES
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def contiguous_cp_routes(scene: Scene) -> Iterator[None]:
 
         return sliced
 
-    with patched(microbatch, "slice_microbatch", make):
+    with patched(scatter, "slice_microbatch", make):
         yield
 
 
@@ -224,4 +224,45 @@ def tp_ranks_reversed(scene: Scene) -> Iterator[None]:
     with patched(
         microbatch, "sp_rows", lambda o: lambda rows, size, rank: o(rows, size, size - 1 - rank)
     ):
+        yield
+
+
+@mutation(
+    "the last sample of the first microbatch is dealt to nobody", topology="dp2", phase=ROUTES
+)
+def sample_not_dealt(scene: Scene) -> Iterator[None]:
+    def make(original: Callable) -> Callable:
+        def deal(*args):
+            dealt = original(*args)
+            dealt[0][0].pop()
+            return dealt
+
+        return deal
+
+    with patched(batches, "deal_bins", make):
+        yield
+
+
+@mutation("every data rank is sent the first one's microbatches", topology="dp2", phase=ROUTES)
+def first_data_rank_everywhere(scene: Scene) -> Iterator[None]:
+    def make(original: Callable) -> Callable:
+        def send(microbatches, topologies):
+            return original(microbatches, [replace(t, dp_rank=0) for t in topologies])
+
+        return send
+
+    with patched(scatter, "send_slices", make):
+        yield
+
+
+@mutation("every tensor rank is sent its neighbour's routes", topology="tp2", phase=ROUTES)
+def neighbours_routes(scene: Scene) -> Iterator[None]:
+    def make(original: Callable) -> Callable:
+        def sliced(batch, t):
+            other = original(batch, replace(t, tp_rank=t.tp_size - 1 - t.tp_rank))
+            return replace(original(batch, t), routes=other.routes)
+
+        return sliced
+
+    with patched(scatter, "slice_microbatch", make):
         yield

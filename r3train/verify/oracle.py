@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3train.config.algorithm import AlgorithmSection
+from r3train.config.trainer import TrainerSection
 from r3train.verify.model_zoo import (
     GLM_ROTARY_FRACTION,
     HEAD_DIM,
@@ -25,11 +27,29 @@ from r3train.verify.rollouts import RolloutBatch
 
 Weights = dict[str, Tensor]
 BIAS = "e_score_correction_bias"
+# the learning rule of the oracles and the actor alike
+TEMPERATURE = 0.8
+ALGORITHM = AlgorithmSection(
+    eps_clip=0.2,
+    eps_clip_high=0.28,
+    kl_loss_coef=0.05,
+    entropy_coef=0.01,
+    use_tis=True,
+    tis_clip=2.0,
+    tis_clip_low=0.5,
+)
+# never reached: the norm is computed, nothing is clipped
+_NO_CLIPPING = 1e9
+# a large epsilon keeps the first AdamW step smooth where a gradient is next to nothing
+ADAM = TrainerSection(
+    optimizer="adam", lr=1e-3, weight_decay=0.01, adam_eps=1e-4, clip_grad=_NO_CLIPPING
+)
+SGD = TrainerSection(optimizer="sgd", lr=0.3, clip_grad=_NO_CLIPPING)
 
 
 @dataclass
 class SampleTrace:
-    """What the forward of one sample of T tokens went through, by 0-based layer.
+    """The forward of one sample of T tokens, by 0-based layer.
 
     experts: int64[T, K]; logits, probs: [T, E] (probs 0 at experts not used); blocks: [T, hidden].
     """
@@ -144,21 +164,8 @@ def forward(
     return rms_norm(x, weights["model.norm.weight"]) @ output.T, trace
 
 
-@dataclass(frozen=True)
-class LossNumbers:
-    """The policy loss that the batch is trained with."""
-
-    temperature: float = 0.8
-    eps_clip: float = 0.2
-    eps_clip_high: float = 0.28
-    kl_loss_coef: float = 0.05
-    entropy_coef: float = 0.01
-    tis_clip: float = 2.0
-    tis_clip_low: float = 0.5
-
-
 def loss_terms(
-    new: Tensor, entropy: Tensor, batch: RolloutBatch, settings: LossNumbers
+    new: Tensor, entropy: Tensor, batch: RolloutBatch
 ) -> tuple[Tensor, dict[str, float], dict[str, float]]:
     """Loss sum over the batch, each term's sum, and each term's sum of absolute values (its scale).
 
@@ -173,8 +180,8 @@ def loss_terms(
     advantage = torch.from_numpy(np.repeat(batch.advantages, batch.lengths)).double()[mask]
     new, entropy = new[mask], entropy[mask]
     ratio = (new - old).exp()
-    clipped_ratio = ratio.clamp(1 - settings.eps_clip, 1 + settings.eps_clip_high)
-    weight = (old - rollout).exp().clamp(settings.tis_clip_low, settings.tis_clip)
+    clipped_ratio = ratio.clamp(1 - ALGORITHM.eps_clip, 1 + ALGORITHM.clip_high)
+    weight = (old - rollout).exp().clamp(ALGORITHM.tis_clip_low, ALGORITHM.tis_clip)
     pg = -torch.minimum(ratio * advantage, clipped_ratio * advantage) * weight
     kl = (ref - new).exp() - (ref - new) - 1
     tokens = {
@@ -185,7 +192,7 @@ def loss_terms(
         "ppo_kl": old - new,
         "clipped": (clipped_ratio * advantage < ratio * advantage).double(),
         "tis_weight": weight,
-        "loss": pg + settings.kl_loss_coef * kl - settings.entropy_coef * entropy,
+        "loss": pg + ALGORITHM.kl_loss_coef * kl - ALGORITHM.entropy_coef * entropy,
     }
     sums = {name: float(values.sum().detach()) for name, values in tokens.items()}
     scales = {name: float(values.abs().sum().detach()) for name, values in tokens.items()}
@@ -196,14 +203,14 @@ def loss_terms(
 
 
 def run_batch(
-    weights: Weights, variant: ModelVariant, batch: RolloutBatch, temperature: float
+    weights: Weights, variant: ModelVariant, batch: RolloutBatch
 ) -> tuple[Tensor, Tensor, list[SampleTrace]]:
     """Log-probs and entropies float64[F] (row-aligned), and the trace of every sample."""
     log_probs, entropies, traces = [], [], []
     for start, length in zip(batch.starts.tolist(), batch.lengths.tolist()):
         rows = slice(start, start + length)
         logits, trace = forward(weights, variant, batch.tokens[rows], batch.routes[rows])
-        log_p = (logits / temperature).log_softmax(-1)
+        log_p = (logits / TEMPERATURE).log_softmax(-1)
         labels = torch.from_numpy(batch.labels[rows])
         log_probs.append(log_p.gather(1, labels[:, None])[:, 0])
         entropies.append(-(log_p.exp() * log_p).sum(-1))

@@ -1,4 +1,4 @@
-"""What one way of computing the batch came to, in tables that any two ways share.
+"""The outcome of one way of computing the batch, in tables that any two ways share.
 
 Tables are aligned by flat batch row (sample and position), layer and canonical Hugging Face name.
 """
@@ -16,9 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.oracle import BIAS, LossNumbers, Weights, loss_terms, run_batch
+from r3train.verify.oracle import ADAM, BIAS, SGD, Weights, loss_terms, run_batch
 from r3train.verify.rollouts import RolloutBatch
-from r3train.verify.settings import ADAM, SGD
 
 # the passes whose routers are watched
 OLD, TRAIN, RECOMPUTE = "old_log_prob", "train", "recompute"
@@ -61,13 +60,12 @@ class Scales:
 
 
 def oracle_outcome(
-    variant: ModelVariant, batch: RolloutBatch, checkpoint: Path, *, bf16: bool = False
+    variant: ModelVariant, batch: RolloutBatch, source: Weights
 ) -> tuple[Outcome, Scales]:
-    """Oracle (b): everything in float64, gradients by autograd, steps by torch.optim."""
-    source = {n: t.double() for n, t in load_file(checkpoint / "model.safetensors").items()}
-    if bf16:
-        source = {n: t.bfloat16().double() if BIAS not in n else t for n, t in source.items()}
-    loss = LossNumbers()
+    """Oracle (b): everything in float64, gradients by autograd, steps by torch.optim.
+
+    source: float64 weights by Hugging Face name; they are left as they are.
+    """
     out = Outcome()
     scales: dict[str, float] = {}
     for name in ("adam", "sgd"):
@@ -80,8 +78,8 @@ def oracle_outcome(
             else:
                 for w in weights.values():  # experts without tokens have a gradient too: zero
                     w.grad = torch.zeros_like(w) if w.requires_grad else None
-                new, entropy, traces = run_batch(weights, variant, batch, loss.temperature)
-                total, sums, scale = loss_terms(new, entropy, batch, loss)
+                new, entropy, traces = run_batch(weights, variant, batch)
+                total, sums, scale = loss_terms(new, entropy, batch)
                 num_tokens = int(batch.loss_mask.sum())
                 (total / num_tokens).backward()
             if name == "adam" and step == 1:
@@ -151,7 +149,7 @@ def _fill_tables(out: Outcome, variant: ModelVariant, traces: list) -> None:
 def read_outcome(
     directory: Path, variant: ModelVariant, batch: RolloutBatch, recompute: str
 ) -> Outcome:
-    """Put together what the ranks of one job wrote down."""
+    """Put together what the ranks of one case wrote down."""
     out = Outcome()
     ranks = [torch.load(p, weights_only=True) for p in sorted(directory.glob("rank*.pt"))]
     out.route_bytes = [rank["route_bytes"] for rank in ranks]
@@ -166,8 +164,6 @@ def read_outcome(
         out.blocks[name] = torch.full((num_rows, layers, 64), float("nan"))
     for rank in ranks:
         out.problems += [f"rank {rank['place']['rank']}: {p}" for p in rank["problems"]]
-        if rank["evidence_problems"]:
-            out.problems.append(f"rank {rank['place']['rank']}: the R3 check counts anomalies")
         for number, load in rank["loads"].items():
             out.loads[number] = out.loads.get(number, 0) + load
         if recompute != "none":

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from r3train.verify.engine import MutationResult, TopologyResult, Verification
-from r3train.verify.phases import PHASE_NAMES, REQUIRED_FACTOR
+from r3train.verify.verifier import MutationResult, TopologyResult, Verification
+from r3train.verify.compare import PHASE_NAMES, REQUIRED_FACTOR
 
 _COLOURS = {
     "passed": "green",

@@ -1,4 +1,4 @@
-"""Run verification jobs: one torchrun a world size, restarted behind a job that takes it down."""
+"""Run cases: one torchrun a world size, started again behind a case that takes it down."""
 
 from __future__ import annotations
 
@@ -12,65 +12,80 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from r3train.verify.jobs import Job
-from r3train.verify.topologies import Topology
+from r3train.verify.topologies import TOPOLOGIES
 
-JOB_TIMEOUT_S = 240
+EVIDENCE_RUN = "run"  # a case's run directory, beside its tables
+_CASE_TIMEOUT_S = 240
 _START_TIMEOUT_S = 240
 
 
 @dataclass(frozen=True)
-class JobStatus:
-    """How a job ended: ``error`` is empty where all ranks came through."""
+class Case:
+    """One run of one topology, with what it reads and the directory that it writes.
+
+    ``last_phase``: nothing beyond it is run.  ``order_seed`` shuffles the samples and turns the order
+    of the microbatches round (the noise measurement).
+    """
+
+    case_id: str
+    topology: str
+    checkpoint: str
+    rollouts: str
+    output: str
+    mutation: str | None = None
+    last_phase: int = 5
+    bf16: bool = False
+    order_seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Status:
+    """The end of a case: ``error`` is empty where all ranks came through."""
 
     error: str
     seconds: float
 
 
-def run(
-    jobs: Sequence[Job],
-    scratch: Path,
-    topologies: dict[str, Topology],
-    report: Callable[[str], None],
-) -> dict[str, JobStatus]:
-    """Run every job and say how it ended, by job id; outputs are in each job's directory."""
-    statuses: dict[str, JobStatus] = {}
-    for world_size in sorted({topologies[j.topology].world_size for j in jobs}):
-        waiting = [j for j in jobs if topologies[j.topology].world_size == world_size]
+def run(cases: Sequence[Case], scratch: Path, report: Callable[[str], None]) -> dict[str, Status]:
+    """Run every case; returns its status by id.  Outputs are in each case's directory."""
+    statuses: dict[str, Status] = {}
+    sizes = {c.case_id: TOPOLOGIES[c.topology].world_size for c in cases}
+    for world_size in sorted(set(sizes.values())):
+        waiting = [c for c in cases if sizes[c.case_id] == world_size]
         while waiting:
             started = time.monotonic()
             _launch(world_size, waiting, scratch)
             done = 0
-            for job in waiting:
-                status = _read_status(job)
+            for case in waiting:
+                status = _read_status(case)
                 if status is None:
                     break
-                statuses[job.job_id] = status
+                statuses[case.case_id] = status
                 done += 1
             if done < len(waiting):
-                # the launch ended inside this job: it is the verdict on it, the rest runs again
+                # the launch ended inside this case: that is its verdict, the rest runs again
                 victim = waiting[done]
                 log = (scratch / f"launch{world_size}.log").read_text(errors="replace")
                 (Path(victim.output) / "launch.log").write_text(log)
                 last = [line for line in log.splitlines() if "Error" in line][-1:] or ["no output"]
-                statuses[victim.job_id] = JobStatus(f"the launch ended: {last[0]}", 0.0)
+                statuses[victim.case_id] = Status(f"the launch ended: {last[0]}", 0.0)
                 done += 1
-            report(f"{done} jobs on {world_size} ranks in {time.monotonic() - started:.0f} s")
+            report(f"{done} cases on {world_size} ranks in {time.monotonic() - started:.0f} s")
             waiting = waiting[done:]
     return statuses
 
 
-def _read_status(job: Job) -> JobStatus | None:
-    file = Path(job.output) / "status.json"
-    return JobStatus(**json.loads(file.read_text())) if file.is_file() else None
+def _read_status(case: Case) -> Status | None:
+    file = Path(case.output) / "status.json"
+    return Status(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def _launch(world_size: int, jobs: Sequence[Job], scratch: Path) -> None:
-    """Start the ranks and wait until they are through, or until no job ends for too long."""
-    for job in jobs:
-        Path(job.output).mkdir(parents=True, exist_ok=True)
-    plan = scratch / f"jobs{world_size}.json"
-    plan.write_text(json.dumps([asdict(j) for j in jobs]))
+def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
+    """Start the ranks and wait until they are through, or until no case ends for too long."""
+    for case in cases:
+        Path(case.output).mkdir(parents=True, exist_ok=True)
+    plan = scratch / f"cases{world_size}.json"
+    plan.write_text(json.dumps([asdict(c) for c in cases]))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(world_size), "-m", "r3train.verify.worker", str(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -79,7 +94,7 @@ def _launch(world_size: int, jobs: Sequence[Job], scratch: Path) -> None:
             command, stdout=log, stderr=log, env=environment, start_new_session=True
         )
         try:
-            _wait(process, jobs)
+            _wait(process, cases)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGTERM)
@@ -90,13 +105,13 @@ def _launch(world_size: int, jobs: Sequence[Job], scratch: Path) -> None:
                     process.wait()
 
 
-def _wait(process: subprocess.Popen, jobs: Sequence[Job]) -> None:
-    deadline = time.monotonic() + _START_TIMEOUT_S + JOB_TIMEOUT_S
+def _wait(process: subprocess.Popen, cases: Sequence[Case]) -> None:
+    deadline = time.monotonic() + _START_TIMEOUT_S + _CASE_TIMEOUT_S
     ended = 0
     while process.poll() is None:
-        count = sum(_read_status(j) is not None for j in jobs)
+        count = sum(_read_status(c) is not None for c in cases)
         if count > ended:
-            ended, deadline = count, time.monotonic() + JOB_TIMEOUT_S
+            ended, deadline = count, time.monotonic() + _CASE_TIMEOUT_S
         if time.monotonic() > deadline:
             return
         time.sleep(0.2)

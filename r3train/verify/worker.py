@@ -1,7 +1,9 @@
-"""One rank of a verification: runs jobs one after another and writes down what happened.
+"""One rank of a verification: it runs cases one after another and writes down what happened.
 
-Started by ``runner`` under torchrun as ``python -m r3train.verify.worker JOBS.json``.  All jobs of a
-file share a world size; the processes, with their slow imports, are started once.
+``runner`` starts it under torchrun as ``python -m r3train.verify.worker CASES.json``.  All cases of a
+file share a world size, so the processes, with their slow imports, are started once.  A case goes
+the way of a training job: ``build_actor``, ``prepare`` on rank 0, ``scatter_slices``, the passes of the
+actor, ``judge``.  The batch's log-probs alone are given, for both oracles to start from the same ones.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,186 +25,193 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 warnings.filterwarnings("ignore")
 DEVICE = prepare_device()
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
+from r3train.config import RunConfig  # noqa: E402
+from r3train.config.data import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
+from r3train.config.replay import ReplaySection  # noqa: E402
+from r3train.config.rollout import RolloutSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
-from r3train.routing.layers import recomputed_moe_layers  # noqa: E402
-from r3train.layout import microbatch as microbatches  # noqa: E402
-from r3train.layout.bins import deal_bins, pack_bins  # noqa: E402
+from r3train.launch.actor import build_actor  # noqa: E402
+from r3train.launch.job import Job  # noqa: E402
+from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.loop.parts import replay_plan  # noqa: E402
+from r3train.loop.prepare import Expected, prepare  # noqa: E402
+from r3train.loop.scatter import (  # noqa: E402
+    broadcast_json,
+    gather_topologies,
+    scatter_slices,
+)
+from r3train.proof.check import judge, totals  # noqa: E402
+from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
-from r3train.trainer.megatron.forward_step import LossSettings  # noqa: E402
-from r3train.trainer.megatron.topology import (  # noqa: E402
-    init_distributed,
-    init_model_parallel,
-    shutdown,
-)
-from r3train.types import RankSlice, RankTopology  # noqa: E402
-from r3train.verify.job_evidence import write_evidence  # noqa: E402
-from r3train.verify.jobs import Job  # noqa: E402
+from r3train.trainer.megatron.topology import init_distributed, shutdown  # noqa: E402
+from r3train.types import RankSlice, ReplayEvidence  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
 from r3train.verify.mutations import MUTATIONS, Scene  # noqa: E402
-from r3train.verify.oracle import BIAS, LossNumbers  # noqa: E402
-from r3train.verify.probes import Probe, whole_gradients  # noqa: E402
+from r3train.verify.oracle import ADAM, ALGORITHM, BIAS, SGD, TEMPERATURE  # noqa: E402
 from r3train.verify.rollouts import RolloutBatch, train_samples  # noqa: E402
-from r3train.verify.settings import ADAM, SGD  # noqa: E402
+from r3train.verify.runner import EVIDENCE_RUN, Case  # noqa: E402
 from r3train.verify.topologies import TOPOLOGIES  # noqa: E402
+from r3train.verify.watch import Watch, whole_gradients  # noqa: E402
+
+PASSES = ("old_log_prob", "train")
 
 
-class JobRun:
-    """A job in progress on this rank."""
+class CaseRun:
+    """A case in progress on this rank."""
 
-    def __init__(self, job: Job):
-        self.job = job
-        self.topology = TOPOLOGIES[job.topology]
+    def __init__(self, case: Case):
+        self.case = case
+        self.topology = TOPOLOGIES[case.topology]
         self.variant = VARIANTS[self.topology.variant]
-        self.batch = RolloutBatch.load(Path(job.rollouts))
-        self.output = Path(job.output)
-        self.hf = read_hf_facts(job.checkpoint)
-        self.loss = LossNumbers()
-        self.mutation = MUTATIONS[job.mutation] if job.mutation else None
+        self.batch = RolloutBatch.load(Path(case.rollouts))
+        self.output = Path(case.output)
+        self.hf = read_hf_facts(case.checkpoint)
+        self.mutation = MUTATIONS[case.mutation] if case.mutation else None
 
     def run(self) -> None:
+        """Train with AdamW, watched, then with SGD; the last phase says how far."""
         scene = Scene(self.topology, self.variant, self.batch)
         with self.mutation.plant(scene) if self.mutation else nullcontext():
-            place = init_model_parallel(self.topology.parallel_section(), seed=1)
-            adam = self._train(place, ADAM, "adam", record=True)
-            if self.job.last_phase >= 4:
-                self._train(place, SGD, "sgd", record=False)
-        if place.rank == 0:
-            (self.output / "adam.json").write_text(json.dumps(adam))
+            metrics = self._train(ADAM, "adam")
+            if self.case.last_phase >= 4:
+                leave_model_parallel()
+                self._train(SGD, "sgd")
+        if dist.get_rank() == 0:
+            (self.output / "adam.json").write_text(json.dumps(metrics))
 
-    def _actor(self, place: RankTopology, trainer: TrainerSection) -> MegatronActor:
-        loss = self.loss
-        return MegatronActor(
-            topology=place,
-            device=DEVICE,
-            hf=self.hf,
-            model=self._model(),
-            parallel=self.topology.parallel_section(),
-            trainer=trainer,
-            loss=LossSettings(
-                temperature=loss.temperature,
-                eps_clip=loss.eps_clip,
-                eps_clip_high=loss.eps_clip_high,
-                kl_loss_coef=loss.kl_loss_coef,
-                entropy_coef=loss.entropy_coef,
-                use_tis=True,
-                tis_clip=loss.tis_clip,
-                tis_clip_low=loss.tis_clip_low,
+    def _job(self, trainer: TrainerSection) -> Job:
+        """The training job whose parts the case runs; it has no prompts and no servers."""
+        model = dict(self.topology.model)
+        overrides = self.variant.overrides | (self.mutation.overrides if self.mutation else {})
+        config = RunConfig(
+            model=ModelSection(
+                hf_checkpoint=self.case.checkpoint,
+                bf16=self.case.bf16,
+                transformer_overrides=overrides,
+                **model,
             ),
-            total_steps=10,
-            use_routing_replay=True,
-            enable_r3_correctness_check=True,
+            parallel=self.topology.parallel_section(),
+            data=DataSection(prompt_data="none"),
+            rollout=RolloutSection(
+                num_rollout=10,
+                rollout_batch_size=len(self.batch.lengths) // 2,
+                n_samples_per_prompt=2,
+                rollout_max_response_len=int(self.batch.lengths.max()),
+                rollout_temperature=TEMPERATURE,
+            ),
+            algorithm=ALGORITHM,
+            trainer=trainer.model_copy(update={"max_tokens_per_gpu": self.batch.token_budget}),
+            replay=ReplaySection(
+                use_rollout_routing_replay=True,
+                enable_r3_correctness_check=True,
+                # the batch's routes are no router's choice: agreement says nothing here
+                r3_mismatch_threshold=1.0,
+            ),
         )
+        return Job(config, self.hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
 
-    def _model(self) -> ModelSection:
-        fields = dict(self.topology.model)
-        overrides = self.variant.overrides | fields.pop("transformer_overrides", {})
-        return ModelSection(
-            hf_checkpoint=self.job.checkpoint,
-            bf16=self.job.bf16,
-            transformer_overrides=overrides | (self.mutation.overrides if self.mutation else {}),
-            **fields,
-        )
-
-    def _train(
-        self, place: RankTopology, trainer: TrainerSection, name: str, record: bool
-    ) -> list[dict]:
-        """Old-log-prob pass and one or two optimizer steps; returns the metrics of each step."""
-        actor = self._actor(place, trainer)
-        place = actor.topology
-        slices = self._slices(place)
-        old, ref = (
-            self._streams(slices, stream)
-            for stream in (self.batch.old_log_probs, self.batch.ref_log_probs)
-        )
-        if record and self.mutation is None:
-            self._save_weights(actor, "export")
-        metrics = []
-        if record:
-            embeddings = load_file(Path(self.job.checkpoint) / "model.safetensors")[
-                "model.embed_tokens.weight"
-            ].to(DEVICE, torch.bfloat16 if self.job.bf16 else torch.float32)
-            probe = Probe(actor, embeddings)
-            with probe.watch():
-                if self.mutation is not None and self.mutation.decoy_pass:
-                    probe.begin(None)
-                    actor.compute_log_probs(self._decoys(place), "old_log_prob")
-                    actor.collect_evidence(0)  # of no run's step
-                probe.begin("old_log_prob")
-                log_probs = actor.compute_log_probs(slices, "old_log_prob")
-                probe.begin("train")
-                self._save_gradients_before_step(actor)
-                metrics.append(actor.train_step(slices, old, ref))
-                probe.begin(None)
-            self._save_rank(actor, slices, log_probs, probe)
+    def _train(self, trainer: TrainerSection, name: str) -> list[dict[str, float]]:
+        """Two optimizer steps, the first of AdamW watched; returns the metrics of each step."""
+        job = self._job(trainer)
+        actor = build_actor(job, DEVICE, ResumePoint())
+        slices, expected = self._slices(job, actor, self.batch)
+        old = self._streams(slices, self.batch.old_log_probs)
+        ref = self._streams(slices, self.batch.ref_log_probs)
+        if name == "adam":
+            metrics = [self._watched_step(job, actor, slices, expected, old, ref)]
         else:
+            metrics = [actor.train_step(slices, old, ref)]
+        if self.case.last_phase >= 4:
+            self._save_weights(f"{name}1", actor.hf_weights())
             metrics.append(actor.train_step(slices, old, ref))
-        if self.job.last_phase >= 4:
-            self._save_weights(actor, f"{name}1")
-            metrics.append(actor.train_step(slices, old, ref))
-            self._save_weights(actor, f"{name}2")
-        _drop_gradient_hooks(actor)
+            self._save_weights(f"{name}2", actor.hf_weights())
+        drop_gradient_hooks(actor)
         return metrics
 
-    def _slices(self, place: RankTopology) -> list[RankSlice]:
-        """This rank's microbatches, by the production layout."""
-        samples = train_samples(self.batch, self.variant)
-        if self.job.order_seed is not None:
-            order = torch.randperm(
-                len(samples), generator=torch.Generator().manual_seed(self.job.order_seed)
-            )
-            samples = [samples[i] for i in order.tolist()]
-        lengths = [s.sample.num_tokens for s in samples]
-        interleaved = place.pp_size if place.vpp_size > 1 else 1
-        bins = pack_bins(
-            lengths,
-            self.batch.token_budget * place.cp_size,
-            num_bins_multiple=place.dp_size * interleaved,
-        )
-        if self.job.order_seed is not None:
-            bins = bins[::-1]
-        dealt = deal_bins(bins, lengths, place.dp_size)
-        self.dealt = samples, {
-            samples[i].sample.sample_id: data_rank
-            for data_rank, groups in enumerate(dealt)
-            for members in groups
-            for i in members
+    def _watched_step(
+        self,
+        job: Job,
+        actor: MegatronActor,
+        slices: list[RankSlice],
+        expected: Expected | None,
+        old: dict[int, torch.Tensor],
+        ref: dict[int, torch.Tensor],
+    ) -> dict[str, float]:
+        """The old-log-prob pass and the first step, with all that the routers did on record."""
+        if self.mutation is None:
+            self._save_weights("export", actor.hf_weights())
+        source = load_file(Path(self.case.checkpoint) / "model.safetensors")
+        dtype = torch.bfloat16 if self.case.bf16 else torch.float32
+        watch = Watch(actor, source["model.embed_tokens.weight"].to(DEVICE, dtype))
+        with watch.open():
+            if self.mutation is not None and self.mutation.decoy_pass:
+                rotated = (self.batch.routes + 1) % self.variant.num_experts
+                decoys, _ = self._slices(job, actor, replace(self.batch, routes=rotated))
+                watch.begin(None)
+                actor.compute_log_probs(decoys, "old_log_prob")
+                actor.collect_evidence(0)  # of no run's step
+            watch.begin("old_log_prob")
+            log_probs = actor.compute_log_probs(slices, "old_log_prob")
+            watch.begin("train")
+            self._save_gradients_before_step(actor)
+            metrics = actor.train_step(slices, old, ref)
+            watch.begin(None)
+        records = actor.collect_evidence(0)
+        self._write_evidence(job, actor, records, expected)
+        place = actor.topology
+        recording = asdict(watch.recording) | {
+            "place": asdict(place),
+            "route_bytes": sum(s.routes.nbytes for s in slices),
+            "log_probs": [
+                dict(
+                    tokens=torch.from_numpy(s.tokens),
+                    log_probs=log_probs[s.microbatch_id].float().cpu(),
+                )
+                for s in slices
+                if s.microbatch_id in log_probs
+            ],
         }
-        mine = dealt[place.dp_rank]
-        return [
-            microbatches.slice_microbatch(
-                microbatches.build_microbatch(
-                    i,
-                    [samples[j] for j in members],
-                    cp_size=place.cp_size,
-                    tp_size=place.tp_size if place.sequence_parallel else 1,
-                    route_shape=self.variant.route_shape,
-                ),
-                place,
+        # a planted bug is to be caught by its phase, and by its evidence apart from that
+        if self.mutation is None and any(map(_is_anomalous, records)):
+            recording["problems"].append("the R3 check counts anomalies")
+        torch.save(recording, self.output / f"rank{place.rank:03d}.pt")
+        return metrics
+
+    def _slices(
+        self, job: Job, actor: MegatronActor, batch: RolloutBatch
+    ) -> tuple[list[RankSlice], Expected | None]:
+        """This rank's microbatches, and on rank 0 what their evidence must show; a collective."""
+        topologies, prepared = gather_topologies(actor.topology), None
+        if actor.topology.rank == 0:
+            samples = train_samples(batch, self.variant)
+            if self.case.order_seed is not None:
+                order = np.random.default_rng(self.case.order_seed).permutation(len(samples))
+                samples = [samples[i] for i in order]
+            prepared = prepare(
+                0,
+                samples,
+                replay_plan(job.config, job.hf),
+                topologies,
+                passes=PASSES,
+                steps_per_rollout=1,
+                max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
             )
-            for i, members in enumerate(mine)
-        ]
+        count = broadcast_json(prepared.counts[0] if prepared else None)
+        slices = scatter_slices(prepared.microbatches if prepared else None, topologies, count)
+        if self.case.order_seed is not None:
+            slices.reverse()
+        return slices, prepared.expected if prepared else None
 
-    def _decoys(self, place: RankTopology) -> list[RankSlice]:
-        """The same microbatches with the routes of another rollout."""
-        batch, dealt, rotated = (
-            self.batch,
-            self.dealt,
-            (self.batch.routes + 1) % self.variant.num_experts,
-        )
-        self.batch = RolloutBatch(**{**vars(batch), "routes": rotated})
-        slices = self._slices(place)
-        self.batch, self.dealt = batch, dealt
-        return slices
-
-    def _streams(self, slices: list[RankSlice], stream: Any) -> dict[int, torch.Tensor]:
+    def _streams(self, slices: list[RankSlice], stream: np.ndarray) -> dict[int, torch.Tensor]:
         """A flat per-token stream as {microbatch_id: float32[n]}, laid out as the slices are."""
         values = torch.from_numpy(stream)
         rows = torch.from_numpy(self.batch.row_of_token)
@@ -220,70 +230,81 @@ class JobRun:
         def save_and_step() -> Any:
             actor.optimizer.step = step
             whole_gradients(actor)
-            self._save_weights(actor, "grads", lambda p: getattr(p, "main_grad", p))
+            gradients = export_hf_weights(
+                actor.model.bridge, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
+            )
+            self._save_weights("grads", (g for g in gradients if not g[0].endswith(BIAS)))
             return step()
 
         actor.optimizer.step = save_and_step
 
-    def _save_weights(self, actor: MegatronActor, name: str, value_of: Any = None) -> None:
-        if value_of is None:
-            whole = actor.hf_weights()
-        else:
-            whole = export_hf_weights(actor.model.bridge, actor.model.chunks, value_of)
+    def _save_weights(self, name: str, whole: Any) -> None:
+        """Write whole tensors by Hugging Face name from rank 0; a collective."""
         tensors = {n: t.detach().cpu().clone().contiguous() for n, t in whole}
         if dist.get_rank() == 0:
-            if name == "grads":
-                tensors = {n: t for n, t in tensors.items() if not n.endswith(BIAS)}
             save_file(tensors, self.output / f"{name}.safetensors")
 
-    def _save_rank(
-        self, actor: MegatronActor, slices: list[RankSlice], log_probs: dict, probe: Probe
+    def _write_evidence(
+        self,
+        job: Job,
+        actor: MegatronActor,
+        records: Sequence[ReplayEvidence],
+        expected: Expected | None,
     ) -> None:
-        place = actor.topology
-        recording = asdict(probe.recording)
-        recording["place"] = asdict(place)
-        recording["route_bytes"] = sum(s.routes.nbytes for s in slices)
-        recording["log_probs"] = [
-            dict(
-                tokens=torch.from_numpy(s.tokens),
-                log_probs=log_probs[s.microbatch_id].float().cpu(),
+        """Write the evidence that a run of the same step would leave; a collective."""
+        place, plan = actor.topology, replay_plan(job.config, job.hf)
+        table = torch.from_numpy(totals(records, PASSES, plan.num_layers))
+        dist.all_reduce(table)
+        writer = EvidenceWriter(self.output / EVIDENCE_RUN, place.rank)
+        writer.write(records)
+        if expected is not None:
+            expectation = expected.with_recorded(None)
+            verdict = judge(
+                table.numpy(),
+                PASSES,
+                expectation,
+                mismatch_threshold=plan.mismatch_threshold,
+                num_experts=plan.num_experts,
+                topk=plan.topk,
             )
-            for s in slices
-            if s.microbatch_id in log_probs
-        ]
-        records = actor.collect_evidence(0)
-        # a planted bug is to be caught by its phase, and by its evidence apart from that
-        recording["evidence_problems"] = self.mutation is None and sum(
-            e.duplicate_rows
-            + e.rows_native
-            + e.rows_recompute_differ
-            + abs(e.map_sum - e.num_rows * e.topk)
-            for e in records
-        )
-        samples, data_rank_of = self.dealt
-        write_evidence(
-            self.output,
-            records,
-            samples,
-            data_rank_of,
-            num_microbatches=len(slices),
-            place=place,
-            hf=self.hf,
-            recomputed=recomputed_moe_layers(
-                self.topology.parallel_section(), self._model(), self.hf
-            ),
-        )
-        torch.save(recording, self.output / f"rank{place.rank:03d}.pt")
+            writer.write_step(
+                {
+                    "step": 0,
+                    "passed": verdict.passed,
+                    "passes": PASSES,
+                    "world_size": place.world_size,
+                    "num_experts": plan.num_experts,
+                    "topk": plan.topk,
+                    "mismatch_threshold": plan.mismatch_threshold,
+                    **expectation.to_json(),
+                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
+                    "counts": verdict.counts,
+                    "agreement": verdict.agreement,
+                    "failures": [asdict(f) for f in verdict.failures],
+                    "threshold_error": verdict.threshold_error,
+                }
+            )
+        writer.close()
 
 
-def run_jobs(jobs: list[Job]) -> None:
-    """Run the jobs in order; the status of each is written by rank 0 once all ranks are through."""
+def _is_anomalous(e: ReplayEvidence) -> bool:
+    """Whether a router call broke one of the rules that no call may break."""
+    return bool(
+        e.duplicate_rows
+        or e.rows_native
+        or e.rows_recompute_differ
+        or e.map_sum != e.num_rows * e.topk
+    )
+
+
+def run_cases(cases: Sequence[Case]) -> None:
+    """Run the cases in order; rank 0 writes each one's status once all ranks are through."""
     init_distributed("auto", timeout_minutes=2)
-    for job in jobs:
+    for case in cases:
         started = time.monotonic()
         error = ""
         try:
-            JobRun(job).run()
+            CaseRun(case).run()
         except Exception as e:  # noqa: BLE001 - a mutation may raise anything; it is the verdict
             error = f"{type(e).__name__}: {e}"
             traceback.print_exc()
@@ -291,12 +312,12 @@ def run_jobs(jobs: list[Job]) -> None:
         dist.all_gather_object(errors, error)
         if dist.get_rank() == 0:
             status = dict(error=next(filter(None, errors), ""), seconds=time.monotonic() - started)
-            (Path(job.output) / "status.json").write_text(json.dumps(status))
-        _leave_model_parallel()
+            (Path(case.output) / "status.json").write_text(json.dumps(status))
+        leave_model_parallel()
     shutdown()
 
 
-def _drop_gradient_hooks(actor: MegatronActor) -> None:
+def drop_gradient_hooks(actor: MegatronActor) -> None:
     """Take Megatron's hooks from the gradient accumulators, which keep the model alive through them.
 
     Accumulator and hook hold each other across the border to C++, where Python's collector does not
@@ -308,7 +329,7 @@ def _drop_gradient_hooks(actor: MegatronActor) -> None:
         chunk.grad_accs.clear()
 
 
-def _leave_model_parallel() -> None:
+def leave_model_parallel() -> None:
     """Forget the topology and close its process groups; the world stays.
 
     Megatron forgets its groups without closing them, and every gloo group holds threads.  Joining
@@ -323,4 +344,4 @@ def _leave_model_parallel() -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_jobs([Job(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())])
+    run_cases([Case(**fields) for fields in json.loads(Path(sys.argv[1]).read_text())])

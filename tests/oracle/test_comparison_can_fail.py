@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3train.verify.compare import compare
-from r3train.verify.engine import MutationResult, TopologyResult, Verification
+from r3train.verify.compare import DELTAS, EXPORT, FORWARD, GRADIENTS, LOSS, ROUTES, compare
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
 from r3train.verify.outcome import OLD, RECOMPUTE, TRAIN, Outcome, oracle_outcome
-from r3train.verify.phases import DELTAS, EXPORT, FORWARD, GRADIENTS, LOSS, ROUTES
 from r3train.verify.rollouts import make_rollouts, train_samples, with_log_probs
+from r3train.verify.verifier import MutationResult, TopologyResult, Verification
 
 VARIANT = ModelVariant("small", num_layers=2, num_experts=4)
 
@@ -26,8 +25,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple:
     checkpoint = write_checkpoint(VARIANT, tmp_path_factory.mktemp("model"))
     batch = make_rollouts(VARIANT, "level")
     batch = with_log_probs(batch, np.full(len(batch.tokens), -6.0))
-    oracle, scales = oracle_outcome(VARIANT, batch, checkpoint)
-    return oracle, scales, load_file(Path(checkpoint) / "model.safetensors")
+    weights = load_file(Path(checkpoint) / "model.safetensors")
+    oracle, scales = oracle_outcome(VARIANT, batch, {n: t.double() for n, t in weights.items()})
+    return oracle, scales, weights
 
 
 @pytest.fixture

@@ -33,8 +33,8 @@ class Recording:
     problems: list[str] = field(default_factory=list)
 
 
-class Probe:
-    """Records the passes of one actor while ``watch`` is open."""
+class Watch:
+    """Records the passes of one actor while ``open`` is."""
 
     def __init__(self, actor: MegatronActor, embeddings: Tensor):
         self._actor = actor
@@ -46,25 +46,25 @@ class Probe:
         self._logits: Tensor | None = None
 
     def begin(self, name: str | None) -> None:
-        """What follows belongs to this pass; None stops the recording."""
+        """Begin a pass; None stops the recording."""
         self._pass = name
         self._count.clear()
 
     @contextmanager
-    def watch(self) -> Iterator[Probe]:
+    def open(self) -> Iterator[Watch]:
         """Hooks on the chunks, their blocks and routers; taken off again at the end."""
         routing = TopKRouter.routing
-        probe = self
+        watch = self
 
         def observed(router: TopKRouter, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-            probe._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
+            watch._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
             return routing(router, logits, *args, **kwargs)
 
         config = self._actor.model.config
         finalize = config.finalize_model_grads_func
 
         def counted(*args: Any, **kwargs: Any) -> Any:
-            probe._note_loads()
+            watch._note_loads()
             return finalize(*args, **kwargs)
 
         TopKRouter.routing, config.finalize_model_grads_func = observed, counted
