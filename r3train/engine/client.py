@@ -28,10 +28,9 @@ from r3train.engine.backend import (
     sample_seed,
 )
 from r3train.engine.route_relay import RouteRelay
-from r3train.engine.server_versions import ServerVersions
 from r3train.engine.answer import read_answer, route_wire_bytes
 from r3train.types import RouteShape
-from r3train.engine.control_calls import SGLangControl
+from r3train.engine.control import ServerVersions
 from r3train.engine.http import SGLangHTTP
 
 logger = logging.getLogger(__name__)
@@ -47,8 +46,7 @@ class SGLangClient:
     """Generation over one or more servers (implements ``RolloutBackend``).
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least
-    loaded one.  Use it from a single event loop; ``control`` holds the calls that reach all
-    servers.  ``routes`` None means: do not ask for routed experts.  ``versions`` knows what each
+    loaded one.  Use it from a single event loop.  ``routes`` None means: do not ask for routed experts.  ``versions`` knows what each
     server holds: a request never goes to one without the weights that it asks for.
     ``cache_per_version`` keeps prefixes cached under one version from requests of another, where a
     flush is impossible because requests are running.  With a ``relay`` requests go through the route
@@ -80,7 +78,6 @@ class SGLangClient:
         self.http = SGLangHTTP(
             addrs, api_key=api_key, request_timeout_s=request_timeout_s, check_alive=check_alive
         )
-        self.control = SGLangControl(self.http)
         self.routes = routes
         self._slots = asyncio.Semaphore(max_concurrency)
         self._load = [0] * len(self.http.urls)
@@ -239,14 +236,15 @@ class SGLangClient:
         task.add_done_callback(self._aborts.discard)
 
     async def pause_generation(self, mode: str = "in_place") -> None:
-        await self.control.pause_generation(mode)
+        await self.http.call_all("/pause_generation", {"mode": mode}, what="pause_generation")
 
     async def continue_generation(self) -> None:
-        await self.control.continue_generation()
+        await self.http.call_all("/continue_generation", what="continue_generation")
 
     async def abort(self) -> None:
         if not self._shared_servers:
-            return await self.control.abort(None)
+            await self.http.call_all("/abort_request", {"abort_all": True}, what="abort_request")
+            return
         await asyncio.gather(
             *(
                 self.http.call(server, "/abort_request", {"rid": own}, what="abort_request")

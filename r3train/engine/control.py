@@ -1,22 +1,18 @@
-"""The control calls for plain, synchronous code: the training thread's handle on the engines."""
+"""The training thread's handle on the servers: weight updates, and questions about their state."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 import numpy as np
 
 from r3train.engine.backend import EngineError
-from r3train.engine.server_versions import ServerVersions
-from r3train.types import RouteShape
-from r3train.engine.control_calls import SGLangControl
 from r3train.engine.http import SGLangHTTP
-from r3train.routing.wire import decode_routed_experts
 
 logger = logging.getLogger(__name__)
 
@@ -25,13 +21,48 @@ T = TypeVar("T")
 _ALIVE_EVERY_S = 0.5
 
 
-class EngineControl:
-    """Synchronous control of all servers, on a loop and a thread of its own.
+class ServerVersions:
+    """The weight version of every server, None while it is unknown.  Thread-safe.
 
-    Usable from any thread while a producer's loop runs elsewhere.  Calls raise EngineError with
-    the server's own message; the two calls that need a simultaneous partner in the trainer
-    (joining a group, receiving a broadcast) return a Future.  ``versions`` is kept true: unknown
-    from the beginning of an update on, and the new version once every server has confirmed it.
+    Unknown: before the first update of a server that this job did not start, during every update,
+    and after a failed one.  The training thread writes through ``EngineControl``, the client reads.
+    """
+
+    def __init__(self, versions: Sequence[int | None]) -> None:
+        self._lock = threading.Lock()
+        self._versions = list(versions)
+
+    def unknown(self, server: int | None = None) -> None:
+        """Forget the version of a server, or of all of them."""
+        self._set(None, server)
+
+    def record(self, version: int, server: int | None = None) -> None:
+        """A server, or all of them, holds the whole of ``version``."""
+        self._set(version, server)
+
+    def _set(self, version: int | None, server: int | None) -> None:
+        with self._lock:
+            for i in range(len(self._versions)) if server is None else (server,):
+                self._versions[i] = version
+
+    def holders(self, version: int) -> list[int]:
+        """Servers that hold ``version`` or newer weights."""
+        with self._lock:
+            return [i for i, v in enumerate(self._versions) if v is not None and v >= version]
+
+    def all(self) -> list[int | None]:
+        with self._lock:
+            return list(self._versions)
+
+
+class EngineControl:
+    """Synchronous calls to all servers, on a loop and a thread of their own.
+
+    Usable from any thread while a producer's loop runs elsewhere.  Each call is SGLang's of that name
+    and raises EngineError with the server's own message when one server refuses.  The two calls that
+    need a simultaneous partner in the trainer (joining a group, receiving a broadcast) return a
+    Future.  ``versions`` is kept true: unknown from the beginning of an update on, and the new
+    version once every server has confirmed it.
     """
 
     def __init__(
@@ -41,7 +72,6 @@ class EngineControl:
         api_key: str | None = None,
         timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
-        routes: RouteShape | None = None,
         versions: ServerVersions | None = None,
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))
@@ -49,9 +79,7 @@ class EngineControl:
         self._http = SGLangHTTP(
             addrs, api_key=api_key, request_timeout_s=timeout_s, check_alive=check_alive
         )
-        self._control = SGLangControl(self._http)
         self._check_alive = check_alive
-        self._routes = routes
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="engine-control", daemon=True
@@ -62,12 +90,14 @@ class EngineControl:
     def num_servers(self) -> int:
         return len(self._http.urls)
 
-    def _submit(self, call: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
+    def check_alive(self) -> None:
+        """Raise EngineDied when a server process of this job has ended."""
+        if self._check_alive is not None:
+            self._check_alive()
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         """The call's result; a server that ends or hangs meanwhile ends the wait."""
-        pending = self._submit(call)
+        pending = asyncio.run_coroutine_threadsafe(call, self._loop)
         while not wait([pending], timeout=_ALIVE_EVERY_S).done:
             try:
                 self.check_alive()
@@ -76,16 +106,25 @@ class EngineControl:
                 raise
         return pending.result()
 
-    def check_alive(self) -> None:
-        """Raise EngineDied when a server process of this job has ended."""
-        if self._check_alive is not None:
-            self._check_alive()
+    def _post(
+        self, name: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """SGLang's call of this name to every server, or one body each."""
+        self._run(self._http.call_all(f"/{name}", body, what=name))
+
+    def _post_later(
+        self, name: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]]
+    ) -> Future[Any]:
+        call = self._http.call_all(f"/{name}", body, what=name)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def server_info(self) -> list[dict[str, Any]]:
-        return self._run(self._control.server_info())
+        """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
+        return self._run(self._http.call_all("/server_info", what="server_info", method="GET"))
 
     def model_info(self) -> list[dict[str, Any]]:
-        return self._run(self._control.model_info())
+        """Each server's model now: model_path, weight_version, ..."""
+        return self._run(self._http.call_all("/model_info", what="model_info", method="GET"))
 
     def weight_versions(self) -> list[str]:
         """The version label that each server holds now."""
@@ -110,69 +149,70 @@ class EngineControl:
 
     def require_routed_experts(self) -> None:
         """Raise ValueError for a server that would answer without routes (external ones may)."""
-        for url, info in zip(self._http.urls, self.server_info(), strict=True):
-            if not info.get("enable_return_routed_experts"):
-                raise ValueError(
-                    f"engine {url} was started without --enable-return-routed-experts: "
-                    "--use-rollout-routing-replay has nothing to replay"
-                )
+        self._require(
+            "enable_return_routed_experts",
+            "--use-rollout-routing-replay has nothing to replay",
+        )
 
     def require_exact_boundaries(self) -> None:
         """Raise ValueError for a server whose version labels are off by a token at an update."""
+        self._require(
+            "disable_overlap_schedule",
+            "with weight updates in mid-generation the version of the token at the boundary would be "
+            "wrong",
+        )
+
+    def _require(self, argument: str, consequence: str) -> None:
         for url, info in zip(self._http.urls, self.server_info(), strict=True):
-            if not info.get("disable_overlap_schedule"):
-                raise ValueError(
-                    f"engine {url} was started without --disable-overlap-schedule: with weight "
-                    "updates in mid-generation the version of the token at the boundary would be "
-                    "wrong"
-                )
+            if not info.get(argument):
+                flag = f"--{argument.replace('_', '-')}"
+                raise ValueError(f"engine {url} was started without {flag}: {consequence}")
 
-    def pause_generation(self, mode: str = "in_place") -> None:
-        self._run(self._control.pause_generation(mode))
+    def init_weights_update_group(
+        self, *, rank_offsets: Sequence[int], **arguments: Any
+    ) -> Future[Any]:
+        """Let every server's ranks join a group, server i from ``rank_offsets[i]`` on.
 
-    def continue_generation(self) -> None:
-        self._run(self._control.continue_generation())
-
-    def flush_cache(self) -> None:
-        self._run(self._control.flush_cache())
-
-    def init_weights_update_group(self, **arguments: Any) -> Future[None]:
-        """Arguments as ``SGLangControl.init_weights_update_group``; done once all have joined."""
-        return self._submit(self._control.init_weights_update_group(**arguments))
+        arguments: master_address, master_port, world_size, group_name, backend.
+        """
+        bodies = [{**arguments, "rank_offset": offset} for offset in rank_offsets]
+        return self._post_later("init_weights_update_group", bodies)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
-        self._run(self._control.destroy_weights_update_group(group_name))
+        self._post("destroy_weights_update_group", {"group_name": group_name})
 
     def begin_weight_update(self) -> None:
         self.versions.unknown()
         self._sent_version = None
-        self._run(self._control.begin_weight_update())
+        self._post("begin_weight_update")
 
     def end_weight_update(self) -> None:
-        self._run(self._control.end_weight_update())
+        self._post("end_weight_update")
         if self._sent_version is not None:
             self.confirm_version(self._sent_version)
 
     def update_weights_from_distributed(
         self, *, weight_version: int | None = None, **arguments: Any
-    ) -> Future[None]:
-        """Arguments as ``SGLangControl.update_weights_from_distributed``; done once loaded."""
+    ) -> Future[Any]:
+        """Receive one broadcast; only between begin and end, and the sender must broadcast.
+
+        arguments: names, dtypes, shapes, group_name, load_format, flush_cache.
+        """
         self._sent_version = weight_version
-        return self._submit(
-            self._control.update_weights_from_distributed(
-                weight_version=weight_version, **arguments
-            )
-        )
+        if weight_version is not None:
+            arguments["weight_version"] = str(weight_version)
+        return self._post_later("update_weights_from_distributed", arguments)
 
     def update_weights_from_disk(
         self, model_path: str, *, weight_version: int, flush_cache: bool = True
     ) -> None:
         self.versions.unknown()
-        self._run(
-            self._control.update_weights_from_disk(
-                model_path, weight_version=weight_version, flush_cache=flush_cache
-            )
-        )
+        body = {
+            "model_path": model_path,
+            "weight_version": str(weight_version),
+            "flush_cache": flush_cache,
+        }
+        self._post("update_weights_from_disk", body)
         self.confirm_version(weight_version)
 
     def confirm_version(self, version: int) -> None:
@@ -197,37 +237,35 @@ class EngineControl:
                 f"no engine holds weight version {version} after the update: {labels}"
             )
 
-    def abort_all(self) -> None:
-        """Abort every request on every server; their partial answers come back to who asked."""
-        self._run(self._control.abort())
-
     def update_weight_version(self, version: int) -> None:
-        self._run(self._control.update_weight_version(version))
+        """Relabel the weights that the servers hold; touches no weight and aborts nothing."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        self._post("update_weight_version", body)
 
     def probe_log_probs(
         self, token_ids: Sequence[int] | np.ndarray, *, server: int = 0
     ) -> np.ndarray:
-        """Log-probs of a text under the weights one server holds, at temperature 1.
+        """One server's log-probs of a given text, at temperature 1, with no token generated.
 
         Returns float32[T]: entry t is the log-prob of token t after those before it, entry 0 is 0.
+        The prefix cache is not used.
         """
-        return self._run(self._control.prompt_log_probs(token_ids, server=server))[0]
-
-    def probe_routes(self, token_ids: Sequence[int] | np.ndarray, *, server: int = 0) -> np.ndarray:
-        """Routes of a text on one server: uint8 or uint16 [T-1, L, K].
-
-        The rows may come from the prefix cache, as any sample's may.  Raises EngineError when the
-        server sends none.
-        """
-        assert self._routes is not None, "this control was made without the routes' shape"
-        _, payload = self._run(
-            self._control.prompt_log_probs(token_ids, server=server, routed_experts=True)
-        )
-        if payload is None:
-            raise EngineError(f"probe_routes: {self._http.urls[server]} sent no routed_experts")
-        return decode_routed_experts(
-            payload, self._routes, num_tokens=len(token_ids), sample="probe"
-        )
+        ids = np.asarray(token_ids, dtype=np.int64).tolist()
+        body = {
+            "input_ids": ids,
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
+        meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
+        entries = meta.get("input_token_logprobs") or []
+        if [entry[1] for entry in entries] != ids:
+            raise EngineError(
+                f"probe_log_probs: {self._http.urls[server]} scored {len(entries)} tokens, "
+                f"expected the {len(ids)} that were sent"
+            )
+        return np.asarray([0.0] + [entry[0] for entry in entries[1:]], dtype=np.float32)
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

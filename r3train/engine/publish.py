@@ -24,6 +24,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from r3train.engine.control import EngineControl
+
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
@@ -36,31 +38,9 @@ class WeightUpdateError(RuntimeError):
     """A weight update failed half-way: the servers may hold a mixture of two versions."""
 
 
-class EngineControl(Protocol):
-    """What a publisher asks of the engines; ``rollout.engine_control`` implements it."""
-
-    def check_alive(self) -> None: ...
-
-    def update_group_sizes(self) -> list[int]: ...
-
-    def init_weights_update_group(self, **arguments: Any) -> Future[None]: ...
-
-    def destroy_weights_update_group(self, group_name: str) -> None: ...
-
-    def begin_weight_update(self) -> None: ...
-
-    def end_weight_update(self) -> None: ...
-
-    def update_weights_from_distributed(self, **arguments: Any) -> Future[None]: ...
-
-    def update_weights_from_disk(
-        self, model_path: str, *, weight_version: int, flush_cache: bool = True
-    ) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What one update moved."""
+    """The size of one update, and its time."""
 
     version: int
     num_tensors: int

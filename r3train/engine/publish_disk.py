@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from r3train.engine.publish import EngineControl, NamedTensors, Published, check_name
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import NamedTensors, Published, check_name
 
 _VERSION_DIR = re.compile(r"v\d{6,}")
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")

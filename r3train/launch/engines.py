@@ -20,11 +20,10 @@ from r3train.launch.route_stores import RouteStores
 from r3train.rewards.scoring import Scorer
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
-from r3train.engine.control import EngineControl
+from r3train.engine.control import EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.producer import Producer
-from r3train.engine.server_versions import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
@@ -174,7 +173,6 @@ class Engines:
             api_key=self._api_key,
             timeout_s=self.job.config.rollout.rollout_request_timeout_s,
             check_alive=self.check_alive,
-            routes=self._routes,
             versions=self._versions,
         )
         if self._routes is not None:

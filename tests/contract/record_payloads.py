@@ -19,7 +19,6 @@ sys.path.insert(0, str(HERE.parent / "e2e"))
 
 from sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, make_model  # noqa: E402
 
-from r3train.engine.control_calls import SGLangControl  # noqa: E402
 from r3train.engine.http import SGLangHTTP  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 
@@ -40,7 +39,6 @@ def generate_body(max_new_tokens: int, **more) -> dict:
 
 async def record(addr: str) -> dict[str, object]:
     http = SGLangHTTP([addr])
-    control = SGLangControl(http)
 
     async def ask(body):
         return await http.call(0, "/generate", body, what="record")
@@ -51,13 +49,14 @@ async def record(addr: str) -> dict[str, object]:
     answers["stop"] = await ask(stop)
     long = asyncio.create_task(ask(generate_body(400, rid="long")))
     await asyncio.sleep(0.3)
-    await control.abort("long")
+    await http.call(0, "/abort_request", {"rid": "long"}, what="record")
     answers["abort"] = await long
     spanning = asyncio.create_task(ask(generate_body(200)))
     await asyncio.sleep(0.2)
-    await control.pause_generation("in_place")
-    await control.update_weight_version(1)
-    await control.continue_generation()
+    await http.call(0, "/pause_generation", {"mode": "in_place"}, what="record")
+    label = {"new_version": "1", "abort_all_requests": False}
+    await http.call(0, "/update_weight_version", label, what="record")
+    await http.call(0, "/continue_generation", what="record")
     answers["two_versions"] = await spanning
     answers["no_routes"] = await ask(generate_body(2) | {"return_routed_experts": False})
     answers["prompt_log_probs"] = await ask(generate_body(0, logprob_start_len=0))

@@ -46,7 +46,7 @@ def test_a_server_that_missed_an_update_never_serves_before_it_has_it(tmp_path):
         for server in servers:
             server.wait_ready()
         addrs = [server.addr for server in servers]
-        with EngineControl(addrs, routes=ROUTES) as both, EngineControl(addrs[:1]) as first:
+        with EngineControl(addrs) as both, EngineControl(addrs[:1]) as first:
             both.update_weights_from_disk(str(models[0]), weight_version=0)
             assert both.versions.all() == [0, 0]
 

@@ -101,7 +101,7 @@ def spanning_samples(
     """Two versions' weights (b, then a, then b), each published while requests run."""
     in_flight = 12
     expected = ROUTES if routes else None
-    with EngineControl([server.addr], routes=expected) as control:
+    with EngineControl([server.addr]) as control:
         control.require_exact_boundaries()
         control.update_weights_from_disk(str(models[0]), weight_version=0)
         publisher = DistributedPublisher(

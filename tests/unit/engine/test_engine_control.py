@@ -17,42 +17,57 @@ async def facts(_request, _body):
     return web.json_response({"tp_size": 2, "pp_size": 2, "enable_return_routed_experts": False})
 
 
+@contextlib.asynccontextmanager
+async def control_of(*fakes):
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
+        with EngineControl(addrs) as engine:
+            yield engine
+
+
 async def test_success_false_is_an_error_even_with_status_200():
     async def refuse(_request, _body):
         return web.json_response({"success": False, "message": "no group"})
 
-    async with client_of(Fake(), Fake(refuse)) as client:
+    async with control_of(Fake(), Fake(refuse)) as engine:
         with pytest.raises(EngineError, match="end_weight_update: .* answered 200: no group"):
-            await client.control.end_weight_update()
+            await asyncio.to_thread(engine.end_weight_update)
 
 
-async def test_control_calls_reach_every_server():
+async def test_log_probs_that_are_not_of_the_text_are_refused():
+    async def short(_request, _body):
+        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
+
+    async with control_of(Fake(short)) as engine:
+        with pytest.raises(EngineError, match="scored 1 tokens, expected the 3"):
+            await asyncio.to_thread(engine.probe_log_probs, [5, 6, 7])
+
+
+async def test_calls_reach_every_server():
     fakes = [Fake(), Fake(), Fake()]
     async with client_of(*fakes) as client:
         await client.pause_generation("in_place")
         await client.continue_generation()
-        await client.control.flush_cache()
         await client.abort()
-        await client.control.init_weights_update_group(
-            master_address="h",
-            master_port=1,
-            rank_offsets=[1, 3, 4],
-            world_size=5,
-            group_name="g",
-            backend="gloo",
-        )
-        with pytest.raises(ValueError, match="pause mode 'later'"):
-            await client.pause_generation("later")
+        with EngineControl(client.http.urls) as engine:
+            joined = engine.init_weights_update_group(
+                master_address="h",
+                master_port=1,
+                rank_offsets=[1, 3, 4],
+                world_size=5,
+                group_name="g",
+                backend="gloo",
+            )
+            await asyncio.wrap_future(joined)
     for fake, offset in zip(fakes, [1, 3, 4], strict=True):
         assert fake.paths == [
             "/pause_generation",
             "/continue_generation",
-            "/flush_cache",
             "/abort_request",
             "/init_weights_update_group",
         ]
-        assert fake.bodies[3] == {"abort_all": True}
-        assert fake.bodies[4]["rank_offset"] == offset
+        assert fake.bodies[2] == {"abort_all": True}
+        assert fake.bodies[3]["rank_offset"] == offset
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -89,11 +104,10 @@ async def test_on_shared_servers_only_own_requests_are_aborted(shared):
     ],
 )
 async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
-    async with Fake(facts).running() as addr:
-        with EngineControl([addr]) as engine:
-            with pytest.raises(ValueError, match=message):
-                await asyncio.to_thread(getattr(engine, question))
-        engine.close()
+    async with control_of(Fake(facts)) as engine:
+        with pytest.raises(ValueError, match=message):
+            await asyncio.to_thread(getattr(engine, question))
+    engine.close()
 
 
 async def test_after_an_update_a_server_with_another_label_is_left_out():
@@ -104,27 +118,22 @@ async def test_after_an_update_a_server_with_another_label_is_left_out():
         return handle
 
     fakes = [Fake(holding("2")), Fake(holding("1"))]
-    async with contextlib.AsyncExitStack() as stack:
-        addrs = [await stack.enter_async_context(fake.running()) for fake in fakes]
-        with EngineControl(addrs) as engine:
-            await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
-            assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
-            with pytest.raises(EngineError, match="no engine holds weight version 9"):
-                await asyncio.to_thread(
-                    engine.update_weights_from_disk, "somewhere", weight_version=9
-                )
-            await asyncio.to_thread(engine.begin_weight_update)
-            assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
+    async with control_of(*fakes) as engine:
+        await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=2)
+        assert engine.versions.all() == [2, None] and engine.versions.holders(2) == [0]
+        with pytest.raises(EngineError, match="no engine holds weight version 9"):
+            await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=9)
+        await asyncio.to_thread(engine.begin_weight_update)
+        assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
 
 
 async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():
     async def overlapping(_request, _body):
         return web.json_response({"disable_overlap_schedule": False})
 
-    async with Fake(overlapping).running() as addr:
-        with EngineControl([addr]) as engine:
-            with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
-                await asyncio.to_thread(engine.require_exact_boundaries)
+    async with control_of(Fake(overlapping)) as engine:
+        with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
+            await asyncio.to_thread(engine.require_exact_boundaries)
 
 
 def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from r3train.engine.backend import EngineDied, EngineError, SamplingParams, sample_seed
-from r3train.engine.server_versions import ServerVersions
+from r3train.engine.control import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
 from tests import whole_samples
@@ -153,15 +153,6 @@ async def test_a_prompt_that_fills_the_context_is_refused_before_any_request():
             await one(client, sampling=SamplingParams(4, max_context_len=3))
         await one(client, sampling=SamplingParams(4, max_context_len=5))
     assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [2]
-
-
-async def test_prompt_log_probs_that_are_not_of_the_text_are_refused():
-    async def short(_request, _body):
-        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
-
-    async with client_of(Fake(short)) as client:
-        with pytest.raises(EngineError, match="scored 1 tokens, expected the 3"):
-            await client.control.prompt_log_probs([5, 6, 7], server=0)
 
 
 @pytest.mark.parametrize("addr", ["localhost", "http://host/path"])
