@@ -27,6 +27,7 @@ import torch  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 from benchmarks.measure import ratios, spread, write_result  # noqa: E402
+from r3train.config.algorithm import AlgorithmSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
@@ -35,7 +36,6 @@ from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa
 from r3train.engine.server import free_port  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
-from r3train.trainer.megatron.forward_step import LossSettings  # noqa: E402
 from r3train.trainer.megatron.topology import (  # noqa: E402
     init_distributed,
     init_model_parallel,
@@ -134,7 +134,8 @@ def make_actor(checkpoint: Path, place, *, replay: bool, check: bool) -> Megatro
         parallel=ParallelSection(),
         # weights stay where they are: every round does the same work
         trainer=TrainerSection(lr=0.0),
-        loss=LossSettings(1.0, 0.2, 0.2, 0.0, 0.0, False, 2.0, 0.0),
+        algorithm=AlgorithmSection(),
+        temperature=1.0,
         total_steps=1000,
         use_routing_replay=replay,
         enable_r3_correctness_check=check,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from r3train.algo.advantages.registry import check_advantages
+from r3train.algo.losses.registry import check_policy_loss
 from r3train.config.algorithm import AlgorithmSection
 
 
 def check_algorithm(algorithm: AlgorithmSection, samples_per_prompt: int) -> None:
     """Find and check everything that the section names, at start-up; raises ValueError."""
     check_advantages(algorithm, samples_per_prompt)
+    check_policy_loss(algorithm)

@@ -16,6 +16,8 @@ class AlgorithmSection(Section):
 
     advantage_estimator: str = "grpo"
     """How rewards become advantages: grpo, or module:function of your own."""
+    policy_loss: str = "ppo"
+    """How advantages become a loss: ppo, or module:function of your own."""
     grpo_std_normalization: bool = True
     """Divide a group's centred rewards by their standard deviation."""
     eps_clip: float = Field(default=0.2, ge=0, lt=1)

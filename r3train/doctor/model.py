@@ -10,7 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, replay_warnings
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
@@ -34,6 +33,8 @@ class Weights:
 
 def check_config(config: RunConfig, hf: HfModelFacts | None, world_size: int) -> Findings:
     """The rules between sections, and with the checkpoint; one finding a rule that is broken."""
+    from r3train.algo.check import check_algorithm  # imports torch
+
     checks: list[Callable[[], object]] = [
         lambda: check_static(config, world_size),
         lambda: check_server_flags(config.rollout.sglang),

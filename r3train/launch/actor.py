@@ -13,7 +13,6 @@ from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
-from r3train.trainer.megatron.forward_step import LossSettings
 from r3train.trainer.megatron.topology import init_model_parallel
 from r3train.engine.hf_export import export_checkpoint
 
@@ -29,16 +28,8 @@ def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> Megatron
         model=config.model,
         parallel=config.parallel,
         trainer=config.trainer,
-        loss=LossSettings(
-            temperature=config.rollout.rollout_temperature,
-            eps_clip=algorithm.eps_clip,
-            eps_clip_high=algorithm.clip_high,
-            kl_loss_coef=algorithm.kl_loss_coef,
-            entropy_coef=algorithm.entropy_coef,
-            use_tis=algorithm.use_tis,
-            tis_clip=algorithm.tis_clip,
-            tis_clip_low=algorithm.tis_clip_low,
-        ),
+        algorithm=algorithm,
+        temperature=config.rollout.rollout_temperature,
         total_steps=config.rollout.num_rollout * config.steps_per_rollout,
         use_routing_replay=config.replay.use_rollout_routing_replay,
         enable_r3_correctness_check=config.replay.enable_r3_correctness_check,

@@ -15,6 +15,9 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from r3train.algo.losses.registry import get_policy_loss
+from r3train.algo.policy_loss import metric_names
+from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
@@ -23,7 +26,6 @@ from r3train.trainer.megatron import hf_bridge
 from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
-    LossSettings,
     make_log_prob_step,
     make_train_step,
 )
@@ -47,13 +49,15 @@ class MegatronActor:
         model: ModelSection,
         parallel: ParallelSection,
         trainer: TrainerSection,
-        loss: LossSettings,
+        algorithm: AlgorithmSection,
+        temperature: float,
         total_steps: int,
         use_routing_replay: bool,
         enable_r3_correctness_check: bool,
     ):
         self.device = device
-        self._loss = loss
+        self._algorithm, self._temperature = algorithm, temperature
+        self._metric_names = metric_names(get_policy_loss(algorithm.policy_loss), algorithm)
         # the distributed optimizer shards Adam's state; SGD has none
         distributed = parallel.use_distributed_optimizer and trainer.optimizer == "adam"
         self.model = build_model(
@@ -122,7 +126,7 @@ class MegatronActor:
         for chunk in self.model.chunks:
             chunk.eval()
         if temperature is None:
-            temperature = self._loss.temperature
+            temperature = self._temperature
         step = make_log_prob_step(batches, self.replay, temperature)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
         with weights, self._pass(replay_pass, slices):
@@ -142,7 +146,7 @@ class MegatronActor:
         as they are) on all ranks alike, and counts in ``skipped_steps``.
         """
         results = self.backward(slices, old_log_probs, ref_log_probs)
-        metrics = reduce_metrics(results, self.topology, self._loss, self.device)
+        metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
         finite = self._finite(metrics["loss"])
         success, grad_norm = False, math.nan
         if finite:
@@ -177,7 +181,9 @@ class MegatronActor:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        step = make_train_step(batches, self.replay, self._loss, old_log_probs, ref_log_probs)
+        step = make_train_step(
+            batches, self.replay, self._algorithm, self._temperature, old_log_probs, ref_log_probs
+        )
         with self._pass("train", slices):
             return self._run_schedule(step, slices, forward_only=False)
 

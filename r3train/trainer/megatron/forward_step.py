@@ -12,25 +12,14 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-from r3train.algo.corrections import log_prob_gap_histogram, truncated_importance_weights
-from r3train.algo.losses import policy_loss
+from r3train.algo.corrections import log_prob_gap_histogram
+from r3train.algo.losses.registry import get_policy_loss
+from r3train.algo.policy_loss import microbatch_loss
+from r3train.algo.rows import LossRows
+from r3train.config.algorithm import AlgorithmSection
 from r3train.trainer.megatron.hf_bridge import unwrap
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """What the policy loss needs to know."""
-
-    temperature: float
-    eps_clip: float
-    eps_clip_high: float
-    kl_loss_coef: float
-    entropy_coef: float
-    use_tis: bool
-    tis_clip: float
-    tis_clip_low: float
 
 
 @dataclass
@@ -141,7 +130,7 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
 def make_log_prob_step(
     batches: dict[int, DeviceSlice], replay: RoutingReplayManager | None, temperature: float
 ) -> Callable:
-    """A Megatron forward step that returns {microbatch_id: float32[n]} on the last stage."""
+    """Make a Megatron forward step that returns {microbatch_id: float32[n]} on the last stage."""
 
     def collect(batch: DeviceSlice, logits: torch.Tensor, non_loss_data: bool = True) -> dict:
         return {batch.microbatch_id: token_log_probs(logits, batch.labels, temperature)}
@@ -156,50 +145,37 @@ def make_log_prob_step(
 def make_train_step(
     batches: dict[int, DeviceSlice],
     replay: RoutingReplayManager | None,
-    settings: LossSettings,
+    algorithm: AlgorithmSection,
+    temperature: float,
     old_log_probs: dict[int, torch.Tensor],
     ref_log_probs: dict[int, torch.Tensor] | None,
 ) -> Callable:
-    """A Megatron forward step that returns (loss sum, token count, metric sums).
+    """Make a Megatron forward step that returns (loss sum, token count, metric sums).
 
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     """
+    policy_loss = get_policy_loss(algorithm.policy_loss)
 
     def loss_func(batch: DeviceSlice, logits: torch.Tensor) -> tuple:
         # the entropy first: token_log_probs consumes the logits
-        with torch.set_grad_enabled(settings.entropy_coef > 0):
-            entropy = token_entropy(logits, settings.temperature)
-        log_probs = token_log_probs(logits, batch.labels, settings.temperature)
-        old = old_log_probs[batch.microbatch_id]
-        weights, tis_sums = None, {}
-        if settings.use_tis:
-            weights, tis_sums = truncated_importance_weights(
-                old,
-                batch.rollout_log_probs,
-                batch.loss_mask,
-                settings.tis_clip,
-                settings.tis_clip_low,
-            )
-        result = policy_loss(
-            log_probs,
-            old,
-            batch.advantages,
-            batch.loss_mask,
-            eps_clip=settings.eps_clip,
-            eps_clip_high=settings.eps_clip_high,
+        with torch.set_grad_enabled(algorithm.entropy_coef > 0):
+            entropy = token_entropy(logits, temperature)
+        rows = LossRows(
+            log_probs=token_log_probs(logits, batch.labels, temperature),
+            old_log_probs=old_log_probs[batch.microbatch_id],
             rollout_log_probs=batch.rollout_log_probs,
-            ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,
-            kl_loss_coef=settings.kl_loss_coef,
+            advantages=batch.advantages,
+            mask=batch.loss_mask,
             entropy=entropy,
-            entropy_coef=settings.entropy_coef,
-            tis_weights=weights,
+            ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,
         )
+        result = microbatch_loss(policy_loss, rows, algorithm)
         report = {
-            "sums": {**result.sums, **tis_sums},
+            "sums": result.sums,
             "maxima": result.maxima,
-            "gaps": log_prob_gap_histogram(old, batch.rollout_log_probs, batch.loss_mask),
+            "gaps": log_prob_gap_histogram(rows.old_log_probs, rows.rollout_log_probs, rows.mask),
         }
-        return result.loss, batch.loss_mask.sum().int(), report
+        return result.loss, rows.mask.sum().int(), report
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = batches[next(iterator)]

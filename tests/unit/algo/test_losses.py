@@ -3,9 +3,22 @@ import math
 import pytest
 import torch
 
-from r3train.algo.losses import k3_kl, log_ratio_clip_loss, policy_loss
+from r3train.algo.divergence import k3_kl
+from r3train.algo.losses.ppo import ppo
+from r3train.algo.losses.registry import check_policy_loss, get_policy_loss
+from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
+from r3train.algo.rows import LossRows, RowLoss
+from r3train.config.algorithm import AlgorithmSection
 
-CLIP = dict(eps_clip=0.2, eps_clip_high=0.3)
+CLIP = AlgorithmSection(eps_clip=0.2, eps_clip_high=0.3)
+EVERYTHING = AlgorithmSection(
+    eps_clip_high=0.3,
+    kl_loss_coef=0.1,
+    entropy_coef=0.01,
+    use_tis=True,
+    tis_clip=2.0,
+    tis_clip_low=0.5,
+)
 
 
 def vector(*values):
@@ -14,6 +27,13 @@ def vector(*values):
 
 def leaf(*values):
     return vector(*values).requires_grad_()
+
+
+def rows_of(log_probs, old, advantages, mask=None, **streams):
+    """Rows whose other streams say nothing: the engine agrees, there is no reference."""
+    mask = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask
+    streams = {"rollout_log_probs": old, "entropy": torch.zeros_like(old)} | streams
+    return LossRows(log_probs, old, advantages=advantages, mask=mask, **streams)
 
 
 # ratio, advantage, loss, gradient to log_probs (= -r A unless clipped), clipped?
@@ -33,23 +53,23 @@ def test_asymmetric_clip_equals_the_hand_worked(case):
     ratio, advantage, expected_loss, expected_grad, expected_clipped = CLIP_CASES[case]
     old = vector(-3.0)
     new = (old + math.log(ratio)).requires_grad_()
-    loss, clipped = log_ratio_clip_loss(new, old, vector(advantage), **CLIP)
-    loss.sum().backward()
-    assert loss.item() == pytest.approx(expected_loss, abs=1e-12)
+    out = ppo(rows_of(new, old, vector(advantage)), CLIP)
+    out.loss.sum().backward()
+    assert out.loss.item() == pytest.approx(expected_loss, abs=1e-12)
     assert new.grad.item() == pytest.approx(expected_grad, abs=1e-12)
-    assert clipped.item() is expected_clipped
+    assert out.sums["clipped"].item() == expected_clipped
+    assert out.sums["ratio"].item() == pytest.approx(ratio)
 
 
 def test_swapping_the_two_bounds_would_be_seen():
-    new, old, advantages = vector(math.log(1.5)), vector(0.0), vector(2.0)
-    right, _ = log_ratio_clip_loss(new, old, advantages, 0.2, 0.3)
-    swapped, _ = log_ratio_clip_loss(new, old, advantages, 0.3, 0.2)
-    assert right.item() != pytest.approx(swapped.item())
+    rows = rows_of(vector(math.log(1.5)), vector(0.0), vector(2.0))
+    swapped = AlgorithmSection(eps_clip=0.3, eps_clip_high=0.2)
+    assert ppo(rows, CLIP).loss.item() != pytest.approx(ppo(rows, swapped).loss.item())
 
 
 def test_a_ratio_beyond_float32_stays_finite():
     new = torch.tensor([0.0], requires_grad=True)
-    loss, _ = log_ratio_clip_loss(new, torch.tensor([-200.0]), torch.tensor([-1.0]), **CLIP)
+    loss = ppo(rows_of(new, torch.tensor([-200.0]), torch.tensor([-1.0])), CLIP).loss
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(new.grad).all()
 
@@ -71,24 +91,21 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
     torch.testing.assert_close(expected_k3, exact)
 
 
-def test_policy_loss_adds_its_three_parts_and_reports_their_sums():
+def test_the_loss_adds_its_parts_and_reports_their_sums():
     new, old = leaf(math.log(0.5), math.log(0.25)), vector(math.log(0.5), math.log(0.5))
     entropy = leaf(0.7, 0.9)
-    out = policy_loss(
+    rows = rows_of(
         new,
         old,
         vector(1.0, 2.0),
-        torch.tensor([True, True]),
-        **CLIP,
         ref_log_probs=vector(math.log(0.25), math.log(0.25)),
-        kl_loss_coef=0.1,
         entropy=entropy,
-        entropy_coef=0.01,
-        rollout_log_probs=vector(math.log(0.5), math.log(0.125)),
-        tis_weights=vector(1.0, 0.5),
+        rollout_log_probs=vector(math.log(0.5), math.log(2.0)),
     )
+    out = microbatch_loss(ppo, rows, EVERYTHING)
     out.loss.backward()
-    # pg: -1 * 1 * 1 and -.5 * 2 * .5; k3 of the first row: .5 - ln .5 - 1; entropy 1.6
+    # weights 1 and .25, raised to .5; pg: -1 * 1 * 1 and -.5 * 2 * .5
+    # k3 of the first row: .5 - ln .5 - 1, the second's is 0; entropy 1.6
     pg, kl = -1.0 - 0.5, math.log(2.0) - 0.5
     expected = {
         "num_tokens": 2,
@@ -100,8 +117,12 @@ def test_policy_loss_adds_its_three_parts_and_reports_their_sums():
         "ratio": 1.5,
         "ppo_kl": math.log(2.0),
         "log_prob_gap_abs": math.log(4.0),
-        "log_prob_gap_k3": 4.0 - math.log(4.0) - 1.0,
+        "log_prob_gap_k3": 0.25 + math.log(4.0) - 1.0,
         "log_prob_gap_far": 1,
+        "tis_weight": 1.5,
+        "tis_ratio": 1.25,
+        "tis_clipped_high": 0,
+        "tis_clipped_low": 1,
     }
     assert {k: v.item() for k, v in out.sums.items()} == pytest.approx(expected)
     assert out.maxima["log_prob_gap_max"].item() == pytest.approx(math.log(4.0))
@@ -116,32 +137,35 @@ def test_the_loss_is_a_sum_so_splitting_rows_over_microbatches_changes_nothing()
     torch.manual_seed(0)
     new, old, advantages = (torch.randn(10, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(10) > 0.4
-    whole = policy_loss(new, old, advantages, mask, **CLIP)
+    whole = microbatch_loss(ppo, rows_of(new, old, advantages, mask), CLIP)
     parts = [
-        policy_loss(new[s], old[s], advantages[s], mask[s], **CLIP)
+        microbatch_loss(ppo, rows_of(new[s], old[s], advantages[s], mask[s]), CLIP)
         for s in (slice(0, 3), slice(3, 10))
     ]
     for key, value in whole.sums.items():
         torch.testing.assert_close(value, parts[0].sums[key] + parts[1].sums[key])
 
 
+def careless(rows, algorithm):
+    """A loss that does not look at the mask."""
+    return RowLoss((rows.log_probs - 1).exp() / (rows.advantages - rows.rollout_log_probs))
+
+
+@pytest.mark.parametrize("policy_loss", [ppo, careless])
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e38])
-def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage):
+def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage, policy_loss):
     def build(first):
         new, entropy = leaf(first, -1.0), leaf(first, 0.5)
-        out = policy_loss(
+        rows = rows_of(
             new,
             vector(first, -1.1),
             vector(first, 2.0),
             torch.tensor([False, True]),
-            **CLIP,
             rollout_log_probs=vector(first, -1.2),
             ref_log_probs=vector(first, -0.9),
-            kl_loss_coef=0.1,
             entropy=entropy,
-            entropy_coef=0.01,
-            tis_weights=vector(first, 0.9),
         )
+        out = microbatch_loss(policy_loss, rows, EVERYTHING)
         out.loss.backward()
         return out, new.grad, entropy.grad
 
@@ -158,23 +182,15 @@ def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage):
 
 
 def test_garbage_in_a_live_row_is_not_hidden():
-    out = policy_loss(
-        vector(math.nan, -1.0),
-        vector(-1.0, -1.0),
-        vector(1.0, 1.0),
-        torch.tensor([True, True]),
-        **CLIP,
-    )
-    assert math.isnan(out.loss.item())
+    rows = rows_of(vector(math.nan, -1.0), vector(-1.0, -1.0), vector(1.0, 1.0))
+    assert math.isnan(microbatch_loss(ppo, rows, CLIP).loss.item())
 
 
 @pytest.mark.parametrize("rows", [0, 3])
 def test_a_rank_that_holds_padding_alone_can_still_run_backward(rows):
     new = torch.full((rows,), -1.0, requires_grad=True)
     zeros = torch.zeros(rows)
-    out = policy_loss(
-        new, zeros, zeros, torch.zeros(rows, dtype=torch.bool), **CLIP, rollout_log_probs=zeros
-    )
+    out = microbatch_loss(ppo, rows_of(new, zeros, zeros, zeros.bool()), CLIP)
     out.loss.backward()
     assert out.loss.item() == 0.0 and torch.equal(new.grad, torch.zeros(rows))
     assert out.maxima["log_prob_gap_max"].item() == 0.0
@@ -182,51 +198,109 @@ def test_a_rank_that_holds_padding_alone_can_still_run_backward(rows):
 
 def test_a_part_without_a_coefficient_is_reported_and_carries_no_gradient():
     new, entropy = leaf(-1.0), leaf(0.5)
-    out = policy_loss(
-        new,
-        vector(-1.0),
-        vector(0.0),
-        torch.tensor([True]),
-        **CLIP,
-        ref_log_probs=vector(-3.0),
-        entropy=entropy,
-    )
+    rows = rows_of(new, vector(-1.0), vector(0.0), ref_log_probs=vector(-3.0), entropy=entropy)
+    out = microbatch_loss(ppo, rows, CLIP)
     out.loss.backward()
     assert out.sums["kl"] > 0 and out.sums["entropy"].item() == 0.5
     assert new.grad.item() == 0.0 and entropy.grad is None
 
 
-def test_a_coefficient_without_its_tensor_is_refused():
-    row = vector(-1.0)
-    mask = torch.tensor([True])
-    with pytest.raises(ValueError, match="expected ref_log_probs"):
-        policy_loss(row, row, row, mask, **CLIP, kl_loss_coef=0.1)
-    with pytest.raises(ValueError, match="expected entropy"):
-        policy_loss(row, row, row, mask, **CLIP, entropy_coef=0.1)
-
-
 def test_streams_of_unequal_length_are_our_own_bug():
     with pytest.raises(AssertionError):
-        policy_loss(vector(1, 2), vector(1), vector(1, 2), torch.tensor([True, True]), **CLIP)
+        rows_of(vector(1, 2), vector(1), vector(1, 2))
 
 
 def test_nothing_is_read_back_to_the_host():
-    # a meta tensor has no values: any .item(), bool() or data-dependent shape raises
-    rows = [torch.empty(5, device="meta") for _ in range(7)]
-    mask = torch.empty(5, device="meta", dtype=torch.bool)
-    out = policy_loss(
-        rows[0].requires_grad_(),
-        rows[1],
-        rows[2],
-        mask,
-        **CLIP,
-        rollout_log_probs=rows[3],
-        ref_log_probs=rows[4],
-        kl_loss_coef=0.1,
-        entropy=rows[5],
-        entropy_coef=0.1,
-        tis_weights=rows[6],
-    )
+    # rows of a meta device have no values: any .item(), bool() or data-dependent shape raises
+    out = microbatch_loss(ppo, rows_without_values(EVERYTHING), EVERYTHING)
     assert out.loss.shape == ()
     with pytest.raises(RuntimeError):  # and this is what reading one back would look like
         out.loss.item()
+
+
+def test_every_rank_knows_the_names_of_the_metrics_without_a_loss():
+    sums, maxima = metric_names(ppo, CLIP)
+    assert {"num_tokens", "loss", "clipped"} <= set(sums) and maxima == ("log_prob_gap_max",)
+    assert not {"kl", "tis_weight"} & set(sums)
+    assert {"kl", "tis_weight"} <= set(metric_names(ppo, EVERYTHING)[0])
+
+
+# -- losses of a user's own ----------------------------------------------------------------------
+
+HERE = "tests.unit.algo.test_losses"
+
+
+def reinforce(rows, algorithm):
+    """-A log p, with the largest loss of a row as a metric."""
+    loss = -rows.advantages * rows.log_probs
+    return RowLoss(loss, {"rows": rows.mask.sum()}, {"loss_max": loss.detach().amax()})
+
+
+def returns_a_tensor(rows, algorithm):
+    return rows.log_probs
+
+
+def returns_a_sum(rows, algorithm):
+    return RowLoss(rows.log_probs.sum())
+
+
+def without_gradient(rows, algorithm):
+    return RowLoss(rows.advantages)
+
+
+def reads_a_value(rows, algorithm):
+    return RowLoss(rows.log_probs if rows.mask.any() else -rows.log_probs)
+
+
+def takes_a_name(rows, algorithm):
+    return RowLoss(rows.log_probs, {"entropy": rows.mask.sum()})
+
+
+def metric_of_rows(rows, algorithm):
+    return RowLoss(rows.log_probs, {"mine": rows.advantages})
+
+
+def of_rows_alone(rows):
+    return RowLoss(rows.log_probs)
+
+
+def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
+    algorithm = AlgorithmSection(policy_loss=f"{HERE}:reinforce", use_tis=True)
+    check_policy_loss(algorithm)
+    found = get_policy_loss(algorithm.policy_loss)
+    rows = rows_of(
+        vector(-1.0, -2.0),
+        vector(-1.0, -2.0),
+        vector(1.0, 2.0),
+        rollout_log_probs=vector(-1.0, -2.0 + math.log(4)),
+    )
+    out = microbatch_loss(found, rows, algorithm)
+    assert out.loss.item() == pytest.approx(1.0 + 4.0 / 4)
+    assert out.sums["rows"].item() == 2 and out.maxima["loss_max"].item() == 4.0
+    assert "clipped" not in out.sums
+    sums, maxima = metric_names(found, algorithm)
+    assert set(sums) == set(out.sums) and set(maxima) == set(out.maxima)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("ppa", r"^--policy-loss ppa: unknown, expected one of ppo.*mean ppo\?$"),
+        (f"{HERE}:absent", f"{HERE} has no absent"),
+        (f"{HERE}:CLIP", "expected a function"),
+        (
+            f"{HERE}:of_rows_alone",
+            r"found a function \(rows\), expected a function \(rows, algorithm\)",
+        ),
+        (f"{HERE}:returns_a_tensor", "returned Tensor, expected a RowLoss"),
+        (f"{HERE}:returns_a_sum", r"a loss of shape \[\] for \[3\] rows"),
+        (f"{HERE}:without_gradient", "requires_grad False: expected"),
+        (f"{HERE}:reads_a_value", "raised .* on rows of a meta device"),
+        (f"{HERE}:takes_a_name", "metrics entropy exist already"),
+        (f"{HERE}:metric_of_rows", r"metric mine has shape \[3\]"),
+    ],
+)
+def test_a_name_without_a_fitting_loss_is_refused_at_start_up(name, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check_policy_loss(AlgorithmSection(policy_loss=name))
+    assert len(str(refused.value).splitlines()) == 1

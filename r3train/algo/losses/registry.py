@@ -1,0 +1,64 @@
+"""Policy losses by name, or by import path."""
+
+from __future__ import annotations
+
+from r3train.algo.losses.ppo import ppo
+from r3train.algo.policy_loss import PolicyLoss, metric_names, rows_without_values
+from r3train.algo.rows import LossRows, RowLoss
+from r3train.config.algorithm import AlgorithmSection
+from r3train.plugs import find_plug, require_function
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "ppo": ppo,
+}
+_FLAG = "--policy-loss"
+
+
+def get_policy_loss(name: str) -> PolicyLoss:
+    """Return the loss registered as ``name``, or the function that "module:function" names.
+
+    Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, and
+    for anything but a plain function (rows, algorithm).
+    """
+    return require_function(_FLAG, name, find_plug(_FLAG, name, POLICY_LOSSES), "rows", "algorithm")
+
+
+def check_policy_loss(algorithm: AlgorithmSection) -> None:
+    """Run the loss once on rows without values; raises ValueError, naming the flag.
+
+    Refused are a loss that raises or waits for the device, that returns anything but a ``RowLoss``
+    with one value for each row and a gradient, and that names a metric as another part does.
+    """
+    name = algorithm.policy_loss
+    policy_loss = get_policy_loss(name)
+    rows = rows_without_values(algorithm)
+    try:
+        found = policy_loss(rows, algorithm)
+    except Exception as error:  # the user's code
+        raise ValueError(
+            f"{_FLAG} {name}: raised {type(error).__name__} on rows of a meta device:"
+            f" {' '.join(str(error).split())}"
+        ) from error
+    if not isinstance(found, RowLoss):
+        raise ValueError(f"{_FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")
+    if found.loss.shape != rows.mask.shape or not found.loss.requires_grad:
+        raise ValueError(
+            f"{_FLAG} {name}: returned a loss of shape {list(found.loss.shape)} for"
+            f" {list(rows.mask.shape)} rows, requires_grad {found.loss.requires_grad}: expected"
+            " one value for each row, with the gradient of log_probs"
+        )
+    metrics = found.sums | found.maxima
+    for metric, value in metrics.items():
+        if value.shape != () or value.requires_grad:
+            raise ValueError(
+                f"{_FLAG} {name}: metric {metric} has shape {list(value.shape)} and requires_grad"
+                f" {value.requires_grad}, expected a detached scalar"
+            )
+    taken = set().union(*metric_names(_without_metrics, algorithm)) & metrics.keys()
+    if taken or found.sums.keys() & found.maxima.keys():
+        again = sorted(taken or found.sums.keys() & found.maxima.keys())
+        raise ValueError(f"{_FLAG} {name}: metrics {', '.join(again)} exist already")
+
+
+def _without_metrics(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+    return RowLoss(rows.log_probs)

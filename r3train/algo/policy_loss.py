@@ -1,0 +1,107 @@
+"""The loss of a microbatch: a policy loss for each row, corrected, with KL and entropy beside it.
+
+Losses and metrics are sums over the masked rows: the trainer divides by the number of loss tokens
+of the whole step, over all microbatches and ranks, so that a token weighs the same wherever it was
+packed.  Nothing here reads a value back to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from r3train.algo.corrections import log_prob_gap_sums, truncated_importance_weights
+from r3train.algo.divergence import k3_kl, zero_outside
+from r3train.algo.rows import LossRows, RowLoss
+from r3train.config.algorithm import AlgorithmSection
+
+# (rows, algorithm) -> the loss of each row.  The rows hold 0 outside their mask.
+PolicyLoss = Callable[[LossRows, AlgorithmSection], RowLoss]
+
+
+@dataclass(frozen=True, slots=True)
+class MicrobatchLoss:
+    """The loss of some rows, with gradient, and detached scalars on the same device.
+
+    Reduce ``sums`` over ranks with SUM and ``maxima`` with MAX, then divide sums by
+    ``sums["num_tokens"]``.
+    """
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    maxima: dict[str, Tensor]
+
+
+def microbatch_loss(
+    policy_loss: PolicyLoss, rows: LossRows, algorithm: AlgorithmSection
+) -> MicrobatchLoss:
+    """Sum ``tis * policy_loss + kl_loss_coef * k3 - entropy_coef * entropy`` over the masked rows.
+
+    Rows outside the mask may hold anything, NaN and -inf included, and give neither loss nor
+    gradient.  A mask without a True gives a loss of 0 that still reaches log_probs, so backward
+    works on a rank that holds padding alone.
+
+    ``sums``: num_tokens, loss, pg_loss, entropy, the log_prob_gap_* of corrections.py (old against
+    rollout); kl with a reference, tis_* with use_tis, and those of the policy loss.  ``maxima``:
+    log_prob_gap_max and those of the policy loss.
+    """
+    rows, mask = rows.masked(), rows.mask
+    own = policy_loss(rows, algorithm)
+    sums, maxima = {"num_tokens": mask.sum(), **own.sums}, dict(own.maxima)
+    pg_loss = zero_outside(own.loss, mask)
+    if algorithm.use_tis:
+        weights, tis_sums = truncated_importance_weights(
+            rows.old_log_probs,
+            rows.rollout_log_probs,
+            mask,
+            algorithm.tis_clip,
+            algorithm.tis_clip_low,
+        )
+        pg_loss = pg_loss * weights
+        sums.update(tis_sums)
+    loss = pg_loss.sum()
+    sums["pg_loss"] = loss.detach()
+    if rows.ref_log_probs is not None:
+        kl = k3_kl(rows.log_probs, rows.ref_log_probs).sum()
+        sums["kl"] = kl.detach()
+        if algorithm.kl_loss_coef:
+            loss = loss + algorithm.kl_loss_coef * kl
+    entropy = rows.entropy.sum()
+    sums["entropy"] = entropy.detach()
+    if algorithm.entropy_coef:
+        loss = loss - algorithm.entropy_coef * entropy
+    gap = log_prob_gap_sums(rows.old_log_probs, rows.rollout_log_probs, mask)
+    maxima["log_prob_gap_max"] = gap.pop("log_prob_gap_max")
+    sums.update(gap)
+    sums["loss"] = loss.detach()
+    return MicrobatchLoss(loss, sums, maxima)
+
+
+def metric_names(
+    policy_loss: PolicyLoss, algorithm: AlgorithmSection
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the sums and of the maxima, as every rank must know them.
+
+    A pipeline stage that computes no loss learns them from rows without values, which also shows
+    whether the policy loss waits for the device.
+    """
+    empty = rows_without_values(algorithm)
+    found = microbatch_loss(policy_loss, empty, algorithm)
+    return tuple(found.sums), tuple(found.maxima)
+
+
+def rows_without_values(algorithm: AlgorithmSection) -> LossRows:
+    """Rows of a meta device: they have shapes, and reading a value of them raises."""
+    rows = [torch.empty(3, device="meta") for _ in range(6)]
+    return LossRows(
+        log_probs=rows[0].requires_grad_(),
+        old_log_probs=rows[1],
+        rollout_log_probs=rows[2],
+        advantages=rows[3],
+        mask=torch.empty(3, dtype=torch.bool, device="meta"),
+        entropy=rows[4],
+        ref_log_probs=rows[5] if algorithm.needs_reference else None,
+    )
