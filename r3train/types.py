@@ -183,6 +183,9 @@ class RolloutSample:
     is_last_step: bool | None = None
     # waited for the engines' answers, over all turns and parts of the rollout it comes from
     generation_s: float = 0.0
+    # the rows of each answer as they were decoded, (row of the first, rows [r, L, K]): the evidence
+    # counts these, not what stitching and cutting made of them; () for a sample out of a file
+    decoded: tuple[tuple[int, np.ndarray | RouteRef], ...] = ()
 
     @property
     def num_tokens(self) -> int:

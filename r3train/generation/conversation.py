@@ -47,12 +47,13 @@ class Conversation:
         rollout = self._rollout
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
-        ends: list[tuple[int, int]] = []  # where each turn's own tokens begin and end
+        # of each turn the beginning and the end of its own tokens, and the answers until then
+        ends: list[tuple[int, int, int]] = []
         rewards: list[float] = []
         for index in range(rollout.environment_max_turns):
             start = sample.num_tokens if sample is not None else len(prompt.token_ids)
             sample = await generate(sample, rollout.environment_max_turn_len)
-            ends.append((start, sample.num_tokens))
+            ends.append((start, sample.num_tokens, len(sample.decoded)))
             left = budget - sample.response_len
             last = (
                 index + 1 == rollout.environment_max_turns
@@ -79,7 +80,7 @@ class Conversation:
         steps = [
             _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
         ]
-        texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b in ends]
+        texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
     def _observed(self, result: StepResult, sample_id: int) -> list[int]:
@@ -100,7 +101,7 @@ def _finite(reward: float, sample_id: int) -> float:
 
 
 def _one_turn(
-    sample: RolloutSample, index: int, start: int, end: int, *, is_last: bool
+    sample: RolloutSample, index: int, start: int, end: int, num_answers: int, *, is_last: bool
 ) -> RolloutSample:
     """One turn as a sample: all that stood before it is its prompt."""
     own = np.zeros(end, dtype=bool)
@@ -118,4 +119,5 @@ def _one_turn(
         finish_reason=sample.finish_reason if is_last else "stop",
         trajectory_id=sample.sample_id,
         is_last_step=is_last,
+        decoded=sample.decoded[:num_answers],
     )

@@ -71,7 +71,8 @@ class Producer:
     text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer answer
     comes in several, and those that came outlive their server.  ``check_alive`` raises when an
     engine process has ended.  ``on_outcome`` is told the fate of each prompt.  ``state`` is
-    an earlier run's ``snapshot``.  Rollouts run from ``start_rollout`` (also the first weight
+    an earlier run's ``snapshot``.  ``keep_decoded``: samples keep their answers' rows as decoded, for
+    the evidence.  Rollouts run from ``start_rollout`` (also the first weight
     version) up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits; requests in flight
@@ -93,6 +94,7 @@ class Producer:
         check_alive: Callable[[], None] | None = None,
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
+        keep_decoded: bool = False,
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -102,6 +104,7 @@ class Producer:
         self._score = score
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._decode = decode or (lambda ids: "")
+        self._keep_decoded = keep_decoded
         self._check_alive = check_alive or (lambda: None)
         self._on_outcome = on_outcome or (lambda outcome: None)
         # a frozen request goes on under another version
@@ -428,6 +431,8 @@ class Producer:
             )
         finally:
             turns.release()
+        if not self._keep_decoded:
+            samples = [replace(sample, decoded=()) for sample in samples]
         self._rates.finished(samples)
         self._scoring.add(item.sample_id)
         scored = [(sample, await self._reward(sample, own)) for sample in samples]

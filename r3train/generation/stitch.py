@@ -86,7 +86,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     if (known is None) != (segment.rows is None):
         raise ValueError(f"sample {sample.sample_id}: routes on one side of a seam alone")
     generated = np.ones(len(segment.token_ids), dtype=bool)
-    rows, num_rows = None, sample.num_tokens + len(generated) - 1
+    rows, decoded, num_rows = None, sample.decoded, sample.num_tokens + len(generated) - 1
     if known is not None:
         start, end = segment.rows_start, segment.rows_start + len(segment.rows)
         if start > len(known) or end != num_rows:
@@ -97,6 +97,8 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         rows = merge_rows(
             known, segment.rows, start=start, num_rows=num_rows, sample=str(sample.sample_id)
         )
+        # the first write wins: rows that were known already count as they came the first time
+        decoded = (*decoded, (len(known), segment.rows[len(known) - start :]))
     return replace(
         sample,
         token_ids=np.concatenate([sample.token_ids, segment.token_ids]).astype(np.int32),
@@ -105,6 +107,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         routed_experts=rows,
         weight_versions=np.concatenate([sample.weight_versions, segment.weight_versions]),
         finish_reason=segment.finish_reason,
+        decoded=decoded,
     )
 
 

@@ -280,6 +280,7 @@ class Engines:
             check_alive=self.check_alive,
             on_outcome=self._log_outcome,
             state=self._buffer,
+            keep_decoded=job.config.r3_check_enabled,
         )
         return self._producer
 

@@ -13,7 +13,7 @@ import numpy as np
 from r3train.proof.check import StepExpectation, expected_calls
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch
-from r3train.loop.recorded import Recorded
+from r3train.loop.recorded import Recorded, decoded_rows
 from r3train.algo.advantages.registry import token_advantages
 from r3train.algo.reward_stats import GroupStats, group_stats
 from r3train.algo.trajectories import episode_rewards, validate_trajectories
@@ -118,7 +118,9 @@ def record_samples(
     for sample in samples:
         assert sample.routed_experts is not None
         # a sample that nobody trains counts too: the check must miss it
-        recorded.add(data_rank_of.get(sample.sample_id, 0), sample.sample_id, sample.routed_experts)
+        data_rank = data_rank_of.get(sample.sample_id, 0)
+        for position, rows in decoded_rows(sample):
+            recorded.add(data_rank, sample.sample_id, rows, first_position=position)
     return recorded
 
 

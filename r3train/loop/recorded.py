@@ -1,4 +1,4 @@
-"""What the rollout recorded: fingerprints and whole rows, taken from the bytes of the engine.
+"""The rollout's side of the evidence: fingerprints and whole rows of the rows as they were decoded.
 
 On rank 0 from its samples, or with --route-stores on every leader from the rows that it holds;
 sums of the leaders' tables are what rank 0 would have found.
@@ -6,11 +6,24 @@ sums of the leaders' tables are what rank 0 would have found.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from r3train.routing.fingerprint import recorded_rows, rollout_fingerprint
+from r3train.types import RolloutSample, RouteRef
+
+
+def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray | RouteRef]]:
+    """The rows that a sample's answers brought, each with the position of the first.
+
+    They are taken as they came, before they were stitched and cut into turns: a mistake there must
+    not fingerprint alike on both sides.  A sample out of a file has its rows there.
+    """
+    if sample.decoded or sample.routed_experts is None:
+        yield from sample.decoded
+    else:
+        yield 0, sample.routed_experts
 
 
 class Recorded:

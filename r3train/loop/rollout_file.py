@@ -22,6 +22,7 @@ from r3train.types import Prompt, RolloutSample, RouteRef, Scored
 
 
 _FORMAT = "r3train-samples-1"
+_NOT_IN_FILES = ("prompt", "decoded")  # prompts are written once each; here the file's rows count
 
 
 def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     of_sample = [prompts.setdefault(id(sample.prompt), len(prompts)) for sample, _ in samples]
     first = {place: samples[i][0].prompt for i, place in reversed(list(enumerate(of_sample)))}
     for f in fields(RolloutSample):
-        if f.name != "prompt":
+        if f.name not in _NOT_IN_FILES:
             _put(f.name, [_here(getattr(sample, f.name)) for sample, _ in samples], tensors, plain)
     tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
     plain_prompts: dict[str, list[Any]] = {}
@@ -120,7 +121,7 @@ def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> lis
     names = [
         f.name
         for f in fields(RolloutSample)
-        if f.name != "prompt" and (f.default is MISSING or f.name in plain)
+        if f.name not in _NOT_IN_FILES and (f.default is MISSING or f.name in plain)
     ]
     columns = [_column(n, count, tensors, plain) for n in names]
     return [

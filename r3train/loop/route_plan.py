@@ -13,8 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from r3train.layout.microbatch import checked_routes
 from r3train.loop.batch import Dealt, data_rank_of_samples
+from r3train.loop.recorded import decoded_rows
 from r3train.loop.parts import ReplayPlan
 from r3train.types import RouteRef, TrainSample
 
@@ -35,9 +38,11 @@ def leader_plans(
     for s in samples:
         # a sample that nobody trains counts too: the check must miss it
         data_rank = data_rank_of.get(s.sample.sample_id, 0)
-        for position, (store, *place) in _places(s, replay):
-            if store >= 0:
-                plans[store]["recorded"].append([data_rank, s.sample.sample_id, position, *place])
+        for start, routes in decoded_rows(s.sample):
+            for first, (store, *place) in _places(routes):
+                if store >= 0:
+                    row = [data_rank, s.sample.sample_id, start + first, *place]
+                    plans[store]["recorded"].append(row)
     return plans
 
 
@@ -45,14 +50,13 @@ def _microbatch(group: Sequence[TrainSample], replay: ReplayPlan) -> dict[str, A
     parts = [
         [index, first, *place]
         for index, s in enumerate(group)
-        for first, place in _places(s, replay)
+        for first, place in _places(checked_routes(s, replay.route_shape))
     ]
     return {"lengths": [s.sample.num_tokens for s in group], "parts": parts}
 
 
-def _places(s: TrainSample, replay: ReplayPlan) -> Iterator[tuple[int, list[int]]]:
-    """Where a sample's rows are: (first row, [store, key, start, stop]), in order."""
-    routes = checked_routes(s, replay.route_shape)
+def _places(routes: np.ndarray | RouteRef) -> Iterator[tuple[int, list[int]]]:
+    """The places of a sample's rows: (first row, [store, key, start, stop]), in order."""
     assert isinstance(routes, RouteRef), "adopt samples first"
     first = 0
     for segment in routes.segments:

@@ -1,0 +1,154 @@
+"""The rollout's fingerprint is of the rows as decoded: a wrong stitch or cut is seen by *applied*."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests import whole_samples
+from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rollout_section
+
+from r3train.engine.backend import SamplingParams
+from r3train.environments.base import StepResult
+from r3train.generation import conversation, stitch
+from r3train.loop.parts import ReplayPlan
+from r3train.loop.prepare import prepare
+from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.types import RankTopology, RolloutSample, TrainSample
+
+LAYERS = (1, 2)
+REPLAY = ReplayPlan(
+    num_layers=ROUTES.num_layers,
+    num_experts=ROUTES.num_experts,
+    topk=ROUTES.topk,
+    moe_layers=LAYERS,
+    recomputed=(),
+    mismatch_threshold=0.01,
+    check=True,
+)
+
+
+class Drawing(SimulatedEngine):
+    """Rows that are told apart."""
+
+    rng = np.random.default_rng(0)
+
+    async def generate(self, request):
+        segment = await super().generate(request)
+        draw = [self.rng.permutation(ROUTES.num_experts) for _ in range(segment.rows.size // 2)]
+        rows = np.array([ids[:2] for ids in draw], ROUTES.dtype).reshape(segment.rows.shape)
+        return replace(segment, rows=rows)
+
+
+class Talkative:
+    async def step(self, turn):
+        return StepResult([5, 6], turn.is_last, 1.0)
+
+
+def play(sample_a_turn: bool) -> list[RolloutSample]:
+    """Three turns of four tokens, each asked for in two requests."""
+
+    async def generate(resume_from=None, turn_limit=None):
+        engine, more = Drawing(length=lambda _: 100), {"sample_id": 40, "limit": turn_limit // 2}
+        half = await whole_samples.generate(
+            engine, prompt_for(0), SamplingParams(50), resume_from=resume_from, **more
+        )
+        return await whole_samples.generate(
+            engine, prompt_for(0), SamplingParams(50), resume_from=half, **more
+        )
+
+    episode = conversation.Conversation(
+        Talkative(),
+        rollout_section(
+            environment_max_turns=3,
+            environment_max_turn_len=4,
+            environment_samples="turn" if sample_a_turn else "trajectory",
+        ),
+        encode=list,
+        decode=str,
+    )
+    samples, _ = asyncio.run(
+        episode(generate, prompt_for(0), sampling=SamplingParams(50), sample_id=40)
+    )
+    return samples
+
+
+def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, int, int]:
+    """Fingerprints a layer and whole rows of layer 1: by the evidence, and of the packed rows."""
+    ready = prepare(
+        0,
+        [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
+        REPLAY,
+        [RankTopology(moe_layer_numbers=(LAYERS,))],
+        passes=("train",),
+        steps_per_rollout=1,
+        max_tokens_per_gpu=1000,
+    )
+    dispatched, rows = dict.fromkeys(LAYERS, 0), 0
+    for microbatch in ready.microbatches[0]:
+        uids = torch.from_numpy(microbatch.row_uids)
+        for layer in LAYERS:
+            experts = torch.from_numpy(microbatch.routes[:, layer - 1].astype(np.int64))
+            hashes = route_hashes(uids, experts, layer)
+            dispatched[layer] += int(hashes[experts != ROUTES.missing].sum())
+        rows += int((microbatch.routes[:, 0] != ROUTES.missing).all(axis=1).sum())
+    expectation = ready.expected.with_recorded(None)
+    return (
+        expectation.fingerprints,
+        {layer: to_unsigned(value) for layer, value in dispatched.items()},
+        expectation.rows_replayed[1],
+        rows,
+    )
+
+
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+def test_what_was_decoded_is_what_is_trained(sample_a_turn, tmp_path):
+    samples = play(sample_a_turn)
+    assert len(samples) == (3 if sample_a_turn else 1)
+    expected, dispatched, rows, rows_dispatched = expected_and_dispatched(samples)
+    assert expected == dispatched and rows == rows_dispatched
+    assert rows == sum(s.num_tokens - 1 for s in samples), "earlier turns' rows count again"
+    # out of a checkpoint's buffer or a dumped rollout
+    write_samples(tmp_path / "s", [(s, 0.0) for s in samples], {})
+    again = [s for s, _ in read_samples(tmp_path / "s")[0]]
+    assert expected_and_dispatched(again) == (expected, dispatched, rows, rows_dispatched)
+
+
+def of_a_later_row(cut: Callable) -> Callable:
+    def wrong(sample, index, start, end, *more, **options):
+        step = cut(sample, index, start, end, *more, **options)
+        return replace(step, routed_experts=sample.routed_experts[-(end - 1) :])
+
+    return wrong
+
+
+def shifted(cut: Callable) -> Callable:
+    def wrong(*arguments, **options):
+        step = cut(*arguments, **options)
+        return replace(step, routed_experts=np.roll(step.routed_experts, 1, axis=0))
+
+    return wrong
+
+
+@pytest.mark.parametrize("mistake", [of_a_later_row, shifted])
+def test_a_wrong_cut_into_turns_is_caught(mistake, monkeypatch):
+    monkeypatch.setattr(conversation, "_one_turn", mistake(conversation._one_turn))
+    expected, dispatched, _, _ = expected_and_dispatched(play(sample_a_turn=True))
+    assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
+
+
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+def test_a_wrong_merge_is_caught(sample_a_turn, monkeypatch):
+    right = stitch.merge_rows
+
+    def one_row_early(known, new, *, start, **options):
+        return right(known, new, start=max(start - 1, 0), **options)
+
+    monkeypatch.setattr(stitch, "merge_rows", one_row_early)
+    expected, dispatched, rows, rows_dispatched = expected_and_dispatched(play(sample_a_turn))
+    assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
