@@ -22,7 +22,7 @@ SUBCOMMANDS = {
         "Look for what will go wrong on this machine with this configuration.",
     ),
     "check-evidence": (
-        "r3train.proof.audit_command:check_evidence",
+        "r3train.proof.command:check_evidence",
         "Judge a run's R3 evidence: passed, failed (what and where), or no evidence.",
     ),
     "verify": (

@@ -6,7 +6,7 @@ uses (top-k), N rows of a padded pack, n rows of one rank's share of a pack.
 Row t of ``routed_experts`` holds the experts chosen when token t was the *input* (the forward
 that predicts token t+1).  The last token of a sample was never an input: it has no row.
 
-This module needs numpy alone: every record is built and checked on the host.
+This module needs numpy and msgspec alone: every record is built and checked on the host.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from msgspec import Meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,33 +309,51 @@ class RankSlice:
         return int(self.tokens.shape[0])
 
 
+# Far above any call's rows, and low enough for the sum of millions of calls to fit 64 bits.
+Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
+Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]
+LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
+ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
+ReplayStage = Literal["replay_forward", "replay_backward"]  # replay_backward: a recomputation
+
+
+class Fingerprint(int):
+    """An unsigned 64-bit fingerprint of routes, written to files as "0x" and 16 hexadecimal digits.
+
+    JSON readers outside Python lose the low bits of 64-bit integers.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayEvidence:
-    """What one router call did, as counted on the device and read once a step."""
+    """One router call of one rank, counted on the device and read once a step.
 
-    step: int
-    rank: int
-    replay_pass: str  # old_log_prob | ref_log_prob | train
-    stage: str  # replay_forward | replay_backward (a recomputation)
-    vp_stage: int
-    microbatch_id: int
-    layer_number: int
-    num_rows: int  # rows of the call, padding included
-    rows_replayed: int  # rows whose every slot came from the rollout
-    rows_filled: int  # real rows with at least one filled slot
-    rows_padding: int
-    rows_native: int  # real rows the router chose itself: must be 0
-    duplicate_rows: int  # rows that dispatch to fewer than topk experts: must be 0
-    topk: int
-    replay_idx_sum: int
-    map_sum: int  # routing_map.sum(): must be num_rows * topk
-    fingerprint: int  # of the real recorded slots in the returned map, unsigned 64-bit
-    rows_equal: int  # the trainer's own top-k is the same set
-    rows_overlap: int  # some but not all experts shared
-    rows_mismatch: int  # no expert shared
-    rows_recompute_differ: int  # recomputed router scores are not the forward's: must be 0
-    control_token_minus: int  # rows_equal under deliberate misalignments (old_log_prob pass only)
-    control_token_plus: int
-    control_layer_minus: int
-    control_layer_plus: int
+    The types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/proof/schema.py``).
+    """
+
+    step: Amount  # the rollout_id
+    rank: Rank
+    replay_pass: ReplayPass
+    stage: ReplayStage
+    vp_stage: Amount
+    microbatch_id: Amount
+    layer_number: LayerNumber
+    num_rows: Amount  # rows of the call, padding included
+    rows_replayed: Amount  # rows whose every slot came from the rollout
+    rows_filled: Amount  # real rows with at least one filled slot
+    rows_padding: Amount
+    rows_native: Amount  # real rows the router chose itself: must be 0
+    duplicate_rows: Amount  # rows that dispatch to fewer than topk experts: must be 0
+    topk: Amount
+    replay_idx_sum: Amount
+    map_sum: Amount  # routing_map.sum(): must be num_rows * topk
+    fingerprint: Fingerprint  # of the real recorded slots in the returned map
+    rows_equal: Amount  # the trainer's own top-k is the same set
+    rows_overlap: Amount  # some but not all experts shared
+    rows_mismatch: Amount  # no expert shared
+    rows_recompute_differ: Amount  # recomputed router scores are not the forward's: must be 0
+    control_token_minus: Amount  # rows_equal under deliberate misalignments (old_log_prob alone)
+    control_token_plus: Amount
+    control_layer_minus: Amount
+    control_layer_plus: Amount
     counts_tokens: bool = True  # False on ranks that see a copy of another rank's tokens

@@ -23,7 +23,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +30,8 @@ import torch.distributed as dist
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.proof.check import StepVerdict, judge, totals
+from r3train.proof.check import StepVerdict
+from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.batch import train_samples
@@ -271,44 +271,20 @@ class AsyncLoop:
         return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
 
     def _judge(self, rollout_id: int, expected: Expected | None) -> StepVerdict | None:
-        """Write this rank's evidence, add all ranks' up, and judge them on rank 0."""
+        """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""
         if self._evidence is None:
             return None
         assert self._replay is not None
         records = self._actor.collect_evidence(rollout_id)
-        self._evidence.write(records)
-        table = torch.from_numpy(totals(records, self._passes, self._replay.num_layers))
-        dist.all_reduce(table)
-        verdict = None
         recorded = self._routes.recorded() if self._routes is not None else None
-        if expected is not None:  # rank 0
-            expectation = expected.with_recorded(recorded)
-            verdict = judge(
-                table.numpy(),
-                self._passes,
-                expectation,
-                mismatch_threshold=self._replay.mismatch_threshold,
-                num_experts=self._replay.num_experts,
-                topk=self._replay.topk,
-            )
-            self._evidence.write_step(
-                {
-                    "step": rollout_id,
-                    "passed": verdict.passed,
-                    "passes": self._passes,
-                    "world_size": len(self._topologies),
-                    "num_experts": self._replay.num_experts,
-                    "topk": self._replay.topk,
-                    "mismatch_threshold": self._replay.mismatch_threshold,
-                    **expectation.to_json(),
-                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
-                    "counts": verdict.counts,
-                    "agreement": verdict.agreement,
-                    "failures": [asdict(f) for f in verdict.failures],
-                    "threshold_error": verdict.threshold_error,
-                }
-            )
-        return verdict
+        return prove_step(
+            self._evidence,
+            records,
+            expected.with_recorded(recorded) if expected is not None else None,
+            self._replay.route_shape,
+            passes=self._passes,
+            mismatch_threshold=self._replay.mismatch_threshold,
+        )
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes: on rank 0's client, and of the stores; a collective with them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.proof.audit import audit_run
-from r3train.proof.audit_result import Audit, ranges
+from r3train.proof.findings import Audit, ranges
 from r3train.observe.metrics import numbers
 from r3train.observe.report_evidence import HeatMap, StepCheck, read_evidence
 from r3train.observe.report_metrics import ROLLOUT_S, STEP_S, TIMES
@@ -88,8 +88,8 @@ def load_run(path: Path, name: str) -> RunReport:
     run.records = read_steps(path, run.notices)
     run.uses_r3 = read_uses_r3(path, run.notices)
     run.samples = _notable(path, run.notices)
-    run.audit = audit_run(path)
-    run.heat, run.checks = read_evidence(path, run.audit, run.records)
+    run.audit = audit_run(path, keep_steps=True)
+    run.heat, run.checks = read_evidence(run.audit, run.records)
     return run
 
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from r3train.proof.audit_read import EvidenceFiles, StepEvidence
-from r3train.proof.audit_result import FAILED, NO_EVIDENCE, PASSED, Audit
-from r3train.proof.check import COUNTERS, STAGES
+from r3train.proof.findings import Audit, AuditedStep, FAILED, NO_EVIDENCE, PASSED
 from r3train.observe.report_metrics import PASSED as PASSED_METRIC
 
-_COLUMN = {name: i for i, name in enumerate(COUNTERS)}
 MAX_COLUMNS = 120
 
 
@@ -43,7 +39,7 @@ class StepCheck:
 
 
 def read_evidence(
-    run_dir: Path, audit: Audit, records: Sequence[dict[str, Any]]
+    audit: Audit, records: Sequence[dict[str, Any]]
 ) -> tuple[HeatMap | None, list[StepCheck]]:
     """The heat map, and a verdict for every step that was trained; [] where no check was on.
 
@@ -51,13 +47,11 @@ def read_evidence(
     passed, whatever is left of its records; nor is one that failed before a later start trained it
     again.
     """
-    files = EvidenceFiles(run_dir)
-    at_fault = {finding.step for finding in audit.findings}
-    at_fault |= {r["step"] for r in records if r.get(PASSED_METRIC) == 0}
-    heat, checks = _Heat(files.judged_steps), {}
-    for step in files.steps():
+    failed = {r["step"] for r in records if r.get(PASSED_METRIC) == 0}
+    heat, checks = _Heat(sorted(step.rollout_id for step in audit.steps)), {}
+    for step in audit.steps:
         heat.add(step)
-        checks[step.step] = _check(step, step.step in at_fault)
+        checks[step.rollout_id] = _check(step, step.passed and step.rollout_id not in failed)
     if checks or any(r.get(PASSED_METRIC) is not None for r in records):
         for record in records:
             verdict = FAILED if record.get(PASSED_METRIC) == 0 else NO_EVIDENCE
@@ -65,22 +59,15 @@ def read_evidence(
     return heat.map(), [checks[step] for step in sorted(checks)]
 
 
-def _check(step: StepEvidence, at_fault: bool) -> StepCheck:
-    def total(*names: str) -> int:
-        return sum(values[_COLUMN[name]] for values in step.cells.values() for name in names)
-
-    stages = [of for stages in step.line["expected_calls"].values() for of in stages.values()]
-    expected = sum(calls for of in stages for calls in of.values())
-    calls = total("num_calls")
-    # a finding about several steps names the first of them: the calls tell of the others
-    failed = at_fault or not step.line["passed"] or calls != expected
+def _check(step: AuditedStep, passed: bool) -> StepCheck:
+    counts = step.counts
     return StepCheck(
-        step.step,
-        FAILED if failed else PASSED,
-        calls,
-        expected,
-        total("rows_replayed"),
-        total("rows_replayed", "rows_filled", "rows_native"),
+        step.rollout_id,
+        PASSED if passed else FAILED,
+        counts["num_calls"],
+        counts["num_calls_expected"],
+        counts["rows_replayed"],
+        counts["rows_replayed"] + counts["rows_filled"] + counts["rows_native"],
     )
 
 
@@ -99,15 +86,14 @@ class _Heat:
         self._sums: dict[tuple[int, int], list[int]] = {}
         self._chance: float | None = None
 
-    def add(self, step: StepEvidence) -> None:
-        chance = step.line["agreement"].get("chance_equal")
+    def add(self, step: AuditedStep) -> None:
+        chance = step.agreement.get("chance_equal")
         if chance is not None and 0 <= chance < 1:  # what is above has no scale up to all rows
             self._chance = chance
-        for (replay_pass, stage, layer), values in step.cells.items():
-            if replay_pass == "old_log_prob" and stage == STAGES[0]:
-                cell = self._sums.setdefault((layer, self._column_of[step.step]), [0, 0])
-                cell[0] += values[_COLUMN["rows_equal"]]
-                cell[1] += values[_COLUMN["rows_replayed"]]
+        for layer, (equal, replayed) in step.layers.items():
+            cell = self._sums.setdefault((layer, self._column_of[step.rollout_id]), [0, 0])
+            cell[0] += equal
+            cell[1] += replayed
 
     def map(self) -> HeatMap | None:
         layers = sorted({layer for layer, _ in self._sums})

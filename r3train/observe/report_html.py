@@ -8,8 +8,8 @@ from typing import Any
 
 import jinja2
 
-from r3train.proof.audit_command import claim_facts, headline
-from r3train.proof.audit_result import FAILED, MAX_FINDINGS, NO_EVIDENCE, PASSED, ranges
+from r3train.proof.command import claim_facts, headline
+from r3train.proof.findings import FAILED, MAX_FINDINGS, NO_EVIDENCE, PASSED, ranges
 from r3train.observe.report_data import RunReport
 from r3train.observe.report_evidence import StepCheck
 from r3train.observe.report_metrics import CHARTS, COMPARED, PAIRS

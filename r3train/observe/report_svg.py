@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from r3train.proof.audit_result import FAILED, NO_EVIDENCE, PASSED, ranges
+from r3train.proof.findings import FAILED, NO_EVIDENCE, PASSED, ranges
 from r3train.observe.report_evidence import HeatMap, StepCheck, columns_of
 
 _W, _H = 420, 200

@@ -1,26 +1,30 @@
-"""The verdict on a step's evidence: applied, covered, agreement, each on its own.
+"""One step's proof: router calls are added up, and the sums judged against the rollout's records.
 
-Pure: totals over all ranks against what the rollout side says must have happened.  "Passed" and
-"never ran" are different answers: calls are compared with the number expected, and a shortfall
-fails.
+A running job and ``r3train check-evidence`` use the same reducer (``StepTotals``) and the same judge
+(``judge``).  "Passed" and "never ran" are different answers: calls are compared with the number
+expected, and a shortfall fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from operator import attrgetter
+from typing import Any, get_args
 
 import numpy as np
 
 from r3train.routing.agreement import chance_levels
-from r3train.types import ReplayEvidence
+from r3train.types import ReplayEvidence, ReplayStage, RouteShape
 
-STAGES = ("replay_forward", "replay_backward")
+STAGES: tuple[str, ...] = get_args(ReplayStage)
+# The pass and stage in which the trainer's own choice is compared: no weight has changed yet.
+NATIVE = ("old_log_prob", STAGES[0])
 
-# what is summed over calls and ranks, in the order of the totals' last axis
-COUNTERS = (
-    "num_calls",
-    "fingerprint",
+# (pass, stage, 1-based layer)
+Cell = tuple[str, str, int]
+# Counters that steps.jsonl and the metrics have.
+COUNTS = (
     "rows_replayed",
     "rows_filled",
     "rows_padding",
@@ -36,14 +40,116 @@ COUNTERS = (
     "control_layer_minus",
     "control_layer_plus",
 )
-_COLUMN = {name: i for i, name in enumerate(COUNTERS)}
-# On ranks that see copies of another rank's tokens only errors count, rows do not.
-COUNTED_ON_COPIES = ("num_calls", "rows_native", "duplicate_rows", "map_deviation")
+# Values that no call can have, in excess of those that it can: must be 0.
+_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off")
+# A cell's sums, in this order.
+COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)
+ERRORS = (
+    "rows_native",
+    "duplicate_rows",
+    "map_deviation",
+    "rows_recompute_differ",
+    *_IMPOSSIBLE,
+)
+# On ranks that see copies of another rank's tokens only calls and their errors count.
+_COUNTED_ON_COPIES = {
+    *("num_calls", "rows_native", "duplicate_rows", "map_deviation"),
+    *_IMPOSSIBLE,
+}
+_KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
+_BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
+_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 :])
+_FINGERPRINT = COUNTERS.index("fingerprint")
+_MASK = (1 << 64) - 1
+
+
+class StepTotals:
+    """Sums over router calls of one step, by pass, stage and layer.
+
+    shape: of the model's routes.  ``cells`` holds the ``COUNTERS`` of each place in their order;
+    fingerprints add mod 2^64.
+    """
+
+    def __init__(self, shape: RouteShape):
+        self._shape = shape
+        self.cells: dict[Cell, list[int]] = {}
+
+    def add(self, call: ReplayEvidence) -> None:
+        """Add one call."""
+        topk = self._shape.topk
+        rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
+        values = [
+            1,
+            call.fingerprint,
+            *_BEFORE(call),
+            abs(call.map_sum - call.num_rows * call.topk),
+            *_BEHIND(call),
+            abs(rows - call.num_rows),
+            abs(call.topk - topk),
+            self._idx_sum_off(call),
+        ]
+        if not call.counts_tokens:
+            values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
+        self._add((call.replay_pass, call.stage, call.layer_number), values)
+
+    def merge(self, other: StepTotals) -> None:
+        """Add what another rank counted."""
+        for cell, values in other.cells.items():
+            self._add(cell, values)
+
+    def counters(self, cell: Cell) -> dict[str, int]:
+        """The sums of a place by name; zeros where nothing was called."""
+        return dict(zip(COUNTERS, self.cells.get(cell) or [0] * len(COUNTERS)))
+
+    def to_table(self, passes: Sequence[str]) -> np.ndarray:
+        """int64[passes, stages, layers + 1, counters], to be added up over ranks.
+
+        Layers are indexed by their 1-based number; fingerprints stand in the int64's bits.
+        """
+        size = (len(passes), len(STAGES), self._shape.num_layers + 1, len(COUNTERS))
+        table = np.zeros(size, dtype=np.uint64)
+        for (replay_pass, stage, layer), values in self.cells.items():
+            table[passes.index(replay_pass), STAGES.index(stage), layer] = np.array(
+                values, dtype=np.uint64
+            )
+        return table.view(np.int64)
+
+    @classmethod
+    def of_table(cls, table: np.ndarray, passes: Sequence[str], shape: RouteShape) -> StepTotals:
+        """The inverse of ``to_table``."""
+        totals = cls(shape)
+        for p, s, layer in np.argwhere(table.any(axis=-1)).tolist():
+            values = table.view(np.uint64)[p, s, layer].tolist()
+            totals.cells[passes[p], STAGES[s], layer] = values
+        return totals
+
+    def _add(self, cell: Cell, values: Sequence[int]) -> None:
+        sums = self.cells.get(cell)
+        summed = list(values) if sums is None else [a + b for a, b in zip(sums, values)]
+        summed[_FINGERPRINT] &= _MASK
+        self.cells[cell] = summed
+
+    def _idx_sum_off(self, call: ReplayEvidence) -> int:
+        """The distance of ``replay_idx_sum`` from the sums that rows of distinct experts can have.
+
+        Padding and missing slots are filled with distinct experts too.  A row that the router chose
+        itself was served nothing.
+        """
+        if call.rows_native:
+            return 0
+        low, high = expert_id_sums(call.num_rows, self._shape.topk, self._shape.num_experts)
+        return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
+
+
+def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
+    """The least and the largest sum of expert ids 0..num_experts-1 in rows of ``topk`` distinct ones."""
+    low = topk * (topk - 1) // 2
+    return num_rows * low, num_rows * (topk * (num_experts - 1) - low)
 
 
 @dataclass(frozen=True)
 class StepExpectation:
-    """What the rollout side knows of a step before the trainer has run.
+    """Everything that the rollout side knows of a step before the trainer has run.
 
     Per-layer values are by 1-based layer number.  ``num_calls[pass][stage][layer]`` counts router
     calls over all ranks.
@@ -57,39 +163,22 @@ class StepExpectation:
     # the same fingerprints for the ranks that share a data-parallel rank: where to look
     fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
-    def to_json(self) -> dict:
-        """The expectation for evidence/steps.jsonl: what ``check-evidence`` judges by again.
-
-        Fingerprints are hexadecimal: JSON readers outside Python lose the low bits of integers.
-        """
-        return {
-            "expected_fingerprints": {str(n): f"{f:#018x}" for n, f in self.fingerprints.items()},
-            "expected_rows_replayed": {str(n): v for n, v in self.rows_replayed.items()},
-            "expected_rows_filled": {str(n): v for n, v in self.rows_filled.items()},
-            "expected_calls": {
-                p: {s: {str(n): c for n, c in of.items()} for s, of in stages.items()}
-                for p, stages in self.num_calls.items()
-            },
-        }
-
-    def places_to_json(self) -> list[dict]:
-        """Fingerprints of each data-parallel rank: written for a failed step, to find its ranks."""
-        return [
-            {"ranks": ranks, "fingerprints": {str(n): f"{f:#018x}" for n, f in own.items()}}
-            for ranks, own in self.fingerprints_of_ranks.items()
-        ]
+    def total_calls(self) -> int:
+        """Router calls over all passes, stages and layers."""
+        stages = [of for stages in self.num_calls.values() for of in stages.values()]
+        return sum(calls for of in stages for calls in of.values())
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One thing that is not as it must be."""
+    """One quantity that is not as it must be, and its place."""
 
     replay_pass: str
     stage: str
     layer_number: int
     what: str
     got: int
-    expected: int
+    expected: int | float
 
     def __str__(self) -> str:
         return (
@@ -100,10 +189,15 @@ class Failure:
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """The outcome of one step; ``counts`` are over all passes and layers."""
+    """The outcome of one step.
+
+    counts: ``COUNTS`` and calls over all passes and layers.  above_threshold: rows without a common
+    expert, where there are more than may be; ``expected`` is the most.
+    """
 
     step: int
     failures: list[Failure]
+    above_threshold: list[Failure]
     threshold_error: str | None
     counts: dict[str, int]
     agreement: dict[str, float] = field(default_factory=dict)
@@ -123,100 +217,117 @@ class StepVerdict:
             raise AssertionError(f"R3 check failed at step {self.step}:\n  {shown}{rest}")
 
 
-def totals(
-    records: Iterable[ReplayEvidence], passes: tuple[str, ...], num_layers: int
-) -> np.ndarray:
-    """Sum one rank's records: int64[passes, stages, num_layers + 1, counters].
-
-    Layers are indexed by their 1-based number.  Fingerprints add mod 2^64 in the int64's bits, so
-    totals of ranks may be added the same way.
-    """
-    out = np.zeros((len(passes), len(STAGES), num_layers + 1, len(COUNTERS)), dtype=np.int64)
-    for r in records:
-        values = {
-            "num_calls": 1,
-            "map_deviation": abs(r.map_sum - r.num_rows * r.topk),
-            "fingerprint": r.fingerprint - (1 << 64) if r.fingerprint >> 63 else r.fingerprint,
-        }
-        cell = out[passes.index(r.replay_pass), STAGES.index(r.stage), r.layer_number]
-        for name, column in _COLUMN.items():
-            if r.counts_tokens or name in COUNTED_ON_COPIES:
-                with np.errstate(over="ignore"):
-                    cell[column] += np.int64(values.get(name, getattr(r, name, 0)))
-    return out
-
-
 def judge(
-    table: np.ndarray,
-    passes: tuple[str, ...],
+    totals: StepTotals,
     expectation: StepExpectation,
+    shape: RouteShape,
     *,
     mismatch_threshold: float,
-    num_experts: int,
-    topk: int,
 ) -> StepVerdict:
     """Judge the totals of all ranks.
 
-    table: int64[passes, stages, layers + 1, counters], see ``totals``.
+    mismatch_threshold: the largest share of rows without a common expert in any place.
     """
     failures: list[Failure] = []
+    above: list[Failure] = []
     threshold_error = None
-    counts = dict.fromkeys(COUNTERS[2:], 0)
-    counts["num_calls"] = counts["num_calls_expected"] = 0
-    for p, replay_pass in enumerate(passes):
-        for s, stage in enumerate(STAGES):
-            for layer in expectation.fingerprints:
-                cell = dict(zip(COUNTERS, table[p, s, layer].tolist()))
-                calls = expectation.num_calls[replay_pass][stage].get(layer, 0)
-                counts["num_calls_expected"] += calls
-                for name in counts:
-                    counts[name] += cell.get(name, 0)
-                wanted = {
-                    "num_calls": calls,
-                    "rows_native": 0,
-                    "duplicate_rows": 0,
-                    "map_deviation": 0,
-                    "rows_recompute_differ": 0,
-                }
-                if calls:
-                    wanted["fingerprint"] = expectation.fingerprints[layer]
-                    # recorded rows that were left over would be missing here
-                    wanted["rows_replayed"] = expectation.rows_replayed[layer]
-                    wanted["rows_filled"] = expectation.rows_filled[layer]
-                    cell["fingerprint"] &= (1 << 64) - 1
-                failures += [
-                    Failure(replay_pass, stage, layer, name, cell[name], value)
-                    for name, value in wanted.items()
-                    if cell[name] != value
-                ]
-                allowed = mismatch_threshold * cell["rows_replayed"]
-                if threshold_error is None and cell["rows_mismatch"] > allowed:
-                    threshold_error = (
-                        f"R3 mismatch tokens ({cell['rows_mismatch']}) > threshold ({allowed:g}) "
-                        f"at step {expectation.step}, {replay_pass}/{stage}, layer {layer}, of "
-                        f"{cell['rows_replayed']} rows"
-                    )
-    agreement = _agreement(table, passes, num_experts, topk)
-    return StepVerdict(expectation.step, failures, threshold_error, counts, agreement)
+    counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
+    places = [
+        (replay_pass, stage, layer)
+        for replay_pass in expectation.num_calls
+        for stage in STAGES
+        for layer in expectation.fingerprints
+    ]
+    for cell in places:
+        got = totals.counters(cell)
+        for name in counts:
+            counts[name] += got[name]
+        wanted = _wanted(cell, got, expectation)
+        got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+        failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
+        allowed = mismatch_threshold * got["rows_replayed"]
+        if got["rows_mismatch"] > allowed:
+            above.append(Failure(*cell, "rows_mismatch", got["rows_mismatch"], allowed))
+            threshold_error = threshold_error or (
+                f"R3 mismatch tokens ({got['rows_mismatch']}) > threshold ({allowed:g}) "
+                f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}, of "
+                f"{got['rows_replayed']} rows"
+            )
+    for cell in sorted(totals.cells.keys() - set(places)):
+        failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
+    counts["num_calls_expected"] = expectation.total_calls()
+    agreement = _agreement(totals, expectation, shape)
+    return StepVerdict(expectation.step, failures, above, threshold_error, counts, agreement)
+
+
+def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
+    """The only right value of each quantity that has one."""
+    replay_pass, stage, layer = cell
+    calls = expectation.num_calls[replay_pass][stage].get(layer, 0)
+    wanted = {"num_calls": calls, **dict.fromkeys(ERRORS, 0)}
+    if calls:
+        wanted["fingerprint"] = expectation.fingerprints[layer]
+        # recorded rows that were left over would be missing here
+        wanted["rows_replayed"] = expectation.rows_replayed[layer]
+        wanted["rows_filled"] = expectation.rows_filled[layer]
+    return {**wanted, "rows_compared": got["rows_replayed"]}
 
 
 def _agreement(
-    table: np.ndarray, passes: tuple[str, ...], num_experts: int, topk: int
+    totals: StepTotals, expectation: StepExpectation, shape: RouteShape
 ) -> dict[str, float]:
     """Shares of rows in the old-log-prob pass, beside chance and the misaligned controls."""
-    if "old_log_prob" not in passes:
-        return {}
-    sums = table[passes.index("old_log_prob"), 0].sum(0)
-    rows = int(sums[_COLUMN["rows_replayed"]])
+    layers = [totals.counters((*NATIVE, layer)) for layer in expectation.fingerprints]
+    rows = sum(values["rows_replayed"] for values in layers)
     if not rows:
         return {}
     shares = {
-        name.removeprefix("rows_"): float(sums[_COLUMN[name]]) / rows
-        for name in COUNTERS
+        name.removeprefix("rows_"): sum(values[name] for values in layers) / rows
+        for name in COUNTS
         if name in ("rows_equal", "rows_overlap", "rows_mismatch") or name.startswith("control_")
     }
-    shares.update({f"chance_{k}": v for k, v in chance_levels(num_experts, topk).items()})
-    return shares
+    chance = chance_levels(shape.num_experts, shape.topk)
+    return {**shares, **{f"chance_{name}": share for name, share in chance.items()}}
+
+
+def step_line(
+    verdict: StepVerdict,
+    expectation: StepExpectation,
+    shape: RouteShape,
+    *,
+    world_size: int,
+    mismatch_threshold: float,
+) -> dict[str, Any]:
+    """The line of ``evidence/steps.jsonl``: the verdict, and all that it was judged by.
+
+    A failed step has the fingerprints of each data-parallel rank beside it, to find its ranks.
+    """
+
+    def hexadecimal(fingerprints: dict[int, int]) -> dict[int, str]:
+        return {layer: f"{value:#018x}" for layer, value in fingerprints.items()}
+
+    places = [
+        {"ranks": ranks, "fingerprints": hexadecimal(own)}
+        for ranks, own in expectation.fingerprints_of_ranks.items()
+    ]
+    return {
+        "step": verdict.step,
+        "passed": verdict.passed,
+        "passes": list(expectation.num_calls),
+        "world_size": world_size,
+        "num_experts": shape.num_experts,
+        "topk": shape.topk,
+        "mismatch_threshold": mismatch_threshold,
+        "expected_fingerprints": hexadecimal(expectation.fingerprints),
+        "expected_rows_replayed": expectation.rows_replayed,
+        "expected_rows_filled": expectation.rows_filled,
+        "expected_calls": expectation.num_calls,
+        **({} if verdict.passed else {"places": places}),
+        "counts": verdict.counts,
+        "agreement": verdict.agreement,
+        "failures": [asdict(f) for f in verdict.failures],
+        "threshold_error": verdict.threshold_error,
+    }
 
 
 def expected_calls(

@@ -48,7 +48,7 @@ from r3train.loop.scatter import (  # noqa: E402
     gather_topologies,
     scatter_slices,
 )
-from r3train.proof.check import judge, totals  # noqa: E402
+from r3train.proof.live import prove_step  # noqa: E402
 from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
@@ -253,37 +253,15 @@ class CaseRun:
     ) -> None:
         """Write the evidence that a run of the same step would leave; a collective."""
         place, plan = actor.topology, replay_plan(job.config, job.hf)
-        table = torch.from_numpy(totals(records, PASSES, plan.num_layers))
-        dist.all_reduce(table)
         writer = EvidenceWriter(self.output / EVIDENCE_RUN, place.rank)
-        writer.write(records)
-        if expected is not None:
-            expectation = expected.with_recorded(None)
-            verdict = judge(
-                table.numpy(),
-                PASSES,
-                expectation,
-                mismatch_threshold=plan.mismatch_threshold,
-                num_experts=plan.num_experts,
-                topk=plan.topk,
-            )
-            writer.write_step(
-                {
-                    "step": 0,
-                    "passed": verdict.passed,
-                    "passes": PASSES,
-                    "world_size": place.world_size,
-                    "num_experts": plan.num_experts,
-                    "topk": plan.topk,
-                    "mismatch_threshold": plan.mismatch_threshold,
-                    **expectation.to_json(),
-                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
-                    "counts": verdict.counts,
-                    "agreement": verdict.agreement,
-                    "failures": [asdict(f) for f in verdict.failures],
-                    "threshold_error": verdict.threshold_error,
-                }
-            )
+        prove_step(
+            writer,
+            records,
+            expected.with_recorded(None) if expected is not None else None,
+            plan.route_shape,
+            passes=PASSES,
+            mismatch_threshold=plan.mismatch_threshold,
+        )
         writer.close()
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.cli import main
-from r3train.proof.audit_logs import audit_logs
+from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import start_line
 from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
 

@@ -6,14 +6,21 @@ import json
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from r3train.proof.check import expected_calls, judge, StepExpectation, totals
+from r3train.proof.check import (
+    expected_calls,
+    judge,
+    step_line,
+    StepExpectation,
+    StepTotals,
+)
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
-from r3train.types import ReplayEvidence
+from r3train.types import ReplayEvidence, RouteShape
 
 PASSES = ("old_log_prob", "train")
 LAYERS = (1, 2, 3)
 ROWS = 100
+SHAPE = RouteShape(3, 2, 8)
 CONFIG = """[replay]
 use_rollout_routing_replay = true
 enable_r3_correctness_check = true
@@ -80,33 +87,17 @@ def write_run(
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
-            table = 0
+            totals = StepTotals(SHAPE)
             for rank, writer in enumerate(writers):
                 records = [] if rank in silent else records_of(step, rank)
                 records = [change(r) if change else r for r in records]
                 writer.write(records)
-                table = table + totals(records, PASSES, max(LAYERS))
+                for call in records:
+                    totals.add(call)
             expectation = expectation_of(step, set(range(ranks)) - set(silent))
-            verdict = judge(
-                table, PASSES, expectation, mismatch_threshold=0.02, num_experts=8, topk=2
-            )
-            writers[0].write_step(
-                {
-                    "step": step,
-                    "passed": verdict.passed,
-                    "passes": PASSES,
-                    "world_size": ranks,
-                    "num_experts": 8,
-                    "topk": 2,
-                    "mismatch_threshold": 0.02,
-                    **expectation.to_json(),
-                    **({} if verdict.passed else {"places": expectation.places_to_json()}),
-                    "counts": verdict.counts,
-                    "agreement": verdict.agreement,
-                    "failures": [vars(f) for f in verdict.failures],
-                    "threshold_error": verdict.threshold_error,
-                }
-            )
+            verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
+            line = step_line(verdict, expectation, SHAPE, world_size=ranks, mismatch_threshold=0.02)
+            writers[0].write_step(line)
             metrics.write(step, {"rollout/reward_mean": 0.1, "r3/passed": verdict.passed})
             if not verdict.passed:  # as a run does
                 break

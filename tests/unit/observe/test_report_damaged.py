@@ -238,19 +238,6 @@ def test_long_numbers_keep_the_page_narrow(run):
     assert "0" * 30 not in page_of(run)
 
 
-@pytest.mark.parametrize("chance", [5.0, 1.0])
-def test_a_chance_that_is_no_share_of_rows_is_no_end_of_the_scale(tmp_path, chance):
-    run = write_run(tmp_path / "run")
-    steps = run / "evidence" / "steps.jsonl"
-    lines = [json.loads(line) for line in steps.read_text().splitlines()]
-    for line in lines:
-        line["agreement"]["chance_equal"] = chance
-    steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    page = page_of(run, "--png", run / "png")
-    heat = page[page.index('aria-label="agreement by layer and step"') :]
-    assert ">0.0%</text>" in heat[: heat.index("</svg>")]
-
-
 # -- the output ----------------------------------------------------------------------------------
 
 

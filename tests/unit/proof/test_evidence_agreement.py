@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.proof.audit import audit_run
-from r3train.proof.audit_agreement import beaten_by, CONTROLS
+from r3train.proof.controls import beaten_by, CONTROLS
 from r3train.routing.agreement import chance_levels
 from tests.unit.evidence_dirs import write_run
 

@@ -13,7 +13,7 @@ from typing import Any, TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from r3train.proof.audit_result import Audit
+    from r3train.proof.findings import Audit
 
 EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
 _SHOWN = 10
@@ -71,7 +71,7 @@ def check_evidence(
     Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
     from r3train.proof.audit import audit_run
-    from r3train.proof.audit_logs import audit_logs
+    from r3train.proof.log_lines import audit_logs
 
     if run_dir is None and not logs:
         raise click.UsageError("give a RUN_DIR, or log files with --logs")

@@ -9,10 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
-from r3train.proof.check import STAGES
-
-# the pass and stage in which controls are counted
-NATIVE = ("old_log_prob", STAGES[0])
 CONTROLS = {
     "control_token_minus": "with the routes of the token before",
     "control_token_plus": "with the routes of the token after",
@@ -33,7 +29,7 @@ class Beaten:
     rows_replayed: int
 
     def words(self) -> tuple[str, str, str]:
-        """What was counted, got and expected."""
+        """The quantity, got and expected."""
         return (
             f"rows that agree with the replayed routes ({self.control}: {self.control_rows} agree "
             f"{CONTROLS[self.control]})",
@@ -47,15 +43,12 @@ def beaten_by(values: Mapping[str, int]) -> Beaten | None:
 
     values: counters by name, over one layer.
 
-    A row's own choice can equal the replayed routes, the control, both or neither.  Were the control
-    no better, the difference of the two counts would be a sum over at most ``equal + control`` rows
-    of +1 or -1, of standard error at most the root of that (McNemar's test).  Rows are no
-    independent draws, as the samples of a group repeat their prompt's rows: where each stands there
-    four times the true error is twice that, so 10 standard errors are asked for and not 5.  They
-    need 100 rows at least.  A tenth of the rows is asked for beside them, because in many rows a
-    difference is soon sure and means nothing (experts that nearly all tokens use).  A sound run has
-    no such difference to begin with: its routes agree with the model better than misaligned ones.
-    Where the model's own choice is at chance (routes drawn at random), so are the controls.
+    A row's own choice can equal the replayed routes, the control, both or neither.  If the control
+    is no better, the difference of the two counts is a sum of at most ``equal + control`` terms of
+    +1 or -1, and its standard error at most the root of that (McNemar's test).  10 standard errors
+    are required, not 5, because the samples of a group repeat their prompt's rows.  A tenth of the
+    rows is required too: in many rows a small difference is soon sure and means nothing.
+    Routes drawn at random are at chance, and so are their controls.
     """
     rows, equal = values["rows_replayed"], values["rows_equal"]
     control = max(CONTROLS, key=lambda name: values[name])

@@ -1,14 +1,16 @@
-"""What an audit of evidence says: a verdict, three claims, and findings with their places."""
+"""The result of an audit: a verdict, three claims, findings with their places, and one record a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PASSED, FAILED, NO_EVIDENCE = "passed", "failed", "no evidence"
 CLAIMS = ("applied", "covered", "agreement")
 MAX_FINDINGS = 1000
+_MAX_DAMAGED = 20  # of one file, in words
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,31 @@ class Finding:
         return f"{self.where()}: {self.what}{values}"
 
 
+@dataclass(frozen=True)
+class AuditedStep:
+    """One step that was trained and judged, as its records show it.
+
+    passed: no finding names the step, at no time that it was trained, and the run's own verdict
+    passed.  counts: ``check.COUNTS``, ``num_calls`` and ``num_calls_expected`` over all passes and
+    layers.  layers: (rows_equal, rows_replayed) of the old-log-prob pass by 1-based layer number.
+    agreement: shares of rows over all layers, and those of chance (``chance_equal``).
+    """
+
+    rollout_id: int
+    passed: bool
+    counts: dict[str, int]
+    layers: dict[int, tuple[int, int]]
+    agreement: dict[str, float]
+    failures: tuple[str, ...]
+
+
 @dataclass
 class Audit:
-    """The verdict on a run directory, or on log files, with what it rests on."""
+    """The verdict on a run directory, or on log files, with the facts that it rests on.
+
+    damaged: lines by file that the schema refuses.  steps: in their order; empty where the caller
+    did not ask for them.
+    """
 
     source: str
     verdict: str = NO_EVIDENCE
@@ -58,6 +82,8 @@ class Audit:
     numbers: dict[str, Any] = field(default_factory=dict)
     agreement: dict[str, float] = field(default_factory=dict)
     layer_agreement: dict[int, float] = field(default_factory=dict)
+    damaged: Counter[str] = field(default_factory=Counter)
+    steps: list[AuditedStep] = field(default_factory=list)
 
     def find(self, finding: Finding, count: int = 1) -> None:
         """Add a finding; one that stands for several says how many."""
@@ -66,9 +92,39 @@ class Audit:
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(finding)
 
+    def damage(self, file: str, error: str, number: int | None = None) -> None:
+        """Add a line that the schema refuses; the first 20 of a file are told in words."""
+        self.damaged[file] += 1
+        if self.damaged[file] <= _MAX_DAMAGED:
+            place = file if number is None else f"{file} line {number}"
+            self.find(Finding("covered", f"{place}: {error}"))
+
+    def find_more_damage(self) -> None:
+        """Add one finding a file for its damaged lines beyond the first 20."""
+        for file, count in self.damaged.items():
+            if (more := count - _MAX_DAMAGED) > 0:
+                self.find(Finding("covered", f"{file}: {more} more damaged lines"), count=more)
+
+    def conclude(self, reason: str, *, shown: Collection[str]) -> None:
+        """Set the verdict and the claims that did not fail.
+
+        reason: the lack of evidence in words; empty where there is enough.  shown: claims that
+        the evidence can show.
+        """
+        if self.num_findings:
+            self.verdict = FAILED
+        elif reason:
+            self.reason = reason
+        else:
+            self.verdict = PASSED
+        for claim in shown:
+            if self.claims[claim] != FAILED:
+                self.claims[claim] = PASSED
+
     def to_json(self) -> dict[str, Any]:
         """Plain values alone; findings carry their place in words too."""
         out = asdict(self)
+        del out["steps"], out["damaged"]
         out["findings"] = [{**asdict(f), "where": f.where()} for f in self.findings]
         return out
 

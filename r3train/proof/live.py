@@ -1,0 +1,46 @@
+"""A running job's proof of one step, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from r3train.proof.check import judge, step_line, StepExpectation, StepTotals, StepVerdict
+from r3train.proof.writer import EvidenceWriter
+from r3train.types import ReplayEvidence, RouteShape
+
+
+def prove_step(
+    evidence: EvidenceWriter,
+    records: Sequence[ReplayEvidence],
+    expectation: StepExpectation | None,
+    shape: RouteShape,
+    *,
+    passes: Sequence[str],
+    mismatch_threshold: float,
+) -> StepVerdict | None:
+    """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
+
+    A collective.  expectation: on rank 0 alone, which alone has a verdict.
+    """
+    evidence.write(records)
+    own = StepTotals(shape)
+    for record in records:
+        own.add(record)
+    table = torch.from_numpy(own.to_table(passes))
+    dist.all_reduce(table)
+    if expectation is None:
+        return None
+    totals = StepTotals.of_table(table.numpy(), passes, shape)
+    verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
+    line = step_line(
+        verdict,
+        expectation,
+        shape,
+        world_size=dist.get_world_size(),
+        mismatch_threshold=mismatch_threshold,
+    )
+    evidence.write_step(line)
+    return verdict

@@ -1,0 +1,169 @@
+"""The lines of a run's evidence files: declared once, and refused by the schema where they are damaged.
+
+``rank_NNNNN.jsonl`` holds a ``RecordLine`` a router call, ``steps.jsonl`` a ``StepLine`` a step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from r3train.proof.check import COUNTS, Failure
+from r3train.types import (
+    Amount,
+    Fingerprint,
+    LayerNumber,
+    Rank,
+    ReplayEvidence,
+    ReplayPass,
+    ReplayStage,
+)
+
+# A failed step of 4096 ranks with 100 layers takes some ten MB.
+_MAX_LINE = 64 << 20
+_HEX = re.compile(r"0x[0-9a-f]{1,16}", re.ASCII)
+_PLACE = re.compile(r" - at `\$\.([\w/]+)`$")
+# The start of the run that wrote the line; starts are named so that they sort as they began.
+Attempt = Annotated[str, Meta(max_length=100)]
+_LineT = TypeVar("_LineT")
+
+
+@dataclass(frozen=True, slots=True)
+class RecordLine(ReplayEvidence):
+    """One line of ``rank_NNNNN.jsonl``: a router call, and the start of the run that made it."""
+
+    attempt: Attempt = ""
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
+
+    ranks: list[Rank]
+    fingerprints: dict[LayerNumber, Fingerprint]
+
+
+Counts = msgspec.defstruct(
+    "Counts",
+    [(name, Annotated[int, Meta(ge=0)]) for name in (*COUNTS, "num_calls", "num_calls_expected")],
+    frozen=True,
+)
+
+
+class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by."""
+
+    attempt: Attempt = ""
+    step: Amount
+    passed: bool
+    passes: Annotated[list[ReplayPass], Meta(min_length=1)]
+    world_size: Annotated[int, Meta(ge=1, le=1 << 17)]
+    num_experts: Annotated[int, Meta(ge=1, le=65535)]
+    topk: Annotated[int, Meta(ge=1)]
+    mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
+    expected_fingerprints: dict[LayerNumber, Fingerprint]
+    expected_rows_replayed: dict[LayerNumber, Amount]
+    expected_rows_filled: dict[LayerNumber, Amount]
+    expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
+    places: list[Place] = []
+    counts: Counts
+    agreement: dict[str, float]
+    failures: list[Failure]
+    threshold_error: str | None
+
+    def __post_init__(self) -> None:
+        if self.topk > self.num_experts:
+            raise ValueError(
+                f"topk is {self.topk}, expected at most {self.num_experts}, the experts"
+            )
+        layers = self.expected_fingerprints.keys()
+        for name in ("expected_rows_replayed", "expected_rows_filled"):
+            if getattr(self, name).keys() != layers:
+                raise ValueError(f"{name} has not the layers of expected_fingerprints")
+        if sorted(self.expected_calls) != sorted(self.passes):
+            raise ValueError(f"expected_calls has not the passes {self.passes}")
+        for stages in self.expected_calls.values():
+            if len(stages) != 2 or any(of.keys() - layers for of in stages.values()):
+                raise ValueError(
+                    "expected_calls has not both stages, or layers without fingerprint"
+                )
+        if self.passed and (self.failures or self.threshold_error):
+            raise ValueError("passed is true beside failures")
+
+
+class MetricsLine(msgspec.Struct, frozen=True):
+    """One line of ``metrics.jsonl``, as far as the proof reads it."""
+
+    step: Amount
+    passed: bool | int | None = msgspec.field(name="r3/passed", default=None)
+
+
+def _fingerprint(kind: type, value: Any) -> Any:
+    if kind is not Fingerprint or not isinstance(value, str) or not _HEX.fullmatch(value):
+        raise ValueError(f"Expected 64 bits in hexadecimal (0x...), got {value!r:.60}")
+    return Fingerprint(value, 16)
+
+
+RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
+STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
+METRICS = msgspec.json.Decoder(MetricsLine)
+
+
+@dataclass(frozen=True, slots=True)
+class FileLine(Generic[_LineT]):
+    """A line of a file: its 1-based number, first byte, and the byte behind it.
+
+    value: None where ``error`` says what is wrong with it.  torn: the file ends within it.
+    """
+
+    number: int
+    begin: int
+    end: int
+    value: _LineT | None
+    error: str = ""
+    torn: bool = False
+
+
+def read_lines(
+    path: Path, decoder: msgspec.json.Decoder[_LineT], offset: int = 0, number: int = 0
+) -> Iterator[FileLine[_LineT]]:
+    """The lines from byte ``offset`` on, before which there are ``number``; blank ones are left out.
+
+    Nothing is read behind a line of more than 64 MiB, nor of a file that cannot be read: the error
+    of the last line says so.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            while raw := file.readline(_MAX_LINE):
+                number, begin, offset = number + 1, offset, offset + len(raw)
+                whole = raw.endswith(b"\n")
+                if not whole and len(raw) == _MAX_LINE:
+                    yield FileLine(number, begin, offset, None, f"longer than {_MAX_LINE} bytes")
+                    return
+                if raw.isspace():
+                    continue
+                try:
+                    yield FileLine(number, begin, offset, decoder.decode(raw))
+                except (ValueError, RecursionError) as error:
+                    text = f"{error}{_got(raw, str(error))}"
+                    yield FileLine(number, begin, offset, None, text, torn=not whole)
+    except OSError as error:
+        yield FileLine(number + 1, offset, offset, None, f"cannot be read: {error.strerror}")
+
+
+def _got(raw: bytes, error: str) -> str:
+    """The value of the key that an error names, where its text does not say it."""
+    place = _PLACE.search(error)
+    if place is None or ", got " in error:
+        return ""
+    try:
+        return f", got {json.loads(raw)[place[1]]!r:.60}"
+    except (ValueError, RecursionError):  # the line is damaged behind that key as well
+        return ""
