@@ -37,7 +37,7 @@ def measure() -> Rates:
     from benchmarks.samples import route_payload, sample_of_routes
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
     from r3train.loop.scatter import pack_records, unpack_records
-    from r3train.engine import answer_json
+    from r3train.engine.http import parse_answer
     from r3train.routing.wire import decode_routed_experts
     from r3train.types import RankTopology, RouteShape
 
@@ -82,8 +82,8 @@ def measure() -> Rates:
     sent = sum(len(m) for m in messages)
     return Rates(
         http_read=measure_http(answer),
-        parse=rate(len(answer), lambda: answer_json.loads(answer)),
-        log_prob_parse=rate(len(light), lambda: answer_json.loads(light)),
+        parse=rate(len(answer), lambda: parse_answer(answer)),
+        log_prob_parse=rate(len(light), lambda: parse_answer(light)),
         decode=rate(size, decode),
         pack_and_cut=rate(2 * size, cut),
         message=rate(sent, lambda: [pack_records([s]) for s in slices]),

@@ -1,4 +1,4 @@
-"""HTTP to a set of SGLang servers: one aiohttp session, and errors that say what failed where."""
+"""HTTP to a set of SGLang servers: one session, and errors that name the call and the server."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import aiohttp
 import orjson
 
-from r3train.engine import answer_json
 from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
 _KEEPALIVE_S = 2.0
 _CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
-# How long a dead engine's guard may take to end the rest of its tree and report an exit code.
+# Time for a dead engine's guard to end the rest of its tree and report an exit code.
 _DEATH_REPORT_S = 6.0
 # Parsing more than this in the event loop would hold the other requests up.
 _INLINE_PARSE_BYTES = 1 << 20
+_ROUTES = "routed_experts"
+_ROUTES_KEYS = tuple(f'"{_ROUTES}":{space}"'.encode() for space in ("", " "))
 
 
 def base_url(addr: str) -> str:
@@ -82,9 +83,9 @@ class SGLangHTTP:
         """One request; returns the parsed JSON, or the text of an answer that is not JSON.
 
         Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
-        EngineUnreachable where there is no connection, AnswerLate where there is no answer in time,
-        AnswerCutShort for a connection that broke, or EngineError for a status of 400 and above, or a JSON answer that
-        says ``success: false``; every message begins with ``what``.
+        EngineUnreachable without a connection, AnswerLate without an answer in time, AnswerCutShort
+        for a connection that broke, and EngineError for a status of 400 and above or a JSON answer
+        with ``success: false``.  Every message begins with ``what``, the name of the call.
         """
         url = self.urls[server]
         timeout_s = timeout_s or self.request_timeout_s
@@ -156,9 +157,9 @@ class SGLangHTTP:
     async def _parse(self, status: int, raw: bytes, *, url: str, what: str) -> Any:
         try:
             if len(raw) > _INLINE_PARSE_BYTES:
-                answer = await asyncio.to_thread(answer_json.loads, raw)
+                answer = await asyncio.to_thread(parse_answer, raw)
             else:
-                answer = answer_json.loads(raw)
+                answer = parse_answer(raw)
         except orjson.JSONDecodeError:
             answer = raw.decode("utf-8", errors="replace").strip()
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
@@ -194,3 +195,41 @@ def _message(answer: Any) -> str:
             if answer.get(key):
                 return str(answer[key])
     return str(answer)[:2000]
+
+
+def parse_answer(raw: bytes) -> Any:
+    """Parse JSON; ``meta_info.routed_experts`` becomes a memoryview into ``raw``.
+
+    Nearly all of an answer is that one base64 string.  A parser would copy it through a buffer and
+    look for escapes, of which base64 has none: it is cut out, and the small rest is parsed.  JSON of
+    another form (several of the field, or the field elsewhere) is parsed as it stands.
+    Raises orjson.JSONDecodeError.
+    """
+    found = _payload(raw)
+    if found is None:
+        return orjson.loads(raw)
+    start, end = found
+    answer = orjson.loads(b"".join((raw[:start], raw[end:])))
+    meta = answer.get("meta_info") if isinstance(answer, dict) else None
+    if not isinstance(meta, dict) or meta.get(_ROUTES) != "":
+        return orjson.loads(raw)
+    meta[_ROUTES] = memoryview(raw)[start:end]
+    return answer
+
+
+def _payload(raw: bytes) -> tuple[int, int] | None:
+    """(start, end) of the string of the one such field, or None.
+
+    Inside another string the field's quotes would be escaped, and it would not be found.
+    """
+    for key in _ROUTES_KEYS:
+        at = raw.find(key)
+        if at < 0:
+            continue
+        start = at + len(key)
+        end = raw.find(b'"', start)
+        # a backslash would have to be undone: that is no base64, and the decoder will say so
+        if end < 0 or raw.find(key, end) >= 0 or raw.find(b"\\", start, end) >= 0:
+            return None
+        return start, end
+    return None

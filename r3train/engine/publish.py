@@ -1,16 +1,13 @@
 """New weights to the rollout engines: by broadcast in buckets, or by a checkpoint on disk.
 
-Both transports take an iterator of (HF name, full tensor) on one rank and end with every server
-holding those weights under a new version label.  Names must be those of a checkpoint on disk, one
-tensor an expert: SGLang accepts transformers' fused in-memory expert names, answers "Succeeded"
-and leaves the experts as they were.
+Both transports take an iterator of (HF name, full tensor) on one rank.  At the end every server
+holds those weights under a new version label.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import socket
 import threading
@@ -25,10 +22,8 @@ import torch
 import torch.distributed as dist
 
 from r3train.engine.control import EngineControl
+from r3train.hf_checkpoint import NamedTensors, check_name
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-_FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
 _ALIVE_EVERY_S = 0.5
@@ -57,16 +52,6 @@ class WeightPublisher(Protocol):
     def reconnect(self) -> None: ...
 
     def close(self) -> None: ...
-
-
-def check_name(name: str) -> str:
-    """Return ``name``; raises ValueError for a fused expert tensor, which SGLang would ignore."""
-    if _FUSED_EXPERTS.search(name):
-        raise ValueError(
-            f"weight {name!r} is a fused expert tensor: SGLang answers success and does not load "
-            "it; send per-expert names such as mlp.experts.0.gate_proj.weight"
-        )
-    return name
 
 
 def buckets(
@@ -105,11 +90,11 @@ class DistributedPublisher:
     """Broadcast from this rank to every rank of every server, bucket by bucket.
 
     ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
-    ``master_address`` is where the servers reach this rank, and all that the group's store binds;
-    the port is chosen by the system.  ``interface`` is the network interface of that address: gloo
+    The servers reach this rank at ``master_address``, and the group's store listens there alone, on
+    a port that the system chooses.  ``interface`` is the network interface of that address: gloo
     would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
-    The group is made at the first ``publish`` and kept.  ``flush_cache`` drops what the servers
-    cached under the old weights; they refuse that while requests are running.
+    The group is made at the first ``publish`` and kept.  ``flush_cache`` drops prefixes that the
+    servers cached under the old weights; they refuse that while requests are running.
     """
 
     def __init__(

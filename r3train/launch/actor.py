@@ -14,7 +14,7 @@ from r3train.launch.resume import ResumePoint
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.topology import init_model_parallel
-from r3train.engine.hf_export import export_checkpoint
+from r3train.hf_checkpoint import export_checkpoint
 
 
 def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> MegatronActor:

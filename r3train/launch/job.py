@@ -21,7 +21,7 @@ from r3train.rewards.registry import Reward, get_reward
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
 from r3train.types import Prompt
-from r3train.engine.hf_export import check_export_directory
+from r3train.hf_checkpoint import check_export_directory
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from r3train.engine import publish
-from r3train.engine.publish import DistributedPublisher, buckets, check_name, flatten
-from r3train.engine.publish_disk import DiskPublisher, write_shards
+from r3train.engine.publish import DistributedPublisher, buckets, flatten
+from r3train.engine.publish_disk import DiskPublisher
+from r3train.hf_checkpoint import check_name, write_shards
 
 
 def tensors(*shapes, dtype=torch.float32):

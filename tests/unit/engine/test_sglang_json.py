@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3train.engine import answer_json
+from r3train.engine.http import parse_answer
 
 TEXT = st.text(max_size=20) | st.sampled_from(['"routed_experts":"AAAA"', '\\"routed_experts":"'])
 BASE64 = st.text("AZaz09+/=", max_size=40)
@@ -26,7 +26,7 @@ def test_an_answer_is_what_json_says_with_its_routes_left_in_place(text, payload
         "meta_info": {"id": text, "routed_experts": payload, key: 1, "tokens": [[-0.5, 3, text]]},
     }
     raw = json.dumps(answer, separators=separators).encode()
-    got = answer_json.loads(raw)
+    got = parse_answer(raw)
     if isinstance(got["meta_info"]["routed_experts"], memoryview):
         got = whole(got)
     assert got == orjson.loads(raw)
@@ -34,7 +34,7 @@ def test_an_answer_is_what_json_says_with_its_routes_left_in_place(text, payload
 
 def test_the_payload_is_not_copied():
     raw = b'{"meta_info": {"routed_experts": "AAAA", "n": 1}}'
-    payload = answer_json.loads(raw)["meta_info"]["routed_experts"]
+    payload = parse_answer(raw)["meta_info"]["routed_experts"]
     assert payload.obj is raw and payload.tobytes() == b"AAAA"
 
 
@@ -50,10 +50,10 @@ def test_the_payload_is_not_copied():
     ],
 )
 def test_an_answer_of_another_form_is_parsed_as_any_json_is(raw):
-    assert answer_json.loads(raw) == orjson.loads(raw)
+    assert parse_answer(raw) == orjson.loads(raw)
 
 
 @pytest.mark.parametrize("raw", [b'{"meta_info":{"routed_experts":"AAA', b"", b"no json"])
 def test_what_is_cut_short_is_no_json(raw):
     with pytest.raises(orjson.JSONDecodeError):
-        answer_json.loads(raw)
+        parse_answer(raw)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from r3train.engine.hf_export import MARKER, check_export_directory, export_checkpoint
+from r3train.hf_checkpoint import MARKER, check_export_directory, export_checkpoint
 
 
 @pytest.fixture
