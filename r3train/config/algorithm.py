@@ -15,9 +15,9 @@ class AlgorithmSection(Section):
     title: ClassVar[str] = "Algorithm"
 
     advantage_estimator: str = "grpo"
-    """How rewards become advantages: grpo, or module:function of your own."""
+    """How rewards become advantages: a name of docs/extending.md, or module:function."""
     policy_loss: str = "ppo"
-    """How advantages become a loss: ppo, or module:function of your own."""
+    """How advantages become a loss: a name of docs/extending.md, or module:function."""
     grpo_std_normalization: bool = True
     """Divide a group's centred rewards by their standard deviation."""
     eps_clip: float = Field(default=0.2, ge=0, lt=1)
