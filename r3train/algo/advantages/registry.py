@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from r3train.algo.advantages.grpo import grpo
+from r3train.algo.advantages.rloo import rloo
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import find_plug, require_function
 from r3train.types import RolloutSample
@@ -21,6 +22,7 @@ AdvantageEstimator = Callable[
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "grpo": grpo,
+    "rloo": rloo,
 }
 _FLAG = "--advantage-estimator"
 
