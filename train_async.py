@@ -86,12 +86,15 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     from r3train.launch.sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
     from r3train.loop.parts import RankZero
-    from r3train.loop.planted_bugs import planted_bugs
     from r3train.loop.scatter import broadcast_json
     from r3train.observe.metrics import MetricsWriter
     from r3train.proof.writer import EvidenceWriter
 
-    config = job.config
+    config, plant = job.config, None
+    if config.replay.plant_bug is not None or config.faults.plant_fault is not None:
+        from r3train.verify.mutations import planted_in_job
+
+        plant = parts.enter_context(planted_in_job(config, job.hf))
     resume = resume_point(job)
     engines = stores = routes = rank_zero = evidence = None
     if config.replay.route_stores:
@@ -128,7 +131,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         evidence=evidence,
         keeper=build_keeper(job, actor, run_dir, stop, display.note, resume),
         routes=routes,
-        plant=planted_bugs(config, job.hf),
+        plant=plant,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(actor, config.model.hf_checkpoint, config.checkpoint.save_hf)

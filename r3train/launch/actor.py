@@ -38,8 +38,6 @@ def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> Megatron
         actor.load_reference(config.ref_checkpoint)
     if resume.checkpoint is not None:
         checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
-    if config.replay.plant_bug == "bypass":
-        actor.replay.uninstall()
     return actor
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint, run_facts
@@ -25,15 +23,13 @@ def build_keeper(
 ) -> Keeper:
     """Build this rank's keeper; ``note`` shows a line to people."""
     config = job.config
-    checkpointer: Any = None
+    checkpointer = None
     if config.checkpoint.save is not None:
         checkpointer = checkpoint.Checkpointer(
             actor,
             config.checkpoint,
             resumed_at=resume.next_rollout_in(config.checkpoint.save),
         )
-        if config.faults.plant_fault == "disk_full":
-            checkpointer = _FullDisk(checkpointer)
     return Keeper(
         config,
         run_dir,
@@ -43,28 +39,3 @@ def build_keeper(
         checkpointer=checkpointer,
         note=note,
     )
-
-
-class _FullDisk:
-    """--plant-fault disk_full: from the second save on, the disk is full half-way through."""
-
-    def __init__(self, inner: checkpoint.Checkpointer):
-        self._inner = inner
-        self._saves = 0
-
-    def save(self, next_rollout_id: int, facts: dict, write_extra: Callable | None = None) -> None:
-        self._saves += 1
-
-        def fails(directory: Path) -> None:
-            if write_extra is not None:
-                write_extra(directory)
-            if self._saves > 1:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        self._inner.save(next_rollout_id, facts, fails)
-
-    def poll(self) -> None:
-        self._inner.poll()
-
-    def finish(self) -> None:
-        self._inner.finish()

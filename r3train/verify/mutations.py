@@ -1,46 +1,68 @@
-"""Deliberate bugs, planted in the production code by name; verification must catch every one.
+"""The home of planted bugs: of ``r3train verify``, of --plant-bug and of --plant-fault.
 
-A mutation patches functions or methods where production looks them up, for as long as its context is
-open; nothing is copied.  Each names the topology that shows it and the phase that must fail, by at
-least ten times the phase's threshold (phase 0 is exact: any difference fails it).  ``refused``
-mutations end in a clear error of production or of Megatron instead, which the report says.
+Production has no bug by name.  A planted bug changes a rollout's samples through the ``plant`` hook of
+``loop.prepare``, after the rollout side has taken their fingerprints, or it replaces functions and
+methods where production looks them up, for as long as its context is open.
+
+Each names the topology that shows it and the phase that must fail, by at least ten times the phase's
+threshold (phase 0 is exact: any difference fails it).  Some end in a clear error of production or of
+Megatron instead (``expect_error``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+import errno
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any
+from unittest import mock
 
-from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.compare import GRADIENTS
-from r3train.verify.rollouts import RolloutBatch
-from r3train.verify.topologies import Topology
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import finalize_model_grads as megatron_finalize
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import router as megatron_router
+
+from r3train import types
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.layout import microbatch
+from r3train.loop import batch as batches, scatter
+from r3train.loop.prepare import Plant
+from r3train.trainer.megatron import actor, checkpoint, hf_bridge, model, replay
+from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
+from r3train.types import RouteRef, TrainSample
+from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
+
+# (configuration, model) -> the bug, planted while the context is open
+Patch = Callable[[RunConfig, HfModelFacts], AbstractContextManager[Any]]
 
 
-@dataclass(frozen=True)
-class Scene:
-    """What a mutation may look at to be a mutation of just this run."""
-
-    topology: Topology
-    variant: ModelVariant
-    batch: RolloutBatch
+def _no_patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """A named bug; ``phase`` None means that nothing may fail (the null mutation).
+    """A named bug; ``phase`` None means that nothing may fail (a null mutation).
 
-    decoy_pass: a forward-only pass over another rollout runs first.  overrides: TransformerConfig
-    fields.  expect_error: part of the message of the error that is the catch.
+    spoil: changes the routes of all samples in place, a list of [T-1, L, K].  decoy_pass: a
+    forward-only pass over another rollout runs first.  overrides: TransformerConfig fields.
+    expect_error: part of the message of the error that is the catch.
     """
 
     name: str
     claim: str
     topology: str
     phase: int | None
-    plant: Callable[[Scene], AbstractContextManager[None]]
+    patch: Patch = _no_patch
+    spoil: Callable[[list[np.ndarray], HfModelFacts], None] | None = None
     decoy_pass: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     expect_error: str = ""
@@ -49,37 +71,571 @@ class Mutation:
     def last_phase(self) -> int:
         return max(GRADIENTS, self.phase or 0)
 
+    @contextmanager
+    def planted(self, config: RunConfig, hf: HfModelFacts) -> Iterator[Plant | None]:
+        """Plant the bug; yields the hook for ``prepare``, or None where samples stay as they are."""
+
+        def plant(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
+            routes = [_routes_of(s) for s in samples]
+            self.spoil(routes, hf)
+            return [
+                replace(s, sample=replace(s.sample, routed_experts=r))
+                for s, r in zip(samples, routes, strict=True)
+            ]
+
+        with self.patch(config, hf):
+            yield plant if self.spoil is not None else None
+
+
+def _routes_of(s: TrainSample) -> np.ndarray:
+    """A copy of a sample's routes, brought over where they are a reference."""
+    routes = s.sample.routed_experts
+    return routes.read() if isinstance(routes, RouteRef) else routes.copy()
+
 
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(claim: str, *, topology: str, phase: int | None, **more: Any) -> Callable:
-    """Register a context manager as the mutation of its name."""
+def _register(plant: Callable, claim: str, **fields: Any) -> None:
+    name = plant.__name__
+    assert name not in MUTATIONS, name
+    MUTATIONS[name] = Mutation(name, claim, **fields)
 
-    def register(plant: Callable[[Scene], Iterator[None]]) -> Callable:
-        name = plant.__name__.strip("_")
-        assert name not in MUTATIONS, name
-        MUTATIONS[name] = Mutation(name, claim, topology, phase, contextmanager(plant), **more)
-        return plant
+
+def mutation(claim: str, **fields: Any) -> Callable[[Patch], Patch]:
+    """Register a patch as the mutation of its name."""
+
+    def register(patch: Patch) -> Patch:
+        _register(patch, claim, patch=patch, **fields)
+        return patch
 
     return register
 
 
-@contextmanager
-def patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Put ``make(original)`` in the place of ``owner.name`` and take it out again."""
+def spoils_routes(claim: str, *, topology: str) -> Callable:
+    """Register a change of all samples' routes as the mutation of its name."""
+
+    def register(spoil: Callable) -> Callable:
+        _register(spoil, claim, topology=topology, phase=ROUTES, spoil=spoil)
+        return spoil
+
+    return register
+
+
+def patched(owner: Any, name: str, replacement: Callable) -> AbstractContextManager[Any]:
+    """Put ``replacement`` in the place of ``owner.name``; its first argument is the original."""
     original = getattr(owner, name)
-    setattr(owner, name, make(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return mock.patch.object(owner, name, call)
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable], Patch]:
+    """Make a patch of a replacement for ``owner.name``; its first argument is the original."""
+
+    def make(replacement: Callable) -> Patch:
+        @wraps(replacement)
+        def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
+            return patched(owner, name, replacement)
+
+        return patch
+
+    return make
+
+
+# -- in jobs -----------------------------------------------------------------------------------
+
+# value of the first sample's advantages, and the rollouts that it is planted in
+_POISONS = {
+    "nan_once": (math.nan, range(1, 2)),
+    "nan_always": (math.nan, range(1, sys.maxsize)),
+    "inf_once": (math.inf, range(1, 2)),
+}
+FAULTS = (*_POISONS, "disk_full")
+
+
+@contextmanager
+def planted_in_job(config: RunConfig, hf: HfModelFacts) -> Iterator[Plant]:
+    """Plant what --plant-bug and --plant-fault ask for; yields the hook for the loop."""
+    bug, fault = config.replay.plant_bug, config.faults.plant_fault
+    with ExitStack() as planted:
+        hooks: list[Plant | None] = []
+        if bug is not None:
+            hooks.append(planted.enter_context(MUTATIONS[bug].planted(config, hf)))
+        if fault in _POISONS:
+            hooks.append(partial(_poisoned, *_POISONS[fault]))
+        if fault == "disk_full":
+            planted.enter_context(_full_disk())
+
+        def plant(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
+            for hook in filter(None, hooks):
+                samples = hook(rollout_id, samples)
+            return list(samples)
+
+        yield plant
+
+
+def _poisoned(
+    value: float, rollouts: range, rollout_id: int, samples: Sequence[TrainSample]
+) -> list[TrainSample]:
+    """The samples, the first one's advantages as a broken reward or kernel would leave them."""
+    if rollout_id not in rollouts:
+        return list(samples)
+    first = samples[0]
+    spoiled = np.where(first.sample.loss_mask, np.float32(value), first.advantages)
+    return [replace(first, advantages=spoiled), *samples[1:]]
+
+
+def _full_disk() -> AbstractContextManager[Any]:
+    """From the second checkpoint on, the disk is full half-way through."""
+    saves = 0
+
+    def save(original, self, next_rollout_id, facts, write_extra=None):
+        nonlocal saves
+        saves += 1
+        is_full = saves > 1
+
+        def write(directory):
+            if write_extra is not None:
+                write_extra(directory)
+            if is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        original(self, next_rollout_id, facts, write)
+
+    return patched(checkpoint.Checkpointer, "save", save)
+
+
+# -- nothing -----------------------------------------------------------------------------------
 
 
 @mutation("no change at all", topology="tp2", phase=None)
-def null(scene: Scene) -> Iterator[None]:
-    yield
+def null(config, hf):
+    return nullcontext()
 
 
-# the modules register their mutations on import
-from r3train.verify import mutations_reduce, mutations_replay, mutations_routes  # noqa: E402, F401
+@mutation("a multi-token-prediction router is there and left alone", topology="one", phase=None)
+def null_with_mtp(config, hf):
+    return attached_mtp()
+
+
+# -- the samples' routes -----------------------------------------------------------------------
+
+
+@spoils_routes("every token gets the route of the token before it", topology="tp2")
+def token_shift(routes, hf):
+    for r in routes:
+        r[:] = np.roll(r, 1, axis=0)
+
+
+@spoils_routes("every token gets the route of the token after it", topology="ep2")
+def token_shift_minus(routes, hf):
+    for r in routes:
+        r[:] = np.roll(r, -1, axis=0)
+
+
+@spoils_routes("every layer gets the routes of the layer before it", topology="tp2")
+def layer_shift(routes, hf):
+    for r in routes:
+        r[:] = np.roll(r, 1, axis=1)
+
+
+@spoils_routes("two adjacent layers get each other's routes", topology="ep2")
+def layer_swap(routes, hf):
+    a, b = (n - 1 for n in hf.moe_layer_numbers[:2])
+    for r in routes:
+        r[:, [a, b]] = r[:, [b, a]]
+
+
+@spoils_routes("the last recorded row of every sample is lost", topology="cp2")
+def last_row_dropped(routes, hf):
+    for r in routes:
+        r[-1] = hf.route_shape.missing
+
+
+@spoils_routes("two samples of a group get each other's routes", topology="dp2")
+def group_samples_swapped(routes, hf):
+    for a, b in zip(routes[::2], routes[1::2]):
+        if a.shape == b.shape:
+            a[:], b[:] = b.copy(), a.copy()
+
+
+@spoils_routes("one expert of one row of one layer is another", topology="ep2")
+def one_expert(routes, hf):
+    row = routes[0][len(routes[0]) // 2, hf.moe_layer_numbers[0] - 1]
+    row[0] = next(e for e in range(hf.num_experts) if e not in row)
+
+
+@spoils_routes("one row names an expert twice", topology="dp2")
+def duplicate_in_row(routes, hf):
+    row = routes[0][2, hf.moe_layer_numbers[0] - 1]
+    row[:] = row[0]
+
+
+@spoils_routes(
+    "layers are counted without the dense ones before them", topology="recompute_uniform"
+)
+def dense_offset_dropped(routes, hf):
+    moe = [n - 1 for n in hf.moe_layer_numbers]
+    for r in routes:
+        r[:, moe] = r[:, : len(moe)].copy()
+
+
+@mutation("expert ids above 255 wrap round", topology="one_wide300", phase=ROUTES)
+def uint8_wrap(config, hf):
+    return mock.patch.object(types.RouteShape, "dtype", np.dtype(np.uint8))
+
+
+@mutation(
+    "missing slots are filled with experts 0, 1, ... in turn, whatever the row holds",
+    topology="dp2",
+    phase=ROUTES,
+)
+@replaces(replay, "fill_missing")
+def cyclic_fill(original, scores, experts, missing):
+    turn = torch.arange(experts.numel(), device=experts.device).view_as(experts)
+    return torch.where(missing, turn % scores.shape[1], experts)
+
+
+# -- dealing, slicing, sending -----------------------------------------------------------------
+
+
+@mutation(
+    "the last sample of the first microbatch is dealt to nobody", topology="dp2", phase=ROUTES
+)
+@replaces(batches, "deal_bins")
+def sample_not_dealt(original, *args):
+    dealt = original(*args)
+    dealt[0][0].pop()
+    return dealt
+
+
+@mutation("every data rank is sent the first one's microbatches", topology="dp2", phase=ROUTES)
+@replaces(scatter, "send_slices")
+def first_data_rank_everywhere(original, microbatches, topologies):
+    return original(microbatches, [replace(t, dp_rank=0) for t in topologies])
+
+
+@mutation("every tensor rank is sent its neighbour's routes", topology="tp2", phase=ROUTES)
+@replaces(scatter, "slice_microbatch")
+def neighbours_routes(original, batch, t):
+    neighbours = original(batch, replace(t, tp_rank=t.tp_size - 1 - t.tp_rank))
+    return replace(original(batch, t), routes=neighbours.routes)
+
+
+@mutation("context-parallel ranks take contiguous shares", topology="cp2", phase=FORWARD)
+@replaces(microbatch, "cp_rows")
+def contiguous_cp(original, rows, cu_seqlens_padded, cp_size, cp_rank):
+    share = np.diff(cu_seqlens_padded) // cp_size
+    starts = cu_seqlens_padded[:-1] + share * cp_rank
+    return np.concatenate([rows[s : s + n] for s, n in zip(starts, share)])
+
+
+@mutation("the two zigzag chunks of a rank change places", topology="cp2", phase=FORWARD)
+@replaces(microbatch, "cp_rows")
+def cp_halves_swapped(original, rows, cu_seqlens_padded, cp_size, cp_rank):
+    own = original(rows, cu_seqlens_padded, cp_size, cp_rank)
+    parts, start = [], 0
+    for n in np.diff(cu_seqlens_padded) // (2 * cp_size):
+        parts += [own[start + n : start + 2 * n], own[start : start + n]]
+        start += 2 * n
+    return np.concatenate(parts)
+
+
+@mutation(
+    "routes are cut by a contiguous share where the tokens are cut in a zigzag",
+    topology="cp2",
+    phase=ROUTES,
+)
+@replaces(scatter, "slice_microbatch")
+def contiguous_cp_routes(original, batch, t):
+    out = original(batch, t)
+    n = len(batch.layout.rows) // t.cp_size
+    rows = batch.layout.rows[n * t.cp_rank : n * (t.cp_rank + 1)]
+    own = batch.routes[:, out.layer_numbers - 1]
+    return replace(out, routes=microbatch.take_rows(own, rows, types.missing_marker(own.dtype)))
+
+
+@mutation(
+    "routes are not cut for sequence parallelism",
+    topology="tp2",
+    phase=ROUTES,
+    expect_error="the router sees",
+)
+@replaces(microbatch, "sp_rows")
+def sp_slice_skipped(original, rows, tp_size, tp_rank):
+    return rows
+
+
+@mutation("every tensor rank replays the first rank's rows", topology="tp2", phase=ROUTES)
+@replaces(microbatch, "sp_rows")
+def sp_first_share(original, rows, tp_size, tp_rank):
+    return original(rows, tp_size, 0)
+
+
+@mutation("tensor ranks are counted backwards", topology="tp2", phase=ROUTES)
+@replaces(microbatch, "sp_rows")
+def tp_ranks_reversed(original, rows, tp_size, tp_rank):
+    return original(rows, tp_size, tp_size - 1 - tp_rank)
+
+
+# -- replay: layers ----------------------------------------------------------------------------
+
+
+@contextmanager
+def layers_read(as_layer: Callable[[int, int], int]) -> Iterator[None]:
+    """Make every replay object serve another layer's routes: (vp_stage, layer) -> layer.
+
+    The rank is sent those layers' routes as well, so nothing is missing: they are just wrong.
+    """
+
+    def init(original, self, manager, vp_stage, layer_number):
+        original(self, manager, vp_stage, as_layer(vp_stage, layer_number))
+
+    def with_layers(original, topology, layers):
+        also = tuple(
+            tuple(dict.fromkeys([*chunk, *(as_layer(v, n) for n in chunk)]))
+            for v, chunk in enumerate(layers)
+        )
+        return original(topology, also)
+
+    with patched(RouterReplay, "__init__", init), patched(actor, "with_layers", with_layers):
+        yield
+
+
+@mutation(
+    "layers are counted as if all pipeline stages were equal", topology="pp2_uneven", phase=ROUTES
+)
+def uneven_first_stage_ignored(config, hf):
+    first = config.parallel.decoder_first_pipeline_num_layers
+    even = hf.num_hidden_layers // config.parallel.pipeline_model_parallel_size
+
+    def as_layer(vp_stage, layer):
+        behind = parallel_state.get_pipeline_model_parallel_rank() > 0
+        return min(layer - first + even, hf.num_hidden_layers) if behind else layer
+
+    return layers_read(as_layer)
+
+
+@mutation("the second model chunk replays the first one's layers", topology="vpp2pp2", phase=ROUTES)
+def first_chunk_reused(config, hf):
+    stride = hf.num_hidden_layers // config.parallel.virtual_pipeline_model_parallel_size
+    return layers_read(lambda vp_stage, layer: layer - vp_stage * stride)
+
+
+@mutation(
+    "the router of a multi-token-prediction layer, whose numbers restart, counts as layer 1",
+    topology="one",
+    phase=ROUTES,
+)
+@contextmanager
+def mtp_router_counted(config, hf):
+    def all_routers(original, chunk):
+        # the later of two routers with the same number is the one that keeps the layer's name
+        routers = {
+            m.layer_number: m for m in chunk.modules() if isinstance(m, megatron_router.TopKRouter)
+        }
+        return [routers[number] for number in sorted(routers)]
+
+    with attached_mtp(), patched(replay, "decoder_routers", all_routers):
+        yield
+
+
+def attached_mtp() -> AbstractContextManager[Any]:
+    """Give every chunk a multi-token-prediction router that routes the decoder's output, natively.
+
+    A real Megatron router numbered 1; its weight is no parameter, so that checkpoints do not ask
+    for it.  (mbridge's families have no MTP block that runs without Transformer Engine.)
+    """
+
+    def attach(chunk):
+        first = next(m for m in chunk.modules() if isinstance(m, megatron_router.TopKRouter))
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        router = megatron_router.TopKRouter(config=first.config, pg_collection=groups)
+        router.set_layer_number(1)
+        weight = first.weight.detach().clone()
+        del router._parameters["weight"]
+        router.register_buffer("weight", weight, persistent=False)
+        # inside the decoder: Megatron walks an ``mtp`` of the model itself, layer by layer
+        chunk.decoder.mtp = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([router])})
+
+        @torch.no_grad()
+        def run(module, args, output):
+            router(output.detach())
+
+        chunk.decoder.register_forward_hook(run)
+
+    def load(original, bridge, chunks, path):
+        original(bridge, chunks, path)
+        for chunk in map(hf_bridge.unwrap, chunks):
+            if not hasattr(chunk.decoder, "mtp"):
+                attach(chunk)
+
+    return patched(hf_bridge, "load_hf_weights", load)
+
+
+# -- replay: passes and microbatches -----------------------------------------------------------
+
+
+@mutation("the actor replays nothing", topology="dp2", phase=ROUTES)
+@replaces(actor.MegatronActor, "__init__")
+def bypass(original, self, *args, **kwargs):
+    original(self, *args, **kwargs)
+    self.replay.uninstall()
+
+
+@mutation(
+    "the routes of a forward-only pass stay and are served to the next one",
+    topology="dp2",
+    phase=ROUTES,
+    decoy_pass=True,
+)
+@contextmanager
+def routes_not_cleared(config, hf):
+    def end_pass(original, self):
+        staged = dict(self._staged)
+        original(self)
+        self._staged = staged
+
+    def begin_pass(original, self, *args):
+        stale = dict(self._staged)
+        original(self, *args)
+        self._staged.update(stale)
+
+    with patched(RoutingReplayManager, "end_pass", end_pass):
+        with patched(RoutingReplayManager, "begin_pass", begin_pass):
+            yield
+
+
+@mutation(
+    "recomputation uses the microbatch that ran forward last",
+    topology="pp2_uneven_level",
+    phase=ROUTES,
+)
+@replaces(RoutingReplayManager, "current_microbatch")
+def last_in_first_out_recompute(original, self, vp_stage):
+    return self._forward[vp_stage] if self._active else None
+
+
+@mutation(
+    "recomputation uses the last microbatch forward, interleaved",
+    topology="vpp2pp2_level",
+    phase=ROUTES,
+)
+def last_in_first_out_interleaved(config, hf):
+    return last_in_first_out_recompute(config, hf)
+
+
+@mutation("recomputation routes for itself", topology="recompute_uniform", phase=ROUTES)
+@replaces(RoutingReplayManager, "staged")
+def native_recompute(original, self, vp_stage):
+    return None if replay.in_recomputation() else original(self, vp_stage)
+
+
+@mutation("every microbatch gets the routes of the one before", topology="one_level", phase=ROUTES)
+@replaces(RoutingReplayManager, "begin_forward")
+def stale_microbatch(original, self, vp_stage, microbatch_id):
+    before = getattr(self, "_before", microbatch_id)
+    self._before = microbatch_id
+    original(self, vp_stage, before if before in self._staged else microbatch_id)
+
+
+@mutation("the fused router returns before it asks for a replay", topology="tp2", phase=ROUTES)
+@replaces(megatron_router, "topk_routing_with_score_function")
+def fused_router(original, *args, router_replay=None, **kwargs):
+    return original(*args, router_replay=None, **kwargs)
+
+
+@mutation(
+    "moe_router_fusion set in spite of the start-up check",
+    topology="one",
+    phase=ROUTES,
+    overrides={"moe_router_fusion": True},
+    expect_error="fused",
+)
+def fused_router_flag(config, hf):
+    return nullcontext()
+
+
+@mutation("padding rows count as load for the expert biases", topology="cp2_glm", phase=ROUTES)
+@replaces(RoutingReplayManager, "_mask_padding")
+def padding_counted(original, *args):
+    return None
+
+
+@mutation("the last microbatch of the step is left out", topology="dp2", phase=LOSS)
+@replaces(actor.MegatronActor, "_run_schedule")
+def last_microbatch_skipped(original, self, step, slices, *, forward_only):
+    kept = slices if forward_only else slices[:-1]
+    return original(self, step, kept, forward_only=forward_only)
+
+
+# -- gradients ---------------------------------------------------------------------------------
+
+
+@mutation("no gradient reaches the router through the gates", topology="tp2", phase=GRADIENTS)
+@replaces(RouterReplay, "get_replay_topk")
+def gates_detached(original, self, scores, *args):
+    return original(self, scores.detach(), *args)
+
+
+def _scaled(original, chunks, num_tokens, factor, kwargs):
+    """Megatron's finalisation of the gradients, which are multiplied by ``factor`` afterwards."""
+    original(chunks, num_tokens, **kwargs)
+    for chunk in chunks:
+        chunk.scale_gradients(factor)
+
+
+@mutation("gradients are divided by this rank's tokens alone", topology="dp2", phase=GRADIENTS)
+@replaces(actor, "finalize_model_grads")
+def local_token_normalisation(original, chunks, num_tokens=None, **kwargs):
+    local = float(num_tokens)
+    _scaled(original, chunks, None, 1.0 / local, kwargs)
+
+
+@mutation("gradients are divided by the data-parallel size too", topology="dp2", phase=GRADIENTS)
+@replaces(actor, "finalize_model_grads")
+def divided_by_dp(original, chunks, num_tokens=None, **kwargs):
+    size = parallel_state.get_data_parallel_world_size()
+    _scaled(original, chunks, num_tokens, 1.0 / size, kwargs)
+
+
+@mutation("gradients are multiplied by the context size", topology="cp2", phase=GRADIENTS)
+@replaces(actor, "finalize_model_grads")
+def multiplied_by_cp(original, chunks, num_tokens=None, **kwargs):
+    size = parallel_state.get_context_parallel_world_size()
+    _scaled(original, chunks, num_tokens, float(size), kwargs)
+
+
+@mutation("expert gradients are not reduced over their data ranks", topology="tp2", phase=GRADIENTS)
+@replaces(DistributedDataParallel, "finish_grad_sync")
+def expert_sync_skipped(original, self, *args, **kwargs):
+    groups, self.expert_parallel_bucket_groups = self.expert_parallel_bucket_groups, []
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        self.expert_parallel_bucket_groups = groups
+
+
+@mutation("expert gradients are reduced over the dense group", topology="tp2", phase=GRADIENTS)
+@replaces(model, "_mark_expert_parameters")
+def expert_group_confused(original, chunk, parallel):
+    return None
+
+
+@mutation(
+    "norm and router gradients are averaged over tensor ranks, not summed",
+    topology="tp2",
+    phase=GRADIENTS,
+)
+# by its module's name: the package exports a function of the same name
+@replaces(sys.modules[megatron_finalize.__module__], "_allreduce_non_tensor_model_parallel_grads")
+def tp_mean_instead_of_sum(original, chunks, config, *args):
+    original(chunks, config, *args)
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    for chunk in chunks:
+        for p in chunk.parameters():
+            if getattr(p, "sequence_parallel", False):
+                p.main_grad /= size

@@ -42,7 +42,7 @@ from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.loop.parts import replay_plan  # noqa: E402
-from r3train.loop.prepare import Expected, prepare  # noqa: E402
+from r3train.loop.prepare import Expected, Plant, prepare  # noqa: E402
 from r3train.loop.scatter import (  # noqa: E402
     broadcast_json,
     gather_topologies,
@@ -55,7 +55,7 @@ from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
 from r3train.trainer.megatron.topology import init_distributed, shutdown  # noqa: E402
 from r3train.types import RankSlice, ReplayEvidence  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
-from r3train.verify.mutations import MUTATIONS, Scene  # noqa: E402
+from r3train.verify.mutations import MUTATIONS  # noqa: E402
 from r3train.verify.oracle import ADAM, ALGORITHM, BIAS, SGD, TEMPERATURE  # noqa: E402
 from r3train.verify.rollouts import RolloutBatch, train_samples  # noqa: E402
 from r3train.verify.runner import EVIDENCE_RUN, Case  # noqa: E402
@@ -76,11 +76,13 @@ class CaseRun:
         self.output = Path(case.output)
         self.hf = read_hf_facts(case.checkpoint)
         self.mutation = MUTATIONS[case.mutation] if case.mutation else None
+        self.plant: Plant | None = None
 
     def run(self) -> None:
         """Train with AdamW, watched, then with SGD; the last phase says how far."""
-        scene = Scene(self.topology, self.variant, self.batch)
-        with self.mutation.plant(scene) if self.mutation else nullcontext():
+        config = self._job(ADAM).config
+        with self.mutation.planted(config, self.hf) if self.mutation else nullcontext() as plant:
+            self.plant = plant
             metrics = self._train(ADAM, "adam")
             if self.case.last_phase >= 4:
                 leave_model_parallel()
@@ -204,6 +206,7 @@ class CaseRun:
                 passes=PASSES,
                 steps_per_rollout=1,
                 max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
+                plant=self.plant,
             )
         count = broadcast_json(prepared.counts[0] if prepared else None)
         slices = scatter_slices(prepared.microbatches if prepared else None, topologies, count)

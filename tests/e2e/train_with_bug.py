@@ -17,5 +17,5 @@ if __name__ == "__main__":
     from r3train.verify.mutations import MUTATIONS
 
     bug = MUTATIONS[sys.argv.pop(1)]
-    with bug.plant(None):  # these look at no scene
+    with bug.patch(None, None):  # these look at no configuration
         main()

@@ -1,0 +1,130 @@
+"""The home of planted bugs: the names that a job may ask for, and the hook that a job gets."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from r3train.config.faults import FaultsSection
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.replay import ReplaySection
+from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.types import RouteRef, RouteSegment, StoredRows, TrainSample
+from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from r3train.verify.rollouts import make_rollouts, train_samples
+
+prepare_device()
+from r3train.trainer.megatron.checkpoint import Checkpointer  # noqa: E402
+from r3train.verify.mutations import FAULTS, MUTATIONS, planted_in_job  # noqa: E402
+
+VARIANT = VARIANTS["dense6"]
+
+
+class Config:
+    """The sections that name a bug, alone."""
+
+    def __init__(self, bug: str | None = None, fault: str | None = None):
+        self.replay = ReplaySection(plant_bug=bug)
+        self.faults = FaultsSection(plant_fault=fault)
+
+
+@pytest.fixture(scope="module")
+def hf(tmp_path_factory):
+    return read_hf_facts(write_checkpoint(VARIANT, tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def samples() -> list[TrainSample]:
+    return train_samples(make_rollouts(VARIANT, "ragged"), VARIANT)
+
+
+def names_of(section: type, field: str) -> set[str]:
+    return {n for arg in get_args(section.model_fields[field].annotation) for n in get_args(arg)}
+
+
+def test_every_name_that_a_job_may_ask_for_is_planted_here():
+    assert names_of(ReplaySection, "plant_bug") <= set(MUTATIONS)
+    assert names_of(FaultsSection, "plant_fault") == set(FAULTS)
+
+
+def changed(before: list[TrainSample], after: list[TrainSample]) -> np.ndarray:
+    """[total rows, L] whether the experts of a row differ."""
+    pairs = zip(before, after, strict=True)
+    return np.concatenate(
+        [(a.sample.routed_experts != b.sample.routed_experts).any(-1) for a, b in pairs]
+    )
+
+
+def test_one_expert_is_one_row_of_one_layer_with_experts(hf, samples):
+    with planted_in_job(Config("one_expert"), hf) as plant:
+        found = changed(samples, plant(0, samples))
+    assert found.sum() == 1 and found.any(0).nonzero()[0].tolist() == [1]  # layer 0 is dense
+
+
+def test_a_layer_swap_leaves_all_layers_but_two_alone(hf, samples):
+    with planted_in_job(Config("layer_swap"), hf) as plant:
+        found = changed(samples, plant(0, samples))
+    assert found.any(0).nonzero()[0].tolist() == [1, 2]
+
+
+def test_a_token_shift_moves_every_sample_and_leaves_what_the_rollout_recorded(hf, samples):
+    before = [s.sample.routed_experts.copy() for s in samples]
+    with planted_in_job(Config("token_shift"), hf) as plant:
+        after = plant(0, samples)
+    for was, sample, spoiled in zip(before, samples, after, strict=True):
+        np.testing.assert_array_equal(sample.sample.routed_experts, was)
+        np.testing.assert_array_equal(spoiled.sample.routed_experts, np.roll(was, 1, axis=0))
+
+
+def test_routes_that_lie_in_a_store_are_brought_over_and_spoiled(hf, samples):
+    held = {s.sample.sample_id: s.sample.routed_experts for s in samples}
+
+    def stored(s: TrainSample) -> TrainSample:
+        routes = s.sample.routed_experts
+        read = lambda store, key, start, stop: held[key][start:stop]  # noqa: E731
+        rows = StoredRows(0, s.sample.sample_id, read, lambda key: None)
+        segments = (RouteSegment(rows, 0, len(routes)),)
+        reference = RouteRef(segments, VARIANT.route_shape.row, routes.dtype)
+        return replace(s, sample=replace(s.sample, routed_experts=reference))
+
+    with planted_in_job(Config("token_shift"), hf) as plant:
+        direct, via = plant(0, samples), plant(0, [stored(s) for s in samples])
+    assert not changed(direct, via).any()
+
+
+@pytest.mark.parametrize(
+    "fault, spoiled", [("nan_once", [1]), ("inf_once", [1]), ("nan_always", [1, 2, 3])]
+)
+def test_a_poisoned_advantage_comes_in_its_rollouts_alone(fault, spoiled, hf, samples):
+    with planted_in_job(Config(fault=fault), hf) as plant:
+        rollouts = [plant(rollout_id, samples) for rollout_id in range(4)]
+    finite = [math.isfinite(float(r[0].advantages.sum())) for r in rollouts]
+    assert [i for i, is_finite in enumerate(finite) if not is_finite] == spoiled
+    assert all(np.isfinite(s.advantages).all() for r in rollouts for s in r[1:])
+
+
+def test_the_disk_is_full_from_the_second_checkpoint_on_and_never_after_the_job(hf, monkeypatch):
+    def save(self, next_rollout_id, facts, write_extra=None):
+        write_extra("directory")
+
+    monkeypatch.setattr(Checkpointer, "save", save)
+    written = []
+    with planted_in_job(Config(fault="disk_full"), hf):
+        Checkpointer.save(None, 1, {}, written.append)
+        with pytest.raises(OSError, match="No space left"):
+            Checkpointer.save(None, 2, {}, written.append)
+    Checkpointer.save(None, 3, {}, written.append)
+    assert len(written) == 3
+
+
+def test_a_bug_is_gone_when_its_context_ends(hf):
+    from r3train.layout import microbatch
+
+    original = microbatch.sp_rows
+    with MUTATIONS["sp_first_share"].planted(None, hf) as plant:
+        assert plant is None and microbatch.sp_rows is not original
+    assert microbatch.sp_rows is original
