@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+import io
 import json
 import math
 from dataclasses import asdict
@@ -12,15 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from r3train.verify.verifier import MutationResult, TopologyResult, Verification
-from r3train.verify.compare import PHASE_NAMES, REQUIRED_FACTOR
+from r3train.verify.compare import PHASE_NAMES
 
-_COLOURS = {
-    "passed": "green",
-    "caught": "green",
-    "failed": "red",
-    "survived": "red",
-    "not run": "yellow",
-}
+_COLOURS = {"failed": "red", "survived": "red", "not run": "yellow"}
 
 
 def topology_rows(v: Verification) -> list[tuple[str, list[str]]]:
@@ -46,11 +40,7 @@ def _phase_cell(v: Verification, t: TopologyResult, phase: int) -> str:
     if threshold == 0:
         return "exact" if worst.error == 0 else f"{worst.error:.0f} wrong"
     margin = threshold / worst.error if worst.error else math.inf
-    return (
-        f"{worst.error:.0e} ({margin:.0f}x)"
-        if margin >= 10
-        else (f"{worst.error:.0e} ({margin:.1f}x)")
-    )
+    return f"{worst.error:.0e} ({margin:.{0 if margin >= 10 else 1}f}x)"
 
 
 def mutation_rows(v: Verification) -> list[tuple[str, list[str]]]:
@@ -122,7 +112,7 @@ def _print_table(
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
     for status, cells in rows:
-        table.add_row(*cells, style=_COLOURS[status] if status not in ("passed", "caught") else "")
+        table.add_row(*cells, style=_COLOURS.get(status))
     console.print(table)
 
 
@@ -140,38 +130,10 @@ def to_json(v: Verification) -> str:
 
 
 def to_html(v: Verification) -> str:
-    """A page that needs nothing beside it."""
-    body = [f"<h1>R3 verification</h1><p class={'ok' if v.ok else 'bad'}>{_e(verdict(v))}</p>"]
-    body.append(f"<p>{_e(threshold_line(v))}</p>")
-    body.append(_html_table(TOPOLOGY_HEADER, topology_rows(v)))
-    if v.mutations:
-        body.append(f"<p>A planted bug must miss its threshold by {REQUIRED_FACTOR:.0f}x.</p>")
-        body.append(_html_table(MUTATION_HEADER, mutation_rows(v)))
-    return _PAGE.replace("BODY", "\n".join(body))
-
-
-def _e(text: str) -> str:
-    return html.escape(text)
-
-
-def _html_table(header: list[str], rows: list[tuple[str, list[str]]]) -> str:
-    head = "".join(f"<th>{_e(name)}</th>" for name in header)
-    lines = [f"<table><tr>{head}</tr>"]
-    for status, cells in rows:
-        kind = {"green": "ok", "red": "bad", "yellow": "off"}[_COLOURS[status]]
-        columns = [f"<td>{_e(c)}</td>" for c in cells]
-        columns[2] = f"<td class={kind}>{_e(cells[2])}</td>"
-        lines.append(f"<tr>{''.join(columns)}</tr>")
-    return "\n".join([*lines, "</table>"])
-
-
-_PAGE = """<!doctype html><meta charset="utf-8"><title>R3 verification</title><style>
-body{font:14px/1.5 system-ui,sans-serif;margin:2em;color:#222}table{border-collapse:collapse;margin:1em 0}
-td,th{border-bottom:1px solid #ddd;padding:.25em .7em;text-align:right;font-variant-numeric:tabular-nums}
-td:first-child,th:first-child{text-align:left}.ok{color:#176d2b}.bad{color:#b00020;font-weight:bold}
-.off{color:#8a6100}</style>
-BODY
-"""
+    """The terminal's tables as a page that needs nothing beside it."""
+    console = Console(record=True, file=io.StringIO(), width=160)
+    print_report(v, console)
+    return console.export_html(inline_styles=True)
 
 
 def to_markdown(verifications: list[Verification]) -> str:

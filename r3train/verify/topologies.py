@@ -24,11 +24,12 @@ class Topology:
     ci: bool = False
 
     def parallel_section(self) -> ParallelSection:
+        """The configuration's section, without the distributed optimizer unless it is asked for."""
         return ParallelSection(**{"use_distributed_optimizer": False, **self.parallel})
 
     @property
     def recompute(self) -> str:
-        """Which layers' routers run again in backward: none, all, or the first N of a chunk."""
+        """The layers whose routers run again in backward: none, all, or the first N of a chunk."""
         granularity = self.model.get("recompute_granularity")
         if granularity == "full":
             if self.model["recompute_method"] == "uniform":
@@ -39,35 +40,21 @@ class Topology:
         return "none"
 
 
-def _parallel(
-    tp: int = 1,
-    pp: int = 1,
-    vpp: int | None = None,
-    cp: int = 1,
-    ep: int = 1,
-    etp: int = 1,
-    first: int | None = None,
-    last: int | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    fields: dict[str, Any] = dict(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        context_parallel_size=cp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        sequence_parallel=tp > 1,
-        **more,
-    )
-    if vpp:
-        fields["virtual_pipeline_model_parallel_size"] = vpp
-    if first:
-        fields["decoder_first_pipeline_num_layers"] = first
-    if last:
-        fields["decoder_last_pipeline_num_layers"] = last
-    return fields
-
-
+# short names of the parallel section's fields
+_FIELDS = dict(
+    tp="tensor_model_parallel_size",
+    pp="pipeline_model_parallel_size",
+    vpp="virtual_pipeline_model_parallel_size",
+    cp="context_parallel_size",
+    ep="expert_model_parallel_size",
+    etp="expert_tensor_parallel_size",
+    first="decoder_first_pipeline_num_layers",
+    last="decoder_last_pipeline_num_layers",
+    layout="pipeline_model_parallel_layout",
+    distopt="use_distributed_optimizer",
+    overlap="overlap_grad_reduce",
+    overlap_gather="overlap_param_gather",
+)
 FULL_UNIFORM = dict(
     recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
 )
@@ -75,111 +62,93 @@ FULL_UNIFORM_2 = FULL_UNIFORM | dict(recompute_num_layers=2)
 FULL_BLOCK_1 = FULL_UNIFORM | dict(recompute_method="block")
 SELECTIVE_MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 SELECTIVE_ATTENTION = dict(recompute_granularity="selective", recompute_modules=["core_attn"])
-# layers of each virtual stage and rank, written out: the one way to split 61 layers over PP4*VPP2
-LAYOUT_1212 = dict(pipeline_model_parallel_layout="Et|tt|t|ttL")
-DISTRIBUTED_OPTIMIZER = dict(use_distributed_optimizer=True)
-OVERLAP = DISTRIBUTED_OPTIMIZER | dict(overlap_grad_reduce=True)
+TOPOLOGIES: dict[str, Topology] = {}
 
-_ALL = [
-    # one rank: also oracle (a), once a variant and batch
-    Topology("one", 1),
-    Topology("one_level", 1, batch="level"),
-    Topology("one_dense", 1, variant="dense6"),
-    Topology("one_dense_level", 1, variant="dense6", batch="level"),
-    Topology("one_moe8", 1, variant="moe8"),
-    Topology("one_tied", 1, variant="tied"),
-    Topology("one_wide300", 1, variant="wide300"),
-    Topology("one_pre_softmax", 1, variant="pre_softmax"),
-    Topology("one_sigmoid", 1, variant="sigmoid"),
-    Topology("one_grouped", 1, variant="grouped"),
-    Topology("one_glm", 1, variant="glm"),
-    Topology("recompute_uniform", 1, model=FULL_UNIFORM, variant="dense6", ci=True),
-    Topology("recompute_uniform2", 1, model=FULL_UNIFORM_2, variant="dense6"),
-    Topology("recompute_block", 1, model=FULL_BLOCK_1, variant="dense6"),
-    Topology("recompute_moe", 1, model=SELECTIVE_MOE, variant="dense6"),
-    Topology("recompute_core_attn", 1, model=SELECTIVE_ATTENTION),
-    # two ranks
-    Topology("tp2", 2, _parallel(tp=2), ci=True),
-    Topology("tp2etp2", 2, _parallel(tp=2, etp=2)),
-    Topology("tp2ep2", 2, _parallel(tp=2, ep=2)),
-    Topology("ep2", 2, _parallel(ep=2), ci=True),
-    Topology("dp2", 2, ci=True),
-    Topology("dp2_distopt", 2, DISTRIBUTED_OPTIMIZER, ci=True),
-    Topology("dp2_overlap", 2, OVERLAP),
-    Topology("dp2_overlap_gather", 2, OVERLAP | dict(overlap_param_gather=True)),
-    Topology("dp2_recompute_moe", 2, model=SELECTIVE_MOE, variant="dense6"),
-    Topology("pp2", 2, _parallel(pp=2)),
-    Topology("pp2_tied", 2, _parallel(pp=2), variant="tied", ci=True),
-    Topology(
-        "pp2_uneven",
-        2,
-        _parallel(pp=2, first=2, last=4),
-        model=FULL_UNIFORM,
-        variant="dense6",
-        ci=True,
-    ),
-    Topology(
-        "pp2_uneven_level",
-        2,
-        _parallel(pp=2, first=2, last=4),
-        model=FULL_UNIFORM,
-        variant="dense6",
-        batch="level",
-        ci=True,
-    ),
-    Topology("pp2_block", 2, _parallel(pp=2), model=FULL_BLOCK_1, variant="dense6"),
-    Topology("vpp2pp2", 2, _parallel(pp=2, vpp=2), model=FULL_UNIFORM, ci=True),
-    Topology(
-        "vpp2pp2_level", 2, _parallel(pp=2, vpp=2), model=FULL_UNIFORM, batch="level", ci=True
-    ),
-    Topology("vpp4pp2", 2, _parallel(pp=2, vpp=4), model=SELECTIVE_MOE, variant="moe8"),
-    Topology("cp2", 2, _parallel(cp=2), ci=True),
-    Topology("tp2_glm", 2, _parallel(tp=2, ep=2), variant="glm"),
-    Topology("pp2_glm", 2, _parallel(pp=2), variant="glm", model=FULL_UNIFORM),
-    Topology("cp2_glm", 2, _parallel(cp=2), variant="glm", ci=True),
-    Topology(
-        "vpp2pp2_layout",
-        2,
-        _parallel(pp=2, vpp=2, **LAYOUT_1212),
-        model=FULL_UNIFORM,
-        variant="dense6",
-    ),
-    Topology("cp2_grouped", 2, _parallel(cp=2), variant="grouped"),
-    Topology("tp2_pre_softmax", 2, _parallel(tp=2), variant="pre_softmax"),
-    Topology("tp2_sigmoid", 2, _parallel(tp=2), variant="sigmoid"),
-    Topology("ep2_wide300", 2, _parallel(ep=2), variant="wide300"),
-    # four ranks
-    Topology("tp2ep2etp2", 4, _parallel(tp=2, ep=2, etp=2), ci=True),
-    Topology("tp4", 4, _parallel(tp=4)),
-    Topology("tp2ep4", 4, _parallel(tp=2, ep=4)),
-    Topology("ep2dp4", 4, _parallel(ep=2) | DISTRIBUTED_OPTIMIZER),
-    Topology("tp2pp2", 4, _parallel(tp=2, pp=2), model=FULL_UNIFORM, variant="dense6"),
-    Topology("pp4", 4, _parallel(pp=4), model=FULL_UNIFORM),
-    Topology("pp2cp2", 4, _parallel(pp=2, cp=2), model=FULL_BLOCK_1),
-    Topology("cp4", 4, _parallel(cp=4)),
-    Topology("cp2tp2", 4, _parallel(cp=2, tp=2), variant="dense6"),
-    Topology("tp2pp2_tied", 4, _parallel(tp=2, pp=2, vpp=2), variant="tied"),
-    Topology("vpp2pp2dp2", 4, _parallel(pp=2, vpp=2, ep=2) | DISTRIBUTED_OPTIMIZER),
-    Topology(
-        "pp4_uneven", 4, _parallel(pp=4, first=1, last=1), variant="dense6", model=SELECTIVE_MOE
-    ),
-    # eight ranks
-    Topology("cp2tp2ep2", 8, _parallel(cp=2, tp=2, ep=2), ci=True),
-    Topology("pp2cp2ep2", 8, _parallel(pp=2, cp=2, ep=2), model=FULL_UNIFORM, ci=True),
-    Topology("tp2pp2ep2", 8, _parallel(tp=2, pp=2, ep=2), variant="dense6", model=FULL_UNIFORM),
-    Topology("tp2ep2etp2pp2", 8, _parallel(tp=2, ep=2, etp=2, pp=2), model=FULL_UNIFORM),
-    Topology("tp2ep2etp2pp2vpp2", 8, _parallel(tp=2, ep=2, etp=2, pp=2, vpp=2), model=FULL_UNIFORM),
-    Topology("dp8", 8, DISTRIBUTED_OPTIMIZER),
-]
-TOPOLOGIES = {t.name: t for t in _ALL}
-assert len(TOPOLOGIES) == len(_ALL)
+
+def _add(
+    name: str,
+    world_size: int,
+    model: dict[str, Any] | None = None,
+    *,
+    variant: str = "moe4",
+    batch: str = "ragged",
+    ci: bool = False,
+    **sizes: Any,
+) -> None:
+    """Add a topology; ``sizes`` are fields of the parallel section by their short names."""
+    assert name not in TOPOLOGIES, name
+    parallel = {_FIELDS[short]: value for short, value in sizes.items()}
+    # experts over several tensor ranks want sequence parallelism
+    parallel["sequence_parallel"] = "tp" in sizes
+    TOPOLOGIES[name] = Topology(name, world_size, parallel, model or {}, variant, batch, ci)
+
+
+# one rank: also oracle (a), once a variant and batch
+_add("one", 1)
+_add("one_level", 1, batch="level")
+_add("one_dense", 1, variant="dense6")
+_add("one_dense_level", 1, variant="dense6", batch="level")
+for _variant in ("moe8", "tied", "wide300", "pre_softmax", "sigmoid", "grouped", "glm"):
+    _add(f"one_{_variant}", 1, variant=_variant)
+_add("recompute_uniform", 1, FULL_UNIFORM, variant="dense6", ci=True)
+_add("recompute_uniform2", 1, FULL_UNIFORM_2, variant="dense6")
+_add("recompute_block", 1, FULL_BLOCK_1, variant="dense6")
+_add("recompute_moe", 1, SELECTIVE_MOE, variant="dense6")
+_add("recompute_core_attn", 1, SELECTIVE_ATTENTION)
+# two ranks
+_add("tp2", 2, tp=2, ci=True)
+_add("tp2etp2", 2, tp=2, etp=2)
+_add("tp2ep2", 2, tp=2, ep=2)
+_add("ep2", 2, ep=2, ci=True)
+_add("dp2", 2, ci=True)
+_add("dp2_distopt", 2, distopt=True, ci=True)
+_add("dp2_overlap", 2, distopt=True, overlap=True)
+_add("dp2_overlap_gather", 2, distopt=True, overlap=True, overlap_gather=True)
+_add("dp2_recompute_moe", 2, SELECTIVE_MOE, variant="dense6")
+_add("pp2", 2, pp=2)
+_add("pp2_tied", 2, pp=2, variant="tied", ci=True)
+_UNEVEN = dict(pp=2, first=2, last=4, variant="dense6", ci=True)
+_add("pp2_uneven", 2, FULL_UNIFORM, **_UNEVEN)
+_add("pp2_uneven_level", 2, FULL_UNIFORM, batch="level", **_UNEVEN)
+_add("pp2_block", 2, FULL_BLOCK_1, pp=2, variant="dense6")
+_add("vpp2pp2", 2, FULL_UNIFORM, pp=2, vpp=2, ci=True)
+_add("vpp2pp2_level", 2, FULL_UNIFORM, pp=2, vpp=2, batch="level", ci=True)
+_add("vpp4pp2", 2, SELECTIVE_MOE, pp=2, vpp=4, variant="moe8")
+_add("cp2", 2, cp=2, ci=True)
+_add("tp2_glm", 2, tp=2, ep=2, variant="glm")
+_add("pp2_glm", 2, FULL_UNIFORM, pp=2, variant="glm")
+_add("cp2_glm", 2, cp=2, variant="glm", ci=True)
+# layers of each virtual stage and rank, written out: the one way to split 61 layers over PP4*VPP2
+_add("vpp2pp2_layout", 2, FULL_UNIFORM, pp=2, vpp=2, layout="Et|tt|t|ttL", variant="dense6")
+_add("cp2_grouped", 2, cp=2, variant="grouped")
+_add("tp2_pre_softmax", 2, tp=2, variant="pre_softmax")
+_add("tp2_sigmoid", 2, tp=2, variant="sigmoid")
+_add("ep2_wide300", 2, ep=2, variant="wide300")
+# four ranks
+_add("tp2ep2etp2", 4, tp=2, ep=2, etp=2, ci=True)
+_add("tp4", 4, tp=4)
+_add("tp2ep4", 4, tp=2, ep=4)
+_add("ep2dp4", 4, ep=2, distopt=True)
+_add("tp2pp2", 4, FULL_UNIFORM, tp=2, pp=2, variant="dense6")
+_add("pp4", 4, FULL_UNIFORM, pp=4)
+_add("pp2cp2", 4, FULL_BLOCK_1, pp=2, cp=2)
+_add("cp4", 4, cp=4)
+_add("cp2tp2", 4, cp=2, tp=2, variant="dense6")
+_add("tp2pp2_tied", 4, tp=2, pp=2, vpp=2, variant="tied")
+_add("vpp2pp2dp2", 4, pp=2, vpp=2, ep=2, distopt=True)
+_add("pp4_uneven", 4, SELECTIVE_MOE, pp=4, first=1, last=1, variant="dense6")
+# eight ranks
+_add("cp2tp2ep2", 8, cp=2, tp=2, ep=2, ci=True)
+_add("pp2cp2ep2", 8, FULL_UNIFORM, pp=2, cp=2, ep=2, ci=True)
+_add("tp2pp2ep2", 8, FULL_UNIFORM, tp=2, pp=2, ep=2, variant="dense6")
+_add("tp2ep2etp2pp2", 8, FULL_UNIFORM, tp=2, ep=2, etp=2, pp=2)
+_add("tp2ep2etp2pp2vpp2", 8, FULL_UNIFORM, tp=2, ep=2, etp=2, pp=2, vpp=2)
+_add("dp8", 8, distopt=True)
 
 
 def baseline(topology: Topology) -> Topology:
     """The same checkpoint and batch at world size 1: oracle (a)."""
     wanted = (1, topology.variant, topology.batch, {})
-    return next(t for t in _ALL if (t.world_size, t.variant, t.batch, t.model) == wanted)
-
-
-for _topology in _ALL:
-    baseline(_topology)
+    return next(
+        t for t in TOPOLOGIES.values() if (t.world_size, t.variant, t.batch, t.model) == wanted
+    )

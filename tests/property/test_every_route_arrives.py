@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.config.pipeline_layout import parse_pipeline_layout
-from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.loop.batch import Packing, build_microbatches, deal_samples
 from r3train.routing.fingerprint import token_uids
 from r3train.routing.layers import stage_layer_numbers
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -90,47 +90,38 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
     sp = t["sp"] and t["tp"] > 1
     chunks = stage_layer_numbers(t["num_layers"], t["pp"], vpp_size=t["vpp"], first=t["first"])
     samples = [sample_of(i, n, t["num_layers"]) for i, n in enumerate(lengths)]
-    bins = pack_bins(lengths, budget, num_bins_multiple=t["dp"])
+    places = [
+        RankTopology(
+            dp_rank=dp_rank,
+            dp_size=t["dp"],
+            tp_rank=tp_rank,
+            tp_size=t["tp"],
+            cp_rank=cp_rank,
+            cp_size=t["cp"],
+            pp_rank=pp_rank,
+            pp_size=t["pp"],
+            vpp_size=t["vpp"],
+            sequence_parallel=sp,
+            moe_layer_numbers=tuple(tuple(n for n in c if n not in dense) for c in chunks[pp_rank]),
+        )
+        for dp_rank, tp_rank, cp_rank, pp_rank in product(
+            *(range(t[size]) for size in ("dp", "tp", "cp", "pp"))
+        )
+    ]
+    packing = Packing(places, budget, RouteShape(t["num_layers"], TOPK, 300))
+    built = build_microbatches(deal_samples(samples, packing), packing, first_microbatch_id=0)
+    last_rows = [token_uids(i, n)[-1] for i, n in enumerate(lengths)]
     arrivals: dict[tuple[int, int], list] = {}
-    for dp_rank, groups in enumerate(deal_bins(bins, lengths, t["dp"])):
-        for j, group in enumerate(groups):
-            microbatch = build_microbatch(
-                j,
-                [samples[i] for i in group],
-                cp_size=t["cp"],
-                tp_size=t["tp"] if sp else 1,
-                route_shape=RouteShape(t["num_layers"], TOPK, 300),
-            )
-            ranks = product(range(t["tp"]), range(t["cp"]), range(t["pp"]))
-            for tp_rank, cp_rank, pp_rank in ranks:
-                s = slice_microbatch(
-                    microbatch,
-                    RankTopology(
-                        dp_rank=dp_rank,
-                        dp_size=t["dp"],
-                        tp_rank=tp_rank,
-                        tp_size=t["tp"],
-                        cp_rank=cp_rank,
-                        cp_size=t["cp"],
-                        pp_rank=pp_rank,
-                        pp_size=t["pp"],
-                        sequence_parallel=sp,
-                        moe_layer_numbers=tuple(
-                            tuple(n for n in c if n not in dense) for c in chunks[pp_rank]
-                        ),
-                    ),
-                )
-                real = s.route_uids >= 0
-                routes = s.routes[real]
-                expected = own_route(s.route_uids[real], s.layer_numbers)
-                last = np.isin(
-                    s.route_uids[real], [token_uids(i, n)[-1] for i, n in enumerate(lengths)]
-                )
-                expected[last] = MARKER
-                np.testing.assert_array_equal(routes, expected)
-                assert (s.routes[~real] == MARKER).all()
-                for layer in s.layer_numbers.tolist():
-                    arrivals.setdefault((layer, tp_rank), []).append(s.route_uids[real])
+    for place in places:
+        for microbatch in built[place.dp_rank]:
+            s = slice_microbatch(microbatch, place)
+            real = s.route_uids >= 0
+            expected = own_route(s.route_uids[real], s.layer_numbers)
+            expected[np.isin(s.route_uids[real], last_rows)] = MARKER
+            np.testing.assert_array_equal(s.routes[real], expected)
+            assert (s.routes[~real] == MARKER).all()
+            for layer in s.layer_numbers.tolist():
+                arrivals.setdefault((layer, place.tp_rank), []).append(s.route_uids[real])
     every = np.sort(np.concatenate([token_uids(i, n) for i, n in enumerate(lengths)]))
     for layer in range(1, t["num_layers"] + 1):
         if layer in dense:
@@ -138,8 +129,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
             continue
         by_rank = [np.concatenate(arrivals[layer, r]) for r in range(t["tp"])]
         # sequence parallelism splits the rows over TP; without it each TP rank has all of them
-        places = [np.concatenate(by_rank)] if sp else by_rank
-        for uids in places:
+        for uids in [np.concatenate(by_rank)] if sp else by_rank:
             np.testing.assert_array_equal(np.sort(uids), every)
 
 
