@@ -12,10 +12,12 @@ import pytest
 from r3train.config.faults import FaultsSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.replay import ReplaySection
+from r3train.layout import microbatch
 from r3train.trainer.megatron.cpu_device import prepare_device
 from r3train.types import RouteRef, RouteSegment, StoredRows, TrainSample
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.rollouts import make_rollouts, train_samples
+from r3train.verify.topologies import TOPOLOGIES
 
 prepare_device()
 from r3train.trainer.megatron.checkpoint import Checkpointer  # noqa: E402
@@ -25,7 +27,7 @@ VARIANT = VARIANTS["dense6"]
 
 
 class Config:
-    """The sections that name a bug, alone."""
+    """The sections that planting looks at, alone."""
 
     def __init__(self, bug: str | None = None, fault: str | None = None):
         self.replay = ReplaySection(plant_bug=bug)
@@ -121,10 +123,23 @@ def test_the_disk_is_full_from_the_second_checkpoint_on_and_never_after_the_job(
     assert len(written) == 3
 
 
-def test_a_bug_is_gone_when_its_context_ends(hf):
-    from r3train.layout import microbatch
+@pytest.mark.parametrize("bug", MUTATIONS.values(), ids=lambda m: m.name)
+def test_every_bug_is_planted_where_it_says_and_changes_routes_or_code(bug, tmp_path):
+    topology = TOPOLOGIES[bug.topology]
+    variant = VARIANTS[topology.variant]
+    facts = read_hf_facts(write_checkpoint(variant, tmp_path))
+    config = Config()
+    config.parallel = topology.parallel_section()
+    samples = train_samples(make_rollouts(variant, topology.batch), variant)
+    with bug.planted(config, facts) as plant:
+        assert (plant is None) == (bug.spoil is None)
+        if plant is not None:
+            assert changed(samples, plant(0, samples)).any()
 
+
+def test_a_bug_is_gone_when_its_context_ends(hf):
     original = microbatch.sp_rows
     with MUTATIONS["sp_first_share"].planted(None, hf) as plant:
         assert plant is None and microbatch.sp_rows is not original
+        assert microbatch.sp_rows(np.arange(4), 2, 1).tolist() == [0, 1]
     assert microbatch.sp_rows is original
