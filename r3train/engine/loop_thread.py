@@ -8,11 +8,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-_POLL_S = 0.2
-
 
 class LoopThread:
-    """Runs one coroutine to its end on its own thread; ``failed`` is told what it raised."""
+    """Runs one coroutine to its end on its own thread; ``failed`` gets the error that ended it."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
@@ -38,23 +36,6 @@ class LoopThread:
         if not self.loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it ended in between
                 self.loop.call_soon_threadsafe(call, *arguments)
-
-    def wait_for(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Await a call in the loop and return when it is done; raises what it raised.
-
-        Returns at once, or early, when the loop has ended: there is nobody left to call.
-        """
-        if self.loop.is_closed() or not self._thread.is_alive():
-            return
-        done = asyncio.run_coroutine_threadsafe(call(), self.loop)
-        while True:
-            try:
-                return done.result(timeout=_POLL_S)
-            except TimeoutError:
-                if done.done():
-                    raise
-                if not self._thread.is_alive():
-                    return
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)

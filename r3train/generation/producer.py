@@ -70,10 +70,10 @@ class Producer:
     ``make_episode`` makes the course of one rollout, one turn without it.  ``decode`` gives the
     text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer answer
     comes in several, and those that came outlive their server.  ``check_alive`` raises when an
-    engine process has ended.  ``on_outcome`` is told the fate of each prompt.  ``state`` is
-    an earlier run's ``snapshot``.  ``keep_decoded``: samples keep their answers' rows as decoded, for
-    the evidence.  Rollouts run from ``start_rollout`` (also the first weight
-    version) up to, not including, ``num_rollout``.
+    engine process has ended.  ``on_outcome`` is told the fate of each prompt.  ``state`` is an
+    earlier run's ``snapshot``.  With ``keep_decoded`` samples keep their answers' rows as they were
+    decoded, for the evidence.  Rollouts run from ``start_rollout`` (also the first weight version)
+    up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits; requests in flight
     are not cut off by it, so that ``snapshot`` still finds the samples that were complete.
@@ -251,9 +251,8 @@ class Producer:
             f"max_weight_staleness is {rollout.max_weight_staleness}"
         )
         expected = buffer.next_rollout
-        assert (
-            rollout_id == expected
-        ), f"step {rollout_id} was asked for, step {expected} is the next"
+        asked = f"step {rollout_id} was asked for, step {expected} is the next"
+        assert rollout_id == expected, asked
         began = time.monotonic()
         self._expire()
         self._advance()

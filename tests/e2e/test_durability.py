@@ -260,6 +260,7 @@ def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
         *(*base, "--prompt-data", str(prompts), "--no-rollout-shuffle", "--num-rollout", "6"),
         *("--rollout-external-engine-addrs", engine, "--save", str(checkpoint)),
         *("--save-interval", "2", "--custom-rm-path", "tests.e2e.disk_filling_reward:reward"),
+        *("--reward-timeout-s", "90"),  # it waits for a checkpoint
     )
     assert job.code != 0
     text = " ".join(job.output.split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import psutil
@@ -35,6 +36,21 @@ def test_a_killed_server_ends_the_job_with_its_cause_within_30_s(tmp_path, tiny_
             assert not [p for p in tree if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
         finally:
             end(tree)
+
+
+def test_a_reward_that_hangs_ends_the_job_with_its_prompt_and_its_bound(
+    tmp_path, tiny_flags, engine
+):
+    job = jobs.run(
+        tmp_path / "run",
+        *(*tiny_flags, "--num-rollout", "2", "--rollout-external-engine-addrs", engine),
+        *("--custom-rm-path", "tests.e2e.hanging_reward:reward", "--reward-timeout-s", "2"),
+        timeout=180,
+    )
+    assert job.code not in (0, None)
+    text = " ".join(job.output.split())
+    slow = "reward tests.e2e.hanging_reward:reward took longer than reward_timeout_s 2"
+    assert re.search(rf"prompt \S+: {slow} \(sample \d+\)", text)
 
 
 def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tiny_flags):
