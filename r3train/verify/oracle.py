@@ -1,4 +1,4 @@
-"""Oracle (b): a plain-PyTorch mixture-of-experts transformer that is told its routes.
+"""Oracle (b): a plain-PyTorch mixture-of-experts transformer that takes its routes as an argument.
 
 One sample at a time, one expert at a time, float64, no code of the trainer.  Formulas are
 those of the Hugging Face models of the same names and of the papers cited in place.

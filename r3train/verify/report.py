@@ -161,9 +161,10 @@ _DOC_HEAD = """<!-- written by: r3train verify --mutations --bf16 --write-docs; 
 # Verification of replay
 
 One small batch with *given* routes, drawn from another router so that native routing would show, is
-run through the production actor in every topology. Each run is held against two oracles: (a) the same
-actor at world size 1, (b) a plain-PyTorch transformer in float64 that is told its routes and shares no
-code with the actor. The table shows the larger of the two errors, and how far below its threshold it is.
+run through the production actor in every topology, dealt, packed and scattered by the functions of the
+training loop. Each run is held against two oracles: (a) the same actor at world size 1, (b) a
+plain-PyTorch transformer in float64 that is told its routes and shares no code with the actor. The table
+shows the larger of the two errors, and how far below its threshold it is.
 
 | phase | compared, by sample and position, layer and Hugging Face name |
 |---|---|

@@ -38,7 +38,7 @@ NOISE_SEEDS = (1, 2)
 
 @dataclass
 class TopologyResult:
-    """Errors of one topology by phase, the worse of the two oracles; ``reason`` where not run."""
+    """Errors of one topology against both oracles, by phase; ``reason`` says why it was not run."""
 
     name: str
     world_size: int
@@ -58,7 +58,7 @@ class TopologyResult:
 
 @dataclass
 class MutationResult:
-    """Whether a planted bug was caught, by which phases, and by what factor in the one it names."""
+    """The verdict on a planted bug: the phases that caught it, and the factor in the one it names."""
 
     name: str
     claim: str
@@ -224,8 +224,11 @@ class Verifier:
         return audit_run(Path(self._cases[case_id].output) / runner.EVIDENCE_RUN).verdict
 
     def _measure_noise(self) -> dict[int, float]:
-        """Largest error of runs that must agree: the actor with its microbatches permuted against
-        itself, and at world size 1 against the float64 oracle."""
+        """Return the largest error, by phase, of runs that must agree.
+
+        The actor with its microbatches permuted is held against itself, and every baseline against
+        the float64 oracle.
+        """
         noise: dict[int, float] = {}
         for case_id, case in self._cases.items():
             is_baseline = case_id == baseline(TOPOLOGIES[case.topology]).name
@@ -296,13 +299,13 @@ class Verifier:
 
 
 def _thresholds(noise: dict[int, float]) -> dict[int, float]:
-    """Of float32 runs, by phase."""
+    """The thresholds of float32 runs, by phase."""
     found = {p: min(gate, NOISE_FACTOR * noise.get(p, math.inf)) for p, gate in GATES.items()}
     return {ROUTES: 0.0, **found, EXPORT: 0.0}
 
 
 def _factor(error: float, threshold: float) -> float:
-    """By how much an error misses its threshold; an exact phase is missed by any error, wholly."""
+    """The factor by which an error misses its threshold; any error misses an exact one wholly."""
     if threshold:
         return error / threshold
     return math.inf if error else 0.0

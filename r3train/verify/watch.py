@@ -1,4 +1,4 @@
-"""Eyes on a running actor: what each router, block and parameter did, named without the trainer's help.
+"""A watch on a running actor: it records each router call and block output without the trainer's help.
 
 A row is named by its embedding: on the first stage the decoder's input is looked up in the embedding
 table, and since no token id occurs twice in the batch the row's token is known.  Later stages see the
@@ -23,7 +23,7 @@ from r3train.trainer.megatron.actor import MegatronActor
 
 @dataclass
 class Recording:
-    """All that one rank saw, plain tensors and numbers throughout (torch.save, weights_only)."""
+    """The record of one rank: plain tensors and numbers throughout (torch.save, weights_only)."""
 
     rows: dict[str, list[Tensor]] = field(default_factory=dict)  # pass -> [microbatch] int64[m]
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -170,7 +170,7 @@ class Watch:
 
 
 def _in_backward() -> bool:
-    """Whether autograd is walking a graph right now: anything that runs then is a recomputation."""
+    """Say if autograd is walking a graph right now: anything that runs then is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 

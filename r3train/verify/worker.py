@@ -269,7 +269,7 @@ class CaseRun:
 
 
 def _is_anomalous(e: ReplayEvidence) -> bool:
-    """Whether a router call broke one of the rules that no call may break."""
+    """Say if a router call broke a rule that every call must keep."""
     return bool(
         e.duplicate_rows
         or e.rows_native

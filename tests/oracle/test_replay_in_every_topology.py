@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]
 
 @pytest.fixture(scope="module")
 def verification(tmp_path_factory: pytest.TempPathFactory) -> dict:
-    """What ``r3train verify --ci --mutations`` wrote, and how it exited."""
+    """The result that ``r3train verify --ci --mutations`` wrote, and its exit code."""
     file = tmp_path_factory.mktemp("verify") / "verification.json"
     command = [sys.executable, "-m", "r3train.cli", "verify", "--ci", "--mutations"]
     run = subprocess.run(

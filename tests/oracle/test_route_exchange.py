@@ -19,7 +19,7 @@ pytestmark = pytest.mark.ranks
 
 
 def run(directory: Path, *flags: str) -> list[dict]:
-    """What each of four ranks found."""
+    """The findings of each of four ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     worker = ["--nproc-per-node", "4", "-m", "tests.oracle.route_exchange_worker"]
     done = subprocess.run(
