@@ -233,7 +233,7 @@ class _RunAudit:
     # -- one step ----------------------------------------------------------------------------
 
     def _judge_step(self, place: int, entry: _Entry) -> None:
-        (line,) = (l.value for l in [next(read_lines(self._steps_file, STEPS, entry.begin))])
+        line = next(read_lines(self._steps_file, STEPS, entry.begin)).value
         counts_now = self._latest[entry.step] == place
         shape = RouteShape(max(line.expected_fingerprints, default=0), line.topk, line.num_experts)
         totals, of_rank = StepTotals(shape), {}
@@ -282,11 +282,12 @@ class _RunAudit:
         """Everything that is wrong with a step, and lastly whatever the run said beyond it."""
         failures, found = verdict.failures + verdict.above_threshold, False
         attempt = line.attempt if superseded else ""
-        lost = any(f.what == "num_calls" and f.got < f.expected for f in failures)
-        silent = self._silent_ranks(line, of_rank) if lost else ()
-        lost = lost and (superseded or bool(silent))
-        if lost:
-            failures = [f for f in failures if f.what not in _LOST]
+        short = {_cell(f) for f in failures if f.what == "num_calls" and f.got < f.expected}
+        silent = self._silent_ranks(line, of_rank) if short else ()
+        lost = bool(short and (superseded or silent))
+        # a call that is missing takes its rows with it
+        untold = _LOST if lost else _LOST[1:]
+        failures = [f for f in failures if not (f.what in untold and _cell(f) in short)]
         if lost and superseded:  # a crash may take records with it
             self._lost.add(line.step)
         elif lost:
@@ -387,7 +388,7 @@ class _RunAudit:
             audit.find(Finding("covered", text, step=min(unsaid)))
         gaps = [range(a + 1, b) for a, b in pairwise(judged) if b > a + 1]
         if gaps:
-            shown = ", ".join(f"{gap[0]}..{gap[-1]}" for gap in gaps[:6])
+            shown = ", ".join(f"{g[0]}..{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in gaps[:6])
             text = f"no evidence of steps {shown}, between others that have it"
             audit.find(Finding("covered", text, step=gaps[0][0]))
         missing = {s for s in self._trained - set(judged) if not any(s in gap for gap in gaps)}
@@ -547,8 +548,9 @@ def _finding(line: StepLine, f: Failure, ranks: tuple[int, ...], attempt: str) -
 
 def _suspects(line: StepLine, of_rank: dict[int, StepTotals], f: Failure) -> tuple[int, ...]:
     """The ranks that a failure points at: at best the one, at worst all that hold the layer."""
-    cell = (f.replay_pass, f.stage, f.layer_number)
-    own = {rank: t.counters(cell) for rank, t in of_rank.items() if cell in t.cells}
+    layer = f.layer_number
+    holders = {r: t for r, t in of_rank.items() if any(cell[2] == layer for cell in t.cells)}
+    own = {rank: totals.counters(_cell(f)) for rank, totals in holders.items()}
     calls = sorted(values["num_calls"] for values in own.values())
     wrong: list[int] = []
     if f.what in ERRORS:
@@ -558,11 +560,15 @@ def _suspects(line: StepLine, of_rank: dict[int, StepTotals], f: Failure) -> tup
     elif f.what == "fingerprint":
         for place in line.places:
             got = sum(own[rank][f.what] for rank in place.ranks if rank in own) % (1 << 64)
-            if got != place.fingerprints.get(f.layer_number, 0):
+            if got != place.fingerprints.get(layer, 0):
                 wrong += [rank for rank in place.ranks if rank in own]
         # every pass replays the same routes, so a rank whose passes differ is the one
-        wrong = wrong or [rank for rank in own if _passes_differ(of_rank[rank], f.layer_number)]
+        wrong = wrong or [rank for rank, t in holders.items() if _passes_differ(t, layer)]
     return tuple(sorted(wrong or own))
+
+
+def _cell(f: Failure) -> tuple[str, str, int]:
+    return f.replay_pass, f.stage, f.layer_number
 
 
 def _passes_differ(totals: StepTotals, layer: int) -> bool:
