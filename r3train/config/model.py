@@ -39,3 +39,8 @@ class ModelSection(Section):
     """With selective recomputation: the modules to recompute, such as core_attn or moe."""
     transformer_overrides: dict[str, OverrideScalar | list[OverrideScalar]] = {}
     """Any other field of Megatron's TransformerConfig."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' dtype as torch and SGLang spell it."""
+        return "bfloat16" if self.bf16 else "float32"

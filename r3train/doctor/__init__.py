@@ -1,1 +1,1 @@
-"""``r3train doctor``: what will go wrong with this machine and this configuration, and what to do."""
+"""``r3train doctor``: faults of this machine and this configuration, each with a remedy."""

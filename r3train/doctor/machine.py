@@ -111,7 +111,7 @@ def check_devices(
 
 
 def check_disk(subject: str, path: Path, needed_bytes: float) -> Findings:
-    """Whether ``path``, or its nearest parent that exists, can be written and has room."""
+    """``path``, or its nearest parent that exists, must be writable and have room."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -138,7 +138,7 @@ def _free_room(subject: str, path: Path, needed_bytes: float, remedy: str):
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:
-    """Whether the run can listen on ``port``, given as a number or as text."""
+    """The run must be able to listen on ``port``, given as a number or as text."""
     if not (str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535):
         text = f"{port!r} is no port: expected a number from 1 to 65535"
         yield problem(subject, text, "give another, or unset it")
@@ -161,7 +161,7 @@ def check_port(subject: str, host: str, port: object) -> Findings:
 def check_external_server(
     address: str, api_key: str | None = None, *, timeout_s: float = 5.0
 ) -> Findings:
-    """Whether a server of --rollout-external-engine-addrs answers, and takes our key."""
+    """A server of --rollout-external-engine-addrs must answer and take our key."""
     subject = f"server {address}"
     host, _, port = address.rpartition(":")
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

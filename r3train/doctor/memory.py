@@ -124,7 +124,7 @@ def check_host_memory(available_bytes: float, needed_bytes: float):
 
 
 def check_placement(config: RunConfig, num_gpus: int, nproc_per_node: int) -> Findings:
-    """Whether our own servers have GPUs of their own; nothing to say where there are none."""
+    """The job's servers must have GPUs that no rank has; no finding on a machine without GPUs."""
     if not num_gpus:
         return
     try:

@@ -99,7 +99,7 @@ def check_checkpoint(
 
 
 def check_tokenizer(config: RunConfig, hf: HfModelFacts | None) -> Findings:
-    """Whether the tokenizer loads and its ids fit the vocabulary; then prompts and reward."""
+    """The tokenizer must load and its ids fit the vocabulary; then prompts and reward."""
     from r3train.data.tokenizer import load_tokenizer
 
     path = config.model.hf_checkpoint

@@ -178,7 +178,7 @@ def _draw_situations(
         server = SGLangServer(
             config.model.hf_checkpoint,
             Path(directory) / "sglang.log",
-            dtype="bfloat16" if config.model.bf16 else "float32",
+            dtype=config.model.dtype_name,
             server_args={**config.rollout.sglang, "chunked_prefill_size": chunk},
             return_routed_experts=hf.is_moe,
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,

@@ -1,4 +1,4 @@
-"""Where this node is reached: addresses on the way to a peer, and the interfaces that hold them."""
+"""Addresses by which peers reach this node, and the network interfaces that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANY = ("0.0.0.0", "::")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is loopback by its text alone: a name may mean anything elsewhere."""
+    """True for a loopback address and for "localhost"; other names are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -43,7 +43,7 @@ def address_of_interface(name: str) -> str | None:
 
 
 def interface_of(host: str) -> str | None:
-    """The network interface of this node that holds a host's address, None where none does."""
+    """The network interface of this node that holds a host's address, or None."""
     try:
         found = {place[4][0] for place in socket.getaddrinfo(host, None)}
     except OSError:
@@ -62,8 +62,9 @@ def host_of(addr: str) -> str:
 def address_for(peers: Sequence[str], asked: str | None = None) -> str:
     """One address by which all peers reach this node.
 
-    peers: their hosts; asked: an address, or a network interface, that is taken in its place.
-    Loopback where all peers are on loopback, else the address on the way to the first that is not.
+    peers: their hosts.  asked: an address or a network interface that the user named; it wins.
+    Without it: loopback where all peers are on loopback, else the address on the way to the first
+    peer that is not.
     """
     if asked is not None:
         return address_of_interface(asked) or asked

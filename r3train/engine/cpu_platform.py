@@ -1,7 +1,7 @@
 """SGLang's out-of-tree platform for machines without CUDA: plain torch on the CPU.
 
 SGLang loads ``activate`` through the entry point group ``sglang.srt.platforms`` in every process
-it starts, before torchvision is imported.  Where CUDA exists it stands aside.
+it starts, before torchvision is imported.  With CUDA the platform is not active.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ declare_torchvision_ops()
 
 
 def activate() -> str | None:
-    """Name the CPU platform class, or None where SGLang's own CUDA platform serves.
+    """The qualified name of the CPU platform class, or None where SGLang's CUDA platform serves.
 
     Source: ``sglang.srt.platforms``: a plugin that returns None is not active.
     """

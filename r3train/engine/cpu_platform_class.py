@@ -1,4 +1,4 @@
-"""The platform class itself, apart from its entry point: importing it imports SGLang."""
+"""The platform class; a module of its own because importing it imports SGLang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The names of SGLang's server flags, read from its source so that a typo is found at once.
 
-Importing SGLang for its argument parser takes seconds and pulls in its kernels; its flags are the
-annotated fields of ``srt/arg_groups/fields`` and the literal ``--flags`` of its parsers.
+Importing SGLang's argument parser takes seconds and loads its kernels, so its source is parsed: the
+flags are the annotated fields of ``srt/arg_groups/fields`` and the literal ``--flags`` of parsers.
 
 Source: SGLang 0.5.23, ``ServerArgs``.
 """
@@ -50,10 +50,10 @@ def _spelled(name: str) -> str:
 
 
 def check_server_flags(given: Iterable[str]) -> None:
-    """Raise ValueError for a key, and naming a flag that SGLang does not have and the nearest."""
+    """Raise ValueError for a key among the flags, and for a flag that SGLang does not have."""
     given = list(given)
     for name in given:
-        # like SGLang's parser, a beginning is enough
+        # SGLang's parser takes an unambiguous prefix
         if any(key.startswith(_spelled(name)) for key in _KEY_FLAGS):
             raise ValueError(
                 f"--sglang-{_spelled(name).replace('_', '-')}: a key among the flags is shown by ps"
@@ -65,7 +65,7 @@ def check_server_flags(given: Iterable[str]) -> None:
         return
     for name in given:
         wanted = _spelled(name)
-        # like its parser, take the beginning of a flag where one flag alone begins so (--tp)
+        # SGLang's parser takes a prefix that only one flag has (--tp)
         if wanted in known or sum(flag.startswith(wanted) for flag in known) == 1:
             continue
         near = difflib.get_close_matches(wanted, known, n=1)

@@ -1,6 +1,7 @@
-"""The key that servers ask for, and how it travels: by the environment, never by a command line.
+"""The key that servers ask for.  It travels by the environment, never by a command line.
 
-A process' environment is read by its user and by root; its command line by everybody on the node.
+Only its user and root can read a process' environment; everybody on the node can read its command
+line.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ _LEAST_LEN = 16
 
 
 def engine_api_key(environ: Mapping[str, str]) -> str | None:
-    """The key of the job's servers, its own or others'; None where none is set.
+    """The key of all servers of the job, or None where none is set.
 
-    Raises ValueError, without showing it, for a key that is short or cannot stand in an HTTP header.
+    Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does not
+    show the key.
     """
     key = environ.get(ENGINE_KEY_VARIABLE)
     if key is None:

@@ -1,7 +1,7 @@
 """``python -m r3train.engine.keyed_server FLAGS...``: SGLang's server with a key from the environment.
 
 SGLang takes its key as a flag, which everybody on the node could read in ``ps``, and writes it to its
-log with all its arguments.  Here the flag is added inside the process, and the log shows none.
+log with all its arguments.  This program adds the flag inside the process and hides it in the log.
 
 Source: SGLang 0.5.23, ``launch_server.py`` (arguments from ``sys.argv``) and
 ``Engine._launch_subprocesses`` (``logger.info(f"server_args=...")``).
@@ -20,7 +20,7 @@ _HIDDEN = "***"
 
 
 def hide_in_logs(secret: str) -> None:
-    """Let no log record of this process show a text, whatever logger and handler it goes through."""
+    """Replace a text in every log record of this process, for all loggers and handlers."""
     make = logging.getLogRecordFactory()
 
     def record_without(*args: object, **kwargs: object) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""A real SGLang server as a subprocess of the trainer, which dies with its owner."""
+"""A SGLang server as a subprocess of the trainer; it dies with its owner."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OnProgress = Callable[[float, str], None]
 _PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
-# torchrun's variables describe the trainer's group; the server must not join it, and
+# torchrun's variables describe the trainer's group, which the server must not join.
 # TORCHELASTIC_USE_AGENT_STORE would make its weight-update rendezvous wait for an agent.
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _TORCHRUN_NAMES = frozenset(
@@ -35,8 +35,8 @@ _TORCHRUN_NAMES = frozenset(
 def free_port(host: str) -> int:
     """A TCP port that nobody on ``host`` listened on a moment ago.
 
-    A server binds it only seconds later.  Ports that the system gives to outgoing connections
-    (32768 and up by default) may be taken by then, so it is drawn from those below.
+    A server binds it only seconds later.  The system gives ports from 32768 on (its default) to
+    outgoing connections, which may have taken such a port by then: this one is below.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(_PORTS, 100):
@@ -59,7 +59,7 @@ def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
 
 
 def server_flags(args: Mapping[str, object]) -> list[str]:
-    """Spell passthrough server arguments as flags.
+    """Server arguments as flags of a command line.
 
     Underscores become dashes; True is the bare flag, False and None leave it out; a list becomes
     one flag with several values.
@@ -86,12 +86,12 @@ def _has_cuda() -> bool:
 
 
 class SGLangServer:
-    """One ``python -m sglang.launch_server``, from its start to its certain end.
+    """One ``python -m sglang.launch_server`` and everything that it starts.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
     here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every request
-    but ``/health`` must carry it; a host other than loopback needs one, ValueError without.  Not
-    thread-safe, except ``check_alive``.
+    but ``/health`` must carry it.  Raises ValueError for a host other than loopback without a key.
+    Not thread-safe, except ``check_alive``.
     """
 
     def __init__(
@@ -177,9 +177,10 @@ class SGLangServer:
         return [sys.executable, "-m", module, *server_flags(args)]
 
     def environment(self) -> dict[str, str]:
-        """The server's environment: the owner's, less torchrun's, offline, one thread on a CPU.
+        """The owner's environment without torchrun's variables: offline, one thread on a CPU.
 
-        With its key, and for gloo the network interface that it is reached by, unless one is named.
+        It holds the key, and for gloo the network interface of the server's host, unless
+        GLOO_SOCKET_IFNAME names one.
         """
         env = {
             key: value
@@ -192,7 +193,7 @@ class SGLangServer:
             env[ENGINE_KEY_VARIABLE] = self.api_key
         interface = None if is_loopback(self.host) else interface_of(self.host)
         if interface is not None:
-            # gloo takes the interface that the host's name means, and that is loopback on many nodes
+            # gloo would take the interface of the host's name: loopback on many nodes
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
             env["OMP_NUM_THREADS"] = "1"
@@ -216,7 +217,7 @@ class SGLangServer:
         return self
 
     def restart(self) -> SGLangServer:
-        """End what is left of the server and start it anew at the same address; see ``start``."""
+        """End the server and start it again at the same address; see ``start``."""
         self.stop()
         self._guard, self._stopped = None, False
         return self.start()
@@ -255,7 +256,7 @@ class SGLangServer:
             time.sleep(_POLL_S)
 
     def healthy(self, timeout_s: float = 5.0) -> bool:
-        """Whether ``/health`` answers 200 within the time; SGLang generates a token for it."""
+        """True when ``/health`` answers 200 within the time; SGLang generates a token for it."""
         connection = http.client.HTTPConnection(self.host, self.port, timeout=timeout_s)
         try:
             headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

@@ -1,9 +1,11 @@
 """A small process between the trainer and a server, so that the server dies with its owner.
 
-``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND and ends it,
-with everything it started, when the owner is gone (stdin reaches its end, or the guard's parent
-changes), when the guard is told to stop (SIGTERM, SIGINT), or when COMMAND itself or one of its
-worker processes ends.  It leaves with COMMAND's exit status.
+``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND.  It ends COMMAND
+and everything that COMMAND started when
+- the owner is gone: stdin reaches its end, or the guard's parent changes,
+- the guard gets SIGTERM or SIGINT,
+- COMMAND itself or one of its worker processes ends.
+The guard exits with COMMAND's exit status.
 
 Why a process: PR_SET_PDEATHSIG follows the *thread* that forked, a trainer forks from many, and a
 SIGKILL of the trainer runs no handler.  On Linux the guard is a child subreaper, so a helper that
@@ -33,8 +35,8 @@ _POLL_S = 0.5
 _SIGHTINGS = 3
 _SCAN_S = 5.0
 _REPORT_GRACE_S = 3.0
-# They clean up shared memory after their users are gone, then leave by themselves: at once, but on
-# a busy machine.  Killed before, they leave semaphores behind.
+# Helpers remove shared memory once its users are gone, then end by themselves, at once on an idle
+# machine.  Killed before that, they leave semaphores behind.
 _HELPER_GRACE_S = 10.0
 _HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
 # SGLang renames its workers; the server cannot serve without any one of them.

@@ -83,7 +83,7 @@ class Engines:
             server = SGLangServer(
                 config.model.hf_checkpoint,
                 self._run_dir / "logs" / name,
-                dtype="bfloat16" if config.model.bf16 else "float32",
+                dtype=config.model.dtype_name,
                 server_args=args,
                 host=host,
                 port=args.pop("port", None),

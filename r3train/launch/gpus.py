@@ -1,6 +1,6 @@
-"""Which GPUs of its node a server takes: behind those of the ranks and of the servers before it.
+"""The GPUs that a server takes on its node: behind those of the ranks and of earlier servers.
 
-Numbers are those that the process sees (CUDA_VISIBLE_DEVICES), as torch and SGLang count them.
+GPUs are counted from 0 among those that CUDA_VISIBLE_DEVICES shows, as torch and SGLang do.
 """
 
 from __future__ import annotations
@@ -27,22 +27,23 @@ def server_gpus_here(config: RunConfig) -> list[range]:
     import torch
 
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    told = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
+    local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    num_ranks = int(told) if told else ranks_that_fit(world_size, num_visible)
+    num_ranks = int(local) if local else ranks_that_fit(world_size, num_visible)
     return server_gpus(config, num_ranks=num_ranks, num_visible=num_visible)
 
 
 def ranks_that_fit(world_size: int, num_visible: int) -> int:
-    """Ranks of this node where nobody says: as many as its GPUs take, without GPUs all."""
+    """The number of ranks on this node where none is given: one a GPU, without GPUs all."""
     return min(world_size, num_visible or world_size)
 
 
 def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[range]:
-    """GPUs of each server that rank 0 starts; none without GPUs, and none where it starts none.
+    """The GPUs of each server that rank 0 starts; empty without GPUs or without such servers.
 
-    They lie behind the ranks of the node, of which rank i takes GPU i, unless a base is given.
-    Raises ValueError where a server would share a GPU with a rank, or need one that is not there.
+    Rank i of the node takes GPU i, and servers follow behind the ranks unless --sglang-base-gpu-id
+    is given.  Raises ValueError for a server that would share a GPU with a rank, or need a GPU that
+    is not there.
     """
     flags = config.rollout.sglang
     elsewhere = config.rollout.rollout_external_engine_addrs
@@ -52,7 +53,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
         or not _on_gpus(flags, num_visible)
     ):
         return []
-    # NCCL takes a GPU once into a group, files do not mind; and it must have been asked for
+    # NCCL refuses one GPU twice in a group; the disk transport does not, where the user asks for it
     by_disk = config.trainer.update_weight_transfer_mode == "disk"
     may_share = by_disk and bool(_given(flags, _BASE))
     first = _number(flags, _BASE, num_ranks, least=0)
@@ -73,12 +74,12 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
 def served_gpus(
     flags: Mapping[str, object], *, num_gpus: int | None, local_index: int, num_visible: int
 ) -> dict[str, object]:
-    """The flags that put a ``r3train serve`` on GPUs of its own among the servers of its node.
+    """Flags that put a ``r3train serve`` on GPUs of its own among the servers of its node.
 
-    num_gpus: how many it gets; without any size among ``flags`` its tensor parallelism.
-    local_index: its number on the node.  Empty without GPUs.
-    Raises ValueError where sizes and ``num_gpus`` disagree, where neither is there for a second
-    server, and where a GPU is missing.
+    num_gpus: the number of its GPUs, and its tensor parallelism where ``flags`` name no size.
+    local_index: its number on the node, from 0.  Returns {} without GPUs.
+    Raises ValueError where sizes and ``num_gpus`` disagree, where a second server has neither, and
+    where a GPU is missing.
     """
     if not _on_gpus(flags, num_visible):
         if num_gpus is not None:
@@ -140,7 +141,7 @@ def _check_there(gpus: range, index: int, num_ranks: int, num_visible: int) -> N
 
 
 def _given(flags: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
-    """Those flags that are a spelling of one; like SGLang's parser, a beginning is enough."""
+    """The flags that spell one of ``names``; SGLang's parser takes a prefix."""
     return [flag for flag in flags if any(name.startswith(flag) for name in names)]
 
 

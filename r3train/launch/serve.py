@@ -1,6 +1,6 @@
-"""``r3train serve``: one SGLang server with the flags that a configuration would give its own.
+"""``r3train serve``: one SGLang server with the flags that a training run would give its own.
 
-For servers on nodes of their own: the trainer gets their addresses by
+It is for servers on other nodes: the trainer takes their addresses by
 --rollout-external-engine-addrs.
 """
 
@@ -82,7 +82,7 @@ def serve(
         server = SGLangServer(
             config.model.hf_checkpoint,
             log or Path("/dev/stdout"),
-            dtype="bfloat16" if config.model.bf16 else "float32",
+            dtype=config.model.dtype_name,
             server_args=server_args,
             return_routed_experts=config.replay.use_rollout_routing_replay,
             seed=config.rollout.rollout_seed + index,
@@ -99,7 +99,7 @@ def serve(
 
 
 class _Stop(Exception):
-    """Raised where the process is when it is told to end."""
+    """Ends the wait when the process gets SIGTERM or SIGINT."""
 
 
 def _on_signal(*_: object) -> None:
@@ -129,7 +129,7 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         code = 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # what is being ended is ended once
+            signal.signal(number, signal.SIG_IGN)  # the end is not interrupted
         if address_file is not None:
             address_file.unlink(missing_ok=True)
         server.stop()
