@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Generator
 from dataclasses import asdict
 
 import click
 
 from r3train.config import RunConfig
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, problem, warning
+from r3train.doctor.machine import Node
 
 _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
 
@@ -102,10 +104,11 @@ def diagnose(
     from r3train.launch.gpus import ranks_that_fit
 
     num_gpus, gpu_bytes = _gpus()
-    here = nproc_per_node or ranks_that_fit(world_size, num_gpus)
+    num_ranks = nproc_per_node or ranks_that_fit(world_size, num_gpus)
+    node = Node(num_gpus, gpu_bytes, world_size, num_ranks)
     yield from machine.check_versions(cuda=bool(num_gpus))
-    yield from machine.check_devices(num_gpus, gpu_bytes, world_size, here, os.cpu_count() or 1)
-    yield from machine.check_shared_memory(here)
+    yield from machine.check_devices(node, os.cpu_count() or 1)
+    yield from machine.check_shared_memory(num_ranks)
     for port in ports:
         yield from machine.check_port("port", "127.0.0.1", port)
     rendezvous = os.environ.get("MASTER_PORT")
@@ -113,7 +116,7 @@ def diagnose(
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
         return
-    failed = yield from _with_failed(_of_config(config, world_size, here, num_gpus, gpu_bytes))
+    failed = yield from _with_failed(_of_config(config, node))
     if not failed:
         failed = yield from _with_failed(model.check_preflight(config, world_size))
     if probe and failed:
@@ -124,14 +127,12 @@ def diagnose(
         yield from probe_engines(config, gpu_bytes)
 
 
-def _of_config(
-    config: RunConfig, world_size: int, nproc_per_node: int, num_gpus: int, gpu_bytes: int
-) -> Findings:
+def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.doctor import machine, memory, model
     from r3train.engine.key import engine_api_key
 
     hf, weights = yield from model.check_checkpoint(config)
-    yield from model.check_config(config, hf, world_size)
+    yield from model.check_config(config, hf, node.world_size)
     yield from model.check_tokenizer(config, hf)
     sglang = config.rollout.sglang
     if sglang.get("port") is not None:
@@ -145,19 +146,11 @@ def _of_config(
         yield problem("key of the servers", str(error), "set another one, or none")
     for address in config.rollout.rollout_external_engine_addrs:
         yield from machine.check_external_server(address, api_key)
-    yield from memory.check_placement(config, num_gpus, nproc_per_node)
-    yield from memory.check_room(
-        config,
-        hf,
-        weights,
-        world_size=world_size,
-        nproc_per_node=nproc_per_node,
-        num_gpus=num_gpus,
-        gpu_bytes=gpu_bytes,
-    )
+    yield from memory.check_placement(config, node)
+    yield from memory.check_room(config, hf, weights, node)
 
 
-def _with_failed(findings: Findings):
+def _with_failed(findings: Findings) -> Generator[Finding, None, bool]:
     """Yield findings; return whether one of them is a problem."""
     failed = False
     for finding in findings:

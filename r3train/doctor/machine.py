@@ -11,10 +11,11 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from r3train.doctor.finding import Findings, amount, fact, ok, problem, room, warning
+from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # measured with r3train: another version may have moved the seams
@@ -25,6 +26,16 @@ PINNED = {
     "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
 }
 _SHM = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Node:
+    """This node's GPUs, and its share of the job's ranks."""
+
+    num_gpus: int
+    gpu_bytes: int  # of the smallest GPU
+    world_size: int  # ranks on all nodes
+    num_ranks: int  # ranks on this node
 
 
 def installed_version(name: str) -> str | None:
@@ -90,23 +101,20 @@ def _major_minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
-def check_devices(
-    num_gpus: int, gpu_bytes: int, world_size: int, nproc_per_node: int, cores: int
-) -> Findings:
+def check_devices(node: Node, cores: int) -> Findings:
     """This node's ranks against its GPUs, or against its cores where it has none."""
-    here = f"{nproc_per_node} of {world_size} ranks on this node"
-    if num_gpus:
-        yield fact("devices", f"{num_gpus} GPU(s) of {amount(gpu_bytes)}, {here}")
-        if nproc_per_node > num_gpus:
-            text = f"{nproc_per_node} ranks on this node and {num_gpus} GPU(s)"
-            yield problem("devices", text, f"torchrun --nproc-per-node {num_gpus}, or more nodes")
+    ranks, gpus = node.num_ranks, node.num_gpus
+    here = f"{ranks} of {node.world_size} ranks on this node"
+    if gpus:
+        yield fact("devices", f"{gpus} GPU(s) of {amount(node.gpu_bytes)}, {here}")
+        if ranks > gpus:
+            text = f"{ranks} ranks on this node and {gpus} GPU(s)"
+            yield problem("devices", text, f"torchrun --nproc-per-node {gpus}, or more nodes")
         return
     yield fact("devices", f"no GPU: Megatron and SGLang run on {cores} CPU cores, {here}")
     threads = os.environ.get("OMP_NUM_THREADS", "unset")
-    if not threads.isdigit() or int(threads) * nproc_per_node > max(cores, nproc_per_node):
-        text = (
-            f"OMP_NUM_THREADS is {threads}: {nproc_per_node} ranks would fight over {cores} cores"
-        )
+    if not threads.isdigit() or int(threads) * ranks > max(cores, ranks):
+        text = f"OMP_NUM_THREADS is {threads}: {ranks} ranks would fight over {cores} cores"
         yield warning("devices", text, "export OMP_NUM_THREADS=1")
 
 
@@ -124,15 +132,15 @@ def check_disk(subject: str, path: Path, needed_bytes: float) -> Findings:
     yield _free_room(subject, there, needed_bytes, remedy)
 
 
-def check_shared_memory(nproc_per_node: int) -> Findings:
+def check_shared_memory(num_ranks: int) -> Findings:
     """/dev/shm, where NCCL and torch have buffers for each rank; containers often give 64 MiB."""
     if _SHM.is_dir():
-        needed = max(256 << 20, nproc_per_node * (128 << 20))
+        needed = max(256 << 20, num_ranks * (128 << 20))
         remedy = "docker run --shm-size=16g, or mount a larger tmpfs"
         yield _free_room("shared memory", _SHM, needed, remedy)
 
 
-def _free_room(subject: str, path: Path, needed_bytes: float, remedy: str):
+def _free_room(subject: str, path: Path, needed_bytes: float, remedy: str) -> Finding:
     text = f"{path}: {{has}} free, about {{needs}} needed"
     return room(subject, shutil.disk_usage(path).free, needed_bytes, remedy, text=text)
 

@@ -12,8 +12,8 @@ import psutil
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.doctor.finding import Findings, amount, fact, ok, problem, room, warning
-from r3train.doctor.machine import check_disk
+from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
+from r3train.doctor.machine import Node, check_disk
 from r3train.doctor.model import Weights
 from r3train.launch.gpus import server_gpus
 
@@ -85,21 +85,14 @@ def describe(e: Estimate, config: RunConfig) -> Findings:
 
 
 def check_room(
-    config: RunConfig,
-    hf: HfModelFacts | None,
-    weights: Weights | None,
-    *,
-    world_size: int,
-    nproc_per_node: int,
-    num_gpus: int,
-    gpu_bytes: int,
+    config: RunConfig, hf: HfModelFacts | None, weights: Weights | None, node: Node
 ) -> Findings:
     """Disk, GPU and host memory for the run; without a readable checkpoint the disk alone."""
     run_dir = config.run.run_dir or Path("runs")
     if hf is None or weights is None:
         yield from check_disk("run directory", run_dir, 1 << 30)
         return
-    e = estimate(config, hf, weights, world_size)
+    e = estimate(config, hf, weights, node.world_size)
     by_disk = config.trainer.update_weight_transfer_mode == "disk"
     needed = (256 << 20) + (2 * weights.num_bytes if by_disk else 0)
     yield from check_disk("run directory", run_dir, needed)
@@ -107,36 +100,36 @@ def check_room(
         # the new one is complete before the old one goes
         kept = (config.checkpoint.save_keep_last or 2) + 1
         yield from check_disk("checkpoints", config.checkpoint.save, kept * e.checkpoint_bytes)
-    on_host = (nproc_per_node + 1) * PROCESS_BYTES + e.reference_bytes * nproc_per_node
-    if num_gpus:
-        yield from check_gpu_memory(config, e, gpu_bytes, num_gpus, nproc_per_node)
+    on_host = (node.num_ranks + 1) * PROCESS_BYTES + e.reference_bytes * node.num_ranks
+    if node.num_gpus:
+        yield from check_gpu_memory(config, e, node)
     else:
-        on_host += e.rank_bytes * nproc_per_node + 2 * weights.num_bytes
+        on_host += e.rank_bytes * node.num_ranks + 2 * weights.num_bytes
     yield check_host_memory(psutil.virtual_memory().available, on_host)
     yield from describe(e, config)
 
 
-def check_host_memory(available_bytes: float, needed_bytes: float):
+def check_host_memory(available_bytes: float, needed_bytes: float) -> Finding:
     """Memory of the host for this node's ranks, and on a CPU machine for the server too."""
     remedy = "fewer ranks, a smaller model, or a machine with more"
     near = "close other programs"
     return room("memory", available_bytes, needed_bytes, remedy, margin=_HOST_MARGIN, near=near)
 
 
-def check_placement(config: RunConfig, num_gpus: int, nproc_per_node: int) -> Findings:
+def check_placement(config: RunConfig, node: Node) -> Findings:
     """The job's servers must have GPUs that no rank has; no finding on a machine without GPUs."""
-    if not num_gpus:
+    if not node.num_gpus:
         return
     try:
-        taken = _server_gpus(config, num_gpus, nproc_per_node)
+        taken = _server_gpus(config, node)
     except ValueError as error:
         remedy = (
-            f"docs/slurm.md says who takes which GPU; if fewer than {nproc_per_node} ranks are on this"
+            f"docs/slurm.md says who takes which GPU; if fewer than {node.num_ranks} ranks are on this"
             " node, --nproc-per-node says so"
         )
         yield problem("servers", str(error), remedy)
         return
-    if shared := [gpu for gpu in taken if gpu < nproc_per_node]:
+    if shared := [gpu for gpu in taken if gpu < node.num_ranks]:
         text = f"SGLang and a rank share GPU {', '.join(map(str, shared))}: its memory and its time"
         remedy = "--sglang-mem-fraction-static leaves the rank its part; or fewer ranks than GPUs"
         yield warning("servers", text, remedy)
@@ -144,35 +137,33 @@ def check_placement(config: RunConfig, num_gpus: int, nproc_per_node: int) -> Fi
         yield ok("servers", f"SGLang takes GPU {', '.join(map(str, taken))}, no rank does")
 
 
-def check_gpu_memory(
-    config: RunConfig, e: Estimate, gpu_bytes: int, num_gpus: int, nproc_per_node: int
-) -> Findings:
+def check_gpu_memory(config: RunConfig, e: Estimate, node: Node) -> Findings:
     """A rank's weights, gradients and optimizer, and SGLang's share, against the GPU they are on."""
     needed, held = e.rank_bytes, f": {amount(e.rank_bytes)} of a rank"
     remedy = "more ranks (expert or pipeline parallel), --use-distributed-optimizer, --bf16"
     try:
-        shared = any(g < nproc_per_node for g in _server_gpus(config, num_gpus, nproc_per_node))
+        shared = any(gpu < node.num_ranks for gpu in _server_gpus(config, node))
     except ValueError:
         shared = False  # check_placement reports it
     if shared:
-        share = _server_fraction(config) * gpu_bytes
+        share = _server_fraction(config) * node.gpu_bytes
         needed += share
         held += f", {amount(share)} of SGLang on the same GPU"
         remedy += ", a lower --sglang-mem-fraction-static, or a GPU of its own for SGLang"
     yield room(
         "GPU memory",
-        gpu_bytes,
+        node.gpu_bytes,
         needed,
         remedy,
         text="{has} available, about {needs} needed" + held,
-        margin=_GPU_MARGIN * gpu_bytes,
+        margin=_GPU_MARGIN * node.gpu_bytes,
         near=f"{remedy}: activations come on top",
     )
 
 
-def _server_gpus(config: RunConfig, num_gpus: int, nproc_per_node: int) -> list[int]:
-    """GPUs that our own servers take.  Raises ValueError where the training command would."""
-    servers = server_gpus(config, num_ranks=nproc_per_node, num_visible=num_gpus)
+def _server_gpus(config: RunConfig, node: Node) -> list[int]:
+    """GPUs that the job's servers take.  Raises ValueError where the training command would."""
+    servers = server_gpus(config, num_ranks=node.num_ranks, num_visible=node.num_gpus)
     return [gpu for gpus in servers for gpu in gpus]
 
 

@@ -278,7 +278,7 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
 
 def test_threads_that_fight_over_cores_are_found(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert [f.level for f in machine.check_devices(0, 0, 2, 2, 2)] == [FACT, WARNING]
+    assert [f.level for f in machine.check_devices(machine.Node(0, 0, 2, 2), 2)] == [FACT, WARNING]
 
 
 GOOD = {

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import command, memory
+from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import Estimate, estimate
 from r3train.doctor.model import read_weights
@@ -108,7 +109,7 @@ def test_the_kl_reference_is_on_the_host(tiny):
 def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny, estimated):
     elsewhere = config_of(tiny, rollout_external_engine_addrs=["host:30000"])
     e = replace(estimated, rank_bytes=rank_gib * GIB)
-    (found,) = memory.check_gpu_memory(elsewhere, e, 80 * GIB, 8, 8)
+    (found,) = memory.check_gpu_memory(elsewhere, e, Node(8, 80 * GIB, 8, 8))
     assert found.level == level and f"{rank_gib}.0 GiB" in found.text
     assert bool(found.remedy) == (level != OK)
 
@@ -128,7 +129,7 @@ def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny
     rollout = config.rollout.model_copy(update={"sglang": {"base_gpu_id": 0, **flags}})
     config = config.model_copy(update={"rollout": rollout})
     e = replace(estimated, rank_bytes=40 * GIB)
-    (found,) = memory.check_gpu_memory(config, e, 80 * GIB, 8, ranks)
+    (found,) = memory.check_gpu_memory(config, e, Node(8, 80 * GIB, ranks, ranks))
     assert found.level == level and ("of SGLang" in found.text) == (ranks == 8)
 
 
@@ -157,6 +158,7 @@ DISK = {"update_weight_transfer_mode": "disk"}
     ],
 )
 def test_servers_need_gpus_that_no_rank_has(fields, num_gpus, ranks, level, text, tiny):
-    found = list(memory.check_placement(config_of(tiny, **fields), num_gpus, ranks))
+    node = Node(num_gpus, 80 * GIB, ranks, ranks)
+    found = list(memory.check_placement(config_of(tiny, **fields), node))
     assert [f.level for f in found] == ([] if level is None else [level])
     assert all(text in f.text for f in found)
