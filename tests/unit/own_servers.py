@@ -21,7 +21,7 @@ def servers_of_rank_0(
         sglang=sglang,
     )
     config = SimpleNamespace(
-        model=SimpleNamespace(hf_checkpoint=directory, bf16=False),
+        model=SimpleNamespace(hf_checkpoint=directory, dtype_name="float32"),
         replay=SimpleNamespace(use_rollout_routing_replay=False),
         checkpoint=SimpleNamespace(replay_rollouts=None),
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
