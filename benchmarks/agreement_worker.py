@@ -29,13 +29,7 @@ from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job, preflight  # noqa: E402
 from r3train.launch.resume import resume_point  # noqa: E402
 from r3train.layout.microbatch import slice_microbatch  # noqa: E402
-from r3train.loop.batch import (
-    Packing,
-    build_microbatches,
-    deal_samples,
-    train_samples,
-)  # noqa: E402
-from r3train.loop.parts import replay_plan  # noqa: E402
+from r3train.loop.prepare import prepare, train_samples  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
 from r3train.loop.scatter import gather_topologies  # noqa: E402
 from r3train.algo.corrections import log_prob_gap_stats  # noqa: E402
@@ -73,13 +67,9 @@ def main() -> None:
 def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     """Gap and routing of one actor without and with replay, over the same tokens; a collective."""
     actor = build_actor(job, DEVICE, resume_point(job))
-    plan = replay_plan(job.config, job.hf)
-    packing = Packing(
-        topologies=gather_topologies(actor.topology),
-        max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
-        route_shape=plan.route_shape,
-    )
-    built = build_microbatches(deal_samples(samples, packing), packing, first_microbatch_id=0)
+    topologies = gather_topologies(actor.topology)
+    prepared = prepare(0, samples, job.config, job.hf, topologies, passes=())
+    built = prepared.microbatches
     slices = [slice_microbatch(m, actor.topology) for m in built[actor.topology.dp_rank]]
     with watched_routers(actor, slices) as native:
         off = actor.compute_log_probs(slices, None)  # outside a pass the routers choose themselves

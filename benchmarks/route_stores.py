@@ -27,6 +27,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ from aiohttp import web
 
 from benchmarks.measure import counted_sends, ratios, spread, write_result
 from benchmarks.samples import route_payload
-from r3train.loop.parts import ReplayPlan
+from r3train.config import RunConfig
 from r3train.loop.prepare import prepare
 from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import gather_json, scatter_slices
@@ -129,7 +130,16 @@ class Rank:
             for stage in range(shape.pipeline)
             for i in range(leaders)
         ]
-        self.replay = ReplayPlan(shape.layers, EXPERTS, shape.topk, layers, (), 0.1, False)
+        self.config = RunConfig.from_toml(
+            "configs/tiny_cpu.toml",
+            dict(
+                use_rollout_routing_replay=True,
+                global_batch_size=None,
+                max_tokens_per_gpu=2 * shape.tokens,
+            ),
+        )
+        # as much of a checkpoint's facts as routes need
+        self.hf = SimpleNamespace(route_shape=shape.routes, moe_layer_numbers=layers)
         self.node = None
         if rank < leaders:
             self.node = RouteNode(rank, TOKEN, shape.routes, "127.0.0.1")
@@ -139,7 +149,7 @@ class Rank:
             self.node.connect(self.urls)
         self.ledger = RouteLedger(leaders, self.node.read, shape.routes) if rank == 0 else None
         self.exchange = RouteExchange(
-            self.topologies, rank, self.replay, node=self.node, ledger=self.ledger
+            self.topologies, rank, self.hf, node=self.node, ledger=self.ledger
         )
 
     async def generate(self, stores: str) -> tuple[list[RolloutSample], int]:
@@ -182,11 +192,10 @@ class Rank:
                 prepared = prepare(
                     0,
                     [TrainSample(s, 0.0, zeros) for s in samples],
-                    self.replay,
+                    self.config,
+                    self.hf,
                     self.topologies,
                     passes=("train",),
-                    steps_per_rollout=1,
-                    max_tokens_per_gpu=2 * self.shape.tokens,
                     adopt=self.exchange.adopt if stores else None,
                 )
             count = -(-self.shape.samples // 2)  # two samples a microbatch

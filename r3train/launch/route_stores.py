@@ -8,7 +8,6 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 
 from r3train.launch.job import Job
-from r3train.loop.parts import replay_plan
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
@@ -46,8 +45,7 @@ class RouteStores:
         Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot reach
         another store.
         """
-        hf, replay = self._job.hf, replay_plan(self._job.config, self._job.hf)
-        assert replay is not None, "checked before the start"
+        hf = self._job.hf
         routes = hf.route_shape
         topologies = gather_topologies(topology)
         leaders = leader_ranks(topologies)
@@ -74,7 +72,7 @@ class RouteStores:
             logger.info("route stores: %s", ", ".join(self._urls))
             self._ledger = RouteLedger(len(leaders), self._node.read, routes)
         self._exchange = RouteExchange(
-            topologies, topology.rank, replay, node=self._node, ledger=self._ledger
+            topologies, topology.rank, hf, node=self._node, ledger=self._ledger
         )
         return self._exchange
 

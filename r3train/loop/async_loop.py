@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from r3train.config import RunConfig
@@ -34,10 +33,9 @@ from r3train.proof.check import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
-from r3train.loop.batch import train_samples
 from r3train.loop.keeper import Keeper
-from r3train.loop.parts import RankZero, RolloutSource, replay_plan
-from r3train.loop.prepare import Expected, Plant, Prepared, prepare
+from r3train.loop.parts import RankZero, RolloutSource
+from r3train.loop.prepare import Expected, Plant, Prepared, prepare, train_samples
 from r3train.loop.recovery import Recovery
 from r3train.loop.report import (
     RolloutReport,
@@ -82,7 +80,6 @@ class AsyncLoop:
         self._keeper = keeper
         self._routes = routes
         self._plant = plant
-        self._replay = replay_plan(config, hf)
         engines = rank_zero.engines if rank_zero is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
         self._source: RolloutSource | None = None
@@ -230,8 +227,7 @@ class AsyncLoop:
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
         """Rank 0: score the rollout, deal it and pack it."""
-        config = self._config
-        samples, stats = train_samples(groups, config.algorithm)
+        samples, stats = train_samples(groups, self._config.algorithm)
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
         self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
@@ -242,11 +238,10 @@ class AsyncLoop:
         prepared = prepare(
             rollout_id,
             samples,
-            self._replay,
+            self._config,
+            self._hf,
             self._topologies,
             passes=self._passes,
-            steps_per_rollout=config.steps_per_rollout,
-            max_tokens_per_gpu=config.trainer.max_tokens_per_gpu,
             adopt=self._routes.adopt if self._routes is not None else None,
             plant=self._plant,
         )
@@ -274,22 +269,21 @@ class AsyncLoop:
         """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""
         if self._evidence is None:
             return None
-        assert self._replay is not None
         records = self._actor.collect_evidence(rollout_id)
         recorded = self._routes.recorded() if self._routes is not None else None
         return prove_step(
             self._evidence,
             records,
             expected.with_recorded(recorded) if expected is not None else None,
-            self._replay.route_shape,
+            self._hf.route_shape,
             passes=self._passes,
-            mismatch_threshold=self._replay.mismatch_threshold,
+            mismatch_threshold=self._config.replay.r3_mismatch_threshold,
         )
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes: on rank 0's client, and of the stores; a collective with them."""
         metrics = self._routes.metrics() if self._routes is not None else {}
-        if self._rank_zero is not None and self._replay is not None:
+        if self._rank_zero is not None and self._config.replay.use_rollout_routing_replay:
             now = self._rank_zero.engines.route_wire_bytes()
             metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes
             self._route_wire_bytes = now

@@ -9,13 +9,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
 from r3train.engine.publish import WeightPublisher
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
-from r3train.routing.layers import recomputed_moe_layers
-from r3train.types import RouteShape, Scored
+from r3train.types import Scored
 
 
 class RolloutSource(Protocol):
@@ -63,36 +60,3 @@ class RankZero:
     engines: RolloutSide
     display: RunDisplay
     metrics: MetricsWriter
-
-
-@dataclass(frozen=True)
-class ReplayPlan:
-    """R3 as the loop needs it; None in its place trains without replay."""
-
-    num_layers: int
-    num_experts: int
-    topk: int
-    moe_layers: tuple[int, ...]
-    recomputed: tuple[int, ...]
-    mismatch_threshold: float
-    check: bool
-
-    @property
-    def route_shape(self) -> RouteShape:
-        """The size of one token's routes."""
-        return RouteShape(self.num_layers, self.topk, self.num_experts)
-
-
-def replay_plan(config: RunConfig, hf: HfModelFacts) -> ReplayPlan | None:
-    """R3 for the loop, or None without --use-rollout-routing-replay."""
-    if not config.replay.use_rollout_routing_replay:
-        return None
-    return ReplayPlan(
-        num_layers=hf.num_hidden_layers,
-        num_experts=hf.num_experts,
-        topk=hf.num_experts_per_tok,
-        moe_layers=hf.moe_layer_numbers,
-        recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
-        mismatch_threshold=config.replay.r3_mismatch_threshold,
-        check=config.r3_check_enabled,
-    )

@@ -1,36 +1,39 @@
-"""One rollout made ready for all ranks: dealt, packed, and what its evidence must show.
+"""A rollout made ready for all ranks: advantages, microbatches, and the totals its evidence must match.
 
-Done by rank 0 alone.  With --route-stores the samples hold references to their routes, the
-microbatches hold none (``route_exchange`` brings them), and the leaders find what was recorded.
+Pure, and done by rank 0 alone.  With --route-stores the samples hold references to their routes, the
+microbatches hold none (``route_exchange`` brings them), and the leaders take the fingerprints.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from r3train.proof.check import StepExpectation
-from r3train.loop.batch import (
-    Dealt,
-    Packing,
-    build_microbatches,
-    data_rank_of_samples,
-    deal_samples,
-    record_samples,
-    step_expectation,
-)
-from r3train.loop.parts import ReplayPlan
-from r3train.loop.recorded import Recorded
-from r3train.types import MicroBatch, RankTopology, TrainSample
+import numpy as np
 
+from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.reward_stats import GroupStats, group_stats
+from r3train.algo.trajectories import episode_rewards, validate_trajectories
+from r3train.config import RunConfig
+from r3train.config.algorithm import AlgorithmSection
+from r3train.config.hf_facts import HfModelFacts
+from r3train.layout.bins import deal_bins, pack_bins
+from r3train.layout.microbatch import build_microbatch
+from r3train.loop.recorded import Recorded, decoded_rows
+from r3train.proof.check import StepExpectation, expected_calls
+from r3train.routing.layers import recomputed_moe_layers
+from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
+
+# the samples of an optimizer step, [data-parallel rank][microbatch][sample]
+StepSamples = Sequence[Sequence[Sequence[TrainSample]]]
 # (rollout id, samples) -> samples with a deliberate bug, to see a check fail
 Plant = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the evidence must show, but for what was recorded where that is found by the leaders."""
+    """The totals that the evidence must match; where leaders take the fingerprints, without those."""
 
     of_recorded: Callable[[Recorded], StepExpectation]
     recorded: Recorded | None  # where the routes are on this rank
@@ -47,25 +50,28 @@ class Prepared:
     """A rollout on rank 0, ready to be sent."""
 
     samples: Sequence[TrainSample]  # as the rollout left them
-    dealt_of_steps: Sequence[Dealt]  # as they are trained
+    steps: Sequence[StepSamples]  # as they are trained
     microbatches: list[list[MicroBatch]]  # [dp][microbatches of all steps]
-    counts: list[int]  # of one data-parallel rank, for each optimizer step
+    counts: list[int]  # microbatches of one data-parallel rank, for each optimizer step
     expected: Expected | None  # with the check on
 
 
 def prepare(
     rollout_id: int,
     samples: Sequence[TrainSample],
-    replay: ReplayPlan | None,
+    config: RunConfig,
+    hf: HfModelFacts,
     topologies: Sequence[RankTopology],
     *,
     passes: tuple[str, ...],
-    steps_per_rollout: int,
-    max_tokens_per_gpu: int,
     adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None = None,
     plant: Plant | None = None,
 ) -> Prepared:
-    """Deal and pack a rollout's samples; ``adopt`` (with --route-stores) makes routes references."""
+    """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
+
+    topologies: every rank's, by rank; passes: those that run the routers; adopt: turns routes into
+    references (--route-stores); plant: spoils what is trained, after the fingerprints' samples.
+    """
     if adopt is not None:
         samples = adopt(samples)
     trained = samples
@@ -73,41 +79,181 @@ def prepare(
         trained = plant(rollout_id, samples)
         if adopt is not None:
             trained = adopt(trained)
-    packing = Packing(
-        topologies=topologies,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        route_shape=replay.route_shape if replay and adopt is None else None,
-    )
-    microbatches: list[list[MicroBatch]] = [[] for _ in range(topologies[0].dp_size)]
+    replay = config.replay.use_rollout_routing_replay
+    place = topologies[0]
+    microbatches: list[list[MicroBatch]] = [[] for _ in range(place.dp_size)]
     counts: list[int] = []
-    dealt_of_steps = []
-    share = len(trained) // steps_per_rollout
-    for step in range(steps_per_rollout):
-        dealt = deal_samples(trained[step * share : (step + 1) * share], packing)
-        built = build_microbatches(dealt, packing, first_microbatch_id=sum(counts))
-        dealt_of_steps.append(dealt)
+    steps: list[StepSamples] = []
+    share = len(trained) // config.steps_per_rollout
+    for start in range(0, share * config.steps_per_rollout, share):
+        dealt = deal_samples(
+            trained[start : start + share], place, config.trainer.max_tokens_per_gpu
+        )
+        built = build_microbatches(
+            dealt,
+            place,
+            hf.route_shape if replay and adopt is None else None,
+            first_microbatch_id=sum(counts),
+        )
+        steps.append(dealt)
         counts.append(len(built[0]))
         for all_steps, own in zip(microbatches, built, strict=True):
             all_steps += own
     expected = None
-    if replay is not None and replay.check:
+    if config.r3_check_enabled:
         recorded = None
+        if adopt is None:
+            recorded = record_samples(
+                [s.sample for s in samples],
+                data_rank_of_samples(steps),
+                place.dp_size,
+                hf.moe_layer_numbers,
+            )
         of_recorded = partial(
             step_expectation,
             rollout_id,
             num_rows=sum(s.sample.num_tokens for s in samples),
             passes=passes,
-            moe_layers=replay.moe_layers,
-            recomputed=replay.recomputed,
+            moe_layers=hf.moe_layer_numbers,
+            recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
             num_microbatches=sum(counts),
             topologies=topologies,
         )
-        if adopt is None:
-            recorded = record_samples(
-                [s.sample for s in samples],
-                data_rank_of_samples(dealt_of_steps),
-                topologies[0].dp_size,
-                replay.moe_layers,
-            )
         expected = Expected(of_recorded, recorded)
-    return Prepared(samples, dealt_of_steps, microbatches, counts, expected)
+    return Prepared(samples, steps, microbatches, counts, expected)
+
+
+def train_samples(
+    groups: Sequence[Sequence[Scored]], algorithm: AlgorithmSection
+) -> tuple[list[TrainSample], GroupStats]:
+    """Give every token of a rollout its advantage, [groups][samples] -> all samples in order.
+
+    Step-wise samples (one a turn) of an episode share one reward, which counts once.
+    """
+    _check_trajectories([sample for group in groups for sample, _ in group])
+    rewards = np.array([episode_rewards(group) for group in groups], dtype=np.float64)
+    stats = group_stats(rewards)
+    samples = [[sample for sample, _ in group] for group in groups]
+    advantages = token_advantages(samples, rewards, algorithm)
+    return [
+        TrainSample(sample, reward, own)
+        for group, of_group in zip(groups, advantages)
+        for (sample, reward), own in zip(group, of_group)
+    ], stats
+
+
+def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
+    """Step-wise samples are told by having either field; a batch is all of them or none."""
+    if any(s.trajectory_id is not None or s.is_last_step is not None for s in samples):
+        validate_trajectories(
+            [s.sample_id for s in samples],
+            [s.trajectory_id for s in samples],
+            [s.is_last_step for s in samples],
+        )
+
+
+def deal_samples(
+    samples: Sequence[TrainSample], place: RankTopology, max_tokens_per_gpu: int
+) -> StepSamples:
+    """Decide which samples of an optimizer step share a microbatch, and which data rank trains them.
+
+    place: of any rank, for the sizes of the topology.
+    """
+    lengths = [s.sample.num_tokens for s in samples]
+    # an interleaved schedule wants a multiple of the pipeline size
+    multiple = place.dp_size * (place.pp_size if place.vpp_size > 1 else 1)
+    bins = pack_bins(lengths, max_tokens_per_gpu * place.cp_size, num_bins_multiple=multiple)
+    dealt = deal_bins(bins, lengths, place.dp_size)
+    return [[[samples[i] for i in group] for group in groups] for groups in dealt]
+
+
+def build_microbatches(
+    samples: StepSamples,
+    place: RankTopology,
+    route_shape: RouteShape | None,
+    *,
+    first_microbatch_id: int,
+) -> list[list[MicroBatch]]:
+    """Pack an optimizer step's samples, [dp][microbatches].
+
+    Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
+    ``route_shape`` they hold no routes.
+    """
+    return [
+        [
+            build_microbatch(
+                first_microbatch_id + j,
+                group,
+                cp_size=place.cp_size,
+                tp_size=place.tp_size if place.sequence_parallel else 1,
+                route_shape=route_shape,
+            )
+            for j, group in enumerate(groups)
+        ]
+        for groups in samples
+    ]
+
+
+def data_rank_of_samples(steps: Sequence[StepSamples]) -> dict[int, int]:
+    """Map each sample id to the data-parallel rank that trains it."""
+    return {
+        s.sample.sample_id: data_rank
+        for step in steps
+        for data_rank, groups in enumerate(step)
+        for group in groups
+        for s in group
+    }
+
+
+def record_samples(
+    samples: Sequence[RolloutSample],
+    data_rank_of: Mapping[int, int],
+    num_data_ranks: int,
+    moe_layers: Sequence[int],
+) -> Recorded:
+    """Take the fingerprints of samples whose routes are on this rank."""
+    recorded = Recorded(num_data_ranks, moe_layers)
+    for sample in samples:
+        assert sample.routed_experts is not None
+        # a sample that nobody trains counts too: the check must miss it
+        data_rank = data_rank_of.get(sample.sample_id, 0)
+        for position, rows in decoded_rows(sample):
+            recorded.add(data_rank, sample.sample_id, rows, first_position=position)
+    return recorded
+
+
+def step_expectation(
+    rollout_id: int,
+    recorded: Recorded,
+    *,
+    num_rows: int,
+    passes: tuple[str, ...],
+    moe_layers: Sequence[int],
+    recomputed: Sequence[int],
+    num_microbatches: int,
+    topologies: Sequence[RankTopology],
+) -> StepExpectation:
+    """The totals that a rollout's evidence must match, from the bytes that the engine sent.
+
+    num_rows: tokens of all samples; num_microbatches: of one rank, over all optimizer steps.
+    """
+    whole = recorded.whole_rows.sum(axis=0)
+    return StepExpectation(
+        step=rollout_id,
+        fingerprints=dict(zip(moe_layers, recorded.fingerprints.sum(axis=0).tolist())),
+        rows_replayed=dict(zip(moe_layers, whole.tolist())),
+        rows_filled=dict(zip(moe_layers, (num_rows - whole).tolist())),
+        num_calls=expected_calls(
+            passes=passes,
+            num_microbatches=num_microbatches,
+            ranks_per_stage=len(topologies) // topologies[0].pp_size,
+            moe_layers=moe_layers,
+            recomputed=recomputed,
+        ),
+        fingerprints_of_ranks={
+            tuple(t.rank for t in topologies if t.dp_rank == data_rank): dict(
+                zip(moe_layers, own.tolist())
+            )
+            for data_rank, own in enumerate(recorded.fingerprints)
+        },
+    )

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.microbatch import route_places
-from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import Prepared
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_plan import leader_plans, parts_of
@@ -92,14 +92,14 @@ class RouteExchange:
         self,
         topologies: Sequence[RankTopology],
         rank: int,
-        replay: ReplayPlan,
+        hf: HfModelFacts,
         *,
         node: Node | None,
         ledger: Ledger | None,
     ) -> None:
         self._topologies = topologies
         self._mine = topologies[rank]
-        self._replay = replay
+        self._hf = hf
         self._node = node
         self._ledger = ledger
         self._leaders = leader_ranks(topologies)
@@ -151,9 +151,9 @@ class RouteExchange:
             self._follow(recv_json())
             return recv_records(0)
         assert prepared is not None
-        self._in_use = prepared.samples, prepared.dealt_of_steps
-        recorded = prepared.samples if self._replay.check else []
-        plans = leader_plans(recorded, prepared.dealt_of_steps, self._replay)
+        self._in_use = prepared.samples, prepared.steps
+        recorded = prepared.samples if prepared.expected is not None else []
+        plans = leader_plans(recorded, prepared.steps, self._hf.route_shape)
         for store, plan in enumerate(plans):
             plan["release"] = self._ledger.take_released(store)
         others = [(i, rank) for i, rank in enumerate(self._leaders) if rank]
@@ -175,12 +175,12 @@ class RouteExchange:
         while len(self._coming) < min(done + _AHEAD, len(planned)):
             plan = planned[len(self._coming)]
             lengths = np.array(plan["lengths"], dtype=np.int32)
-            routes, places = route_places(lengths, self._replay.route_shape)
+            routes, places = route_places(lengths, self._hf.route_shape)
             parts, targets = [], []
             for sample, first, part in parts_of(plan):
                 target = places[sample][first : first + part[3] - part[2]]
                 if part[0] < 0:
-                    target[:] = self._replay.route_shape.missing
+                    target[:] = self._hf.route_shape.missing
                 else:
                     parts.append(part)
                     targets.append(target)
@@ -198,7 +198,7 @@ class RouteExchange:
     # -- evidence ----------------------------------------------------------------------------
 
     def _record(self, planned: Sequence[Sequence[int]]) -> Recorded:
-        recorded = Recorded(len(self._leaders), self._replay.moe_layers)
+        recorded = Recorded(len(self._leaders), self._hf.moe_layer_numbers)
         for data_rank, sample_id, position, key, start, stop in planned:
             rows = self._node.store.rows(key, start, stop)
             recorded.add(data_rank, sample_id, rows, first_position=position)
@@ -206,12 +206,12 @@ class RouteExchange:
 
     def recorded(self) -> Recorded:
         """What the rollout recorded, over all stores; a collective."""
-        own = Recorded(len(self._leaders), self._replay.moe_layers)
+        own = Recorded(len(self._leaders), self._hf.moe_layer_numbers)
         if self._recorded is not None:
             own = self._recorded.result()
         table = torch.from_numpy(own.table())
         dist.all_reduce(table)
-        return Recorded.of_table(table.numpy(), self._replay.moe_layers)
+        return Recorded.of_table(table.numpy(), self._hf.moe_layer_numbers)
 
     def metrics(self) -> dict[str, Any]:
         """The step's traffic, the largest of any leader; a collective."""

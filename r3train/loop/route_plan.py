@@ -16,25 +16,24 @@ from typing import Any
 import numpy as np
 
 from r3train.layout.microbatch import checked_routes
-from r3train.loop.batch import Dealt, data_rank_of_samples
+from r3train.loop.prepare import StepSamples, data_rank_of_samples
 from r3train.loop.recorded import decoded_rows
-from r3train.loop.parts import ReplayPlan
-from r3train.types import RouteRef, TrainSample
+from r3train.types import RouteRef, RouteShape, TrainSample
 
 
 def leader_plans(
-    samples: Sequence[TrainSample], dealt_of_steps: Sequence[Dealt], replay: ReplayPlan
+    samples: Sequence[TrainSample], steps: Sequence[StepSamples], route_shape: RouteShape
 ) -> list[dict[str, Any]]:
     """One plan a leader, by data-parallel rank.
 
-    samples: as the rollout left them, for the evidence; dealt_of_steps: as they are trained.
+    samples: as the rollout left them, for the evidence; steps: as they are trained.
     Raises ValueError naming the sample whose routes are absent or misshapen.
     """
-    plans: list[dict[str, Any]] = [{"microbatches": [], "recorded": []} for _ in dealt_of_steps[0]]
-    for dealt in dealt_of_steps:
-        for plan, groups in zip(plans, dealt, strict=True):
-            plan["microbatches"] += [_microbatch(group, replay) for group in groups]
-    data_rank_of = data_rank_of_samples(dealt_of_steps)
+    plans: list[dict[str, Any]] = [{"microbatches": [], "recorded": []} for _ in steps[0]]
+    for step in steps:
+        for plan, groups in zip(plans, step, strict=True):
+            plan["microbatches"] += [_microbatch(group, route_shape) for group in groups]
+    data_rank_of = data_rank_of_samples(steps)
     for s in samples:
         # a sample that nobody trains counts too: the check must miss it
         data_rank = data_rank_of.get(s.sample.sample_id, 0)
@@ -46,11 +45,11 @@ def leader_plans(
     return plans
 
 
-def _microbatch(group: Sequence[TrainSample], replay: ReplayPlan) -> dict[str, Any]:
+def _microbatch(group: Sequence[TrainSample], route_shape: RouteShape) -> dict[str, Any]:
     parts = [
         [index, first, *place]
         for index, s in enumerate(group)
-        for first, place in _places(checked_routes(s, replay.route_shape))
+        for first, place in _places(checked_routes(s, route_shape))
     ]
     return {"lengths": [s.sample.num_tokens for s in group], "parts": parts}
 

@@ -33,7 +33,7 @@ from r3train import types
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout import microbatch
-from r3train.loop import batch as batches, scatter
+from r3train.loop import prepare, scatter
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import actor, checkpoint, hf_bridge, model, replay
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
@@ -305,7 +305,7 @@ def cyclic_fill(original, scores, experts, missing):
 @mutation(
     "the last sample of the first microbatch is dealt to nobody", topology="dp2", phase=ROUTES
 )
-@replaces(batches, "deal_bins")
+@replaces(prepare, "deal_bins")
 def sample_not_dealt(original, *args):
     dealt = original(*args)
     dealt[0][0].pop()

@@ -41,7 +41,6 @@ from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
-from r3train.loop.parts import replay_plan  # noqa: E402
 from r3train.loop.prepare import Expected, Plant, prepare  # noqa: E402
 from r3train.loop.scatter import (  # noqa: E402
     broadcast_json,
@@ -201,11 +200,10 @@ class CaseRun:
             prepared = prepare(
                 0,
                 samples,
-                replay_plan(job.config, job.hf),
+                job.config,
+                job.hf,
                 topologies,
                 passes=PASSES,
-                steps_per_rollout=1,
-                max_tokens_per_gpu=job.config.trainer.max_tokens_per_gpu,
                 plant=self.plant,
             )
         count = broadcast_json(prepared.counts[0] if prepared else None)
@@ -255,15 +253,14 @@ class CaseRun:
         expected: Expected | None,
     ) -> None:
         """Write the evidence that a run of the same step would leave; a collective."""
-        place, plan = actor.topology, replay_plan(job.config, job.hf)
-        writer = EvidenceWriter(self.output / EVIDENCE_RUN, place.rank)
+        writer = EvidenceWriter(self.output / EVIDENCE_RUN, actor.topology.rank)
         prove_step(
             writer,
             records,
             expected.with_recorded(None) if expected is not None else None,
-            plan.route_shape,
+            job.hf.route_shape,
             passes=PASSES,
-            mismatch_threshold=plan.mismatch_threshold,
+            mismatch_threshold=job.config.replay.r3_mismatch_threshold,
         )
         writer.close()
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch.distributed as dist
 
 from benchmarks.measure import counted_sends
-from r3train.loop.parts import ReplayPlan
+from r3train.config import RunConfig
 from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
 from r3train.loop.route_exchange import RouteExchange, leader_ranks
@@ -37,7 +37,9 @@ from r3train.types import (
     missing_marker,
 )
 
-LAYERS, TOPK = 4, 2
+from tests.unit.hf_model import facts
+
+LAYERS, TOPK, NUM_SAMPLES = 4, 2, 14
 TOPOLOGIES = {
     "dp4": {},
     "tp2_sp_dp2": dict(tp=2, sp=True),
@@ -75,7 +77,7 @@ def places(world: int, tp=1, cp=1, pp=1, vpp=1, sp=False) -> list[RankTopology]:
 def make_samples(rng: np.random.Generator, dtype: type, first_id: int) -> list[TrainSample]:
     """Samples of many lengths, some rows with missing slots, some wholly missing."""
     samples = []
-    for i in range(14):
+    for i in range(NUM_SAMPLES):
         n = int(rng.integers(2, 40))
         routes = rng.integers(0, 16, (n - 1, LAYERS, TOPK)).astype(dtype)
         routes[rng.random(routes.shape) < 0.05] = missing_marker(dtype)
@@ -151,14 +153,17 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
     leaders = leader_ranks(topologies)
     experts = 16 if dtype == np.uint8 else 300
     routes = RouteShape(LAYERS, TOPK, experts)
-    replay = ReplayPlan(
-        num_layers=LAYERS,
-        num_experts=experts,
-        topk=TOPK,
-        moe_layers=tuple(range(1, LAYERS + 1)),
-        recomputed=(),
-        mismatch_threshold=0.1,
-        check=True,
+    hf = facts(num_hidden_layers=LAYERS, num_experts=experts, num_experts_per_tok=TOPK)
+    config = RunConfig.from_toml(
+        "configs/tiny_cpu.toml",
+        dict(
+            use_rollout_routing_replay=True,
+            enable_r3_correctness_check=True,
+            rollout_batch_size=NUM_SAMPLES // 2,
+            n_samples_per_prompt=2,
+            global_batch_size=NUM_SAMPLES // steps_per_rollout,
+            max_tokens_per_gpu=64,
+        ),
     )
     node = None
     if rank in leaders:
@@ -169,15 +174,14 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
         node.connect([f"http://127.0.0.1:{ports[leader]}" for leader in leaders])
     if rank == 0:
         ledger = RouteLedger(len(leaders), node.read, routes)
-    exchange = RouteExchange(topologies, rank, replay, node=node, ledger=ledger)
+    exchange = RouteExchange(topologies, rank, hf, node=node, ledger=ledger)
     rng, found = np.random.default_rng(7), {}
     prepared_for = partial(
         prepare,
-        replay=replay,
+        config=config,
+        hf=hf,
         topologies=topologies,
         passes=("train",),
-        steps_per_rollout=steps_per_rollout,
-        max_tokens_per_gpu=64,
     )
     try:
         for rollout in range(2):

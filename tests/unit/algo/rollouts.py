@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.batch import train_samples
+from r3train.loop.prepare import train_samples
 from r3train.types import Prompt, RolloutSample, Scored
 
 

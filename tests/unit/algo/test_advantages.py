@@ -10,7 +10,7 @@ from r3train.algo.advantages.registry import check_advantages, get_advantage_est
 from r3train.algo.advantages.tools import centred
 from r3train.algo.reward_stats import GroupStats, group_stats
 from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.batch import train_samples
+from r3train.loop.prepare import train_samples
 
 
 def test_grpo_equals_the_hand_worked_group_with_the_sample_std():

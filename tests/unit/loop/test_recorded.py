@@ -10,26 +10,28 @@ import numpy as np
 import pytest
 import torch
 from tests import whole_samples
+from tests.unit.hf_model import facts
 from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rollout_section
 
+from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
 from r3train.environments.base import StepResult
 from r3train.generation import conversation, stitch
-from r3train.loop.parts import ReplayPlan
 from r3train.loop.prepare import prepare
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.types import RankTopology, RolloutSample, TrainSample
 
 LAYERS = (1, 2)
-REPLAY = ReplayPlan(
-    num_layers=ROUTES.num_layers,
+HF = facts(
+    num_hidden_layers=ROUTES.num_layers,
     num_experts=ROUTES.num_experts,
-    topk=ROUTES.topk,
-    moe_layers=LAYERS,
-    recomputed=(),
-    mismatch_threshold=0.01,
-    check=True,
+    num_experts_per_tok=ROUTES.topk,
+    moe_layer_numbers=LAYERS,
+)
+CONFIG = RunConfig.from_toml(
+    "configs/tiny_cpu.toml",
+    {"use_rollout_routing_replay": True, "enable_r3_correctness_check": True},
 )
 
 
@@ -83,11 +85,10 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
     ready = prepare(
         0,
         [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
-        REPLAY,
+        CONFIG,
+        HF,
         [RankTopology(moe_layer_numbers=(LAYERS,))],
         passes=("train",),
-        steps_per_rollout=1,
-        max_tokens_per_gpu=1000,
     )
     dispatched, rows = dict.fromkeys(LAYERS, 0), 0
     for microbatch in ready.microbatches[0]:
