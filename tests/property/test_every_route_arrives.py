@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
-from r3train.loop.batch import Packing, build_microbatches, deal_samples
+from r3train.loop.prepare import build_microbatches, deal_samples
 from r3train.routing.fingerprint import token_uids
 from r3train.routing.layers import stage_layer_numbers
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -108,8 +108,9 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
             *(range(t[size]) for size in ("dp", "tp", "cp", "pp"))
         )
     ]
-    packing = Packing(places, budget, RouteShape(t["num_layers"], TOPK, 300))
-    built = build_microbatches(deal_samples(samples, packing), packing, first_microbatch_id=0)
+    shape = RouteShape(t["num_layers"], TOPK, 300)
+    dealt = deal_samples(samples, places[0], budget)
+    built = build_microbatches(dealt, places[0], shape, first_microbatch_id=0)
     last_rows = [token_uids(i, n)[-1] for i, n in enumerate(lengths)]
     arrivals: dict[tuple[int, int], list] = {}
     for place in places:
