@@ -10,7 +10,7 @@ from types import MappingProxyType
 import pytest
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 
-from r3train.engine.backend import SamplingParams
+from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.stitch import oldest_version
 
@@ -267,3 +267,20 @@ def test_overlapping_generation_and_training_of_equal_cost_takes_at_most_065_of_
     async_s, _ = step_s(1)
     assert async_s / sync_s <= 0.65
     assert 0.3 < sync_shares["waiting_s"] < 0.7 and 0.3 < sync_shares["idle_s"] < 0.7
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_after_an_update_that_lost_its_servers_all_goes_on_with_new_ones(mode):
+    engine, outcomes = SimulatedEngine(length=lambda _: 10), []
+    with producer_of(engine, outcomes, pause_generation_mode=mode, num_rollout=3) as producer:
+        producer.next_batch(0)
+        with pytest.raises(EngineDied, match="half way"):
+            with producer.quiesced():
+                raise EngineDied("half way")
+        engine.version = 1  # restarted servers are not paused, and hold the new weights
+        producer.set_version(1)
+        producer.resume()
+        batches = [producer.next_batch(1)]
+        batches += train(producer, engine, [2])
+    assert all(sample.response_len == 10 for b in batches for group in b for sample, _ in group)
+    assert [o.outcome for o in outcomes] == ["trained"] * 3 * BATCH
