@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import machine, write_result
-from benchmarks.results_page import RESULTS_PAGE, results_page
+from benchmarks.page import RESULTS_PAGE, results_page
 from r3train.config import RunConfig
 from r3train.config.options import train_options
 from r3train.tiny import TinyOptions, build

@@ -23,8 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also as python benchmarks/run_all.py
 
 from benchmarks.measure import machine  # noqa: E402
-from benchmarks.performance_page import PERFORMANCE_PAGE, performance_page  # noqa: E402
-from benchmarks.results_page import RESULTS_PAGE, results_page  # noqa: E402
+from benchmarks.page import (  # noqa: E402
+    PERFORMANCE_PAGE,
+    RESULTS_PAGE,
+    performance_page,
+    results_page,
+)
 
 # where a shape of the train step differs from the base's 1024 tokens, 4 layers, top 4 of 16
 REPLAY_SHAPES = (

@@ -11,8 +11,7 @@ import sys
 
 import pytest
 
-from benchmarks.performance_page import performance_page
-from benchmarks.results_page import results_page
+from benchmarks.page import performance_page, results_page
 from benchmarks.run_all import BENCHMARKS
 from tests.e2e import jobs
 

@@ -1,0 +1,94 @@
+"""The pages that the benchmarks write: a template of Markdown each, and how its figures are spelled.
+
+Pure: no clock, no machine.  A figure is the median of its rounds with the smallest and the largest in
+brackets.  A benchmark that failed is named with its error in the place of its figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import jinja2
+
+INTERNALS = Path(__file__).resolve().parents[1] / "docs" / "internals"
+PERFORMANCE_PAGE = INTERNALS / "performance.md"
+RESULTS_PAGE = INTERNALS / "results.md"
+
+Result = Mapping[str, Any]
+
+
+def performance_page(results: Result) -> str:
+    """docs/internals/performance.md from {benchmark: its result, or {"error": ...}} and ``machine``."""
+    done = {name: r for name, r in results.items() if "error" not in r}
+    return render("performance", machine=results["machine"], results=results, done=done)
+
+
+def results_page(result: Result) -> str:
+    """docs/internals/results.md from the result of the agreement study."""
+    return render("results", **result)
+
+
+def number(value: float) -> str:
+    """Three significant digits: 1,234 or 12.3 or 0.0123 or 1.2e-05."""
+    if value == 0:
+        return "0"
+    if abs(value) < 1e-3:
+        return f"{value:.1e}"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def figure(spread: Result) -> str:
+    """Median, and the range that the rounds took."""
+    return f"{number(spread['median'])} ({number(spread['low'])} to {number(spread['high'])})"
+
+
+def range_of(values: Iterable[float]) -> str:
+    """The figure of values that were measured."""
+    values = list(values)
+    return figure(dict(median=median(values), low=min(values), high=max(values)))
+
+
+def percent(share: float, digits: int = 0) -> str:
+    return f"{share:.{digits}%}"
+
+
+def over(values: Iterable[float], base: Iterable[float]) -> list[float]:
+    """Each value over the base of the same round or seed."""
+    return [a / b for a, b in zip(values, base, strict=True)]
+
+
+def shares_of_time(rates: Result) -> dict[str, float]:
+    """Each stage's share of the time of a path whose stages have these rates."""
+    total = sum(1 / rate for rate in rates.values())
+    return {stage: 1 / rate / total for stage, rate in rates.items()}
+
+
+def best_of_ours(shape: Result) -> str:
+    """The arm of r3train with most samples a second."""
+    over_trl = shape["over_best_trl"]
+    ours = [arm for arm in over_trl if arm.startswith("r3train")]
+    return max(ours, key=lambda arm: over_trl[arm]["median"])
+
+
+def quickest_of_trl(shape: Result) -> str:
+    """The arm of TRL with most samples a second."""
+    return max(shape["trl_generate_share"], key=lambda arm: shape["samples_per_s"][arm]["median"])
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from benchmarks/pages; a name that the values lack is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("pages")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters = (number, figure, range_of, percent, over, median)
+    filters += (shares_of_time, best_of_ours, quickest_of_trl)
+    environment.filters |= {each.__name__: each for each in filters}
+    return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"
