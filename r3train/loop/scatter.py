@@ -63,7 +63,7 @@ def unpack_records(message: np.ndarray) -> list[Any]:
     return records
 
 
-class Sent:
+class PendingMessages:
     """Messages on their way; held until ``wait``."""
 
     def __init__(self, message_of_rank: Mapping[int, np.ndarray]):
@@ -80,7 +80,7 @@ class Sent:
 
 
 def _received(source: int) -> np.ndarray:
-    """A message of ``Sent``: uint8[bytes]."""
+    """A message of ``PendingMessages``: uint8[bytes]."""
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, src=source)
     message = torch.empty(int(size), dtype=torch.uint8)
@@ -88,9 +88,13 @@ def _received(source: int) -> np.ndarray:
     return message.numpy()
 
 
-def send_records(records_of_rank: Mapping[int, Sequence[RankSlice | MicroBatch]]) -> Sent:
+def send_records(
+    records_of_rank: Mapping[int, Sequence[RankSlice | MicroBatch]]
+) -> PendingMessages:
     """Begin to send some ranks records each; they call ``recv_records``."""
-    return Sent({rank: pack_records(records) for rank, records in records_of_rank.items()})
+    return PendingMessages(
+        {rank: pack_records(records) for rank, records in records_of_rank.items()}
+    )
 
 
 def recv_records(source: int) -> list[Any]:
@@ -107,7 +111,7 @@ def send_slices(
     other rank of those calls ``recv_slices``.  Slices of two turns are held at most.
     """
     own: list[RankSlice] = []
-    before = Sent({})
+    before = PendingMessages({})
     for of_data_rank in microbatches:
         slices = {
             t.rank: [slice_microbatch(of_data_rank[t.dp_rank], t)]
@@ -159,7 +163,9 @@ def broadcast_json(value: Any) -> Any:
 def send_json(value_of_rank: Mapping[int, Any]) -> None:
     """Send some ranks a JSON-able value each, from rank 0; they call ``recv_json``."""
     messages = {rank: json.dumps(value).encode() for rank, value in value_of_rank.items()}
-    Sent({r: np.frombuffer(bytearray(m), dtype=np.uint8) for r, m in messages.items()}).wait()
+    PendingMessages(
+        {r: np.frombuffer(bytearray(m), dtype=np.uint8) for r, m in messages.items()}
+    ).wait()
 
 
 def recv_json() -> Any:
