@@ -98,7 +98,7 @@ class GroupBuffer:
         return min(allowed, r.buffer_groups) - self.outstanding
 
     def wants_prompt(self) -> bool:
-        """Whether the next group to submit is a new one (``submit`` needs its prompt)."""
+        """True when the next group to submit is a new one (``submit`` needs its prompt)."""
         return not self._again
 
     def submit(self, prompt: Prompt | None) -> Group:
@@ -202,7 +202,7 @@ class GroupBuffer:
         return sorted(complete[:batch], key=lambda group: group.group_id)
 
     def ready(self) -> int:
-        """How many groups of the next step are complete."""
+        """The number of complete groups that the next step would train."""
         return len(self._candidates())
 
     def take(self) -> list[Group]:
@@ -230,7 +230,7 @@ class GroupBuffer:
         self._again.clear()
 
     def drain_log(self) -> list[Outcome]:
-        """What became of prompts since the last call."""
+        """The fates of prompts since the last call."""
         log, self._log = self._log, []
         return log
 

@@ -184,7 +184,7 @@ class Engines:
 
     @property
     def _flush_cache(self) -> bool:
-        """Whether servers drop their caches with an update; they cannot under frozen requests."""
+        """True when servers drop their caches with an update; they cannot under frozen requests."""
         rollout = self.job.config.rollout
         return rollout.flush_cache_on_update and rollout.pause_generation_mode != "in_place"
 

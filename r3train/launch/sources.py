@@ -1,4 +1,4 @@
-"""Where rank 0's rollouts come from: engines, or dumped files in their place."""
+"""The sources of rank 0's rollouts: engines, or dumped files in their place."""
 
 from __future__ import annotations
 

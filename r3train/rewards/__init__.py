@@ -1,4 +1,4 @@
-"""Verifiers: what an answer is worth, by name or by import path."""
+"""Rewards of answers, by name or by import path."""
 
 from r3train.rewards.registry import REWARDS, Reward, get_reward
 
