@@ -82,7 +82,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     from r3train.launch.actor import build_actor, export_hf
     from r3train.launch.keeping import build_keeper
     from r3train.launch.resume import resume_point
-    from r3train.launch.route_stores import RouteStores
+    from r3train.launch.routes import build_routes
     from r3train.launch.sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
     from r3train.loop.parts import RankZero
@@ -96,26 +96,22 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
 
         plant = parts.enter_context(planted_in_job(config, job.hf))
     resume = resume_point(job)
-    engines = stores = routes = rank_zero = evidence = None
-    if config.replay.route_stores:
-        stores = RouteStores(job)
-        parts.callback(stores.close)  # after the engines, whose requests go through them
+    engines = rank_zero = evidence = None
+    routes = build_routes(config, job.hf)
+    parts.callback(routes.close)  # after the engines, whose requests may go through it
     if rank == 0:
         display.note(f"run directory: {run_dir}")
         for warning in replay_warnings(config):
             display.note(f"warning: {warning}", style="yellow")
         if resume.checkpoint is not None:
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
-        engines = build_engines(job, run_dir, display, resume)
+        engines = build_engines(job, run_dir, display, resume, routes)
         parts.callback(engines.close)
         engines.start_server()  # comes up while the actor is built
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
-    if stores is not None:
-        routes = stores.open(actor.topology)
+    routes.open(actor.topology)
     if engines is not None:
-        if stores is not None:
-            engines.use_route_stores(stores)
         engines.wait_ready()
         rank_zero = RankZero(engines, display, MetricsWriter(run_dir, config.run.tensorboard))
         parts.callback(rank_zero.metrics.close)
@@ -129,7 +125,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         actor,
         rank_zero=rank_zero,
         evidence=evidence,
-        keeper=build_keeper(job, actor, run_dir, stop, display.note, resume),
+        keeper=build_keeper(job, actor, run_dir, stop, display.note, resume, routes.read),
         routes=routes,
         plant=plant,
     ).run(resume.start_rollout_id)

@@ -127,10 +127,13 @@ def generate(config: RunConfig, ranks: int, scratch: Path) -> dict[str, Any]:
     from r3train.observe.console import RunDisplay
     from r3train.launch.engines import Engines
     from r3train.launch.job import preflight
+    from r3train.launch.routes import build_routes
     from r3train.loop.replay_source import dump_rollout
 
     job = preflight(config, ranks)
-    engines = Engines(job, scratch, RunDisplay(1, enabled=False), 0)
+    engines = Engines(
+        job, scratch, RunDisplay(1, enabled=False), 0, build_routes(job.config, job.hf)
+    )
     try:
         engines.start_server()
         engines.wait_ready()

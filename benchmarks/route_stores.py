@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import multiprocessing
 import os
 import statistics
@@ -40,11 +41,12 @@ from benchmarks.measure import counted_sends, ratios, spread, write_result
 from benchmarks.samples import route_payload
 from r3train.config import RunConfig
 from r3train.loop.prepare import prepare
-from r3train.loop.route_exchange import RouteExchange
 from r3train.loop.scatter import gather_json, scatter_slices
 from r3train.engine.backend import SamplingParams
-from r3train.engine.route_node import RouteNode
-from r3train.engine.route_relay import RouteLedger, RouteRelay
+from r3train.route_stores import tickets
+from r3train.route_stores.exchange import RouteExchange
+from r3train.route_stores.node import RouteNode
+from r3train.route_stores.relay import Keys, RouteRelay
 from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.generation import stitch
@@ -147,16 +149,18 @@ class Rank:
         self.urls = [f"http://127.0.0.1:{port}" for port in ports[:leaders]]
         if self.node is not None:
             self.node.connect(self.urls)
-        self.ledger = RouteLedger(leaders, self.node.read, shape.routes) if rank == 0 else None
+        self.keys = Keys(leaders) if rank == 0 else None
         self.exchange = RouteExchange(
-            self.topologies, rank, self.hf, node=self.node, ledger=self.ledger
+            self.topologies, rank, self.hf.moe_layer_numbers, node=self.node, keys=self.keys
         )
 
     async def generate(self, stores: str) -> tuple[list[RolloutSample], int]:
         """All samples of a round, and the base64 bytes of routes that came to the client."""
-        relay = RouteRelay(self.urls, TOKEN, self.ledger) if stores else None
         client = SGLangClient(
-            [self.engine], routes=self.shape.routes, relay=relay, max_concurrency=8
+            [self.engine],
+            routes=tickets.TICKETS if stores else self.shape.routes,
+            transport=RouteRelay(self.urls, TOKEN, self.keys) if stores else None,
+            max_concurrency=8,
         )
         prompt = Prompt("p", 0, "", np.zeros(PROMPT_LEN, np.int32), None)
         sampling = SamplingParams(self.shape.tokens - PROMPT_LEN)
@@ -194,13 +198,13 @@ class Rank:
                     [TrainSample(s, 0.0, zeros) for s in samples],
                     self.config,
                     self.hf,
+                    tickets.TICKETS if stores else self.shape.routes,
                     self.topologies,
                     passes=("train",),
-                    adopt=self.exchange.adopt if stores else None,
                 )
             count = -(-self.shape.samples // 2)  # two samples a microbatch
             if stores:
-                slices = self.exchange.scatter(prepared, count)
+                slices = self.exchange.slices(prepared, count)
             else:
                 microbatches = prepared.microbatches if prepared is not None else None
                 slices = scatter_slices(microbatches, self.topologies, count)
@@ -220,19 +224,19 @@ class Rank:
         """Rows from rank 0's store to rank 1 over HTTP: seconds of both, and processor seconds."""
         rows = num_bytes // (self.shape.layers * self.shape.topk)
         shape = rows, self.shape.layers, self.shape.topk
-        key = 1 << 40
+        key = self.leaders << 38  # a key of store 0 that rank 0 never draws
         if self.rank == 0:
             self.node.store.put(key, np.ones(shape, np.uint8))
         found: dict[str, Any] = {}
-        place = np.zeros(shape, np.uint8)
+        numbers = tickets.issue(key, rows)
         cpu = time.process_time()
         with measured(found, "fetch"):
             if self.rank == 1:
-                self.node.fetch([(0, key, 0, rows)], [place]).result()
+                self.node.fetch(numbers)[1].result()
         found["store_cpu_s"] = time.process_time() - cpu
         if self.rank == 0:
             self.node.store.release([key])
-        return {**found, "bytes": place.nbytes}
+        return {**found, "bytes": math.prod(shape)}
 
     def close(self) -> None:
         self.exchange.close()

@@ -11,8 +11,6 @@ This module needs numpy and msgspec alone: every record is built and checked on 
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -74,98 +72,13 @@ class RouteShape:
         return missing_marker(self.dtype)
 
 
-class StoredRows:
-    """The name on rank 0 of route rows that a route store holds; they are freed when it goes.
-
-    ``read(store, key, start, stop)`` brings rows over: uint8/uint16 [stop-start, L, K].
-    ``released(key)`` is called once, when nothing refers to this name any more.
-    """
-
-    __slots__ = ("store", "key", "read", "release", "__weakref__")
-
-    def __init__(
-        self,
-        store: int,
-        key: int,
-        read: Callable[[int, int, int, int], np.ndarray],
-        released: Callable[[int], None],
-    ):
-        self.store = store
-        self.key = key
-        self.read = read
-        # to be called where a name was never used: what failed may live on in a traceback
-        self.release = weakref.finalize(self, released, key)
-        self.release.atexit = False
-
-
-@dataclass(frozen=True, slots=True)
-class RouteSegment:
-    """Rows [start, stop) of what a store holds, or stop-start rows that nobody has (rows None)."""
-
-    rows: StoredRows | None
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True, slots=True)
-class RouteRef:
-    """Routes [R, L, K] by reference: segments in order, where the rows themselves lie elsewhere."""
-
-    segments: tuple[RouteSegment, ...]
-    row_shape: tuple[int, int]  # (L, K)
-    dtype: np.dtype  # uint8 or uint16
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return (len(self), *self.row_shape)
-
-    def __len__(self) -> int:
-        return sum(len(segment) for segment in self.segments)
-
-    def __iter__(self) -> Iterator[Any]:
-        raise TypeError("routes by reference have no rows to go through: read() brings them over")
-
-    def __getitem__(self, rows: slice) -> RouteRef:
-        """Adjoining rows, as a slice of an array would give them."""
-        first, last, step = rows.indices(len(self))
-        assert step == 1, "routes by reference are cut in one piece"
-        segments, at = [], 0
-        for s in self.segments:
-            begin, end = max(first - at, 0), min(last - at, len(s))
-            if begin < end:
-                segments.append(RouteSegment(s.rows, s.start + begin, s.start + end))
-            at += len(s)
-        return RouteRef(tuple(segments), self.row_shape, self.dtype)
-
-    def followed_by(self, parts: Iterable[RouteRef | int]) -> RouteRef:
-        """These rows, then ``parts``: further routes, or a number of missing rows."""
-        segments = list(self.segments)
-        for part in parts:
-            more = (RouteSegment(None, 0, part),) if isinstance(part, int) else part.segments
-            segments += [s for s in more if len(s)]
-        return RouteRef(tuple(segments), self.row_shape, self.dtype)
-
-    def read(self) -> np.ndarray:
-        """The rows themselves, brought over from their stores; missing ones hold the marker."""
-        out = np.full(self.shape, missing_marker(self.dtype), dtype=self.dtype)
-        at = 0
-        for s in self.segments:
-            if s.rows is not None:
-                out[at : at + len(s)] = s.rows.read(s.rows.store, s.rows.key, s.start, s.stop)
-            at += len(s)
-        return out
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutSample:
     """One finished generation, exactly as the engine reported it.
 
     Per-token arrays cover prompt and response; prompt entries of ``rollout_log_probs`` are 0.
     ``routed_experts`` holds ``missing_marker(dtype)`` (255 or 65535) in slots that the engine did
-    not report; it is None when the rollout ran without R3, and a reference under --route-stores.
+    not report; it is None when the rollout ran without R3.
     """
 
     sample_id: int  # unique within a run, also the high half of every token uid
@@ -175,7 +88,7 @@ class RolloutSample:
     prompt_len: int
     loss_mask: np.ndarray  # bool[T], True on the model's own tokens
     rollout_log_probs: np.ndarray  # float32[T]
-    routed_experts: np.ndarray | RouteRef | None  # uint8 or uint16 [T-1, L, K]
+    routed_experts: np.ndarray | None  # uint8 or uint16 [T-1, L, K]
     weight_versions: np.ndarray  # int32[T], -1 on prompt tokens
     finish_reason: str  # stop | length | abort
     text: str = ""
@@ -186,7 +99,7 @@ class RolloutSample:
     generation_s: float = 0.0
     # the rows of each answer as they were decoded, (row of the first, rows [r, L, K]): the evidence
     # counts these, not what stitching and cutting made of them; () for a sample out of a file
-    decoded: tuple[tuple[int, np.ndarray | RouteRef], ...] = ()
+    decoded: tuple[tuple[int, np.ndarray], ...] = ()
 
     @property
     def num_tokens(self) -> int:

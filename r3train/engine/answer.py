@@ -8,28 +8,27 @@ Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import RouteRef, RouteShape
+from r3train.types import RouteShape
 
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
 
 
-def route_wire_bytes(answer: Any) -> int:
-    """Base64 bytes of the routes in an answer; 0 without any, or with a reference to them."""
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    payload = meta.get("routed_experts") if isinstance(meta, Mapping) else None
-    return len(payload) if isinstance(payload, ROUTE_PAYLOADS) else 0
-
-
-def read_answer(answer: Any, request: Request, *, routes: RouteShape | None) -> Segment:
-    """Validate and convert the answer to a request.
+def read_answer(
+    answer: Any,
+    request: Request,
+    *,
+    routes: RouteShape | None,
+    decode: Callable[..., np.ndarray] = decode_routed_experts,
+) -> Segment:
+    """Validate and convert the answer to a request; ``decode`` makes rows of its routed experts.
 
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
@@ -66,6 +65,7 @@ def read_answer(answer: Any, request: Request, *, routes: RouteShape | None) -> 
                 input_len + output_len,
                 request.rows_start,
                 name,
+                decode,
             )
             if output_len
             else np.zeros((0, *routes.row), dtype=routes.dtype)
@@ -88,18 +88,20 @@ def _check_versions(
 
 
 def _rows(
-    payload: Any, routes: RouteShape, num_tokens: int, start: int, name: str
-) -> np.ndarray | RouteRef:
-    """The rows of one answer, from row ``start`` on: uint8/uint16 [num_tokens-1-start, L, K]."""
-    if isinstance(payload, RouteRef):  # a route store has decoded and checked them
-        assert payload.shape == (num_tokens - 1 - start, *routes.row), name
-        return payload
+    payload: Any,
+    routes: RouteShape,
+    num_tokens: int,
+    start: int,
+    name: str,
+    decode: Callable[..., np.ndarray],
+) -> np.ndarray:
+    """The rows of one answer, from row ``start`` on: [num_tokens-1-start, L, K]."""
     if not isinstance(payload, ROUTE_PAYLOADS):
         raise ValueError(
             f"sample {name}: the answer carries no routed_experts; is the server started with "
             "--enable-return-routed-experts, and is no router in front of it?"
         )
-    return decode_routed_experts(payload, routes, num_tokens=num_tokens, start=start, sample=name)
+    return decode(payload, routes, num_tokens=num_tokens, start=start, sample=name)
 
 
 def _finish_reason(reason: Any, name: str) -> str:

@@ -11,8 +11,6 @@ from typing import Protocol
 
 import numpy as np
 
-from r3train.types import RouteRef
-
 
 class EngineError(RuntimeError):
     """An engine refused a call, answered something malformed, or could not be reached."""
@@ -122,7 +120,7 @@ class Segment:
     token_ids: np.ndarray  # int32[O]
     log_probs: np.ndarray  # float32[O]
     weight_versions: np.ndarray  # int32[O]
-    rows: np.ndarray | RouteRef | None  # uint8/uint16 [R, L, K]; None without R3
+    rows: np.ndarray | None  # uint8/uint16 [R, L, K]; None without R3
     rows_start: int
     finish_reason: str  # stop | length | abort
 

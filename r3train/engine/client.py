@@ -14,7 +14,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,8 +27,8 @@ from r3train.engine.backend import (
     Segment,
     sample_seed,
 )
-from r3train.engine.route_relay import RouteRelay
-from r3train.engine.answer import read_answer, route_wire_bytes
+from r3train.engine.answer import read_answer
+from r3train.routing.wire import decode_routed_experts
 from r3train.types import RouteShape
 from r3train.engine.control import ServerVersions
 from r3train.engine.http import SGLangHTTP
@@ -42,15 +42,57 @@ _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
 
 
+class Transport(Protocol):
+    """The way of a request to its server, and of the routes back; of one client, in its event loop."""
+
+    route_wire_bytes: int  # base64 bytes of routes that came here
+
+    async def generate(
+        self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
+    ) -> Any:
+        """The answer of ``/generate``; raises as ``SGLangHTTP.call``."""
+        ...
+
+    def decode(
+        self, payload: str, routes: RouteShape, *, num_tokens: int, start: int, sample: str
+    ) -> np.ndarray:
+        """The rows of an answer: [num_tokens-1-start, *routes.row] of ``routes.dtype``."""
+        ...
+
+    async def aclose(self) -> None: ...
+
+
+class DirectTransport:
+    """Straight to the server, which answers with the routes in base64."""
+
+    def __init__(self) -> None:
+        self.route_wire_bytes = 0
+
+    async def generate(
+        self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
+    ) -> Any:
+        """The server's answer."""
+        return await http.call(server, "/generate", body, what=f"sample {request.sample_id}")
+
+    def decode(self, payload: str, routes: RouteShape, **of_sample: Any) -> np.ndarray:
+        """The routes themselves: see ``decode_routed_experts``."""
+        self.route_wire_bytes += len(payload)
+        return decode_routed_experts(payload, routes, **of_sample)
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
 class SGLangClient:
     """Generation over one or more servers (implements ``RolloutBackend``).
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least
-    loaded one.  Use it from a single event loop.  ``routes`` None means: do not ask for routed experts.  ``versions`` knows what each
-    server holds: a request never goes to one without the weights that it asks for.
+    loaded one.  Use it from a single event loop.  ``routes`` is the shape of an answer's
+    rows; None means: do not ask for routed experts.  ``versions`` knows what each server holds: a
+    request never goes to one without the weights that it asks for.
     ``cache_per_version`` keeps prefixes cached under one version from requests of another, where a
-    flush is impossible because requests are running.  With a ``relay`` requests go through the route
-    stores, which keep the routes.  A request whose answer was bad is sent again, to another server
+    flush is impossible because requests are running.  ``transport`` is the way of requests
+    whose answers carry routes.  A request whose answer was bad is sent again, to another server
     where there is one, until ``max_bad_answers`` have come; ``on_bad_answer`` is told of each.  None
     in ``request_timeout_s`` is a bad answer where ``/health`` answers within ``health_timeout_s``.
     On ``shared_servers`` only requests of this client are ever aborted.
@@ -67,7 +109,7 @@ class SGLangClient:
         check_alive: Callable[[], None] | None = None,
         versions: ServerVersions | None = None,
         cache_per_version: bool = False,
-        relay: RouteRelay | None = None,
+        transport: Transport | None = None,
         max_bad_answers: int = 1,
         on_bad_answer: Callable[[], None] | None = None,
         shared_servers: bool = False,
@@ -92,9 +134,13 @@ class SGLangClient:
         self._running: dict[str, int] = {}  # request id -> its server
         self._versions = versions
         self._cache_per_version = cache_per_version
-        self._relay = relay
-        self.route_wire_bytes = 0  # base64 bytes of routes that came here
+        self._transport = transport or DirectTransport()
         self._aborts: set[asyncio.Task] = set()
+
+    @property
+    def route_wire_bytes(self) -> int:
+        """Base64 bytes of routes that came here so far."""
+        return self._transport.route_wire_bytes
 
     def _server_for(self, group_id: int, allowed: Sequence[int]) -> int:
         """The group's server while it is allowed, else the least loaded of those that are."""
@@ -141,7 +187,10 @@ class SGLangClient:
         for count in range(1, self._max_bad_answers + 1):
             try:
                 return read_answer(
-                    await self._ask(body, request, asked), request, routes=self.routes
+                    await self._ask(body, request, asked),
+                    request,
+                    routes=self.routes,
+                    decode=self._transport.decode,
                 )
             except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
@@ -193,25 +242,15 @@ class SGLangClient:
             self._load[server] += 1
             self._running[rid] = server
             try:
-                return await self._send(server, {**body, "rid": rid}, request)
+                return await self._transport.generate(
+                    self.http, server, {**body, "rid": rid}, request
+                )
             except (asyncio.CancelledError, AnswerLate):
                 self._abort_later(server, rid)
                 raise
             finally:
                 self._load[server] -= 1
                 del self._running[rid]
-
-    async def _send(self, server: int, body: dict[str, Any], request: Request) -> Any:
-        """One answer, from the server itself or by way of a route store."""
-        what = f"sample {request.sample_id}"
-        if self._relay is None:
-            answer = await self.http.call(server, "/generate", body, what=what)
-        else:
-            answer = await self._relay.generate(
-                self.http, server, body, what=what, group_id=request.group_id, sample=request.name
-            )
-        self.route_wire_bytes += route_wire_bytes(answer)
-        return answer
 
     async def _healthy(self, server: int) -> bool:
         try:
@@ -255,6 +294,5 @@ class SGLangClient:
     async def aclose(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_S)
-        if self._relay is not None:
-            await self._relay.aclose()
+        await self._transport.aclose()
         await self.http.aclose()

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from r3train.engine.backend import Request, SamplingParams, Segment
-from r3train.types import Prompt, RolloutSample, RouteRef, missing_marker
+from r3train.types import Prompt, RolloutSample, missing_marker
 
 
 def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
@@ -127,17 +127,16 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
 
 
 def merge_rows(
-    known: np.ndarray | RouteRef,
-    new: np.ndarray | RouteRef,
+    known: np.ndarray,
+    new: np.ndarray,
     *,
     start: int,
     num_rows: int,
     sample: str,
-) -> np.ndarray | RouteRef:
+) -> np.ndarray:
     """Rows 0..num_rows-1, first write wins; a row in neither is marked missing.
 
-    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1, both of them
-    arrays or both references.  Returns [num_rows, L, K]: ``new`` itself where it is all of it.
+    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1.  Returns [num_rows, L, K]: ``new`` itself where it is all of it.
     Raises ValueError for rows of another shape or dtype, and for rows past ``num_rows``: one of the
     two counts tokens otherwise.
     """
@@ -151,13 +150,7 @@ def merge_rows(
             f"sample {sample}: rows 0..{len(known) - 1} and {start}..{start + len(new) - 1}, "
             f"expected none past {num_rows - 1}"
         )
-    if isinstance(new, RouteRef):
-        assert isinstance(known, RouteRef) or len(known) == 0, "rows and references in one sample"
-        first = known if isinstance(known, RouteRef) else new[:0]
-        rest = new[len(known) - start :] if len(known) > start else new
-        end = max(start + len(new), len(known))
-        return first.followed_by([max(start - len(known), 0), rest, num_rows - end])
-    if len(known) == 0 and len(new) == num_rows:
+    if len(new) == num_rows and len(known) == 0:
         return new
     rows = np.full((num_rows, *known.shape[1:]), missing_marker(known.dtype), dtype=known.dtype)
     rows[start : start + len(new)] = new

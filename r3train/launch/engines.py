@@ -16,7 +16,7 @@ from r3train.observe.console import RunDisplay
 from r3train.launch.conversations import conversations
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
-from r3train.launch.route_stores import RouteStores
+from r3train.loop.routes import Routes
 from r3train.rewards.scoring import Scorer
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
@@ -44,15 +44,16 @@ class Engines:
         run_dir: Path,
         display: RunDisplay,
         start_rollout: int,
+        routes: Routes,
         buffer: ProducerState | None = None,
     ):
         self.job = job
         self._start_rollout = start_rollout
         self._buffer = buffer
         config = job.config
-        self._routes = None
+        self._route_shape = None
         if config.replay.use_rollout_routing_replay:
-            self._routes = job.hf.route_shape
+            self._route_shape = job.hf.route_shape
         self._servers: list[SGLangServer] = []
         self._producer: Producer | None = None
         self._control: EngineControl | None = None
@@ -64,7 +65,7 @@ class Engines:
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._client: SGLangClient | None = None
-        self._stores: RouteStores | None = None
+        self._routes = routes
         self._api_key = engine_api_key(os.environ)
 
     def start_server(self) -> None:
@@ -87,7 +88,7 @@ class Engines:
                 server_args=args,
                 host=host,
                 port=args.pop("port", None),
-                return_routed_experts=self._routes is not None,
+                return_routed_experts=self._route_shape is not None,
                 # one stream of random numbers a server, or two would answer alike
                 seed=config.rollout.rollout_seed + i,
                 start_timeout_s=config.rollout.rollout_server_start_timeout_s,
@@ -104,10 +105,6 @@ class Engines:
         if gpus:
             given["base_gpu_id"] = gpus[index].start
         return given
-
-    def use_route_stores(self, stores: RouteStores) -> None:
-        """Let requests go through stores that keep the routes; before ``start_producer``."""
-        self._stores = stores
 
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process's client has received."""
@@ -175,10 +172,9 @@ class Engines:
             check_alive=self.check_alive,
             versions=self._versions,
         )
-        if self._routes is not None:
+        if self._route_shape is not None:
             self._control.require_routed_experts()
-        if self._stores is not None:
-            self._stores.require_reach(self._addrs, self._api_key)
+        self._routes.require_reach(self._addrs, self._api_key)
         if self.job.config.rollout.pause_generation_mode != "drain":
             self._control.require_exact_boundaries()
 
@@ -231,6 +227,13 @@ class Engines:
         given = self.job.config.rollout.rollout_segment_len
         return given or (_SEGMENT_LEN if self.job.config.faults.max_engine_restarts else None)
 
+    def _kept_buffer(self) -> ProducerState | None:
+        """The buffer of a resumed run, as rank 0's records hold samples."""
+        if self._buffer is None:
+            return None
+        samples = [(self._routes.keep(sample), reward) for sample, reward in self._buffer.samples]
+        return ProducerState(samples, self._buffer.facts)
+
     def start_producer(self) -> Producer:
         """Begin generating."""
         job, rollout = self.job, self.job.config.rollout
@@ -240,7 +243,7 @@ class Engines:
         def make_client() -> RolloutBackend:
             client = SGLangClient(
                 addrs,
-                routes=self._routes,
+                routes=self._routes.row_shape,
                 api_key=api_key,
                 request_timeout_s=rollout.rollout_request_timeout_s,
                 max_concurrency=rollout.rollout_max_concurrency,
@@ -251,7 +254,7 @@ class Engines:
                 health_timeout_s=job.config.faults.engine_health_timeout_s,
                 versions=self._versions,
                 cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
-                relay=self._stores.relay() if self._stores is not None else None,
+                transport=self._routes.transport(),
             )
             self._client = client
             if self._supervisor is None or not self._supervisor.restartable:
@@ -278,15 +281,16 @@ class Engines:
             make_episode=conversations(job),
             decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
             check_alive=self.check_alive,
-            on_outcome=self._log_outcome,
-            state=self._buffer,
+            on_outcome=self._group_ended,
+            state=self._kept_buffer(),
             keep_decoded=job.config.r3_check_enabled,
         )
         return self._producer
 
-    def _log_outcome(self, outcome: Outcome) -> None:
-        """Append a prompt's fate as it happens: what is known survives the process."""
+    def _group_ended(self, outcome: Outcome) -> None:
+        """Append a prompt's fate as it happens, so that it survives the process."""
         append_lines(self._run_dir / OUTCOMES_FILE, [asdict(outcome)])
+        self._routes.ended(outcome.group_id)
 
     def close(self) -> None:
         """End generation, leave the update group, stop our server; nothing outlives the job."""

@@ -11,6 +11,7 @@ from r3train.loop.keeper import Keeper
 from r3train.loop.stop import StopSignal
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
+from r3train.types import RolloutSample
 
 
 def build_keeper(
@@ -20,8 +21,9 @@ def build_keeper(
     stop: StopSignal,
     note: Callable[[str], None],
     resume: ResumePoint,
+    with_routes: Callable[[RolloutSample], RolloutSample],
 ) -> Keeper:
-    """Build this rank's keeper; ``note`` shows a line to people."""
+    """Build this rank's keeper; for ``note`` and ``with_routes`` see ``Keeper``."""
     config = job.config
     checkpointer = None
     if config.checkpoint.save is not None:
@@ -38,4 +40,5 @@ def build_keeper(
         stop=stop,
         checkpointer=checkpointer,
         note=note,
+        with_routes=with_routes,
     )

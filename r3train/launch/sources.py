@@ -10,20 +10,20 @@ from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
-from r3train.launch.route_stores import RouteStores
+from r3train.loop.routes import Routes
 from r3train.loop.replay_source import DumpedRollouts
 from r3train.generation.buffer import ProducerState
 
 
 def build_engines(
-    job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint
+    job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint, routes: Routes
 ) -> Engines | Replayed:
     """Engines that generate, or with --replay-rollouts the files that stand for them."""
     if job.config.checkpoint.replay_rollouts is not None:
         return Replayed(job)
     buffer = resume.buffer()
     state = ProducerState(*buffer) if buffer is not None else None
-    return Engines(job, run_dir, display, resume.start_rollout_id, state)
+    return Engines(job, run_dir, display, resume.start_rollout_id, routes, state)
 
 
 class Replayed:
@@ -55,10 +55,6 @@ class Replayed:
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
         """No server holds weights."""
         return []
-
-    def use_route_stores(self, stores: RouteStores) -> None:
-        """Refused by the configuration's checks: there is no server."""
-        raise AssertionError("replayed rollouts have no server")
 
     def route_wire_bytes(self) -> int:
         """Nothing comes over a wire."""

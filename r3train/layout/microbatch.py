@@ -12,7 +12,6 @@ from r3train.types import (
     MicroBatch,
     RankSlice,
     RankTopology,
-    RouteRef,
     RouteShape,
     TokenLayout,
     TrainSample,
@@ -78,11 +77,8 @@ def route_places(
     return routes, [routes[end - n : end - 1] for end, n in zip(ends.tolist(), lengths.tolist())]
 
 
-def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray | RouteRef:
-    """The sample's routes, or the reference to them.
-
-    Raises ValueError naming the sample where they are absent or misshapen.
-    """
+def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray:
+    """The sample's routes; raises ValueError naming it where they are absent or misshapen."""
     sample = s.sample
     expected = (sample.num_tokens - 1, *route_shape.row)
     if sample.routed_experts is None:

@@ -35,7 +35,7 @@ from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.keeper import Keeper
 from r3train.loop.parts import RankZero, RolloutSource
-from r3train.loop.prepare import Expected, Plant, Prepared, prepare, train_samples
+from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
 from r3train.loop.recovery import Recovery
 from r3train.loop.report import (
     RolloutReport,
@@ -44,8 +44,8 @@ from r3train.loop.report import (
     source_metrics,
     train_metrics,
 )
-from r3train.loop.route_exchange import RouteExchange
-from r3train.loop.scatter import broadcast_json, gather_topologies, scatter_slices
+from r3train.loop.routes import Routes, planted_in_routes
+from r3train.loop.scatter import broadcast_json, gather_topologies
 from r3train.loop.stop import StopRequested
 from r3train.types import RankSlice, Scored
 
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
 
-    rank_zero: None on other ranks; evidence: None with the R3 check off; routes: None without
-    --route-stores; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
+    rank_zero: None on other ranks; evidence: None with the R3 check off; routes: the way
+    of routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class AsyncLoop:
         rank_zero: RankZero | None,
         evidence: EvidenceWriter | None,
         keeper: Keeper,
-        routes: RouteExchange | None = None,
+        routes: Routes,
         plant: Plant | None = None,
     ):
         self._config = config
@@ -79,7 +79,7 @@ class AsyncLoop:
         self._evidence = evidence
         self._keeper = keeper
         self._routes = routes
-        self._plant = plant
+        self._plant = planted_in_routes(plant, routes) if plant is not None else None
         engines = rank_zero.engines if rank_zero is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
         self._source: RolloutSource | None = None
@@ -103,10 +103,10 @@ class AsyncLoop:
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
                 return keeper.stopped(rollout_id)
-            slices, expected, metrics = taken
+            slices, prepared, metrics = taken
             waited = time.monotonic()
             metrics.update(self._train(rollout_id, slices))
-            verdict = self._judge(rollout_id, expected)
+            verdict = self._judge(rollout_id, prepared)
             metrics.update(self._route_metrics())
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
@@ -158,8 +158,8 @@ class AsyncLoop:
 
     def _take_rollout(
         self, rollout_id: int
-    ) -> tuple[list[list[RankSlice]], Expected | None, dict[str, Any]] | None:
-        """This rank's slices of each optimizer step; what is expected and metrics (rank 0).
+    ) -> tuple[list[list[RankSlice]], Prepared | None, dict[str, Any]] | None:
+        """This rank's slices of each optimizer step; the rollout and its metrics on rank 0.
 
         None, on all ranks, when rank 0 was told to stop while it waited.
         """
@@ -181,16 +181,12 @@ class AsyncLoop:
         counts = plan["microbatches"]
         if counts is None:
             return None
-        if self._routes is not None:
-            mine = self._routes.scatter(prepared, sum(counts))
-        else:
-            microbatches = prepared.microbatches if prepared is not None else None
-            mine = scatter_slices(microbatches, self._topologies, sum(counts))
+        mine = self._routes.slices(prepared, sum(counts))
         steps, start = [], 0
         for count in counts:
             steps.append(mine[start : start + count])
             start += count
-        return steps, prepared.expected if prepared is not None else None, metrics
+        return steps, prepared, metrics
 
     def _wait_for_groups(
         self, rollout_id: int
@@ -240,9 +236,9 @@ class AsyncLoop:
             samples,
             self._config,
             self._hf,
+            self._routes.row_shape,
             self._topologies,
             passes=self._passes,
-            adopt=self._routes.adopt if self._routes is not None else None,
             plant=self._plant,
         )
         return prepared, metrics
@@ -265,24 +261,24 @@ class AsyncLoop:
             _check_first_step(reports[0])
         return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
 
-    def _judge(self, rollout_id: int, expected: Expected | None) -> StepVerdict | None:
+    def _judge(self, rollout_id: int, prepared: Prepared | None) -> StepVerdict | None:
         """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""
         if self._evidence is None:
             return None
         records = self._actor.collect_evidence(rollout_id)
-        recorded = self._routes.recorded() if self._routes is not None else None
+        recorded = self._routes.recorded(prepared)
         return prove_step(
             self._evidence,
             records,
-            expected.with_recorded(recorded) if expected is not None else None,
+            prepared.expectation(recorded) if prepared is not None else None,
             self._hf.route_shape,
             passes=self._passes,
             mismatch_threshold=self._config.replay.r3_mismatch_threshold,
         )
 
     def _route_metrics(self) -> dict[str, Any]:
-        """The step's route bytes: on rank 0's client, and of the stores; a collective with them."""
-        metrics = self._routes.metrics() if self._routes is not None else {}
+        """The step's route bytes, on rank 0's client and beyond; a collective."""
+        metrics = self._routes.metrics()
         if self._rank_zero is not None and self._config.replay.use_rollout_routing_replay:
             now = self._rank_zero.engines.route_wire_bytes()
             metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes

@@ -16,7 +16,7 @@ from r3train.loop import prompt_log
 from r3train.loop.replay_source import dump_rollout
 from r3train.loop.rollout_file import write_samples
 from r3train.loop.stop import StopRequested, StopSignal
-from r3train.types import Scored
+from r3train.types import RolloutSample, Scored
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.checkpoint import Checkpointer
@@ -30,7 +30,8 @@ class Keeper:
     """Keeps a run; see the module.
 
     run_facts: JSON-able, saved with a checkpoint and compared when it is resumed; prompt_file: as
-    the run read it; checkpointer: None without --save; note: shows a line to people.
+    the run read it; checkpointer: None without --save; note: shows a line to people; with_routes: a
+    sample with its routes, as files hold it, from one of rank 0's records.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Keeper:
         stop: StopSignal,
         checkpointer: Checkpointer | None,
         note: Callable[[str], None],
+        with_routes: Callable[[RolloutSample], RolloutSample],
     ):
         self._config = config
         self._run_dir = run_dir
@@ -52,14 +54,21 @@ class Keeper:
         self._bad_steps = BadSteps(config.faults.max_bad_steps, run_dir)
         self._checkpointer = checkpointer
         self._note = note
+        self._with_routes = with_routes
         self._source: WatchedSource | None = None
         self._prompts_changed = False
 
     def watch(self, source: Any) -> WatchedSource:
         """Wrap rank 0's source of rollouts: a stop ends its waits, and its rollouts are kept."""
-        dump = self._run_dir / "rollouts" if self._config.checkpoint.dump_rollouts else None
+        dump = self._dump if self._config.checkpoint.dump_rollouts else None
         self._source = WatchedSource(source, self._stop, dump)
         return self._source
+
+    def _dump(self, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> None:
+        dump_rollout(self._run_dir / "rollouts", rollout_id, self._whole(groups))
+
+    def _whole(self, groups: Sequence[Sequence[Scored]]) -> list[list[Scored]]:
+        return [[(self._with_routes(s), reward) for s, reward in group] for group in groups]
 
     def trained(self, rollout_id: int, skipped: int) -> None:
         """Record a trained rollout, of which ``skipped`` optimizer steps were not finite.
@@ -71,6 +80,7 @@ class Keeper:
             groups = self._source.last
             prompt_log.append(self._run_dir, rollout_id, groups, skipped)
             self._check_prompt_file()
+            groups = self._whole(groups) if skipped else None
         text = self._bad_steps.count(rollout_id, skipped, groups)
         if text:
             self._note(text)
@@ -107,7 +117,8 @@ class Keeper:
                 if not config.exists():  # a whole checkpoint may only have its buffer renewed
                     config.write_text(self._config.to_toml(), encoding="utf-8")
                 if state is not None:
-                    write_samples(directory / BUFFER_FILE, state.samples, state.facts)
+                    [samples] = self._whole([state.samples])
+                    write_samples(directory / BUFFER_FILE, samples, state.facts)
 
         self._checkpointer.save(next_rollout_id, facts, write_extra)
 
@@ -185,10 +196,15 @@ class BadSteps:
 class WatchedSource:
     """A RolloutSource that keeps its last rollout, dumps each if wanted, and heeds a stop."""
 
-    def __init__(self, source: Any, stop: StopSignal, dump_directory: Path | None):
+    def __init__(
+        self,
+        source: Any,
+        stop: StopSignal,
+        dump: Callable[[int, list[list[Scored]]], None] | None,
+    ):
         self._inner = source
         self._stop = stop
-        self._dump_directory = dump_directory
+        self._dump = dump
         self.last: list[list[Scored]] = []
 
     def next_batch(
@@ -203,8 +219,8 @@ class WatchedSource:
                 on_wait(stats)
 
         self.last = self._inner.next_batch(rollout_id, waiting)
-        if self._dump_directory is not None:
-            dump_rollout(self._dump_directory, rollout_id, self.last)
+        if self._dump is not None:
+            self._dump(rollout_id, self.last)
         return self.last
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,6 @@
 """A rollout made ready for all ranks: advantages, microbatches, and the totals its evidence must match.
 
-Pure, and done by rank 0 alone.  With --route-stores the samples hold references to their routes, the
-microbatches hold none (``route_exchange`` brings them), and the leaders take the fingerprints.
+Pure, and done by rank 0 alone.
 """
 
 from __future__ import annotations
@@ -32,20 +31,6 @@ Plant = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
 
 
 @dataclass(frozen=True)
-class Expected:
-    """The totals that the evidence must match; where leaders take the fingerprints, without those."""
-
-    of_recorded: Callable[[Recorded], StepExpectation]
-    recorded: Recorded | None  # where the routes are on this rank
-
-    def with_recorded(self, recorded: Recorded | None) -> StepExpectation:
-        """The whole expectation; ``recorded`` is the leaders', or None."""
-        found = self.recorded if recorded is None else recorded
-        assert found is not None
-        return self.of_recorded(found)
-
-
-@dataclass(frozen=True)
 class Prepared:
     """A rollout on rank 0, ready to be sent."""
 
@@ -53,7 +38,8 @@ class Prepared:
     steps: Sequence[StepSamples]  # as they are trained
     microbatches: list[list[MicroBatch]]  # [dp][microbatches of all steps]
     counts: list[int]  # microbatches of one data-parallel rank, for each optimizer step
-    expected: Expected | None  # with the check on
+    # with the check on: the totals of the recorded routes -> what the evidence must show
+    expectation: Callable[[Recorded], StepExpectation] | None
 
 
 def prepare(
@@ -61,25 +47,18 @@ def prepare(
     samples: Sequence[TrainSample],
     config: RunConfig,
     hf: HfModelFacts,
+    row_shape: RouteShape | None,
     topologies: Sequence[RankTopology],
     *,
     passes: tuple[str, ...],
-    adopt: Callable[[Sequence[TrainSample]], list[TrainSample]] | None = None,
     plant: Plant | None = None,
 ) -> Prepared:
     """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
 
-    topologies: every rank's, by rank; passes: those that run the routers; adopt: turns routes into
-    references (--route-stores); plant: spoils what is trained, after the fingerprints' samples.
+    row_shape: of a row of the samples' routes, None without R3; topologies: every rank's, by rank;
+    passes: those that run the routers; plant: spoils what is trained, after the fingerprints' samples.
     """
-    if adopt is not None:
-        samples = adopt(samples)
-    trained = samples
-    if plant is not None:
-        trained = plant(rollout_id, samples)
-        if adopt is not None:
-            trained = adopt(trained)
-    replay = config.replay.use_rollout_routing_replay
+    trained = samples if plant is None else plant(rollout_id, samples)
     place = topologies[0]
     microbatches: list[list[MicroBatch]] = [[] for _ in range(place.dp_size)]
     counts: list[int] = []
@@ -92,24 +71,16 @@ def prepare(
         built = build_microbatches(
             dealt,
             place,
-            hf.route_shape if replay and adopt is None else None,
+            row_shape,
             first_microbatch_id=sum(counts),
         )
         steps.append(dealt)
         counts.append(len(built[0]))
         for all_steps, own in zip(microbatches, built, strict=True):
             all_steps += own
-    expected = None
+    expectation = None
     if config.r3_check_enabled:
-        recorded = None
-        if adopt is None:
-            recorded = record_samples(
-                [s.sample for s in samples],
-                data_rank_of_samples(steps),
-                place.dp_size,
-                hf.moe_layer_numbers,
-            )
-        of_recorded = partial(
+        expectation = partial(
             step_expectation,
             rollout_id,
             num_rows=sum(s.sample.num_tokens for s in samples),
@@ -119,8 +90,7 @@ def prepare(
             num_microbatches=sum(counts),
             topologies=topologies,
         )
-        expected = Expected(of_recorded, recorded)
-    return Prepared(samples, steps, microbatches, counts, expected)
+    return Prepared(samples, steps, microbatches, counts, expectation)
 
 
 def train_samples(

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from r3train.routing.fingerprint import recorded_rows, rollout_fingerprint
-from r3train.types import RolloutSample, RouteRef
+from r3train.types import RolloutSample
 
 
-def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray | RouteRef]]:
+def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
     """The rows that a sample's answers brought, each with the position of the first.
 
     They are taken as they came, before they were stitched and cut into turns: a mistake there must

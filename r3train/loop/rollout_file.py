@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from r3train.types import Prompt, RolloutSample, RouteRef, Scored
+from r3train.types import Prompt, RolloutSample, Scored
 
 
 _FORMAT = "r3train-samples-1"
@@ -78,7 +78,7 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     first = {place: samples[i][0].prompt for i, place in reversed(list(enumerate(of_sample)))}
     for f in fields(RolloutSample):
         if f.name not in _NOT_IN_FILES:
-            _put(f.name, [_here(getattr(sample, f.name)) for sample, _ in samples], tensors, plain)
+            _put(f.name, [getattr(sample, f.name) for sample, _ in samples], tensors, plain)
     tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
     plain_prompts: dict[str, list[Any]] = {}
     for f in fields(Prompt):
@@ -86,11 +86,6 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
         _put(f"prompt.{f.name}", values, tensors, plain_prompts)
     header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
     return tensors, header
-
-
-def _here(value: Any) -> Any:
-    """A field's value; routes that a store keeps are brought over."""
-    return value.read() if isinstance(value, RouteRef) else value
 
 
 def _put(

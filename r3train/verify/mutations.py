@@ -37,7 +37,7 @@ from r3train.loop import prepare, scatter
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import actor, checkpoint, hf_bridge, model, replay
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
-from r3train.types import RouteRef, TrainSample
+from r3train.types import TrainSample
 from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
 
 # (configuration, model) -> the bug, planted while the context is open
@@ -88,9 +88,8 @@ class Mutation:
 
 
 def _routes_of(s: TrainSample) -> np.ndarray:
-    """A copy of a sample's routes, brought over where they are a reference."""
-    routes = s.sample.routed_experts
-    return routes.read() if isinstance(routes, RouteRef) else routes.copy()
+    """A copy of a sample's routes."""
+    return s.sample.routed_experts.copy()
 
 
 MUTATIONS: dict[str, Mutation] = {}

@@ -2,7 +2,7 @@
 
 ``runner`` starts it under torchrun as ``python -m r3train.verify.worker CASES.json``.  All cases of a
 file share a world size, so the processes, with their slow imports, are started once.  A case goes
-the way of a training job: ``build_actor``, ``prepare`` on rank 0, ``scatter_slices``, the passes of the
+the way of a training job: ``build_actor``, ``prepare`` on rank 0, ``RoutesOnRank0``, the passes of the
 actor, ``judge``.  The batch's log-probs alone are given, for both oracles to start from the same ones.
 """
 
@@ -41,12 +41,10 @@ from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
-from r3train.loop.prepare import Expected, Plant, prepare  # noqa: E402
-from r3train.loop.scatter import (  # noqa: E402
-    broadcast_json,
-    gather_topologies,
-    scatter_slices,
-)
+from r3train.loop.prepare import Plant, prepare  # noqa: E402
+from r3train.loop.routes import RoutesOnRank0  # noqa: E402
+from r3train.loop.scatter import broadcast_json, gather_topologies  # noqa: E402
+from r3train.proof.check import StepExpectation  # noqa: E402
 from r3train.proof.live import prove_step  # noqa: E402
 from r3train.proof.writer import EvidenceWriter  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
@@ -124,11 +122,11 @@ class CaseRun:
         """Two optimizer steps, the first of AdamW watched; returns the metrics of each step."""
         job = self._job(trainer)
         actor = build_actor(job, DEVICE, ResumePoint())
-        slices, expected = self._slices(job, actor, self.batch)
+        slices, expectation = self._slices(job, actor, self.batch)
         old = self._streams(slices, self.batch.old_log_probs)
         ref = self._streams(slices, self.batch.ref_log_probs)
         if name == "adam":
-            metrics = [self._watched_step(job, actor, slices, expected, old, ref)]
+            metrics = [self._watched_step(job, actor, slices, expectation, old, ref)]
         else:
             metrics = [actor.train_step(slices, old, ref)]
         if self.case.last_phase >= 4:
@@ -143,7 +141,7 @@ class CaseRun:
         job: Job,
         actor: MegatronActor,
         slices: list[RankSlice],
-        expected: Expected | None,
+        expectation: StepExpectation | None,
         old: dict[int, torch.Tensor],
         ref: dict[int, torch.Tensor],
     ) -> dict[str, float]:
@@ -167,7 +165,7 @@ class CaseRun:
             metrics = actor.train_step(slices, old, ref)
             watch.begin(None)
         records = actor.collect_evidence(0)
-        self._write_evidence(job, actor, records, expected)
+        self._write_evidence(job, actor, records, expectation)
         place = actor.topology
         recording = asdict(watch.recording) | {
             "place": asdict(place),
@@ -189,9 +187,11 @@ class CaseRun:
 
     def _slices(
         self, job: Job, actor: MegatronActor, batch: RolloutBatch
-    ) -> tuple[list[RankSlice], Expected | None]:
+    ) -> tuple[list[RankSlice], StepExpectation | None]:
         """This rank's microbatches, and on rank 0 what their evidence must show; a collective."""
         topologies, prepared = gather_topologies(actor.topology), None
+        routes = RoutesOnRank0(self.hf.route_shape, self.hf.moe_layer_numbers)
+        routes.open(actor.topology)
         if actor.topology.rank == 0:
             samples = train_samples(batch, self.variant)
             if self.case.order_seed is not None:
@@ -202,15 +202,16 @@ class CaseRun:
                 samples,
                 job.config,
                 job.hf,
+                routes.row_shape,
                 topologies,
                 passes=PASSES,
                 plant=self.plant,
             )
         count = broadcast_json(prepared.counts[0] if prepared else None)
-        slices = scatter_slices(prepared.microbatches if prepared else None, topologies, count)
+        slices, recorded = routes.slices(prepared, count), routes.recorded(prepared)
         if self.case.order_seed is not None:
             slices.reverse()
-        return slices, prepared.expected if prepared else None
+        return slices, prepared.expectation(recorded) if prepared else None
 
     def _streams(self, slices: list[RankSlice], stream: np.ndarray) -> dict[int, torch.Tensor]:
         """A flat per-token stream as {microbatch_id: float32[n]}, laid out as the slices are."""
@@ -250,14 +251,14 @@ class CaseRun:
         job: Job,
         actor: MegatronActor,
         records: Sequence[ReplayEvidence],
-        expected: Expected | None,
+        expectation: StepExpectation | None,
     ) -> None:
         """Write the evidence that a run of the same step would leave; a collective."""
         writer = EvidenceWriter(self.output / EVIDENCE_RUN, actor.topology.rank)
         prove_step(
             writer,
             records,
-            expected.with_recorded(None) if expected is not None else None,
+            expectation,
             job.hf.route_shape,
             passes=PASSES,
             mismatch_threshold=job.config.replay.r3_mismatch_threshold,

@@ -20,19 +20,18 @@ from benchmarks.measure import counted_sends
 from r3train.config import RunConfig
 from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
-from r3train.loop.route_exchange import RouteExchange, leader_ranks
-from r3train.loop.scatter import gather_json, pack_records, scatter_slices
-from r3train.engine.route_node import RouteNode
-from r3train.engine.route_relay import RouteLedger
-from r3train.types import RouteShape
+from r3train.loop.routes import RoutesOnRank0
+from r3train.loop.scatter import gather_json, pack_records
+from r3train.route_stores import tickets
+from r3train.route_stores.exchange import RouteExchange, leader_ranks
+from r3train.route_stores.node import RouteNode
+from r3train.route_stores.relay import Keys
 from r3train.routing.layers import stage_layer_numbers
 from r3train.types import (
     Prompt,
     RankTopology,
     RolloutSample,
-    RouteRef,
-    RouteSegment,
-    StoredRows,
+    RouteShape,
     TrainSample,
     missing_marker,
 )
@@ -106,45 +105,29 @@ def make_samples(rng: np.random.Generator, dtype: type, first_id: int) -> list[T
 def stored(
     samples: list[TrainSample],
     rng: np.random.Generator,
-    first_key: int,
     node: RouteNode | None,
-    ledger: RouteLedger | None,
-    num_stores: int,
+    keys: Keys,
 ) -> list[TrainSample]:
     """Cut every sample's rows into parts, and keep each in a store of its own; on all ranks alike.
 
-    A part of missing rows alone is kept nowhere, and every fifth sample stays on rank 0.
+    A part of missing rows alone is kept nowhere, and has no ticket.
     """
-    out, key = [], first_key
-    for i, s in enumerate(samples):
+    out = []
+    for s in samples:
         routes = s.sample.routed_experts
-        if i % 5 == 4:
-            out.append(s)
-            continue
         cuts = sorted({0, len(routes), *rng.integers(0, len(routes) + 1, 3).tolist()})
-        segments = []
+        numbers = np.full((len(routes), *tickets.TICKETS.row), tickets.TICKETS.missing, np.uint64)
         for a, b in zip(cuts, cuts[1:]):
-            store = int(rng.integers(num_stores))
+            store = int(rng.integers(keys.num_stores))
             if (routes[a:b] == missing_marker(routes.dtype)).all():
-                segments.append(RouteSegment(None, 0, b - a))
                 continue
-            key += 1
+            key = keys.new(s.sample.group_id, store)
             if node is not None and node.index == store:
                 # with rows around them that are not these
                 node.store.put(key, np.concatenate([routes[:1], routes[a:b], routes[:1]]))
-            if ledger is not None:
-                released = partial(give_back, ledger, store)
-                name = StoredRows(store, key, node.read, released)
-                segments.append(RouteSegment(name, 1, 1 + b - a))
-        if ledger is not None:
-            reference = RouteRef(tuple(segments), (LAYERS, TOPK), routes.dtype)
-            s = replace(s, sample=replace(s.sample, routed_experts=reference))
-        out.append(s)
+            numbers[a:b] = tickets.issue(key, 1 + b - a)[1:]
+        out.append(replace(s, sample=replace(s.sample, routed_experts=numbers)))
     return out
-
-
-def give_back(ledger: RouteLedger, store: int, key: int) -> None:
-    ledger.put_back(store, [key])
 
 
 def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict[str, object]:
@@ -169,12 +152,14 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
     if rank in leaders:
         node = RouteNode(topologies[rank].dp_rank, "key", routes, "127.0.0.1")
     ports = gather_json(node.start() if node is not None else None)
-    ledger = None
     if node is not None:
         node.connect([f"http://127.0.0.1:{ports[leader]}" for leader in leaders])
-    if rank == 0:
-        ledger = RouteLedger(len(leaders), node.read, routes)
-    exchange = RouteExchange(topologies, rank, hf, node=node, ledger=ledger)
+    keys = Keys(len(leaders))  # as rank 0 draws them; kept on every rank, so that all agree
+    plain = RoutesOnRank0(routes, hf.moe_layer_numbers)
+    plain.open(topologies[rank])
+    exchange = RouteExchange(
+        topologies, rank, hf.moe_layer_numbers, node=node, keys=keys if rank == 0 else None
+    )
     rng, found = np.random.default_rng(7), {}
     prepared_for = partial(
         prepare,
@@ -186,29 +171,26 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
     try:
         for rollout in range(2):
             samples = make_samples(rng, dtype, 100 * rollout)
-            microbatches, expected = None, None
+            direct_of = None
             if rank == 0:
-                plain = prepared_for(rollout, samples)
-                microbatches, expected = plain.microbatches, plain.expected.recorded
-            [count] = gather_json(len(microbatches[0]) if microbatches else None)[:1]
+                direct_of = prepared_for(rollout, samples, row_shape=plain.row_shape)
+            [count] = gather_json(direct_of.counts if direct_of else None)[:1]
+            count = sum(count)
             assert count > 1, "several microbatches"
             with counted_sends() as sent:
-                direct = scatter_slices(microbatches, topologies, count)
+                direct = plain.slices(direct_of, count)
+            expected = plain.recorded(direct_of)
             found[f"sent_directly_{rollout}"] = dict(sent)
-            # far from the keys that rank 0 draws for what it puts into its own store
-            first_key = (rollout + 1) << 20
-            kept = stored(samples, rng, first_key, node, ledger, len(leaders))
+            kept = stored(samples, rng, node, keys)
             if corrupt and node is not None and node.index == len(leaders) - 1:
                 victim = next(iter(node.store._held.values()))
                 victim[1, 0, 0] ^= 1
             dist.barrier()
             prepared = None
             if rank == 0:
-                prepared = prepared_for(rollout, kept, adopt=exchange.adopt)
-                for microbatch in sum(prepared.microbatches, []):
-                    assert microbatch.routes is None, "rank 0 sends no routes"
+                prepared = prepared_for(rollout, kept, row_shape=tickets.TICKETS)
             with counted_sends() as sent:
-                via = exchange.scatter(prepared, count)
+                via = exchange.slices(prepared, count)
             found[f"sent_{rollout}"] = dict(sent)
             found["group"] = [t.rank for t in topologies if t.dp_rank == topologies[rank].dp_rank]
             recorded = exchange.recorded()
@@ -220,7 +202,6 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             if node is not None:
                 found[f"held_{rollout}"] = node.store.counts()["held_keys"]
                 found[f"fetched_{rollout}"] = node.fetched_bytes
-            del kept, prepared
             exchange.metrics()
     finally:
         dist.barrier()

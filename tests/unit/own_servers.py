@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from r3train.launch.engines import Engines
+from r3train.loop.routes import RoutesOnRank0
 from r3train.engine.server import SGLangServer
 
 
@@ -27,7 +28,9 @@ def servers_of_rank_0(
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )
-    made = Engines(SimpleNamespace(config=config, hf=None), directory, None, 0)
+    made = Engines(
+        SimpleNamespace(config=config, hf=None), directory, None, 0, RoutesOnRank0(None, ())
+    )
     try:
         made.start_server()
     except ValueError:

@@ -8,6 +8,7 @@ import pytest
 from r3train.launch import engines
 from r3train.engine import addresses
 from r3train.engine.server import SGLangServer
+from r3train.loop.routes import RoutesOnRank0
 from tests.unit.own_servers import servers_of_rank_0
 
 
@@ -76,7 +77,9 @@ def test_servers_are_offered_new_weights_at_an_address_that_they_reach(
             update_weight_master_address=asked,
         ),
     )
-    made = engines.Engines(SimpleNamespace(config=config, hf=None), Path(tmp_path), None, 0)
+    made = engines.Engines(
+        SimpleNamespace(config=config, hf=None), Path(tmp_path), None, 0, RoutesOnRank0(None, ())
+    )
     made._control = object()
     offered = made.publisher
     assert (offered["master_address"], offered["interface"]) == (address, interface)

@@ -128,6 +128,7 @@ def keeper_of(directory, prompt_file, told, checkpointer=None) -> Keeper:
         stop=StopSignal(60),
         checkpointer=checkpointer,
         note=told.append,
+        with_routes=lambda sample: sample,
     )
 
 

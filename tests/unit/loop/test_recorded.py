@@ -17,7 +17,7 @@ from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
 from r3train.environments.base import StepResult
 from r3train.generation import conversation, stitch
-from r3train.loop.prepare import prepare
+from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.types import RankTopology, RolloutSample, TrainSample
@@ -87,6 +87,7 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
         [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
         CONFIG,
         HF,
+        ROUTES,
         [RankTopology(moe_layer_numbers=(LAYERS,))],
         passes=("train",),
     )
@@ -98,7 +99,8 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
             hashes = route_hashes(uids, experts, layer)
             dispatched[layer] += int(hashes[experts != ROUTES.missing].sum())
         rows += int((microbatch.routes[:, 0] != ROUTES.missing).all(axis=1).sum())
-    expectation = ready.expected.with_recorded(None)
+    data_rank_of = data_rank_of_samples(ready.steps)
+    expectation = ready.expectation(record_samples(samples, data_rank_of, 1, LAYERS))
     return (
         expectation.fingerprints,
         {layer: to_unsigned(value) for layer, value in dispatched.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from dataclasses import replace
 from typing import get_args
 
@@ -14,7 +15,8 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.replay import ReplaySection
 from r3train.layout import microbatch
 from r3train.trainer.megatron.cpu_device import prepare_device
-from r3train.types import RouteRef, RouteSegment, StoredRows, TrainSample
+from r3train.loop.routes import planted_in_routes
+from r3train.types import TrainSample
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.rollouts import make_rollouts, train_samples
 from r3train.verify.topologies import TOPOLOGIES
@@ -82,20 +84,22 @@ def test_a_token_shift_moves_every_sample_and_leaves_what_the_rollout_recorded(h
         np.testing.assert_array_equal(spoiled.sample.routed_experts, np.roll(was, 1, axis=0))
 
 
-def test_routes_that_lie_in_a_store_are_brought_over_and_spoiled(hf, samples):
-    held = {s.sample.sample_id: s.sample.routed_experts for s in samples}
+def test_routes_that_lie_in_a_store_are_read_spoiled_and_kept_again(hf, samples):
+    held: dict[int, np.ndarray] = {}
 
-    def stored(s: TrainSample) -> TrainSample:
-        routes = s.sample.routed_experts
-        read = lambda store, key, start, stop: held[key][start:stop]  # noqa: E731
-        rows = StoredRows(0, s.sample.sample_id, read, lambda key: None)
-        segments = (RouteSegment(rows, 0, len(routes)),)
-        reference = RouteRef(segments, VARIANT.route_shape.row, routes.dtype)
-        return replace(s, sample=replace(s.sample, routed_experts=reference))
+    def keep(sample):
+        held[len(held)] = sample.routed_experts
+        return replace(sample, routed_experts=np.array([len(held) - 1]))
 
+    routes = SimpleNamespace(
+        keep=keep,
+        read=lambda sample: replace(sample, routed_experts=held[int(sample.routed_experts[0])]),
+    )
+    stored = [replace(s, sample=keep(s.sample)) for s in samples]
     with planted_in_job(Config("token_shift"), hf) as plant:
-        direct, via = plant(0, samples), plant(0, [stored(s) for s in samples])
-    assert not changed(direct, via).any()
+        direct, via = plant(0, samples), planted_in_routes(plant, routes)(0, stored)
+    whole = [replace(s, sample=routes.read(s.sample)) for s in via]
+    assert not changed(direct, whole).any()
 
 
 @pytest.mark.parametrize(

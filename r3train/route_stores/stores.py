@@ -6,55 +6,61 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from r3train.launch.job import Job
-from r3train.loop.route_exchange import RouteExchange, leader_ranks
-from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
+from r3train.config import RunConfig
 from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loopback, own_address
-from r3train.engine.route_node import RouteNode
-from r3train.engine.route_relay import RouteLedger, RouteRelay
 from r3train.engine.http import SGLangHTTP
-from r3train.types import RankTopology
+from r3train.loop.prepare import Prepared
+from r3train.loop.recorded import Recorded
+from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
+from r3train.route_stores import tickets
+from r3train.route_stores.exchange import RouteExchange, leader_ranks
+from r3train.route_stores.node import RouteNode
+from r3train.route_stores.relay import Keys, RouteRelay
+from r3train.types import RankSlice, RankTopology, RolloutSample, RouteShape
 
 logger = logging.getLogger(__name__)
 
 
 class RouteStores:
-    """One rank's part: its store if it leads a data-parallel rank, and its side of the exchange.
+    """One rank's part (implements ``loop.routes.Routes``): its store if it leads a data-parallel rank.
 
     Raises ValueError where leaders could not reach the servers.
     """
 
-    def __init__(self, job: Job):
-        rollout = job.config.rollout
+    row_shape = tickets.TICKETS
+
+    def __init__(self, config: RunConfig, routes: RouteShape, moe_layers: Sequence[int]) -> None:
         check_servers_host(
-            rollout.sglang.get("host"),
-            own_servers=not rollout.rollout_external_engine_addrs,
+            config.rollout.sglang.get("host"),
+            own_servers=not config.rollout.rollout_external_engine_addrs,
             environ=os.environ,
         )
-        self._job = job
+        self._asked_host = config.replay.route_store_host
+        self._routes = routes
+        self._moe_layers = moe_layers
         self._node: RouteNode | None = None
         self._exchange: RouteExchange | None = None
         self._urls: list[str] = []
         self._token = ""
-        self._ledger: RouteLedger | None = None
+        self._keys: Keys | None = None
 
-    def open(self, topology: RankTopology) -> RouteExchange:
+    def open(self, topology: RankTopology) -> None:
         """Start the leaders' stores and make them known to one another; a collective.
 
         Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot reach
         another store.
         """
-        hf = self._job.hf
-        routes = hf.route_shape
         topologies = gather_topologies(topology)
         leaders = leader_ranks(topologies)
         # known to the ranks of this job alone, and written nowhere
         self._token = broadcast_json(secrets.token_hex(32) if topology.rank == 0 else None)
-        bind, address = bound_and_known(self._job.config.replay.route_store_host, os.environ)
+        bind, address = bound_and_known(self._asked_host, os.environ)
         mine: dict[str, object] = {}
         if topology.rank in leaders:
-            self._node = RouteNode(topology.dp_rank, self._token, routes, bind)
+            self._node = RouteNode(topology.dp_rank, self._token, self._routes, bind)
             try:
                 mine["url"] = _url(address, self._node.start())
             except OSError as error:
@@ -68,25 +74,23 @@ class RouteStores:
             unreached = [f"rank {topology.rank}: {failure}" for failure in self._node.reach()]
         _raise_first(sum(gather_json(unreached), []))
         if topology.rank == 0:
-            assert self._node is not None
             logger.info("route stores: %s", ", ".join(self._urls))
-            self._ledger = RouteLedger(len(leaders), self._node.read, routes)
+            self._keys = Keys(len(leaders))
         self._exchange = RouteExchange(
-            topologies, topology.rank, hf, node=self._node, ledger=self._ledger
+            topologies, topology.rank, self._moe_layers, node=self._node, keys=self._keys
         )
-        return self._exchange
 
-    def relay(self) -> RouteRelay:
+    def transport(self) -> RouteRelay:
         """Rank 0's way through the stores; call it in the event loop that will use it."""
-        assert self._ledger is not None, "open the stores first"
-        return RouteRelay(self._urls, self._token, self._ledger)
+        assert self._keys is not None, "open the stores first"
+        return RouteRelay(self._urls, self._token, self._keys)
 
     def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
         """Raise ValueError naming a store that cannot talk to a server; on rank 0."""
         assert self._node is not None
 
         async def ask() -> None:
-            relay, http = self.relay(), SGLangHTTP(addrs, api_key=api_key)
+            relay, http = self.transport(), SGLangHTTP(addrs, api_key=api_key)
             try:
                 await relay.require_reach(http)
             finally:
@@ -94,6 +98,45 @@ class RouteStores:
                 await http.aclose()
 
         self._node.submit(ask).result()
+
+    def keep(self, sample: RolloutSample) -> RolloutSample:
+        """The sample with tickets; its routes go into rank 0's own store."""
+        assert self._node is not None and self._keys is not None
+        routes = sample.routed_experts
+        if routes is None:  # never answered
+            return sample
+        key = self._keys.new(sample.group_id, self._node.index)
+        self._node.store.put(key, routes)
+        return replace(sample, routed_experts=tickets.issue(key, len(routes)))
+
+    def read(self, sample: RolloutSample) -> RolloutSample:
+        """The sample with its routes, fetched from their stores."""
+        assert self._node is not None
+        if sample.routed_experts is None:  # never answered
+            return sample
+        routes, fetched = self._node.fetch(sample.routed_experts)
+        fetched.result()
+        return replace(sample, routed_experts=routes)
+
+    def ended(self, group_id: int) -> None:
+        """Let the stores free the group's rows."""
+        assert self._keys is not None
+        self._keys.ended(group_id)
+
+    def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
+        """This rank's slices, cut by its leader; a collective."""
+        assert self._exchange is not None
+        return self._exchange.slices(prepared, count)
+
+    def recorded(self, prepared: Prepared | None) -> Recorded:
+        """The recorded totals of all stores; a collective."""
+        assert self._exchange is not None
+        return self._exchange.recorded()
+
+    def metrics(self) -> dict[str, Any]:
+        """The step's traffic, the largest of any leader; a collective."""
+        assert self._exchange is not None
+        return self._exchange.metrics()
 
     def close(self) -> None:
         """End this rank's store. Idempotent."""

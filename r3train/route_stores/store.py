@@ -1,10 +1,10 @@
-"""A route store: the rank that receives, decodes and keeps a share of the routes (--route-stores).
+"""A route store: it receives, decodes and keeps a share of the routes.
 
 Every data-parallel leader runs one.  Rank 0 sends its requests through it: the store forwards a
-request to the engine, keeps the routes of the answer under the key that rank 0 chose, and returns
-the rest.  Leaders then fetch from one another the rows that their ranks train.
+request to the engine, keeps the rows of the answer under the key that rank 0 chose, and returns
+the rest with ``"key:number of rows"`` in their place.  Leaders then fetch from one another the rows that their ranks train.
 
-    POST /generate  {server, api_key, body, key, sample, what, timeout_s, release}
+    POST /generate  {server, api_key, body, key, sample, what, timeout_s}
     POST /rows      [[key, start, stop], ...] -> the raw bytes of those rows, end to end
     POST /reach     {server, api_key, what}: whether the store can talk to an engine
 
@@ -139,14 +139,13 @@ class RouteStoreApp:
 
     async def _generate(self, request: web.Request) -> web.Response:
         ask = orjson.loads(await request.read())
-        self._store.release(ask["release"])
         return await _outcome(self._answer(ask))
 
     async def _answer(self, ask: dict[str, Any]) -> Any:
         answer = await self._engine(ask).call(
             0, "/generate", ask["body"], what=ask["what"], timeout_s=ask["timeout_s"]
         )
-        # an answer of another shape goes on as it is: who asked says what is wrong with it
+        # an answer of another shape goes on as it is: rank 0 refuses it, and says why
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         payload = meta.get("routed_experts") if isinstance(meta, dict) else None
         output_ids = answer.get("output_ids") if isinstance(answer, dict) else None
@@ -163,7 +162,7 @@ class RouteStoreApp:
                 sample=ask["sample"],
             )
             self._store.put(ask["key"], rows, len(payload))
-            meta["routed_experts"] = {"rows": len(rows)}
+            meta["routed_experts"] = f"{ask['key']}:{len(rows)}"
         return answer
 
     async def _reach(self, request: web.Request) -> web.Response:
@@ -189,10 +188,10 @@ class RouteStoreApp:
 
 
 async def _outcome(call: Awaitable[Any]) -> web.Response:
-    """What a call gave, or how it failed, in words that rank 0 makes the same failure of."""
+    """The answer of a call, or its failure in words, from which rank 0 makes the same failure."""
     try:
-        told = {"answer": await call}
+        reply = {"answer": await call}
     except tuple(FAILURES.values()) as error:
         kind = next(name for name, of in FAILURES.items() if isinstance(error, of))
-        told = {"error": kind, "message": str(error)}
-    return web.Response(body=orjson.dumps(told), content_type="application/json")
+        reply = {"error": kind, "message": str(error)}
+    return web.Response(body=orjson.dumps(reply), content_type="application/json")

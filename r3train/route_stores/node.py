@@ -1,4 +1,4 @@
-"""A data-parallel leader's route store at work: its server, and rows fetched from the others'.
+"""A data-parallel leader's route store at work: its server, and rows fetched from any store.
 
 One thread with one event loop does both, so that routes arrive while the actor trains.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -17,21 +18,22 @@ import orjson
 from aiohttp import web
 
 from r3train.engine.loop_thread import LoopThread
-from r3train.engine.route_relay import open_session, store_failed
-from r3train.engine.route_store import RouteStore, RouteStoreApp, RouteStoreError
+from r3train.route_stores.relay import open_session, store_failed
+from r3train.route_stores.store import RouteStore, RouteStoreApp, RouteStoreError
+from r3train.route_stores.tickets import runs
 from r3train.types import RouteShape
 
 T = TypeVar("T")
 
-# store, key, first row, row after the last; and where they go: uint8/uint16 [rows, L, K]
-Part = tuple[int, int, int, int]
+# key, first row, row after the last; and their place, uint8/uint16 [rows, L, K]
+_Wanted = tuple[tuple[int, int, int], np.ndarray]
 
 _START_S = 30.0
 _NO_PROGRESS_S = 120.0
 
 
 class RouteNode:
-    """Serves this rank's store, and brings rows over from any; its methods are thread-safe."""
+    """Serves this rank's store, and fetches rows from any; its methods are thread-safe."""
 
     def __init__(self, index: int, token: str, routes: RouteShape, host: str) -> None:
         self.index = index
@@ -52,11 +54,11 @@ class RouteNode:
         return self._started.result(timeout=_START_S)
 
     def connect(self, urls: Sequence[str]) -> None:
-        """Say where all stores are, in the order of their indices."""
+        """Set the addresses of all stores, in the order of their indices."""
         self._urls = list(urls)
 
     def reach(self) -> list[str]:
-        """Ask every other store for nothing; how those failed that do not answer, in words."""
+        """Ask every other store for nothing; returns the failures of those that do not answer."""
         return self.submit(self._reach).result()
 
     async def _reach(self) -> list[str]:
@@ -93,17 +95,26 @@ class RouteNode:
         """Run a coroutine in the store's loop."""
         return asyncio.run_coroutine_threadsafe(call(), self._thread.loop)
 
-    def fetch(self, parts: Sequence[Part], places: Sequence[np.ndarray]) -> Future[None]:
-        """Fill places with rows of any store, all stores at once; the future raises what failed."""
-        return self.submit(lambda: self._fetch(parts, places))
+    def fetch(self, tickets: np.ndarray) -> tuple[np.ndarray, Future[None]]:
+        """The rows of tickets uint64[R, 1, 1], as they come from all stores at once.
 
-    async def _fetch(self, parts: Sequence[Part], places: Sequence[np.ndarray]) -> None:
-        of_store: dict[int, list[tuple[Part, np.ndarray]]] = {}
-        for part, place in zip(parts, places, strict=True):
-            of_store.setdefault(part[0], []).append((part, place))
+        Returns uint8/uint16 [R, L, K], whole once the future is done; that raises the failure of a
+        store.  Missing rows hold the marker.
+        """
+        out = np.empty((len(tickets), *self._routes.row), dtype=self._routes.dtype)
+        wanted: dict[int, list[_Wanted]] = defaultdict(list)
+        for first, key, start, stop in runs(tickets):
+            place = out[first : first + stop - start]
+            if key is None:
+                place[:] = self._routes.missing
+            else:
+                wanted[key % len(self._urls)].append(((key, start, stop), place))
+        return out, self.submit(lambda: self._fetch(wanted))
+
+    async def _fetch(self, wanted_of_store: Mapping[int, Sequence[_Wanted]]) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                for store, wanted in of_store.items():
+                for store, wanted in wanted_of_store.items():
                     if store == self.index:
                         tasks.create_task(asyncio.to_thread(self._copy_own, wanted))
                     else:
@@ -111,13 +122,13 @@ class RouteNode:
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    def _copy_own(self, wanted: Sequence[tuple[Part, np.ndarray]]) -> None:
-        for (_, key, start, stop), place in wanted:
-            place[:] = self.store.rows(key, start, stop)
+    def _copy_own(self, wanted: Sequence[_Wanted]) -> None:
+        for part, place in wanted:
+            place[:] = self.store.rows(*part)
 
-    async def _fetch_from(self, store: int, wanted: Sequence[tuple[Part, np.ndarray]]) -> None:
+    async def _fetch_from(self, store: int, wanted: Sequence[_Wanted]) -> None:
         url = self._urls[store]
-        body = orjson.dumps([part[1:] for part, _ in wanted])
+        body = orjson.dumps([part for part, _ in wanted])
         expected = sum(place.nbytes for _, place in wanted)
         try:
             async with self._session.post(
@@ -136,12 +147,6 @@ class RouteNode:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise store_failed(store, url, error) from error
         self.fetched_bytes += expected
-
-    def read(self, store: int, key: int, start: int, stop: int) -> np.ndarray:
-        """Rows of any store, waited for: what rank 0 does where it needs the bytes themselves."""
-        out = np.empty((stop - start, *self._routes.row), dtype=self._routes.dtype)
-        self.fetch([(store, key, start, stop)], [out]).result()
-        return out
 
     def close(self) -> None:
         """End the server and its thread. Idempotent."""

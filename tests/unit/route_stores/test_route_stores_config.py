@@ -9,8 +9,8 @@ import pytest
 from r3train.config.cross_checks import check_static
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError
-from r3train.launch import route_stores
-from r3train.launch.route_stores import bound_and_known, check_servers_host
+from r3train.route_stores import stores
+from r3train.route_stores.stores import bound_and_known, check_servers_host
 
 CONFIG = Path(__file__).resolve().parents[3] / "configs" / "tiny_cpu.toml"
 
@@ -60,7 +60,7 @@ def test_stores_listen_on_loopback_on_one_node_and_towards_the_rendezvous_on_sev
 def test_the_rendezvous_node_is_known_by_its_address_towards_another_node(monkeypatch):
     """Its own name may be loopback to itself (/etc/hosts), and nobody else reaches it by that."""
     ways = {"head": "127.0.1.1", "10.0.0.2": "10.0.0.1"}
-    monkeypatch.setattr(route_stores, "own_address", ways.__getitem__)
+    monkeypatch.setattr(stores, "own_address", ways.__getitem__)
     head = {**TWO_NODES, "MASTER_ADDR": "head"}
     everybody = ["127.0.1.1", "127.0.1.1", "10.0.0.2", "10.0.0.2"]
     assert bound_and_known(None, head, gather=lambda own: everybody) == ("10.0.0.1", "10.0.0.1")

@@ -1,10 +1,9 @@
-"""Route stores over HTTP: what they keep, what rank 0 gets instead, and how each part fails."""
+"""Route stores over HTTP: the rows that they keep, rank 0's tickets, and the failures of each part."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -20,13 +19,14 @@ from r3train.engine.backend import (
     EngineUnreachable,
     SamplingParams,
 )
-from r3train.engine.route_node import RouteNode
-from r3train.engine.route_relay import RouteLedger, RouteRelay
-from r3train.engine.route_store import RouteStore, RouteStoreError
-from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
+from r3train.route_stores import tickets
+from r3train.route_stores.node import RouteNode
+from r3train.route_stores.relay import Keys, RouteRelay
+from r3train.route_stores.store import RouteStore, RouteStoreError
+from r3train.route_stores.tickets import TICKETS
 from r3train.routing.wire import encode_routed_experts
-from r3train.types import Prompt, RouteRef
+from r3train.types import Prompt, RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
 
@@ -63,7 +63,7 @@ Handler = Callable[[web.Request, dict], "web.Response | AsyncIterator"]
 
 
 class Scene:
-    """One engine, two stores, rank 0's ledger, and clients with and without the stores."""
+    """One engine, two stores, rank 0's keys, and clients with and without the stores."""
 
     def __init__(self) -> None:
         self.handler: Callable = lambda request, body: web.json_response(answer_to(body))
@@ -86,7 +86,7 @@ class Scene:
             self.urls = [f"http://127.0.0.1:{node.start()}" for node in self.nodes]
             for node in self.nodes:
                 node.connect(self.urls)
-            self.ledger = RouteLedger(2, self.nodes[0].read, ROUTES)
+            self.keys = Keys(2)
             try:
                 yield self
             finally:
@@ -95,14 +95,20 @@ class Scene:
 
     @contextlib.asynccontextmanager
     async def client(self, *, stores: bool = True, addr: str = "", **options) -> AsyncIterator:
-        relay = RouteRelay(self.urls, "the-key", self.ledger) if stores else None
         client = SGLangClient(
-            [addr or self.addr], routes=ROUTES, relay=relay, api_key="engine-key", **options
+            [addr or self.addr],
+            routes=TICKETS if stores else ROUTES,
+            transport=self.relay() if stores else None,
+            api_key="engine-key",
+            **options,
         )
         try:
             yield client
         finally:
             await client.aclose()
+
+    def relay(self) -> RouteRelay:
+        return RouteRelay(self.urls, "the-key", self.keys)
 
     def held(self) -> list[int]:
         return [node.store.counts()["held_keys"] for node in self.nodes]
@@ -115,8 +121,14 @@ def one(client: SGLangClient, sample_id: int = 0, group_id: int = 0, **kwargs):
     )
 
 
-async def read(reference: RouteRef) -> np.ndarray:
-    return await asyncio.to_thread(reference.read)
+async def read(node: RouteNode, numbers: np.ndarray) -> np.ndarray:
+    rows, fetched = node.fetch(numbers)
+    await asyncio.wrap_future(fetched)
+    return rows
+
+
+def keys_of(numbers: np.ndarray) -> list[int]:
+    return [run.key for run in tickets.runs(numbers)]
 
 
 async def test_a_sample_by_way_of_a_store_is_the_sample_but_for_its_rows_which_are_kept():
@@ -124,10 +136,11 @@ async def test_a_sample_by_way_of_a_store_is_the_sample_but_for_its_rows_which_a
         async with scene.client() as through, scene.client(stores=False) as straight:
             a, b = await one(through), await one(straight)
             assert through.route_wire_bytes == 0 and straight.route_wire_bytes > 0
-        assert isinstance(a.routed_experts, RouteRef)
+        assert a.routed_experts.dtype == np.uint64
         for name in ("token_ids", "loss_mask", "rollout_log_probs", "weight_versions"):
             assert np.array_equal(getattr(a, name), getattr(b, name))
-        assert np.array_equal(await read(a.routed_experts), b.routed_experts)
+        for node in scene.nodes:
+            assert np.array_equal(await read(node, a.routed_experts), b.routed_experts)
         # the engine was asked the same, with its own key
         (body, key), (other, other_key) = scene.asked
         assert {**body, "rid": ""} == {**other, "rid": ""} and key == other_key
@@ -138,23 +151,24 @@ async def test_a_sample_by_way_of_a_store_is_the_sample_but_for_its_rows_which_a
 async def test_a_groups_requests_stay_with_one_store_and_groups_take_turns():
     async with Scene().running() as scene, scene.client() as client:
         samples = [await one(client, i, i // 2) for i in range(8)]
-        stores = [s.routed_experts.segments[0].rows.store for s in samples]
+        stores = [keys_of(s.routed_experts)[0] % 2 for s in samples]
         assert stores == [0, 0, 1, 1, 0, 0, 1, 1] and scene.held() == [4, 4]
 
 
-async def test_the_rest_of_a_rollout_is_added_by_reference():
+async def test_the_rest_of_a_rollout_is_added_as_tickets():
     async with Scene().running() as scene, scene.client() as client:
         first = await one(client)
         whole = await one(client, resume_from=first)
         assert scene.asked[1][0]["routed_experts_start_len"] == 4
-        assert [len(s) for s in whole.routed_experts.segments] == [4, 2]
-        assert np.array_equal(await read(whole.routed_experts), rows_of(7))
+        runs = tickets.runs(whole.routed_experts)
+        assert [run.stop - run.start for run in runs] == [4, 2]
+        assert np.array_equal(await read(scene.nodes[1], whole.routed_experts), rows_of(7))
 
 
 async def test_a_request_without_the_key_is_refused():
     async with Scene().running() as scene, scene.client() as client:
         sample = await one(client)
-        key = sample.routed_experts.segments[0].rows.key
+        [key] = keys_of(sample.routed_experts)
         for headers in ({}, {"Authorization": "Bearer another"}, {"Authorization": "the-key"}):
             async with aiohttp.ClientSession(headers=headers) as session:
                 for path in ("/rows", "/generate", "/reach", "/nothing"):
@@ -187,21 +201,27 @@ async def test_a_bad_answer_fails_in_the_same_words_either_way_and_leaves_nothin
                 with pytest.raises(BadAnswer, match="sample 0 ") as failure:
                     await one(client)
                 words.append(str(failure.value))
-                del failure
         assert words[0] == words[1]
-        gc.collect()
-        for store, node in enumerate(scene.nodes):
-            node.store.release(scene.ledger.take_released(store))
+        release(scene, 0)
         assert scene.held() == [0, 0]
 
 
-async def test_what_is_dropped_on_rank_0_is_freed_with_the_next_request():
+def release(scene: Scene, group_id: int) -> None:
+    """End a group, and let two rollouts go by."""
+    scene.keys.ended(group_id)
+    for _ in range(2):
+        for node, keys in zip(scene.nodes, scene.keys.take_released(), strict=True):
+            node.store.release(keys)
+
+
+async def test_a_groups_rows_are_freed_once_it_has_ended():
     async with Scene().running() as scene, scene.client() as client:
-        for sample_id in range(5):
-            await one(client, sample_id)  # and forgotten at once
-            assert scene.held()[0] == 1
-        counts = scene.nodes[0].store.counts()
-        assert counts["held_bytes"] == counts["peak_bytes"] == rows_of(5).nbytes
+        for sample_id in range(4):
+            await one(client, sample_id, group_id=sample_id // 2 * 2)
+        assert scene.held() == [4, 0]
+        release(scene, 2)
+        assert scene.held() == [2, 0]
+        assert scene.nodes[0].store.counts()["held_bytes"] == 2 * rows_of(5).nbytes
 
 
 async def test_a_cancelled_requests_rows_are_not_kept_when_they_come():
@@ -219,12 +239,12 @@ async def test_a_cancelled_requests_rows_are_not_kept_when_they_come():
         call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await call
-        del call
+        release(scene, 0)
         scene.handler = lambda request, body: web.json_response(answer_to(body))
-        sample = await one(client, 1)  # tells the store that the first key is not wanted
+        await one(client, 1, group_id=2)
         gate.set()
         await asyncio.sleep(0.3)
-        assert scene.held() == [1, 0] and sample.routed_experts.shape == (4, 3, 2)
+        assert scene.held() == [1, 0]
 
 
 async def test_an_engine_that_is_gone_is_not_a_store_that_is_gone():
@@ -261,7 +281,7 @@ async def test_a_late_answer_of_a_healthy_engine_is_asked_for_again_through_the_
     ):
         scene.handler = late
         sample = await one(client)
-        assert sample.routed_experts.shape == (4, 3, 2) and len(scene.asked) == 2
+        assert sample.routed_experts.shape == (4, 1, 1) and len(scene.asked) == 2
 
 
 async def test_the_engines_own_refusal_comes_through():
@@ -275,7 +295,7 @@ async def test_the_engines_own_refusal_comes_through():
 
 async def test_a_store_that_cannot_reach_a_server_is_named_at_start_up():
     async with Scene().running() as scene:
-        relay = RouteRelay(scene.urls, "the-key", scene.ledger)
+        relay = scene.relay()
         async with scene.client(stores=False) as client:
             await relay.require_reach(client.http)
         async with scene.client(stores=False, addr="127.0.0.1:9") as client:
@@ -290,12 +310,14 @@ async def test_rows_of_every_store_are_fetched_into_place_together():
         kept = [rng.integers(0, 16, (n, 3, 2)).astype(np.uint8) for n in (40, 300_000)]
         for store, rows in enumerate(kept):
             scene.nodes[store].store.put(100 + store, rows)
-        parts = [(1, 101, 5, 299_000), (0, 100, 1, 40), (1, 101, 0, 5), (0, 100, 7, 7)]
+        mine, other = tickets.issue(100, 40), tickets.issue(101, 300_000)
+        nobodys = np.full((3, 1, 1), TICKETS.missing, TICKETS.dtype)
+        wanted = [other[5:299_000], mine[1:], nobodys, other[:5], mine[7:7]]
+        missing = np.full((3, 3, 2), 255, np.uint8)
+        rows = [kept[1][5:299_000], kept[0][1:], missing, kept[1][:5]]
         for node in scene.nodes:
-            places = [np.zeros((b - a, 3, 2), np.uint8) for _, _, a, b in parts]
-            await asyncio.to_thread(lambda: node.fetch(parts, places).result())
-            for (store, _, a, b), place in zip(parts, places):
-                assert np.array_equal(place, kept[store][a:b])
+            got = await read(node, np.concatenate(wanted))
+            assert np.array_equal(got, np.concatenate(rows))
         assert scene.nodes[0].fetched_bytes == 299_000 * 6
         assert scene.nodes[1].fetched_bytes == 39 * 6
 
@@ -319,11 +341,9 @@ async def test_leaders_that_do_not_reach_one_another_say_so():
 async def test_rows_that_are_not_held_end_the_fetch_with_store_and_key():
     async with Scene().running() as scene:
         scene.nodes[1].store.put(7, rows_of(5))
-        place = np.zeros((2, 3, 2), np.uint8)
-        for part in ((1, 8, 0, 2), (1, 7, 3, 5)):
-            fetched = scene.nodes[0].fetch([part], [place])
-            with pytest.raises(RouteStoreError, match=f"route store 1 .*key {part[1]} are asked"):
-                await asyncio.wrap_future(fetched)
+        for key, rows in ((9, slice(0, 2)), (7, slice(3, 5))):
+            with pytest.raises(RouteStoreError, match=f"route store 1 .*key {key} are asked"):
+                await read(scene.nodes[0], tickets.issue(key, 5)[rows])
 
 
 def test_a_store_counts_what_it_holds_and_forgets_what_is_released():

@@ -1,0 +1,132 @@
+"""The way of routes between the engines' answers and the slices of every rank.
+
+Rank 0's records hold an array with a row for each token, and cut, merge and pack it without knowing
+its meaning.  Rows are the routes themselves (``RoutesOnRank0``), or with --route-stores tickets for
+routes that other ranks keep (``route_stores.RouteStores``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from r3train.engine.client import DirectTransport, Transport
+from r3train.loop.prepare import Plant, Prepared, data_rank_of_samples, record_samples
+from r3train.loop.recorded import Recorded
+from r3train.loop.scatter import gather_topologies, scatter_slices
+from r3train.types import RankSlice, RankTopology, RolloutSample, RouteShape, TrainSample
+
+
+class Routes(Protocol):
+    """One object on every rank; ``prepared`` is None but on rank 0."""
+
+    @property
+    def row_shape(self) -> RouteShape | None:
+        """The size of a row in rank 0's records; None without R3."""
+        ...
+
+    def open(self, topology: RankTopology) -> None:
+        """Begin, once the actor is built; a collective."""
+        ...
+
+    def transport(self) -> Transport:
+        """The client's way to the servers; call it on rank 0, in the client's event loop."""
+        ...
+
+    def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
+        """Raise ValueError where a server cannot be reached by whoever asks it; on rank 0."""
+        ...
+
+    def keep(self, sample: RolloutSample) -> RolloutSample:
+        """The sample as rank 0's records hold it, from one with its routes; on rank 0."""
+        ...
+
+    def read(self, sample: RolloutSample) -> RolloutSample:
+        """The sample with its routes, from one of rank 0's records; the inverse of ``keep``."""
+        ...
+
+    def ended(self, group_id: int) -> None:
+        """Let go of a group that is neither trained nor waiting any more; thread-safe."""
+        ...
+
+    def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
+        """This rank's slices of a rollout's ``count`` microbatches; a collective."""
+        ...
+
+    def recorded(self, prepared: Prepared | None) -> Recorded | None:
+        """The totals of the recorded routes, on rank 0 at least; a collective after ``slices``."""
+        ...
+
+    def metrics(self) -> dict[str, Any]:
+        """The step's traffic; a collective."""
+        ...
+
+    def close(self) -> None:
+        """End what ``open`` began. Idempotent."""
+        ...
+
+
+class RoutesOnRank0:
+    """Rank 0 holds the routes themselves, and cuts every rank its slices."""
+
+    def __init__(self, row_shape: RouteShape | None, moe_layers: Sequence[int]) -> None:
+        self.row_shape = row_shape
+        self._moe_layers = moe_layers
+        self._topologies: list[RankTopology] = []
+
+    def open(self, topology: RankTopology) -> None:
+        """Ask all ranks for their places; a collective."""
+        self._topologies = gather_topologies(topology)
+
+    def transport(self) -> Transport:
+        """Straight to the servers."""
+        return DirectTransport()
+
+    def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
+        """Rank 0 alone talks to the servers, and waited for them."""
+
+    def keep(self, sample: RolloutSample) -> RolloutSample:
+        """The sample as it is."""
+        return sample
+
+    def read(self, sample: RolloutSample) -> RolloutSample:
+        """The sample as it is."""
+        return sample
+
+    def ended(self, group_id: int) -> None:
+        """Arrays go by themselves."""
+
+    def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
+        """Cut on rank 0, sent to the others; a collective."""
+        microbatches = prepared.microbatches if prepared is not None else None
+        return scatter_slices(microbatches, self._topologies, count)
+
+    def recorded(self, prepared: Prepared | None) -> Recorded | None:
+        """The totals on rank 0, None elsewhere."""
+        if prepared is None:
+            return None
+        return record_samples(
+            [s.sample for s in prepared.samples],
+            data_rank_of_samples(prepared.steps),
+            self._topologies[0].dp_size,
+            self._moe_layers,
+        )
+
+    def metrics(self) -> dict[str, Any]:
+        """Nothing beyond what rank 0's client counts."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def planted_in_routes(plant: Plant, routes: Routes) -> Plant:
+    """A bug that is planted in the routes themselves, whatever rank 0's records hold."""
+
+    def planted(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        whole = [replace(s, sample=routes.read(s.sample)) for s in samples]
+        spoiled = plant(rollout_id, whole)
+        return [replace(s, sample=routes.keep(s.sample)) for s in spoiled]
+
+    return planted
