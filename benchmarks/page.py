@@ -53,6 +53,15 @@ def range_of(values: Iterable[float]) -> str:
     return figure(dict(median=median(values), low=min(values), high=max(values)))
 
 
+def places(value: float, digits: int = 0) -> str:
+    """A fixed number of decimal places, and commas between thousands."""
+    return f"{value:,.{digits}f}"
+
+
+def short(value: float) -> str:
+    return f"{value:g}"
+
+
 def percent(share: float, digits: int = 0) -> str:
     return f"{share:.{digits}%}"
 
@@ -88,7 +97,7 @@ def render(template: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = (number, figure, range_of, percent, over, median)
+    filters = (number, figure, range_of, places, short, percent, over, median)
     filters += (shares_of_time, best_of_ours, quickest_of_trl)
     environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"

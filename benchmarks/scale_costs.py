@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from benchmarks.scale_rates import GIGA, Rates
 
 # what rank 0 or a leader does on threads beside training; for the rest of the path a step waits
 _BESIDE_TRAINING = frozenset({"receive", "parse", "decode"})
+ROUTES = "rank 0's routes"
 
 
 @dataclass(frozen=True)
@@ -53,42 +54,28 @@ MODELS = (
 )
 
 
-def _work(default: float, what: str):
-    return field(default=default, metadata={"kind": "work", "what": what})
-
-
-def _counted(default: float, what: str):
-    return field(default=default, metadata={"kind": "counted", "what": what})
-
-
-def _assumed(default: float, what: str):
-    return field(default=default, metadata={"kind": "assumed", "what": what})
-
-
 @dataclass(frozen=True)
 class Cluster:
-    """What is not measured: the work that is given, what our formats say, what is assumed."""
+    """The numbers that are not measured; benchmarks/pages/scale.md.j2 has their units."""
 
-    samples: int = _work(1024, "samples a step")
-    tokens: int = _work(32768, "tokens a sample")
-    staleness: int = _work(1, "step of staleness")
+    # the work
+    samples: int = 1024
+    tokens: int = 32768
+    staleness: int = 1
+    # counted from our formats
     # a token of a microbatch, and of a slice: tokens, labels, positions, uids, rows 8 each; log-probs
     # and advantages 4 each; a mask
-    stream_bytes: float = _counted(49.0, "bytes of a token's streams")
-    log_prob_json: float = _counted(40.0, "bytes of a token's answer beside its routes")
-    forwards_a_step: float = _counted(
-        5.0, "forwards a step (old log-probs 1, training 3, recomputation 1)"
-    )
-    # bf16 weight, fp32 main, gradient and moments
-    optimizer_bytes: float = _counted(18.0, "bytes of optimizer and weight a parameter")
-    trainer_share: float = _assumed(0.5, "of the GPUs train, the others generate")
-    token_latency: float = _assumed(
-        0.01, "s a token, for all samples at once and however many GPUs generate"
-    )
-    gpu_flops: float = _assumed(4e14, "flop/s of a training GPU, sustained, bf16")
-    gpu_memory: float = _assumed(141.0, "GB a GPU")
-    network: float = _assumed(40.0, "GB/s in and out of one node")
-    nccl_broadcast: float = _assumed(40.0, "GB/s of weights from one sender to all servers")
+    stream_bytes: float = 49.0
+    log_prob_json: float = 40.0
+    forwards_a_step: float = 5.0
+    optimizer_bytes: float = 18.0  # bf16 weight, fp32 main, gradient and moments
+    # assumed
+    trainer_share: float = 0.5
+    token_latency: float = 0.01
+    gpu_flops: float = 4e14
+    gpu_memory: float = 141.0
+    network: float = 40.0
+    nccl_broadcast: float = 40.0
 
 
 @dataclass(frozen=True)
@@ -114,7 +101,7 @@ class Cost:
         return {
             "generation": self.generation_s,
             "training": self.train_s,
-            "rank 0's routes": sum(self._path(leaders).values()),
+            ROUTES: sum(self._path(leaders).values()),
             "weight sync": self.weights_s,
         }
 

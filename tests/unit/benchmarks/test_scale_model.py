@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.scale_costs import MODELS, Cluster, Model, cost
-from benchmarks.scale_model import PAGE, recorded
-from benchmarks.scale_page import GPU_COUNTS, page
+from benchmarks.scale_model import GPU_COUNTS, PAGE, page, recorded
 from benchmarks.scale_rates import Rates, measure_gloo
 
 ONE = Rates(**{name: 1.0 for name in Rates.__dataclass_fields__})
