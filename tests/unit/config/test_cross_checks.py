@@ -1,34 +1,19 @@
-"""Rules between sections and against the checkpoint: each one in the case where it fires."""
+"""Rules between sections and against the checkpoint: each is broken once."""
 
 from __future__ import annotations
 
-
 import pytest
 
-from r3train.config import RunConfig
 from r3train.config.cross_checks import (
     check_model,
     check_static,
     prompt_limit,
     replay_warnings,
 )
+from tests.unit.config.test_config import config
 from tests.unit.hf_model import facts
 
-REQUIRED = {
-    "hf_checkpoint": "model",
-    "prompt_data": "prompts.jsonl",
-    "num_rollout": 3,
-    "rollout_batch_size": 4,
-    "rollout_max_response_len": 8,
-    "n_samples_per_prompt": 4,
-}
 R3 = {"use_rollout_routing_replay": True}
-
-
-def config(**fields) -> RunConfig:
-    return RunConfig.from_sources(flags={**REQUIRED, **fields})
-
-
 DENSE = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
 
 
@@ -37,9 +22,9 @@ def static_refuses(message: str, world_size: int = 1, **fields) -> None:
         check_static(config(**fields), world_size)
 
 
-def model_refuses(message: str, hf: HfModelFacts, world_size: int = 1, **fields) -> None:
+def model_refuses(message: str, hf: dict, world_size: int = 1, **fields) -> None:
     with pytest.raises(ValueError, match=message):
-        check_model(config(**fields), hf, world_size)
+        check_model(config(**fields), facts(**hf), world_size)
 
 
 @pytest.mark.parametrize(
@@ -76,25 +61,25 @@ def test_topologies_that_fit_pass(world_size, fields):
         ("world size 1 does not divide by tensor_model", 1, {"context_parallel_size": 2}),
         ("= 4$", 6, {"tensor_model_parallel_size": 2, "context_parallel_size": 2}),
         ("expert_model_parallel_size 4", 2, {"expert_model_parallel_size": 4}),
-        ("expert_tensor_parallel_size 2", 1, {"expert_tensor_parallel_size": 2}),
-        ("--sequence-parallel needs", 1, {"sequence_parallel": True}),
-        ("--virtual-pipeline", 1, {"virtual_pipeline_model_parallel_size": 2}),
-        ("--decoder-first-pipeline", 1, {"decoder_first_pipeline_num_layers": 2}),
-        (
-            "needs --use-distributed",
-            1,
-            {"overlap_param_gather": True, "use_distributed_optimizer": False},
-        ),
-        ("needs --overlap-grad", 1, {"overlap_param_gather": True}),
+        ("global_batch_size 2 is below the 4", 4, {"global_batch_size": 2}),
     ],
 )
-def test_topologies_that_do_not_fit_are_refused(message, world_size, fields):
+def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, fields):
     static_refuses(message, world_size, **fields)
 
 
 @pytest.mark.parametrize(
     "message, fields",
     [
+        ("expert_tensor_parallel_size 2", {"expert_tensor_parallel_size": 2}),
+        ("--sequence-parallel needs", {"sequence_parallel": True}),
+        ("--virtual-pipeline", {"virtual_pipeline_model_parallel_size": 2}),
+        ("--decoder-first-pipeline", {"decoder_first_pipeline_num_layers": 2}),
+        (
+            "needs --use-distributed",
+            {"overlap_param_gather": True, "use_distributed_optimizer": False},
+        ),
+        ("needs --overlap-grad", {"overlap_param_gather": True}),
         ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
         ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
         ("--save-interval needs --save", {"save_interval": 2}),
@@ -126,20 +111,65 @@ def test_topologies_that_do_not_fit_are_refused(message, world_size, fields):
         ("needs --recompute-granularity selective", {"recompute_modules": ["moe"]}),
         ("nowhere: no such checkpoint directory", {"load": "nowhere"}),
         (
-            r"transformer_overrides.context_parallel_size has a flag of its own",
+            "transformer_overrides.context_parallel_size has a flag of its own",
             {"transformer_overrides": {"context_parallel_size": 2}},
         ),
+        ("rollout_buffer_size 3 is below rollout_batch_size 4", {"rollout_buffer_size": 3}),
+        (
+            "rollout_buffer_size 5 is below over_sampling_batch_size 6",
+            {"rollout_buffer_size": 5, "over_sampling_batch_size": 6},
+        ),
+        ("over_sampling_batch_size 3 is below", {"over_sampling_batch_size": 3}),
+        ("--stale-policy regenerate needs --over-sampling", {"stale_policy": "regenerate"}),
+        (
+            "zero_variance cannot go with rollout_top_k 1",
+            {"rollout_filter": ["zero_variance"], "rollout_top_k": 1},
+        ),
+        (
+            "zero_variance needs n_samples_per_prompt above 1",
+            {"rollout_filter": ["zero_variance"], "n_samples_per_prompt": 1},
+        ),
+        (
+            "retract cannot go with --use-rollout-routing-replay: SGLang recomputes the rows",
+            {"pause_generation_mode": "retract", **R3},
+        ),
+        (
+            "in_place needs max_weight_staleness above 0",
+            {"pause_generation_mode": "in_place", "max_weight_staleness": 0},
+        ),
+        (
+            "the version of the token at an update is off by one",
+            {"pause_generation_mode": "abort", "sglang": {"disable_overlap_schedule": False}},
+        ),
+        (
+            "give one of the two",
+            {"rollout_num_engines": 2, "rollout_external_engine_addrs": ["h:1"]},
+        ),
+        ("names a server twice", {"rollout_external_engine_addrs": ["h:1", "h:1"]}),
+        ("--environment-samples turn needs --environment", {"environment_samples": "turn"}),
+        (
+            "leave global_batch_size unset",
+            {"environment": "calculator", "environment_samples": "turn", "global_batch_size": 8},
+        ),
+        (
+            "sinkhorn and quantile",
+            {
+                "transformer_overrides": {
+                    "moe_router_load_balancing_type": ["aux_loss", "quantile"]
+                },
+                **R3,
+            },
+        ),
+        ("kills the server", {"sglang": {"chunked_prefill_size": -1}, **R3}),
+        ("no replay to spoil", {"plant_bug": "one_expert"}),
+        ("nothing would notice", {"plant_bug": "one_expert", **R3}),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(message, fields):
     static_refuses(message, **fields)
 
 
-def test_a_step_smaller_than_the_data_parallel_ranks_is_refused():
-    static_refuses("global_batch_size 2 is below the 4", 4, global_batch_size=2)
-
-
-def test_every_broken_rule_is_told_at_once():
+def test_every_broken_rule_is_named_at_once():
     with pytest.raises(ValueError) as caught:
         check_static(config(global_batch_size=5, save_interval=2, sequence_parallel=True), 1)
     assert len(str(caught.value).splitlines()) == 3
@@ -190,10 +220,22 @@ def test_r3_accepts_the_harmless_value_of_the_same_setting(name, value):
     check_static(config(transformer_overrides={name: value}, **R3), 1)
 
 
-def test_r3_refuses_one_bad_kind_in_a_list():
-    value = ["aux_loss", "quantile"]
-    overrides = {"moe_router_load_balancing_type": value}
-    static_refuses("sinkhorn and quantile", transformer_overrides=overrides, **R3)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rollout_buffer_size": 4},
+        {"over_sampling_batch_size": 6, "stale_policy": "regenerate"},
+        {"pause_generation_mode": "in_place", **R3},
+        {"pause_generation_mode": "abort", **R3},
+        {"pause_generation_mode": "retract"},
+        {"rollout_filter": ["zero_variance", "aborted"]},
+        {"rollout_num_engines": 3},
+        {"sglang": {"chunked_prefill_size": 2048}, **R3},
+        {"plant_bug": "bypass", "enable_r3_correctness_check": True, **R3},
+    ],
+)
+def test_settings_that_can_go_together_pass(fields):
+    check_static(config(**fields), 1)
 
 
 @pytest.mark.parametrize("value", [False, "false", 0])
@@ -201,11 +243,6 @@ def test_r3_refuses_a_server_that_keeps_its_routes(value):
     sglang = {"enable_return_routed_experts": value}
     static_refuses("sglang.enable_return_routed_experts is off", sglang=sglang, **R3)
     check_static(config(sglang=sglang), 1)
-
-
-def test_r3_refuses_unchunked_prefill_with_the_reason():
-    static_refuses("kills the server", sglang={"chunked_prefill_size": -1}, **R3)
-    check_static(config(sglang={"chunked_prefill_size": 2048}, **R3), 1)
 
 
 @pytest.mark.parametrize("replay", [True, False])
@@ -217,12 +254,6 @@ def test_a_replay_flag_in_nested_settings_is_refused(place, name, replay):
         use_rollout_routing_replay=replay,
         **{place: {name: True}},
     )
-
-
-def test_a_planted_bug_needs_replay_and_the_check():
-    static_refuses("no replay to spoil", plant_bug="one_expert")
-    static_refuses("nothing would notice", plant_bug="one_expert", **R3)
-    check_static(config(plant_bug="bypass", enable_r3_correctness_check=True, **R3), 1)
 
 
 def test_the_check_without_the_master_switch_is_one_warning_and_no_error():
@@ -287,24 +318,21 @@ def test_the_check_without_the_master_switch_is_one_warning_and_no_error():
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(message, hf, fields):
-    model_refuses(message, facts(**hf), 24, **fields)
+    model_refuses(message, hf, 24, **fields)
 
 
-def test_a_dense_model_is_fine_without_r3():
-    check_model(config(), facts(**DENSE), 1)
-
-
-def test_tied_embeddings_are_fine_where_no_engine_loads_them(tmp_path):
+def test_a_dense_model_without_r3_and_tied_embeddings_without_an_engine_are_fine(tmp_path):
     tied = {"tie_word_embeddings": True}
+    check_model(config(), facts(**DENSE), 1)
     check_model(config(), facts(**DENSE, **tied), 1)
     check_model(config(replay_rollouts=tmp_path), facts(**tied), 1)
 
 
 def test_27_layers_go_over_two_uneven_stages():
-    hf = facts(num_hidden_layers=27, moe_layer_numbers=tuple(range(1, 28)))
+    hf = dict(num_hidden_layers=27, moe_layer_numbers=tuple(range(1, 28)))
     fields = {"pipeline_model_parallel_size": 2}
     model_refuses("27 layers do not divide by 2", hf, 2, **fields)
-    check_model(config(decoder_last_pipeline_num_layers=13, **fields), hf, 2)
+    check_model(config(decoder_last_pipeline_num_layers=13, **fields), facts(**hf), 2)
 
 
 @pytest.mark.parametrize(
@@ -324,3 +352,8 @@ def test_27_layers_go_over_two_uneven_stages():
 )
 def test_the_prompt_limit_is_the_tightest_one_and_named(fields, limit):
     assert prompt_limit(config(**fields), facts()) == limit
+
+
+def test_the_buffer_is_by_default_what_the_staleness_can_use():
+    assert config(max_weight_staleness=2).rollout.buffer_groups == 12
+    assert config(max_weight_staleness=2, over_sampling_batch_size=7).rollout.buffer_groups == 15

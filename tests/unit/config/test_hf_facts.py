@@ -80,12 +80,9 @@ def test_no_end_token_is_none(tmp_path):
     assert read_hf_facts(checkpoint(tmp_path, eos_token_id=None)).eos_token_ids == ()
 
 
-def test_a_missing_directory_is_named(tmp_path):
+def test_a_missing_directory_or_file_is_named(tmp_path):
     with pytest.raises(ValueError, match="nowhere: no such checkpoint directory"):
         read_hf_facts(tmp_path / "nowhere")
-
-
-def test_a_missing_config_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"config\.json: cannot read: No such file"):
         read_hf_facts(tmp_path)
 
