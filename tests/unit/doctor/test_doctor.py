@@ -16,21 +16,7 @@ from r3train.cli import main
 from r3train.doctor import command, machine, memory
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING
 from r3train.doctor.model import read_weights
-from r3train.tiny import TinyOptions, build
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    build(directory, TinyOptions(), force=True)
-    return directory
-
-
-@pytest.fixture
-def tiny(good, tmp_path) -> Path:
-    """A copy of the tiny model to damage."""
-    return Path(shutil.copytree(good, tmp_path / "tiny"))
 
 
 @pytest.fixture(autouse=True)
@@ -41,11 +27,11 @@ def quiet_machine(monkeypatch):
     monkeypatch.setattr(command, "_gpus", lambda: (0, 0))
 
 
-def test_a_good_set_up_is_quiet_and_ends_with_0(good, tmp_path):
-    levels = {f.level for f in diagnose(config_of(good, run_dir=str(tmp_path)), 2)}
+def test_a_good_set_up_is_quiet_and_ends_with_0(tiny, tmp_path):
+    levels = {f.level for f in diagnose(config_of(tiny, run_dir=str(tmp_path)), 2)}
     assert levels == {OK, FACT}
     args = ["--config", str(ROOT / "configs/tiny_cpu.toml"), "--world-size", "2"]
-    args += ["--hf-checkpoint", str(good / "model"), "--prompt-data", str(good / "prompts.jsonl")]
+    args += ["--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")]
     args += ["--use-rollout-routing-replay", "--run-dir", str(tmp_path)]
     result = CliRunner().invoke(main, ["doctor", *args, "--json"])
     assert result.exit_code == 0, result.output
@@ -100,134 +86,69 @@ def bad_prompt(model: Path) -> None:
     (model.parent / "prompts.jsonl").write_text(prompts)
 
 
-def occupied_export(model: Path) -> None:
-    (model / "notes.txt").write_text("not ours")
+def index_to_nowhere(model: Path) -> None:
+    unlinked(model, "model.safetensors.index.json")
 
 
-Case = tuple[Callable[[Path], object], dict, str, str, str]
-nothing = lambda model: None  # noqa: E731
-CASES: dict[str, Case] = {
-    "no checkpoint": (
-        nothing,
-        {"hf_checkpoint": "/nowhere"},
-        PROBLEM,
-        "checkpoint",
-        "no such checkpoint directory",
-    ),
-    "cut shard": (cut, {}, PROBLEM, "checkpoint", "model.safetensors: not a whole"),
-    "link to nowhere": (
-        unlinked,
-        {},
-        PROBLEM,
-        "checkpoint",
-        "model.safetensors: cannot be read: No such file or directory",
-    ),
-    "index to nowhere": (
-        lambda model: unlinked(model, "model.safetensors.index.json"),
-        {},
-        PROBLEM,
-        "checkpoint",
-        "index.json: cannot be read: No such file or directory",
-    ),
-    "directory as shard": (
-        directory_as_shard,
-        {},
-        PROBLEM,
-        "checkpoint",
-        "model.safetensors: cannot be read: Is a directory",
-    ),
-    "missing shard": (
-        shard_missing,
-        {},
-        PROBLEM,
-        "checkpoint",
-        "model-00002-of-00002.safetensors is missing",
-    ),
-    "no eos": (without_eos, {}, WARNING, "checkpoint", "no eos_token_id"),
-    "no tokenizer": (without_tokenizer, {}, PROBLEM, "tokenizer", ""),
-    "bad tokenizer": (
-        lambda model: (model / "tokenizer.json").write_text("{"),
-        {},
-        PROBLEM,
-        "tokenizer",
-        "",
-    ),
-    "too many tokens": (small_vocabulary, {}, PROBLEM, "tokenizer", "ids past them crash it"),
-    "no template": (
-        nothing,
-        {"apply_chat_template": True},
-        PROBLEM,
-        "tokenizer",
-        "no chat template",
-    ),
-    "bad prompt": (bad_prompt, {}, PROBLEM, "prompts", "line 2"),
-    "unknown reward": (nothing, {"rm_type": "nothing"}, PROBLEM, "reward", "nothing"),
-    "no R3": (
-        nothing,
-        {"use_rollout_routing_replay": False},
-        WARNING,
-        "model",
-        "mixture of experts without R3",
-    ),
-    "unknown server flag": (
-        nothing,
-        {"sglang": {"foo": 3}},
-        PROBLEM,
-        "configuration",
-        "--sglang-foo: the installed SGLang has no such server flag",
-    ),
-    "refused by the training command": (
-        occupied_export,
-        {"save_hf": "model"},
-        PROBLEM,
-        "configuration",
-        "",
-    ),
-    "port above 65535": (nothing, {"sglang": {"port": 99999}}, PROBLEM, "SGLang", "99999 is no"),
-    "port with a name": (nothing, {"sglang": {"port": "http"}}, PROBLEM, "SGLang", "'http' is no"),
-    "silent server": (
-        nothing,
-        {"rollout_external_engine_addrs": ["127.0.0.1:9"]},
-        PROBLEM,
-        "server 127.0.0.1:9",
-        "does not answer",
-    ),
-    "server at an impossible port": (
-        nothing,
-        {"rollout_external_engine_addrs": ["127.0.0.1:99999"]},
-        PROBLEM,
-        "server 127.0.0.1:99999",
-        "does not answer",
-    ),
+def bad_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").write_text("{")
+
+
+def server(addr: str) -> dict:
+    return {"rollout_external_engine_addrs": [addr]}
+
+
+CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
+    # damage of the checkpoint or fields of the configuration; level, subject, text of the finding
+    "no checkpoint": ({"hf_checkpoint": "/no"}, PROBLEM, "checkpoint", "no such checkpoint"),
+    "cut shard": (cut, PROBLEM, "checkpoint", "model.safetensors: not a whole"),
+    "link to nowhere": (unlinked, PROBLEM, "checkpoint", "model.safetensors: cannot be read: No"),
+    "index to nowhere": (index_to_nowhere, PROBLEM, "checkpoint", "index.json: cannot be read: No"),
+    "directory as shard": (directory_as_shard, PROBLEM, "checkpoint", "Is a directory"),
+    "missing shard": (shard_missing, PROBLEM, "checkpoint", "00002.safetensors is missing"),
+    "no eos": (without_eos, WARNING, "checkpoint", "no eos_token_id"),
+    "no tokenizer": (without_tokenizer, PROBLEM, "tokenizer", ""),
+    "bad tokenizer": (bad_tokenizer, PROBLEM, "tokenizer", ""),
+    "too many tokens": (small_vocabulary, PROBLEM, "tokenizer", "ids past them crash it"),
+    "no template": ({"apply_chat_template": True}, PROBLEM, "tokenizer", "no chat template"),
+    "bad prompt": (bad_prompt, PROBLEM, "prompts", "line 2"),
+    "unknown reward": ({"rm_type": "nothing"}, PROBLEM, "reward", "nothing"),
+    "no R3": ({"use_rollout_routing_replay": False}, WARNING, "model", "experts without R3"),
+    "unknown server flag": ({"sglang": {"foo": 3}}, PROBLEM, "configuration", "--sglang-foo: "),
+    "refused by the training command": ({"save_hf": ROOT}, PROBLEM, "configuration", ""),
+    "port above 65535": ({"sglang": {"port": 99999}}, PROBLEM, "SGLang", "99999 is no"),
+    "port with a name": ({"sglang": {"port": "http"}}, PROBLEM, "SGLang", "'http' is no"),
+    "silent server": (server("127.0.0.1:9"), PROBLEM, "server 127.0.0.1:9", "does not answer"),
+    "impossible port": (server("h:99999"), PROBLEM, "server h:99999", "does not answer"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_of_the_configuration_or_checkpoint_is_found(name, tiny):
-    damage, fields, level, subject, text = CASES[name]
-    if "save_hf" in fields:
-        fields = {"save_hf": str(tiny)}
-    damage(tiny / "model")
-    found = [f for f in worries(config_of(tiny, **fields)) if f.subject == subject]
+def test_a_fault_of_the_configuration_or_checkpoint_is_found(name, tiny, tmp_path):
+    fault, level, subject, text = CASES[name]
+    own = Path(shutil.copytree(tiny, tmp_path / "tiny"))
+    if callable(fault):
+        fault(own / "model")
+    fields = fault if isinstance(fault, dict) else {}
+    found = [f for f in worries(config_of(own, **fields)) if f.subject == subject]
     assert any(f.level == level and text in f.text for f in found), found
 
 
-def test_a_dense_model_with_r3_is_found(tmp_path):
-    build(tmp_path / "dense", TinyOptions(num_experts=0))
-    found = worries(config_of(tmp_path / "dense"))
+def test_a_dense_model_with_r3_is_found(dense):
+    found = worries(config_of(dense))
     assert any("needs a mixture-of-experts model" in f.text for f in found)
 
 
-def test_a_topology_that_does_not_fit_is_found(good):
-    assert any("does not divide" in f.text for f in worries(config_of(good), world_size=3))
+def test_a_topology_that_does_not_fit_is_found(tiny):
+    assert any("does not divide" in f.text for f in worries(config_of(tiny), world_size=3))
 
 
-def test_a_key_that_cannot_be_sent_is_found(good, monkeypatch):
+def test_a_key_that_cannot_be_sent_is_found(tiny, monkeypatch):
     monkeypatch.setenv("R3TRAIN_ENGINE_API_KEY", "short")
-    assert "key of the servers" in {f.subject for f in worries(config_of(good))}
+    assert "key of the servers" in {f.subject for f in worries(config_of(tiny))}
 
 
-def test_a_port_that_is_taken_is_found_until_it_is_free(good):
+def test_a_port_that_is_taken_is_found_until_it_is_free(tiny):
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
@@ -235,7 +156,7 @@ def test_a_port_that_is_taken_is_found_until_it_is_free(good):
         assert f"port {port} of 127.0.0.1 is taken" in {
             f.text for f in worries(None, ports=(port,))
         }
-        assert "SGLang" in {f.subject for f in worries(config_of(good, sglang={"port": port}))}
+        assert "SGLang" in {f.subject for f in worries(config_of(tiny, sglang={"port": port}))}
     assert not worries(None, ports=(port,))
 
 

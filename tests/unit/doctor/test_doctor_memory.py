@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -15,17 +14,9 @@ from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import Estimate, estimate
 from r3train.doctor.model import read_weights
-from r3train.tiny import TinyOptions, build
 from tests.unit.doctor_setups import config_of, diagnose
 
 GIB = 1 << 30
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("tiny")
-    build(directory, TinyOptions(), force=True)
-    return directory
 
 
 @pytest.fixture

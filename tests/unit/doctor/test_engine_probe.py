@@ -185,14 +185,16 @@ async def test_an_abort_that_comes_after_the_end_does_not_count(monkeypatch):
     assert "'length' after 195 tokens" in only
 
 
-async def test_missing_routes_are_found_in_every_situation():
-    found = wrong(await probe(without=["routed_experts"]))
-    assert len(found) == 5 and all("carries no routed_experts" in text for text in found)
-
-
-async def test_routes_of_the_wrong_shape_are_found():
-    found = wrong(await probe(layers=2))
-    assert len(found) == 5 and all("routed_experts holds" in text for text in found)
+@pytest.mark.parametrize(
+    "faults, text",
+    [
+        ({"without": ["routed_experts"]}, "carries no routed_experts"),
+        ({"layers": 2}, "routed_experts holds"),
+    ],
+)
+async def test_routes_that_miss_or_have_a_wrong_shape_are_found_in_every_situation(faults, text):
+    found = wrong(await probe(**faults))
+    assert len(found) == 5 and all(text in one for one in found)
 
 
 @pytest.mark.parametrize(
@@ -213,32 +215,23 @@ async def test_wrong_log_probs_and_routes_are_found_where_they_are(number, situa
     assert only.startswith(f"{situation}: ") and "of rows are the reference's" in only
 
 
-@pytest.mark.parametrize("row", [118, 119, 120, 124, -1])
-async def test_one_wrong_row_of_127_at_the_caches_boundary_or_in_the_answer_is_found(row):
-    """1 of 127 rows: a share over all of them would be 99.2%."""
-    (only,) = wrong(await probe(wrong_row=(3, row)))
-    assert only.startswith("after a prefix-cache hit: ")
+HIT, CHUNKS = "after a prefix-cache hit: ", "a prompt of 120 tokens in chunks: "
 
 
-@pytest.mark.parametrize("row", [1, 63, 64, 100])
-async def test_one_wrong_row_of_a_prompt_in_chunks_is_found(row):
-    (only,) = wrong(await probe(wrong_row=(2, row)))
-    assert only.startswith("a prompt of 120 tokens in chunks: ")
-
-
-async def test_an_aborted_answer_is_judged_too():
-    (only,) = wrong(await probe(wrong_routes_in=4, begins_s=0.0))
-    assert only.startswith("an aborted answer: ")
-
-
-async def test_a_server_that_disagrees_with_the_actor_alone_is_found():
-    (only,) = wrong(await probe(wrong_actor_in=["after an abort"]))
-    assert only.startswith("after an abort, against the actor: largest gap of log-probs 0.25")
-
-
-async def test_routes_shifted_from_the_cache_on_are_found():
-    (only,) = wrong(await probe(shifted_from=(5, 60), begins_s=0.0))
-    assert only.startswith("after an abort: ")
+@pytest.mark.parametrize(
+    "faults, start",
+    [
+        # 1 of 127 rows, at the cache's boundary or in the answer: a share of them would be 99.2%
+        *(({"wrong_row": (3, row)}, HIT) for row in (118, 119, 120, 124, -1)),
+        *(({"wrong_row": (2, row)}, CHUNKS) for row in (1, 63, 64, 100)),
+        ({"wrong_routes_in": 4, "begins_s": 0.0}, "an aborted answer: "),
+        ({"shifted_from": (5, 60), "begins_s": 0.0}, "after an abort: "),
+        ({"wrong_actor_in": ["after an abort"]}, "after an abort, against the actor: largest gap"),
+    ],
+)
+async def test_one_fault_is_one_finding_in_its_situation(faults, start):
+    (only,) = wrong(await probe(**faults))
+    assert only.startswith(start)
 
 
 async def test_a_server_that_does_not_say_how_it_runs_is_found():
@@ -252,9 +245,6 @@ async def test_a_server_that_does_not_say_how_it_runs_is_found():
     engine.fake.handler = handle
     async with engine.fake.running() as addr:
         drawn = await draw_situations(addr, None, (SHORT, LONG), context=CONTEXT)
-    assert ["/server_info does not say", "a prefill in chunks did not"] == [
-        f.text[: len(start)]
-        for f, start in zip(
-            drawn.findings, ["/server_info does not say", "a prefill in chunks did not"]
-        )
-    ]
+    silent, chunks = (finding.text for finding in drawn.findings)
+    assert silent.startswith("/server_info does not say")
+    assert chunks.startswith("a prefill in chunks did not")

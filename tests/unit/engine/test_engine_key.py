@@ -21,7 +21,6 @@ from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
 
 ROOT = Path(__file__).resolve().parents[3]
 KEY = "of-these-tests-alone"
@@ -124,11 +123,10 @@ async def test_the_doctor_finds_a_server_that_refuses_our_key(key, finding):
     assert (well.level, well.text) == ("ok", "answers")
 
 
-def test_serve_beyond_loopback_is_refused_without_a_key_before_it_starts(tmp_path, monkeypatch):
-    build(tmp_path, TinyOptions(), force=True)
+def test_serve_beyond_loopback_is_refused_without_a_key_before_it_starts(tiny, monkeypatch):
     monkeypatch.setattr(SGLangServer, "start", lambda self: pytest.fail("it was started"))
     flags = ["--config", str(ROOT / "configs/tiny_cpu.toml"), "--prompt-data", "p.jsonl"]
-    flags += ["--hf-checkpoint", str(tmp_path / "model")]
+    flags += ["--hf-checkpoint", str(tiny / "model")]
     for environment, more, message in (
         ({}, [], "server at 0.0.0.0 without a key"),
         ({ENGINE_KEY_VARIABLE: "short"}, [], "got 5 characters"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from click.testing import CliRunner
@@ -10,7 +9,6 @@ from click.testing import CliRunner
 import train_async
 from r3train.launch import serve
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
 from tests.unit.own_servers import servers_of_rank_0
 
 
@@ -135,13 +133,10 @@ def test_a_rank_that_torchrun_did_not_start_is_a_rank_too(node, started, monkeyp
 # ---- r3train serve --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> list[str]:
-    directory = tmp_path_factory.mktemp("tiny")
-    build(directory, TinyOptions(), force=True)
-    model, prompts = directory / "model", directory / "prompts.jsonl"
-    flags = ["--config", "configs/tiny_cpu.toml", "--hf-checkpoint", str(model)]
-    return [*flags, "--prompt-data", str(prompts)]
+@pytest.fixture
+def recipe(tiny) -> list[str]:
+    flags = ["--config", "configs/tiny_cpu.toml", "--hf-checkpoint", str(tiny / "model")]
+    return [*flags, "--prompt-data", str(tiny / "prompts.jsonl")]
 
 
 @pytest.fixture

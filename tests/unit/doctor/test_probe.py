@@ -1,4 +1,4 @@
-"""What the probe cannot judge: models that one device cannot hold, routers it does not know."""
+"""The probe's limits: models that one device cannot hold, routers it does not know."""
 
 from __future__ import annotations
 
@@ -11,18 +11,11 @@ from r3train.doctor import probe
 from r3train.doctor.engine_probe import Situations
 from r3train.doctor.finding import PROBLEM, WARNING
 from r3train.doctor.model import Weights, read_weights
-from r3train.tiny import TinyOptions, build
 from tests.unit.doctor_setups import config_of
 
 GIB = 1 << 30
 # Qwen3-30B-A3B
 LARGE = Weights(1_540_000_000, 28_990_000_000, 61_060_000_000, 16)
-
-
-@pytest.fixture
-def tiny(tmp_path):
-    build(tmp_path / "tiny", TinyOptions())
-    return tmp_path / "tiny"
 
 
 def test_a_model_of_30_billion_does_not_fit_one_gpu_and_says_by_how_much(tiny):
