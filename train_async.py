@@ -79,8 +79,7 @@ def run(job: Job, rank: int) -> int:
 
 def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
     """Build the parts and run the loop; ``parts`` closes everything opened, in reverse order."""
-    from r3train.launch.actor import build_actor, export_hf
-    from r3train.launch.keeping import build_keeper
+    from r3train.launch.actor import build_actor, build_keeper, export_hf
     from r3train.launch.resume import resume_point
     from r3train.launch.routes import build_routes
     from r3train.launch.sources import build_engines

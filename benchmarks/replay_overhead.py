@@ -27,10 +27,13 @@ import torch  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 from benchmarks.measure import ratios, spread, write_result  # noqa: E402
-from r3train.config.algorithm import AlgorithmSection  # noqa: E402
+from r3train.config import RunConfig  # noqa: E402
+from r3train.config.data import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
+from r3train.config.replay import ReplaySection  # noqa: E402
+from r3train.config.rollout import RolloutSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
@@ -126,20 +129,15 @@ def measure(checkpoint: Path, model: TinyOptions, arguments: argparse.Namespace)
 
 
 def make_actor(checkpoint: Path, place, *, replay: bool, check: bool) -> MegatronActor:
-    return MegatronActor(
-        topology=place,
-        device=DEVICE,
-        hf=read_hf_facts(checkpoint),
+    config = RunConfig(
         model=ModelSection(hf_checkpoint=checkpoint),
-        parallel=ParallelSection(),
-        # weights stay where they are: every round does the same work
+        data=DataSection(prompt_data="none"),
+        rollout=RolloutSection(num_rollout=1000, rollout_batch_size=1, rollout_max_response_len=1),
+        # with a learning rate of 0 the weights do not change: every round does the same work
         trainer=TrainerSection(lr=0.0),
-        algorithm=AlgorithmSection(),
-        temperature=1.0,
-        total_steps=1000,
-        use_routing_replay=replay,
-        enable_r3_correctness_check=check,
+        replay=ReplaySection(use_rollout_routing_replay=replay, enable_r3_correctness_check=check),
     )
+    return MegatronActor(config, read_hf_facts(checkpoint), place, DEVICE)
 
 
 def make_slices(

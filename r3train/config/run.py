@@ -77,6 +77,11 @@ class RunConfig(Section):
         return self.samples_per_rollout // self.samples_per_step
 
     @property
+    def shards_optimizer(self) -> bool:
+        """True when the optimizer's state is sharded over data-parallel ranks; SGD has no state."""
+        return self.parallel.use_distributed_optimizer and self.trainer.optimizer == "adam"
+
+    @property
     def has_engines(self) -> bool:
         """Whether servers generate; dumped rollouts take their place with --replay-rollouts."""
         return self.checkpoint.replay_rollouts is None

@@ -1,44 +1,69 @@
-"""Every rank's side of the training, built from a checked job.
+"""Actor and keeper of one rank, built from a checked job.
 
 Import this module after ``cpu_device.prepare_device()``: it imports megatron-core.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from r3train.hf_checkpoint import export_checkpoint
 from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint
+from r3train.launch.resume import ResumePoint, run_facts
+from r3train.loop.keeper import Keeper
+from r3train.loop.stop import StopSignal
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.topology import init_model_parallel
-from r3train.hf_checkpoint import export_checkpoint
+from r3train.types import RolloutSample
 
 
 def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> MegatronActor:
-    """The actor of this rank with what it starts from: the HF checkpoint, or one of ours."""
-    config, algorithm = job.config, job.config.algorithm
+    """Build this rank's actor.  It starts from the HF checkpoint, or from ``resume.checkpoint``."""
+    config = job.config
     topology = init_model_parallel(config.parallel, config.trainer.seed)
-    actor = MegatronActor(
-        topology=topology,
-        device=device,
-        hf=job.hf,
-        model=config.model,
-        parallel=config.parallel,
-        trainer=config.trainer,
-        algorithm=algorithm,
-        temperature=config.rollout.rollout_temperature,
-        total_steps=config.rollout.num_rollout * config.steps_per_rollout,
-        use_routing_replay=config.replay.use_rollout_routing_replay,
-        enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
-    )
-    if algorithm.needs_reference:
+    actor = MegatronActor(config, job.hf, topology, device)
+    if config.algorithm.needs_reference:
         actor.load_reference(config.ref_checkpoint)
     if resume.checkpoint is not None:
         checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
     return actor
+
+
+def build_keeper(
+    job: Job,
+    actor: MegatronActor,
+    run_dir: Path,
+    stop: StopSignal,
+    note: Callable[[str], None],
+    resume: ResumePoint,
+    with_routes: Callable[[RolloutSample], RolloutSample],
+) -> Keeper:
+    """Build the part that saves checkpoints and ends the run on a signal or after bad steps.
+
+    ``note`` shows a line on rank 0's terminal.  For ``with_routes`` see ``Keeper``.
+    """
+    config = job.config
+    checkpointer = None
+    if config.checkpoint.save is not None:
+        checkpointer = checkpoint.Checkpointer(
+            actor,
+            config.checkpoint,
+            resumed_at=resume.next_rollout_in(config.checkpoint.save),
+        )
+    return Keeper(
+        config,
+        run_dir,
+        run_facts=run_facts(job),
+        prompt_file=job.prompt_file,
+        stop=stop,
+        checkpointer=checkpointer,
+        note=note,
+        with_routes=with_routes,
+    )
 
 
 def export_hf(actor: MegatronActor, hf_checkpoint: Path, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,8 +13,8 @@ import torch
 
 from r3train.data.json_lines import append_lines
 from r3train.data.order import PromptOrder
+from r3train.environments.registry import get_environment
 from r3train.observe.console import RunDisplay
-from r3train.launch.conversations import conversations
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.loop.routes import Routes
@@ -23,12 +24,14 @@ from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
+from r3train.generation.conversation import Conversation
 from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.engine.publish import DistributedPublisher, WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher
+from r3train.types import Prompt
 
 
 # A request as long as this costs a few per cent, and a lost server no more than it in each rollout.
@@ -278,7 +281,7 @@ class Engines:
             start_rollout=self._start_rollout,
             segment_len=self._segment_len,
             score=Scorer(job.reward, timeout_s=job.config.data.reward_timeout_s),
-            make_episode=conversations(job),
+            make_episode=_conversations(job),
             decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
@@ -302,3 +305,17 @@ class Engines:
         for server in self._servers:
             server.stop()
         self.job.reward.close()
+
+
+def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
+    """Return a function that begins the episode of a prompt; None without --environment."""
+    rollout = job.config.rollout
+    if rollout.environment is None:
+        return None
+    environment = get_environment(rollout.environment)
+    return lambda prompt: Conversation(
+        environment(prompt),
+        rollout,
+        encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
+        decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+    )

@@ -17,11 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from r3train.algo.losses.registry import get_policy_loss
 from r3train.algo.policy_loss import metric_names
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.model import ModelSection
-from r3train.config.parallel import ParallelSection
-from r3train.config.trainer import TrainerSection
 from r3train.trainer.megatron import hf_bridge
 from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
@@ -38,50 +35,31 @@ from r3train.types import RankSlice, RankTopology, ReplayEvidence
 
 
 class MegatronActor:
-    """Model, optimizer and replay of one rank."""
+    """Model, optimizer and replay of one rank, with the weights of ``config.model.hf_checkpoint``.
+
+    topology: this rank's place.  ``self.topology`` adds the layers that the built model holds.
+    """
 
     def __init__(
-        self,
-        *,
-        topology: RankTopology,
-        device: torch.device,
-        hf: HfModelFacts,
-        model: ModelSection,
-        parallel: ParallelSection,
-        trainer: TrainerSection,
-        algorithm: AlgorithmSection,
-        temperature: float,
-        total_steps: int,
-        use_routing_replay: bool,
-        enable_r3_correctness_check: bool,
+        self, config: RunConfig, hf: HfModelFacts, topology: RankTopology, device: torch.device
     ):
         self.device = device
-        self._algorithm, self._temperature = algorithm, temperature
-        self._metric_names = metric_names(get_policy_loss(algorithm.policy_loss), algorithm)
-        # the distributed optimizer shards Adam's state; SGD has none
-        distributed = parallel.use_distributed_optimizer and trainer.optimizer == "adam"
-        self.model = build_model(
-            model,
-            parallel,
-            moe_layer_freq=[
-                int(n in hf.moe_layer_numbers) for n in range(1, hf.num_hidden_layers + 1)
-            ],
-            device=device,
-            use_distributed_optimizer=distributed,
+        self._algorithm = config.algorithm
+        self._temperature = config.rollout.rollout_temperature
+        self._metric_names = metric_names(
+            get_policy_loss(config.algorithm.policy_loss), config.algorithm
         )
-        chunks = self.model.chunks
-        self.optimizer = build_optimizer(
-            trainer, chunks, bf16=model.bf16, use_distributed_optimizer=distributed
-        )
-        self.scheduler = build_scheduler(trainer, self.optimizer, total_steps)
-        self._wire_megatron(parallel)
+        self.model = build_model(config, hf, device)
+        self.optimizer = build_optimizer(config, self.model.chunks)
+        self.scheduler = build_scheduler(config, self.optimizer)
+        self._wire_megatron(overlap_grad_reduce=config.parallel.overlap_grad_reduce)
 
         layers = tuple(
             tuple(r.layer_number for r in decoder_routers(c)) for c in self.model.unwrapped
         )
         self.topology = with_layers(topology, layers)
         self.replay: RoutingReplayManager | None = None
-        if use_routing_replay:
+        if config.replay.use_rollout_routing_replay:
             self.replay = RoutingReplayManager(
                 num_experts=hf.num_experts,
                 topk=hf.num_experts_per_tok,
@@ -89,18 +67,18 @@ class MegatronActor:
                 rank=topology.rank,
                 # without sequence parallelism every TP rank routes the same tokens: count one
                 counts_tokens=topology.sequence_parallel or topology.tp_rank == 0,
-                ci_test=trainer.ci_test,
-                enable_r3_correctness_check=enable_r3_correctness_check,
+                ci_test=config.trainer.ci_test,
+                enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
             )
             self.replay.install(self.model.unwrapped)
         self._reference: dict[str, torch.Tensor] | None = None
 
-    def _wire_megatron(self, parallel: ParallelSection) -> None:
-        """Hand the schedules their callbacks, as Megatron's own training loop does."""
+    def _wire_megatron(self, *, overlap_grad_reduce: bool) -> None:
+        """Give Megatron's schedules their callbacks, as Megatron's own training loop does."""
         config, chunks = self.model.config, self.model.chunks
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
-        if parallel.overlap_grad_reduce:
+        if overlap_grad_reduce:
             no_sync = [c.no_sync for c in chunks]
             config.no_sync_func = no_sync if len(chunks) > 1 else no_sync[0]
         if chunks[0].ddp_config.overlap_param_gather:

@@ -13,7 +13,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from r3train.config.model import ModelSection
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel import ParallelSection
 from r3train.trainer.megatron import hf_bridge
 
@@ -39,34 +40,28 @@ class Model:
         return [hf_bridge.unwrap(c) for c in self.chunks]
 
 
-def build_model(
-    model: ModelSection,
-    parallel: ParallelSection,
-    *,
-    moe_layer_freq: list[int],
-    device: torch.device,
-    use_distributed_optimizer: bool,
-) -> Model:
-    """Build this rank's chunks and fill them from the HF checkpoint.
+def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Model:
+    """Build this rank's chunks and load the weights of ``config.model.hf_checkpoint``.
 
-    moe_layer_freq: one entry a decoder layer, 1 where it is MoE.
+    Raises ValueError for --attention-backend te without Transformer Engine, and for a model family
+    that mbridge does not know.
     """
+    model, parallel = config.model, config.parallel
     use_te = _use_transformer_engine(model.attention_backend, device)
     dtype = torch.bfloat16 if model.bf16 else torch.float32
-    overrides = _transformer_overrides(model, parallel, moe_layer_freq, use_te, device)
+    overrides = _transformer_overrides(config, hf, use_te, device)
     bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
-    config = bridge.config
     chunks: list[torch.nn.Module] = []
     for stage in range(parallel.virtual_pipeline_model_parallel_size or 1):
         vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
-        chunks.append(_build_chunk(bridge, config, vp_stage, use_te))
+        chunks.append(_build_chunk(bridge, vp_stage, use_te))
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
-        # there is nothing to gather where every rank steps all parameters (SGD)
-        overlap_param_gather=parallel.overlap_param_gather and use_distributed_optimizer,
-        use_distributed_optimizer=use_distributed_optimizer,
+        # with SGD every rank updates all parameters: there is nothing to gather
+        overlap_param_gather=parallel.overlap_param_gather and config.shards_optimizer,
+        use_distributed_optimizer=config.shards_optimizer,
         check_for_nan_in_grad=False,
         average_in_collective=False,
     )
@@ -75,9 +70,11 @@ def build_model(
         _mark_expert_parameters(chunk, parallel)
         chunk = chunk.to(device)
         if model.bf16:
-            chunk = _in_bf16(config, chunk)
-        wrapped.append(DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=i > 0))
-    return Model(config, bridge, wrapped, bridge.hf_config.vocab_size)
+            chunk = _in_bf16(bridge.config, chunk)
+        wrapped.append(
+            DistributedDataParallel(bridge.config, ddp_config, chunk, disable_bucketing=i > 0)
+        )
+    return Model(bridge.config, bridge, wrapped, bridge.hf_config.vocab_size)
 
 
 def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
@@ -118,16 +115,13 @@ def _use_transformer_engine(backend: str, device: torch.device) -> bool:
 
 
 def _transformer_overrides(
-    model: ModelSection,
-    parallel: ParallelSection,
-    moe_layer_freq: list[int],
-    use_te: bool,
-    device: torch.device,
+    config: RunConfig, hf: HfModelFacts, use_te: bool, device: torch.device
 ) -> dict[str, Any]:
-    """TransformerConfig fields that we decide; the rest comes from the checkpoint via mbridge."""
+    """TransformerConfig fields that we set; mbridge reads the others from the checkpoint."""
+    model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     fields: dict[str, Any] = dict(
-        moe_layer_freq=moe_layer_freq,
+        moe_layer_freq=[int(n in hf.moe_layer_numbers) for n in range(1, hf.num_hidden_layers + 1)],
         moe_token_dispatcher_type=model.moe_token_dispatcher_type,
         moe_router_dtype="fp32",
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
@@ -169,9 +163,8 @@ def _transformer_overrides(
     return fields
 
 
-def _build_chunk(
-    bridge: Any, config: TransformerConfig, vp_stage: int | None, use_te: bool
-) -> GPTModel:
+def _build_chunk(bridge: Any, vp_stage: int | None, use_te: bool) -> GPTModel:
+    config = bridge.config
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )

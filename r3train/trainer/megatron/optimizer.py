@@ -6,18 +6,13 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from r3train.config.trainer import TrainerSection
+from r3train.config import RunConfig
 
 
-def build_optimizer(
-    trainer: TrainerSection,
-    chunks: list[torch.nn.Module],
-    *,
-    bf16: bool,
-    use_distributed_optimizer: bool,
-) -> MegatronOptimizer:
-    """Adam(W) or SGD over the chunks' DDP buffers, in float32 main weights under bf16."""
-    config = OptimizerConfig(
+def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
+    """AdamW or SGD over the chunks' DDP buffers.  Under bf16 the main weights are float32."""
+    trainer, bf16 = config.trainer, config.model.bf16
+    settings = OptimizerConfig(
         optimizer=trainer.optimizer,
         lr=trainer.lr,
         min_lr=trainer.min_lr,
@@ -29,15 +24,15 @@ def build_optimizer(
         clip_grad=trainer.clip_grad,
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
-        use_distributed_optimizer=use_distributed_optimizer,
+        use_distributed_optimizer=config.shards_optimizer,
     )
-    return get_megatron_optimizer(config, chunks)
+    return get_megatron_optimizer(settings, chunks)
 
 
-def build_scheduler(
-    trainer: TrainerSection, optimizer: MegatronOptimizer, total_steps: int
-) -> OptimizerParamScheduler:
-    """Learning rate over optimizer steps: linear warm-up, then the configured decay to the end."""
+def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rate over optimizer steps: linear warm-up, then the decay until the run's last step."""
+    trainer = config.trainer
+    total_steps = config.rollout.num_rollout * config.steps_per_rollout
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
