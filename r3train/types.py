@@ -1,10 +1,78 @@
 """The frozen records that flow through r3train, each field with its shape and dtype.
 
-Letters: T tokens of one sample, P its prompt tokens, L all decoder layers, K experts a token
-uses (top-k), N rows of a padded pack, n rows of one rank's share of a pack.
+Letters: T tokens of one sample, P its prompt tokens, L all decoder layers, K experts of a token
+(top-k), B samples of a microbatch, F their tokens together, N rows of a padded pack, n rows of one
+rank's share of it.
 
-Row t of ``routed_experts`` holds the experts chosen when token t was the *input* (the forward
-that predicts token t+1).  The last token of a sample was never an input: it has no row.
+Row t of ``routed_experts`` holds the experts chosen when token t was the *input*: the forward that
+predicts token t+1.  The last token of a sample is never an input.  It has no row.
+
+One sample, followed from the server to a rank.  The model has 2 layers and uses 2 of 4 experts for
+each token.  The prompt has 2 tokens, 5 and 6.  The answer is 7 and 1 (1 is the end token):
+
+>>> shape = RouteShape(num_layers=2, topk=2, num_experts=4)
+>>> shape.row, shape.dtype, shape.missing
+((2, 2), dtype('uint8'), 255)
+>>> sample = RolloutSample(
+...     sample_id=3,
+...     group_id=0,
+...     prompt=Prompt("p0", 0, "name tools", np.array([5, 6], np.int32), label=["saw"]),
+...     token_ids=np.array([5, 6, 7, 1], np.int32),
+...     prompt_len=2,
+...     loss_mask=np.array([False, False, True, True]),
+...     rollout_log_probs=np.array([0, 0, -0.5, -0.25], np.float32),
+...     routed_experts=np.array(
+...         [  # layer 1, layer 2
+...             [[0, 1], [2, 3]],  # input 5
+...             [[1, 2], [3, 0]],  # input 6, predicts 7
+...             [[0, 3], [1, 2]],  # input 7, predicts 1
+...         ],
+...         np.uint8,
+...     ),
+...     weight_versions=np.array([-1, -1, 0, 0], np.int32),
+...     finish_reason="stop",
+... )
+>>> sample.routed_experts.shape  # [T-1, L, K]
+(3, 2, 2)
+
+The learning rule adds an advantage to each token of the answer:
+
+>>> train = TrainSample(sample, reward=1.0, advantages=np.array([0, 0, 2, 2], np.float32))
+
+A microbatch holds streams that are aligned to rows.  Row t has token t as its input, so whatever
+belongs to token t+1 moves back by one: labels, mask, log-probs, advantages.  Tokens and routes do
+not move:
+
+>>> from r3train.layout.microbatch import build_microbatch, slice_microbatch
+>>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape)
+>>> batch.tokens.tolist()
+[5, 6, 7, 1]
+>>> batch.labels.tolist()
+[6, 7, 1, 0]
+>>> batch.loss_mask.tolist()
+[False, True, True, False]
+>>> batch.rollout_log_probs.tolist()
+[0.0, -0.5, -0.25, 0.0]
+>>> batch.advantages.tolist()
+[0.0, 2.0, 2.0, 0.0]
+>>> batch.routes[:, 1].tolist()  # of layer 2; the last token has none
+[[2, 3], [3, 0], [1, 2], [255, 255]]
+>>> batch.layout.rows.tolist()  # 4 rows divide by 2 * cp_size: no padding
+[0, 1, 2, 3]
+
+A rank of 2 pipeline stages and 2 context-parallel ranks: the second of each.  It gets rows 1 and 2
+(context-parallel rank 0 gets rows 0 and 3), and the routes of layer 2, its only MoE layer:
+
+>>> place = RankTopology(
+...     rank=3, world_size=4, cp_rank=1, cp_size=2, pp_rank=1, pp_size=2, moe_layer_numbers=((2,),)
+... )
+>>> share = slice_microbatch(batch, place)
+>>> share.tokens.tolist(), share.labels.tolist()
+([6, 7], [7, 1])
+>>> share.routes.tolist()  # [m, l, K]: 2 rows, 1 layer, 2 experts
+[[[3, 0]], [[1, 2]]]
+>>> [uid - (3 << 24) for uid in share.route_uids.tolist()]  # uid: sample id << 24, plus position
+[1, 2]
 
 This module needs numpy and msgspec alone: every record is built and checked on the host.
 """
@@ -20,35 +88,32 @@ from msgspec import Meta
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One line of the prompt data, tokenised.
-
-    ``index`` is the line's 0-based place in the file, which makes ids stable across runs.
-    """
+    """One line of the prompt data, tokenised."""
 
     prompt_id: str
-    index: int
+    index: int  # 0-based line in the file: ids are the same in every run
     text: str
     token_ids: np.ndarray  # int32[P]
-    label: Any
-    metadata: dict[str, Any] = field(default_factory=dict)
+    label: Any  # JSON value that the reward compares the answer with
+    metadata: dict[str, Any] = field(default_factory=dict)  # JSON object for reward and environment
 
 
 def missing_marker(dtype: np.dtype | type) -> int:
-    """The value of a route slot that the engine did not report: the largest of ``dtype``."""
+    """The largest value of ``dtype``.  It marks a route slot that the engine did not report."""
     return int(np.iinfo(dtype).max)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """The size of one token's routes, which the wire does not carry: a row is [L, K] expert ids.
+    """The shape of one token's routes, a row of [L, K] expert ids.  The wire does not carry it.
 
     Qwen3-30B-A3B has 48 layers, 8 experts a token and 128 experts: ``RouteShape(48, 8, 128)``,
     rows of uint8[48, 8].
     """
 
-    num_layers: int  # L, all decoder layers
+    num_layers: int  # L, all decoder layers, dense ones too
     topk: int  # K
-    num_experts: int
+    num_experts: int  # of one layer
 
     @property
     def row(self) -> tuple[int, int]:
@@ -57,7 +122,7 @@ class RouteShape:
 
     @property
     def dtype(self) -> np.dtype:
-        """uint8 while every expert id and the missing marker fit in it, else uint16.
+        """uint8 if it holds every expert id and the missing marker, else uint16.
 
         Raises ValueError above 65535 experts.
         """
@@ -68,7 +133,7 @@ class RouteShape:
 
     @property
     def missing(self) -> int:
-        """The value of a slot that the engine did not report: the largest of ``dtype``."""
+        """The value of a slot that the engine did not report, 255 or 65535."""
         return missing_marker(self.dtype)
 
 
@@ -76,29 +141,28 @@ class RouteShape:
 class RolloutSample:
     """One finished generation, exactly as the engine reported it.
 
-    Per-token arrays cover prompt and response; prompt entries of ``rollout_log_probs`` are 0.
-    ``routed_experts`` holds ``missing_marker(dtype)`` (255 or 65535) in slots that the engine did
-    not report; it is None when the rollout ran without R3.
+    Arrays over tokens cover prompt and response.  ``routed_experts`` holds ``RouteShape.missing``
+    in slots that the engine did not report.  It is None without R3.
     """
 
-    sample_id: int  # unique within a run, also the high half of every token uid
-    group_id: int  # samples of one prompt share it
+    sample_id: int  # unique within a run; the high bits of every token uid
+    group_id: int  # equal for all samples of one prompt
     prompt: Prompt
     token_ids: np.ndarray  # int32[T]
-    prompt_len: int
+    prompt_len: int  # P
     loss_mask: np.ndarray  # bool[T], True on the model's own tokens
-    rollout_log_probs: np.ndarray  # float32[T]
+    rollout_log_probs: np.ndarray  # float32[T], 0 on prompt tokens
     routed_experts: np.ndarray | None  # uint8 or uint16 [T-1, L, K]
     weight_versions: np.ndarray  # int32[T], -1 on prompt tokens
     finish_reason: str  # stop | length | abort
-    text: str = ""
-    # step-wise samples alone, one a turn: the episode they are a step of, and whether it ends here
+    text: str = ""  # the response, decoded
+    # set for --environment-samples turn alone: the episode's id, and True on its last turn
     trajectory_id: int | None = None
     is_last_step: bool | None = None
-    # waited for the engines' answers, over all turns and parts of the rollout it comes from
+    # seconds spent waiting for answers, over all requests of the rollout
     generation_s: float = 0.0
-    # the rows of each answer as they were decoded, (row of the first, rows [r, L, K]): the evidence
-    # counts these, not what stitching and cutting made of them; () for a sample out of a file
+    # Rows as each answer brought them: (index of the first row, rows [r, L, K]).  The evidence
+    # counts these, so an error in joining answers shows.  () for a sample read from a file.
     decoded: tuple[tuple[int, np.ndarray], ...] = ()
 
     @property
@@ -116,25 +180,24 @@ Scored = tuple[RolloutSample, float]
 
 @dataclass(frozen=True, slots=True)
 class TrainSample:
-    """A rollout sample with what the algorithm made of it."""
+    """A rollout sample with its reward and its advantages."""
 
     sample: RolloutSample
-    reward: float
+    reward: float  # as the learning rule used it
     advantages: np.ndarray  # float32[T], 0 outside the loss mask
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLayout:
-    """Where the tokens of a microbatch's samples sit in its padded pack.
+    """The places of a microbatch's tokens in its padded pack.
 
-    ``rows[i]`` is the flat index of the token in padded row i, or -1 for padding.  Each sample is
-    padded to a multiple of 2*cp; a tail of padding, when the pack needs one, is a last
-    pseudo-sequence of its own in ``cu_seqlens_padded``.
+    Each sample is padded to a multiple of 2*cp.  A pack that must be longer ends in a tail of
+    padding, which ``cu_seqlens_padded`` lists as one more sequence.
     """
 
-    lengths: np.ndarray  # int32[B] unpadded tokens of each sample
-    cu_seqlens_padded: np.ndarray  # int32[B' + 1], B' = B or B + 1 with a tail
-    rows: np.ndarray  # int64[N]
+    lengths: np.ndarray  # int32[B], unpadded tokens of each sample
+    cu_seqlens_padded: np.ndarray  # int32[B' + 1], B' = B, or B + 1 with a tail
+    rows: np.ndarray  # int64[N], flat index of the token in each padded row, -1 = padding
 
     @property
     def num_rows(self) -> int:
@@ -147,29 +210,29 @@ class TokenLayout:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples of one forward pass, as flat unpadded streams over their tokens (F = sum of T).
+    """Samples of one forward pass, as flat unpadded streams over their tokens.
 
-    Streams are aligned to *rows*: entry t describes the forward whose input is token t, so labels,
-    masks, log-probs and advantages are those of token t+1, and the last token of a sample carries
-    no label (0), no mask and no route.
+    Streams are aligned to *rows*: entry t describes the forward whose input is token t.  Labels,
+    mask, log-probs and advantages are therefore those of token t+1.  The last token of a sample has
+    label 0, mask False and no route.
     """
 
-    microbatch_id: int
+    microbatch_id: int  # from 0 within an optimizer step
     layout: TokenLayout
     sample_ids: np.ndarray  # int64[B]
     tokens: np.ndarray  # int64[F]
     labels: np.ndarray  # int64[F]
-    positions: np.ndarray  # int64[F]
+    positions: np.ndarray  # int64[F], from 0 within each sample
     loss_mask: np.ndarray  # bool[F]
     rollout_log_probs: np.ndarray  # float32[F]
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
-    routes: np.ndarray | None  # uint8/uint16 [F, L, K], missing marker where there is no route
+    routes: np.ndarray | None  # uint8 or uint16 [F, L, K]; None without R3
 
 
 @dataclass(frozen=True, slots=True)
 class RankTopology:
-    """Where one rank stands; sizes and ranks alone, process groups stay in the trainer."""
+    """The place of one rank: its number in each dimension of parallelism, and their sizes."""
 
     rank: int = 0
     world_size: int = 1
@@ -187,7 +250,7 @@ class RankTopology:
     etp_rank: int = 0
     etp_size: int = 1
     sequence_parallel: bool = False
-    # 1-based numbers of the MoE layers this rank holds, one tuple per model chunk
+    # 1-based numbers of the MoE layers that this rank holds, one tuple a model chunk
     moe_layer_numbers: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -199,13 +262,14 @@ class RankTopology:
 class RankSlice:
     """One rank's share of one microbatch: its context-parallel rows, its layers, its SP rows.
 
-    n = N / cp rows of the token streams; m = n / tp rows of the router under sequence
-    parallelism, else m = n.  Padding rows hold 0 (streams), -1 (uids) and the marker (routes).
+    Token streams have n = N / cp rows.  Routers see m = n / tp rows under sequence parallelism,
+    else m = n.  Padding rows hold 0 in streams, -1 in uids and the missing marker in routes.
+    l is the number of MoE layers of this rank.
     """
 
     microbatch_id: int
     cu_seqlens_padded: np.ndarray  # int32[B' + 1], of the whole pack
-    max_seqlen: int
+    max_seqlen: int  # longest padded sequence of the whole pack
     tokens: np.ndarray  # int64[n]
     labels: np.ndarray  # int64[n]
     positions: np.ndarray  # int64[n]
@@ -213,16 +277,16 @@ class RankSlice:
     rollout_log_probs: np.ndarray  # float32[n]
     advantages: np.ndarray  # float32[n]
     token_uids: np.ndarray  # int64[n], -1 = padding
-    layer_numbers: np.ndarray  # int32[L_local], 1-based, of this rank's MoE layers
-    routes: np.ndarray | None  # uint8/uint16 [m, L_local, K]
-    route_uids: np.ndarray  # int64[m], -1 = padding; the SP share of token_uids
+    layer_numbers: np.ndarray  # int32[l], 1-based
+    routes: np.ndarray | None  # uint8 or uint16 [m, l, K]; None without R3
+    route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
 
     @property
     def num_rows(self) -> int:
         return int(self.tokens.shape[0])
 
 
-# Far above any call's rows, and low enough for the sum of millions of calls to fit 64 bits.
+# Far more than the rows of one call; the sum of millions of calls still fits 64 bits.
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]
 LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
@@ -231,42 +295,43 @@ ReplayStage = Literal["replay_forward", "replay_backward"]  # replay_backward: a
 
 
 class Fingerprint(int):
-    """An unsigned 64-bit fingerprint of routes, written to files as "0x" and 16 hexadecimal digits.
+    """An unsigned 64-bit fingerprint of routes.
 
-    JSON readers outside Python lose the low bits of 64-bit integers.
+    Files hold it as "0x" and 16 hexadecimal digits: many JSON readers round 64-bit integers.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayEvidence:
-    """One router call of one rank, counted on the device and read once a step.
+    """One router call of one rank.  Counted on the device, read once a step.
 
-    The types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/proof/schema.py``).
+    Its types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/proof/schema.py``).
     """
 
     step: Amount  # the rollout_id
-    rank: Rank
+    rank: Rank  # of the whole job
     replay_pass: ReplayPass
     stage: ReplayStage
-    vp_stage: Amount
+    vp_stage: Amount  # model chunk of the rank, from 0
     microbatch_id: Amount
-    layer_number: LayerNumber
+    layer_number: LayerNumber  # 1-based
     num_rows: Amount  # rows of the call, padding included
     rows_replayed: Amount  # rows whose every slot came from the rollout
-    rows_filled: Amount  # real rows with at least one filled slot
+    rows_filled: Amount  # real rows with at least one slot that the trainer filled
     rows_padding: Amount
-    rows_native: Amount  # real rows the router chose itself: must be 0
+    rows_native: Amount  # real rows whose experts the router chose itself: must be 0
     duplicate_rows: Amount  # rows that dispatch to fewer than topk experts: must be 0
-    topk: Amount
-    replay_idx_sum: Amount
+    topk: Amount  # K
+    replay_idx_sum: Amount  # sum of the expert ids that were served
     map_sum: Amount  # routing_map.sum(): must be num_rows * topk
     fingerprint: Fingerprint  # of the real recorded slots in the returned map
-    rows_equal: Amount  # the trainer's own top-k is the same set
-    rows_overlap: Amount  # some but not all experts shared
+    rows_equal: Amount  # fully recorded rows whose own top-k in the trainer is the same set
+    rows_overlap: Amount  # some experts shared, not all
     rows_mismatch: Amount  # no expert shared
-    rows_recompute_differ: Amount  # recomputed router scores are not the forward's: must be 0
-    control_token_minus: Amount  # rows_equal under deliberate misalignments (old_log_prob alone)
+    rows_recompute_differ: Amount  # recomputed router scores differ from the forward's: must be 0
+    # rows_equal if the routes were one token or one layer off (old_log_prob alone)
+    control_token_minus: Amount
     control_token_plus: Amount
     control_layer_minus: Amount
     control_layer_plus: Amount
-    counts_tokens: bool = True  # False on ranks that see a copy of another rank's tokens
+    counts_tokens: bool = True  # False on a rank that sees a copy of another rank's tokens
