@@ -92,6 +92,16 @@ def test_a_replay_gives_the_same_losses_without_a_server(dumped, replayed):
     assert one.read_bytes() == other.read_bytes()
 
 
+def test_another_advantage_estimator_trains_other_weights(tmp_path, dumped, base, replay):
+    """A job that took the default estimator whatever the flags say would repeat the first step."""
+    flags = [*base, *replay, "--num-rollout", "1", "--advantage-estimator", "rloo"]
+    job = jobs.run(tmp_path / "run", *flags)
+    assert job.code == 0, job.output
+    (rloo,), grpo = job.metrics(), dumped.metrics()[0]
+    assert rloo["rollout/reward_mean"] == grpo["rollout/reward_mean"], "of the same samples"
+    assert rloo["train/grad_norm"] != pytest.approx(grpo["train/grad_norm"], rel=1e-3)
+
+
 def test_asynchronous_saves_leave_the_last_two_whole_and_nothing_else(replayed):
     directory = replayed.run_dir.parent / "ck"
     assert {p.name for p in directory.iterdir()} == {
