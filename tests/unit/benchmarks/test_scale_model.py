@@ -118,5 +118,6 @@ def test_the_page_is_what_the_model_says_of_the_constants_that_it_records():
     assert PAGE.read_text() == page(rates, Cluster(), when, machine)
 
 
+@pytest.mark.slow
 def test_weights_are_measured_apart_from_a_plain_send():
     assert measure_gloo(1 << 20, weights=True) > 0

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from r3train.data import PromptOrder, load_prompts, load_tokenizer
+from r3train.torchvision_stub import declare_torchvision_ops
 
 
 class WordTokenizer:
@@ -176,13 +176,10 @@ def test_a_directory_without_a_tokenizer_is_named(tmp_path):
 
 
 def test_torchvision_imports_beside_this_torch_however_often_its_ops_are_declared():
-    code = (
-        "from r3train.torchvision_stub import declare_torchvision_ops as declare\n"
-        "declare(); declare()\n"
-        "import torchvision\n"
-        "declare()\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    declare_torchvision_ops()
+    declare_torchvision_ops()
+    importlib.import_module("torchvision")
+    declare_torchvision_ops()
 
 
 def test_every_epoch_draws_every_prompt_once_in_another_order():

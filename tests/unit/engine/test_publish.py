@@ -176,7 +176,7 @@ def joins_end():
 @pytest.mark.usefixtures("joins_end")
 def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join():
     engine = Engine()
-    publisher = DistributedPublisher(engine, bucket_bytes=8, timeout_s=5)
+    publisher = DistributedPublisher(engine, bucket_bytes=8, timeout_s=1)
     with pytest.raises(RuntimeError, match="backend not there"):
         publisher.connect()
     call = engine.calls[0]
@@ -188,7 +188,7 @@ def test_servers_take_their_ranks_one_after_another_and_a_refusal_ends_the_join(
 def test_servers_are_told_the_given_address_and_the_store_listens_there_alone():
     engine = Engine()
     publisher = DistributedPublisher(
-        engine, bucket_bytes=8, timeout_s=5, master_address="127.0.0.2"
+        engine, bucket_bytes=8, timeout_s=1, master_address="127.0.0.2"
     )
     with pytest.raises(RuntimeError, match="backend not there"):
         publisher.connect()

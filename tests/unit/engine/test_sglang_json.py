@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from r3train.engine.http import parse_answer
 
-TEXT = st.text(max_size=20) | st.sampled_from(['"routed_experts":"AAAA"', '\\"routed_experts":"'])
+# JSON's own marks, escapes, and characters of 2, 3 and 4 bytes
+TEXT = st.text('aZ0 {}[]:,"\\/\n\x00ü\u2028𝄞', max_size=20) | st.sampled_from(
+    ['"routed_experts":"AAAA"', '\\"routed_experts":"']
+)
 BASE64 = st.text("AZaz09+/=", max_size=40)
 
 

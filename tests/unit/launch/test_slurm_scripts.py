@@ -272,6 +272,7 @@ with stop:
 """
 
 
+@pytest.mark.slow
 def test_ranks_save_and_end_with_0_when_slurm_sends_term_to_every_process_of_the_step(tmp_path):
     worker, said = tmp_path / "worker.py", tmp_path / "said"
     worker.write_text(WORKER)

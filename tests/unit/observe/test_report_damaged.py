@@ -349,7 +349,7 @@ def lines_of(records) -> st.SearchStrategy[bytes]:
     return whole.map(lambda text: text.encode()) | st.binary(max_size=200)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(lines_of(record), lines_of(sample), st.binary(max_size=50) | st.just(b"replay = 3"))
 def test_whatever_is_in_the_files_there_is_a_page_or_a_usage_error(
     tmp_path, metrics, samples, config
