@@ -10,45 +10,46 @@ so that start-up is not most of the time; R3 and its check are on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import subprocess
 import sys
-import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
-from benchmarks.measure import ratios, spread, write_result
+from benchmarks.measure import flags, ratios, spreads, write_result
+from benchmarks.tiny_jobs import (
+    R3,
+    ROOT,
+    describe,
+    job_flags,
+    run,
+    step_metrics,
+    tiny_model,
+    torchrun,
+    words,
+)
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
+from r3train.tiny import TinyOptions
 
-ROOT = Path(__file__).resolve().parents[1]
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 WARM_UP = 2
+PROMPTS, GROUP = 16, 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One task size."""
+    """One size of the task."""
 
-    name: str
     model: TinyOptions
     response: int
     steps: int
-    prompts: int = 16
-    group: int = 8
-
-    @property
-    def samples(self) -> int:
-        return self.prompts * self.group
 
 
-SHAPES = (
-    Shape("demo", TinyOptions(), response=8, steps=14),
-    Shape(
-        "longer",
+SHAPES = {
+    "demo": Shape(TinyOptions(), response=8, steps=14),
+    "longer": Shape(
         TinyOptions(
             num_layers=4,
             hidden_size=256,
@@ -62,142 +63,121 @@ SHAPES = (
         response=32,
         steps=5,
     ),
-)
-R3 = ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
-ASYNC = [*R3, "--max-weight-staleness", "1", "--pause-generation-mode", "in_place"]
-# name -> ranks of the actor and flags
+}
+ASYNC = ("--max-weight-staleness", "1", "--pause-generation-mode", "in_place")
+# ranks of the actor and flags
 OURS = {
     "r3train, asynchronous": (1, ASYNC),
-    "r3train, synchronous": (1, [*R3, "--max-weight-staleness", "0"]),
+    "r3train, synchronous": (1, ("--max-weight-staleness", "0")),
     "r3train, asynchronous, 2 ranks": (2, ASYNC),
 }
-# where a step of ours goes; the log-prob pass is part of train
-STEP_PARTS = ("perf/step_s", "perf/rollout_wait_s", "perf/train_s", "perf/publish_s")
 TRL = {"TRL, 1 thread": 1, "TRL, 2 threads": 2}
+# of a step of ours; the log-prob pass is part of train
+STEP_PARTS = ("perf/step_s", "perf/rollout_wait_s", "perf/train_s", "perf/publish_s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shape", choices=[s.name for s in SHAPES], action="append")
-    parser.add_argument("--steps", type=int, help="instead of the shape's own")
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
+    arguments = flags(__doc__, rounds=3, steps=0, shape="")  # 0 and "": each shape's own, all
     if not TRL_PYTHON.exists():
         raise SystemExit(f"{TRL_PYTHON.relative_to(ROOT)} is missing: make bench-venv")
-    shapes = [s for s in SHAPES if s.name in (arguments.shape or [s.name for s in SHAPES])]
-    if arguments.steps:
-        shapes = [replace(s, steps=arguments.steps) for s in shapes]
     result: dict[str, Any] = {"warm_up": WARM_UP, "shapes": {}}
-    for shape in shapes:
-        with tempfile.TemporaryDirectory() as scratch:
-            result["shapes"][shape.name] = measure(shape, Path(scratch), arguments.rounds, result)
+    for name in [arguments.shape] if arguments.shape else SHAPES:
+        shape = SHAPES[name]
+        steps = arguments.steps or shape.steps
+        with tiny_model(shape.model) as tiny:
+            result["shapes"][name], result["trl"] = measure(shape, steps, tiny, arguments.rounds)
     write_result(arguments.output, result)
 
 
-def measure(shape: Shape, scratch: Path, rounds: int, result: dict[str, Any]) -> dict[str, Any]:
-    """Samples a second of every arm by round, and each arm's ratio to the best of TRL's."""
-    build(scratch / "tiny", shape.model)
+def measure(shape: Shape, steps: int, tiny: Path, rounds: int) -> tuple[dict[str, Any], str]:
+    """Samples a second of every arm by round, each arm's ratio to TRL's best, and TRL's version."""
     rates: dict[str, list[float]] = {name: [] for name in (*OURS, *TRL)}
     parts: dict[str, list[dict[str, float]]] = {name: [] for name in OURS}
     generating: dict[str, list[float]] = {name: [] for name in TRL}
-    server = SGLangServer(
-        scratch / "tiny" / "model",
-        scratch / "sglang.log",
-        return_routed_experts=True,
-    )
-    with server:
+
+    def note(name: str, step_s: float) -> None:
+        rates[name].append(PROMPTS * GROUP / step_s)
+        print(f"{name}: {rates[name][-1]:.1f} samples/s", file=sys.stderr, flush=True)
+
+    with SGLangServer(tiny / "model", tiny / "sglang.log", return_routed_experts=True) as server:
         for number in range(rounds):
-            for i, (name, (ranks, flags)) in enumerate(OURS.items()):
-                given = [*flags, "--rollout-external-engine-addrs", server.addr]
-                steps = ours(shape, scratch, scratch / f"run-{number}-{i}", ranks, given)
-                mean = {k: sum(step[k] for step in steps) / len(steps) for k in STEP_PARTS}
-                parts[name].append(mean)
-                rates[name].append(shape.samples / mean["perf/step_s"])
-                note(shape, name, rates)
+            for i, (name, (ranks, ours)) in enumerate(OURS.items()):
+                run_dir = tiny / f"run-{number}-{i}"
+                given = (*ours, "--rollout-external-engine-addrs", server.addr)
+                parts[name].append(run_ours(shape, steps, tiny, run_dir, ranks, given))
+                note(name, parts[name][-1]["perf/step_s"])
             for name, threads in TRL.items():
-                step_s, generate_s, result["trl"] = trl(shape, scratch, threads)
+                step_s, generate_s, version = run_trl(shape, steps, tiny, threads)
                 generating[name].append(generate_s / step_s)
-                rates[name].append(shape.samples / step_s)
-                note(shape, name, rates)
+                note(name, step_s)
     best = [max(pair) for pair in zip(*(rates[name] for name in TRL))]
-    m = shape.model
-    return {
-        "model": f"{m.num_layers} layers x {m.hidden_size}, top {m.topk} of {m.num_experts}",
-        "prompts": shape.prompts,
-        "group": shape.group,
+    found = {
+        "model": describe(shape.model),
+        "prompts": PROMPTS,
+        "group": GROUP,
         "response": shape.response,
-        "steps": shape.steps - WARM_UP,
-        "samples_per_s": {name: spread(values) for name, values in rates.items()},
+        "steps": steps - WARM_UP,
+        "samples_per_s": spreads(rates),
         "step_parts_s": {
-            name: {k: spread([mean[k] for mean in means]) for k in STEP_PARTS}
-            for name, means in parts.items()
+            name: spreads({part: [means[part] for means in of_arm] for part in STEP_PARTS})
+            for name, of_arm in parts.items()
         },
-        "trl_generate_share": {name: spread(values) for name, values in generating.items()},
+        "trl_generate_share": spreads(generating),
         "over_best_trl": {name: ratios(values, best) for name, values in rates.items()},
     }
+    return found, version
 
 
-def note(shape: Shape, name: str, rates: dict[str, list[float]]) -> None:
-    print(f"{shape.name}: {name}: {rates[name][-1]:.1f} samples/s", file=sys.stderr, flush=True)
+def run_ours(
+    shape: Shape, steps: int, tiny: Path, run_dir: Path, ranks: int, given: tuple[str, ...]
+) -> dict[str, float]:
+    """Mean seconds of the parts of a step after the warm-up."""
+    settings = {
+        "expert-model-parallel-size": ranks,
+        "rollout-batch-size": PROMPTS,
+        "n-samples-per-prompt": GROUP,
+        "rollout-max-response-len": shape.response,
+        "num-rollout": steps + 1,
+        "max-tokens-per-gpu": 16384,
+        "lr": 1e-5,
+        "lr-warmup-iters": 0,
+        "rollout-max-concurrency": PROMPTS * GROUP,
+    }
+    run(
+        torchrun(
+            ranks, *job_flags(tiny, run_dir, *R3, "--rollout-ignore-eos", *words(settings), *given)
+        )
+    )
+    measured = step_metrics(run_dir)[WARM_UP:-1]  # the last step does not publish
+    return {part: mean(step[part] for step in measured) for part in STEP_PARTS}
 
 
-def ours(
-    shape: Shape, scratch: Path, run_dir: Path, ranks: int, flags: list[str]
-) -> list[dict[str, Any]]:
-    """Metrics of the steps after the warm-up."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "train_async.py", "--config"]
-    command += ["configs/tiny_cpu.toml", "--run-dir", str(run_dir)]
-    command += ["--expert-model-parallel-size", str(ranks)]
-    command += ["--hf-checkpoint", str(scratch / "tiny" / "model")]
-    command += ["--prompt-data", str(scratch / "tiny" / "prompts.jsonl")]
-    command += ["--rollout-batch-size", str(shape.prompts)]
-    command += ["--n-samples-per-prompt", str(shape.group)]
-    command += ["--rollout-max-response-len", str(shape.response), "--rollout-ignore-eos"]
-    command += ["--num-rollout", str(shape.steps + 1), "--max-tokens-per-gpu", "16384"]
-    command += ["--lr", "1e-5", "--lr-warmup-iters", "0", "--rollout-max-concurrency", "128"]
-    command += ["--no-plot", "--no-tensorboard", *flags]
-    run(command, threads=1)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    # the last step does not publish
-    return [json.loads(line) for line in lines][WARM_UP:-1]
-
-
-def trl(shape: Shape, scratch: Path, threads: int) -> tuple[float, float, str]:
+def run_trl(shape: Shape, steps: int, tiny: Path, threads: int) -> tuple[float, float, str]:
     """Mean seconds of a step and of its generation after the warm-up, and TRL's version."""
-    output = scratch / "trl.json"
-    command = [str(TRL_PYTHON), "benchmarks/trl_worker.py", "--output", str(output)]
-    command += ["--model", str(scratch / "tiny" / "model"), "--threads", str(threads)]
-    command += ["--prompts", str(scratch / "tiny" / "prompts.jsonl"), "--lr", "1e-5"]
-    command += ["--prompts-a-step", str(shape.prompts), "--group", str(shape.group)]
-    command += ["--response", str(shape.response), "--steps", str(shape.steps)]
-    run(command, threads=threads)
-    found = json.loads(output.read_text())
+    output = tiny / "trl.json"
+    settings = {
+        "output": output,
+        "model": tiny / "model",
+        "prompts": tiny / "prompts.jsonl",
+        "threads": threads,
+        "lr": 1e-5,
+        "prompts-a-step": PROMPTS,
+        "group": GROUP,
+        "response": shape.response,
+        "steps": steps,
+    }
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    run([str(TRL_PYTHON), "benchmarks/trl_worker.py", *words(settings)], threads=threads)
+    found = json.loads(output.read_text(encoding="utf-8"))
     if found["mean_length"] != shape.response:
         raise RuntimeError(
             f"TRL's responses have {found['mean_length']} tokens on average,"
             f" expected {shape.response}"
         )
-    ends = found["step_ends"][WARM_UP - 1 :]
-    generate_s = found["generate_s"][WARM_UP:]
+    ends, generate_s = found["step_ends"][WARM_UP - 1 :], found["generate_s"][WARM_UP:]
     if len(generate_s) != len(ends) - 1:
-        raise RuntimeError(f"TRL generated {len(found['generate_s'])} times in {shape.steps} steps")
-    return (
-        (ends[-1] - ends[0]) / (len(ends) - 1),
-        sum(generate_s) / len(generate_s),
-        found["trl"],
-    )
-
-
-def run(command: list[str], *, threads: int) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(
-            f"{command[:4]} ended with {done.returncode}:\n{done.stdout[-2000:]}"
-            f"\n{done.stderr[-4000:]}"
-        )
+        raise RuntimeError(f"TRL generated {len(found['generate_s'])} times in {steps} steps")
+    return (ends[-1] - ends[0]) / (len(ends) - 1), mean(generate_s), found["trl"]
 
 
 if __name__ == "__main__":

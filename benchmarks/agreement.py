@@ -1,4 +1,4 @@
-"""How far actor and engine disagree about the same tokens, without R3 and with it.
+"""Disagreement of actor and engine about the same tokens, without R3 and with it.
 
     python -m benchmarks.agreement [--seeds 3] [--write-docs]
     python -m benchmarks.agreement --ranks 8 --config configs/qwen3_30b_a3b.toml [any training flag]
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,11 +21,11 @@ from typing import Any
 
 from benchmarks.measure import machine, write_result
 from benchmarks.page import RESULTS_PAGE, results_page
+from benchmarks.tiny_jobs import R3, run, torchrun
 from r3train.config import RunConfig
 from r3train.config.options import train_options
 from r3train.tiny import TinyOptions, build
 
-ROOT = Path(__file__).resolve().parents[1]
 # deep and wide enough that bfloat16 moves some tokens to other experts in every layer
 MODEL = dict(
     num_layers=8,
@@ -78,10 +76,10 @@ def main() -> None:
     for setting in settings:
         for seed in range(arguments.seeds):
             with tempfile.TemporaryDirectory() as scratch:
-                run = one_seed(seed, setting, arguments, flags, Path(scratch))
-            result["runs"].append({"initializer_range": setting, **run})
+                found = one_seed(seed, setting, arguments, flags, Path(scratch))
+            result["runs"].append({"initializer_range": setting, **found})
             for actor in ("float32", "bfloat16"):
-                off, on = run[actor]["off"], run[actor]["on"]
+                off, on = found[actor]["off"], found[actor]["on"]
                 line = f"seed {seed}, actor {actor}: k3 KL {off['k3']:.3g} -> {on['k3']:.3g}"
                 print(line, file=sys.stderr, flush=True)
     write_result(arguments.output, result)
@@ -96,7 +94,7 @@ def one_seed(
     flags: list[str],
     scratch: Path,
 ) -> dict[str, Any]:
-    """Generate once, read four times; what the worker found, and what it was found on."""
+    """Generate once and read four times; returns the worker's findings and facts of the model."""
     given = list(flags)
     if initializer_range is not None:
         options = TinyOptions(
@@ -105,20 +103,14 @@ def one_seed(
         build(scratch / "tiny", options)
         given = [*TINY_FLAGS, "--hf-checkpoint", str(scratch / "tiny" / "model"), *given]
         given += ["--prompt-data", str(scratch / "tiny" / "prompts.jsonl")]
-    given += ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
-    given += ["--num-rollout", "1", "--max-weight-staleness", "0", "--rollout-seed", str(seed)]
+    given += [*R3, "--num-rollout", "1", "--max-weight-staleness", "0", "--rollout-seed", str(seed)]
     given += ["--run-dir", str(scratch), "--sglang-dtype", arguments.server_dtype]
     config = train_options(lambda config: config).main(given, standalone_mode=False)
     facts = generate(config, arguments.ranks, scratch)
     (scratch / "resolved.toml").write_text(config.to_toml(), encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(arguments.ranks), "-m", "benchmarks.agreement_worker"]
-    command += ["--config", str(scratch / "resolved.toml"), "--rollouts", str(scratch / "rollouts")]
-    command += ["--output", str(scratch / "found.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the actor ended with {done.returncode}:\n{done.stderr[-4000:]}")
+    worker = ["-m", "benchmarks.agreement_worker", "--rollouts", str(scratch / "rollouts")]
+    worker += ["--config", str(scratch / "resolved.toml"), "--output", str(scratch / "found.json")]
+    run(torchrun(arguments.ranks, *worker))
     return {"seed": seed, **facts, **json.loads((scratch / "found.json").read_text())}
 
 

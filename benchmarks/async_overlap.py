@@ -1,36 +1,52 @@
 """Wall time per step, asynchronous against synchronous, side by side on the tiny model.
 
-    python benchmarks/async_overlap.py --output runs/async_overlap.json
+    python -m benchmarks.async_overlap [--rounds 3] [--mode in_place]
 
 A training step and a rollout that cost the same take half the time when they overlap.  One real
 SGLang server generates; two cores cannot hold both sides, so training is a sleep, as long as a
-rollout alone just took.  Each repetition measures that anew, then runs the two one after the
-other, so that a machine that grows busy is busy for all of them.
+rollout alone just took.  Each round measures that anew, then runs the two one after the other, so
+that a machine that grows busy is busy for all of them.  ``--mode`` is the pause mode of updates.
 """
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
-import tempfile
+import sys
 import time
-from pathlib import Path
 
-import click
 import numpy as np
 
+from benchmarks.measure import flags, write_result
+from benchmarks.tiny_jobs import tiny_model
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
-from r3train.engine.control import EngineControl
-from r3train.generation.producer import Producer
-from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
 from r3train.engine.server import SGLangServer
-from r3train.tiny import TinyOptions, build
-from r3train.types import Prompt
+from r3train.generation.producer import Producer
+from r3train.tiny import TinyOptions
+from r3train.types import Prompt, RouteShape
 
 _BATCH, _SAMPLES, _RESPONSE, _STEPS = 8, 4, 32, 7
+
+
+def main() -> None:
+    arguments = flags(__doc__, rounds=3, mode="in_place")
+    runs = []
+    with (
+        tiny_model() as tiny,
+        SGLangServer(tiny / "model", tiny / "sglang.log", return_routed_experts=True) as server,
+    ):
+        run(server.addr, 0, 0.0, "drain")  # warm-up
+        for i in range(arguments.rounds):
+            train_s = run(server.addr, 0, 0.0, "drain")["step_s"]
+            sync = run(server.addr, 0, train_s, "drain")
+            overlapped = run(server.addr, 1, train_s, arguments.mode)
+            ratio = overlapped["step_s"] / sync["step_s"]
+            runs.append({"train_s": train_s, "sync": sync, "async": overlapped, "ratio": ratio})
+            print(f"{i}: async / sync {ratio:.3f}", file=sys.stderr, flush=True)
+    ratio = statistics.median(r["ratio"] for r in runs)
+    write_result(arguments.output, {"mode": arguments.mode, "runs": runs, "ratio": ratio})
 
 
 def prompt_for(group: int) -> Prompt:
@@ -42,17 +58,17 @@ def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float
     """One run; seconds a step and each side's share of waiting, the first step left out."""
     options = TinyOptions()
     routes = RouteShape(options.num_layers, options.topk, options.num_experts)
+    rollout = RolloutSection(
+        rollout_batch_size=_BATCH,
+        n_samples_per_prompt=_SAMPLES,
+        num_rollout=_STEPS,
+        rollout_max_response_len=_RESPONSE,
+        max_weight_staleness=staleness,
+        rollout_max_concurrency=_BATCH * _SAMPLES,
+        pause_generation_mode=mode,
+    )
     with EngineControl([addr]) as control:
         control.update_weight_version(0)
-        rollout = RolloutSection(
-            rollout_batch_size=_BATCH,
-            n_samples_per_prompt=_SAMPLES,
-            num_rollout=_STEPS,
-            rollout_max_response_len=_RESPONSE,
-            max_weight_staleness=staleness,
-            rollout_max_concurrency=_BATCH * _SAMPLES,
-            pause_generation_mode=mode,
-        )
         with Producer(
             rollout,
             lambda: SGLangClient([addr], routes=routes),
@@ -74,40 +90,6 @@ def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float
         "train_wait_share": waited / wall_s,
         "rollout_idle_share": idle / wall_s,
     }
-
-
-@click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=Path("runs/async_overlap.json"))
-@click.option("--repeat", default=3, show_default=True)
-@click.option("--mode", type=click.Choice(["drain", "in_place"]), default="in_place")
-def main(output: Path, repeat: int, mode: str) -> None:
-    """Measure both, alternating; write every run, the medians and their ratio."""
-    with tempfile.TemporaryDirectory() as directory:
-        tiny = Path(directory) / "tiny"
-        build(tiny, TinyOptions())
-        log = Path(directory) / "sglang.log"
-        with SGLangServer(tiny / "model", log, return_routed_experts=True) as server:
-            run(server.addr, 0, 0.0, "drain")  # warm-up
-            runs = []
-            for i in range(repeat):
-                train_s = run(server.addr, 0, 0.0, "drain")["step_s"]
-                sync = run(server.addr, 0, train_s, "drain")
-                overlapped = run(server.addr, 1, train_s, mode)
-                ratio = overlapped["step_s"] / sync["step_s"]
-                runs.append({"train_s": train_s, "sync": sync, "async": overlapped, "ratio": ratio})
-                click.echo(
-                    f"{i}: a side {train_s:.3f} s, sync {sync['step_s']:.3f} s, async"
-                    f" {overlapped['step_s']:.3f} s, ratio {ratio:.3f}"
-                )
-    report = {
-        "machine": platform.processor() or platform.machine(),
-        "mode": mode,
-        "runs": runs,
-        "ratio": statistics.median(r["ratio"] for r in runs),
-    }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(report, indent=1) + "\n")
-    click.echo(f"async / sync = {report['ratio']:.3f} (median of {repeat}), {output}")
 
 
 if __name__ == "__main__":

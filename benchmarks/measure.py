@@ -1,13 +1,15 @@
-"""What every benchmark needs: spreads, the machine's name, a result written as JSON."""
+"""Flags, rounds, spreads, the machine's name and the JSON result of every benchmark."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,16 +17,65 @@ from typing import Any
 from unittest import mock
 
 
+def flags(doc: str, **defaults: Any) -> argparse.Namespace:
+    """The command line of a benchmark: a flag for each default, of its type, and ``--output``."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    for name, default in defaults.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
+    parser.add_argument("--output", type=Path, help="write the result here too")
+    return parser.parse_args()
+
+
+def in_turns(
+    arms: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, list[float]]:
+    """Run every arm once a round, and return each one's seconds of all rounds but the first ones.
+
+    Another arm begins each round: none always runs first with the caches of the same other.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    names = list(arms)
+    for number in range(warm_up + rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            began = clock()
+            arms[name]()
+            if number >= warm_up:
+                seconds[name].append(clock() - began)
+    return seconds
+
+
+def own_clock() -> Callable[[], float]:
+    """CPU time of this process, or with a GPU the wall's.
+
+    On a CPU every thread's work is this process's, and its own time is free of what else the machine
+    does.
+    """
+    import torch
+
+    return time.perf_counter if torch.cuda.is_available() else time.process_time
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest, to four digits that count."""
+    """Median, smallest and largest to four significant digits, and the number of values."""
     if not values:
         raise ValueError("a spread needs at least one value, got none")
     named = dict(median=statistics.median(values), low=min(values), high=max(values))
     return {name: float(f"{value:.4g}") for name, value in named.items()} | {"n": len(values)}
 
 
+def spreads(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """The spread of each arm."""
+    return {name: spread(each) for name, each in values.items()}
+
+
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """The spread of the ratios of neighbours: what was measured one right after the other."""
+    """The spread of the ratios of neighbours, which were measured one right after the other."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
 
 
@@ -69,7 +120,7 @@ def _cpu_name() -> str:
 
 
 def write_result(output: Path | None, result: dict[str, Any]) -> None:
-    """Print a result as JSON, and write it where a file is named."""
+    """Print a result as JSON, and write it to a file where one is named."""
     text = json.dumps(result, indent=1) + "\n"
     print(text, end="", flush=True)
     if output is not None:

@@ -1,4 +1,4 @@
-"""What replay and its check cost a train step: each over a step without replay, and check over replay.
+"""Cost of replay and its check in a train step: each over a step without replay, and check over replay.
 
 Three actors hold the same weights and take turns in one process, so that whatever else the machine
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
-import time
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -24,9 +25,17 @@ DEVICE = prepare_device()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
-from benchmarks.measure import ratios, spread, write_result  # noqa: E402
+from benchmarks.measure import (  # noqa: E402
+    flags,
+    in_turns,
+    own_clock,
+    ratios,
+    spreads,
+    write_result,
+)
+from benchmarks.samples import sample_of_routes  # noqa: E402
+from benchmarks.tiny_jobs import describe, tiny_model  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
@@ -35,19 +44,17 @@ from r3train.config.parallel import ParallelSection  # noqa: E402
 from r3train.config.replay import ReplaySection  # noqa: E402
 from r3train.config.rollout import RolloutSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
-from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
-from r3train.tiny import TinyOptions, build  # noqa: E402
+from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
+from r3train.tiny import TinyOptions  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
+from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
 from r3train.trainer.megatron.topology import (  # noqa: E402
     init_distributed,
     init_model_parallel,
     shutdown,
 )
-from r3train.types import Prompt, RankSlice, RolloutSample, RouteShape, TrainSample  # noqa: E402
-
-# one process, one thread: its own time is free of what else the machine does
-clock = time.perf_counter if torch.cuda.is_available() else time.process_time
+from r3train.types import RankSlice, RankTopology, RouteShape  # noqa: E402
 
 MODEL = TinyOptions(
     num_layers=4,
@@ -61,74 +68,81 @@ MODEL = TinyOptions(
     vocab_size=512,
     max_position_embeddings=4096,
 )
+PROMPT_LEN = 8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--tokens", type=int, default=1024, help="tokens of a step")
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=MODEL.num_layers)
-    parser.add_argument("--topk", type=int, default=MODEL.topk)
-    parser.add_argument("--experts", type=int, default=MODEL.num_experts)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
+    arguments = flags(
+        __doc__,
+        rounds=15,
+        tokens=1024,
+        samples=8,
+        layers=MODEL.num_layers,
+        topk=MODEL.topk,
+        experts=MODEL.num_experts,
+    )
     model = replace(
         MODEL,
         num_layers=arguments.layers,
         topk=arguments.topk,
         num_experts=arguments.experts,
     )
-    with tempfile.TemporaryDirectory() as scratch:
-        build(Path(scratch) / "tiny", model)
-        result = measure(Path(scratch) / "tiny" / "model", model, arguments)
-    shutdown()
-    write_result(arguments.output, result)
+    with tiny_model(model) as tiny, one_rank() as place:
+        write_result(arguments.output, measure(tiny / "model", model, place, arguments))
 
 
-def measure(checkpoint: Path, model: TinyOptions, arguments: argparse.Namespace) -> dict:
-    """Seconds of a step (old-log-prob pass and train step) of each actor, and their ratios."""
+@contextmanager
+def one_rank() -> Iterator[RankTopology]:
+    """This process as the only rank of a job, with one thread."""
+    torch.set_num_threads(1)
+    port = str(free_port("127.0.0.1"))
+    os.environ |= dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     init_distributed("auto", 10)
-    place = init_model_parallel(ParallelSection(), 1)
+    yield init_model_parallel(ParallelSection(), 1)
+    shutdown()
+
+
+def measure(
+    checkpoint: Path, model: TinyOptions, place: RankTopology, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds of a step (old-log-prob pass and train step) of each actor, and their ratios."""
     actors = {
-        "native": make_actor(checkpoint, place, replay=False, check=False),
-        "replay": make_actor(checkpoint, place, replay=True, check=False),
+        "native": make_actor(checkpoint, place),
+        "replay": make_actor(checkpoint, place, replay=True),
         "replay and check": make_actor(checkpoint, place, replay=True, check=True),
     }
-    slices = make_slices(actors["native"], model, arguments)
-    seconds: dict[str, list[float]] = {name: [] for name in actors}
-    for round_number in range(arguments.rounds + 2):
-        order = list(actors.items())  # none is always the first after another's caches
-        for name, actor in order[round_number % 3 :] + order[: round_number % 3]:
-            started = clock()
-            old = actor.compute_log_probs(slices, "old_log_prob")
-            actor.train_step(slices, old, None)
-            actor.collect_evidence(round_number)
+    slices = make_slices(actors["native"], model, arguments.samples, arguments.tokens)
+
+    def step_of(actor: MegatronActor) -> Callable[[], None]:
+        def step() -> None:
+            actor.train_step(slices, actor.compute_log_probs(slices, "old_log_prob"), None)
+            actor.collect_evidence(0)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if round_number >= 2:  # the first rounds warm up
-                seconds[name].append(clock() - started)
+
+        return step
+
+    arms = {name: step_of(actor) for name, actor in actors.items()}
+    seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
+    native, replay, check = (seconds[name] for name in arms)
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
-        model=f"{model.num_layers} layers x {model.hidden_size}, top {model.topk} of "
-        f"{model.num_experts} experts x {model.moe_intermediate_size}",
+        model=f"{describe(model)} experts x {model.moe_intermediate_size}",
         layers=model.num_layers,
         topk=model.topk,
         experts=model.num_experts,
         tokens=arguments.tokens,
         rounds=arguments.rounds,
-        seconds={name: spread(values) for name, values in seconds.items()},
-        replay_over_native=ratios(seconds["replay"], seconds["native"]) | {"aim": 1.01},
-        check_over_replay=ratios(seconds["replay and check"], seconds["replay"]) | {"aim": 1.05},
-        check_over_native=ratios(seconds["replay and check"], seconds["native"]),
+        seconds=spreads(seconds),
+        replay_over_native=ratios(replay, native) | {"aim": 1.01},
+        check_over_replay=ratios(check, replay) | {"aim": 1.05},
+        check_over_native=ratios(check, native),
     )
 
 
-def make_actor(checkpoint: Path, place, *, replay: bool, check: bool) -> MegatronActor:
+def make_actor(
+    checkpoint: Path, place: RankTopology, *, replay: bool = False, check: bool = False
+) -> MegatronActor:
     config = RunConfig(
         model=ModelSection(hf_checkpoint=checkpoint),
         data=DataSection(prompt_data="none"),
@@ -141,46 +155,27 @@ def make_actor(checkpoint: Path, place, *, replay: bool, check: bool) -> Megatro
 
 
 def make_slices(
-    actor: MegatronActor, model: TinyOptions, arguments: argparse.Namespace
+    actor: MegatronActor, model: TinyOptions, num_samples: int, num_tokens: int
 ) -> list[RankSlice]:
     """Two microbatches whose routes are the actor's own choice."""
-    generator = np.random.default_rng(0)
-    length = arguments.tokens // arguments.samples
     shape = RouteShape(model.num_layers, model.topk, model.num_experts)
-    samples = []
-    for i in range(arguments.samples):
-        mask = np.arange(length) >= 8
-        samples.append(
-            TrainSample(
-                RolloutSample(
-                    sample_id=i,
-                    group_id=i,
-                    prompt=Prompt("p", i, "", np.zeros(0, np.int32), None),
-                    token_ids=generator.integers(3, model.vocab_size, length).astype(np.int32),
-                    prompt_len=8,
-                    loss_mask=mask,
-                    rollout_log_probs=np.where(mask, -6.0, 0).astype(np.float32),
-                    routed_experts=np.zeros((length - 1, *shape.row), shape.dtype),
-                    weight_versions=np.zeros(length, np.int32),
-                    finish_reason="stop",
-                ),
-                reward=0.0,
-                advantages=np.where(mask, generator.standard_normal(), 0).astype(np.float32),
-            )
+    routes = np.zeros((num_tokens // num_samples - 1, *shape.row), shape.dtype)
+    samples = [
+        sample_of_routes(i, routes, prompt_len=PROMPT_LEN, vocab_size=model.vocab_size)
+        for i in range(num_samples)
+    ]
+    half = num_samples // 2
+    slices = [
+        slice_microbatch(
+            build_microbatch(i, part, cp_size=1, tp_size=1, route_shape=shape), actor.topology
         )
-    half = len(samples) // 2
-
-    def cut(parts: list[TrainSample], i: int) -> RankSlice:
-        microbatch = build_microbatch(i, parts, cp_size=1, tp_size=1, route_shape=shape)
-        return slice_microbatch(microbatch, actor.topology)
-
-    slices = [cut(samples[:half], 0), cut(samples[half:], 1)]
+        for i, part in enumerate((samples[:half], samples[half:]))
+    ]
     maps: list[torch.Tensor] = []
     hooks = [
-        m.register_forward_hook(lambda m, a, out: maps.append(out[1]))
+        router.register_forward_hook(lambda m, a, out: maps.append(out[1]))
         for chunk in actor.model.unwrapped
-        for m in chunk.modules()
-        if isinstance(m, TopKRouter)
+        for router in decoder_routers(chunk)
     ]
     actor.compute_log_probs(slices, "old_log_prob")
     for hook in hooks:

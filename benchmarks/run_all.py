@@ -55,7 +55,7 @@ QUICK = {
     "replay_growth": ["--rounds", "2"],
     "rollout_rate": ["--rounds", "1", "--response", "16"],
     "weight_sync": ["--rounds", "2"],
-    "async_overlap": ["--repeat", "1"],
+    "async_overlap": ["--rounds", "1"],
     "start_up": ["--rounds", "1"],
     "against_trl": ["--rounds", "1", "--steps", "5", "--shape", "demo"],
     "agreement": ["--seeds", "1"],

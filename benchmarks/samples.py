@@ -1,6 +1,12 @@
-"""Samples and routes of any shape, for the benchmarks of the route path: their sizes alone matter."""
+"""Samples, routes and answers of any shape, for benchmarks that need their sizes alone."""
 
 from __future__ import annotations
+
+import asyncio
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pybase64
@@ -9,26 +15,66 @@ from r3train.types import Prompt, RolloutSample, TrainSample
 
 
 def route_payload(num_rows: int, num_layers: int, topk: int, num_experts: int) -> bytes:
-    """What SGLang sends of ``num_rows`` tokens' routes: base64 of int32[num_rows, L, K]."""
+    """Routes of ``num_rows`` tokens as SGLang sends them: base64 of int32[num_rows, L, K]."""
     generator = np.random.default_rng(0)
     ids = generator.integers(0, num_experts, (num_rows, num_layers, topk)).astype("<i4")
     return pybase64.b64encode(ids.tobytes())
 
 
-def sample_of_routes(sample_id: int, routes: np.ndarray) -> TrainSample:
-    """A sample of T tokens with these routes, uint8/uint16 [T-1, L, K]; all but the first trained."""
+def sample_of_routes(
+    sample_id: int, routes: np.ndarray, *, prompt_len: int = 1, vocab_size: int = 64
+) -> TrainSample:
+    """A sample of T random tokens with these routes, uint8/uint16 [T-1, L, K].
+
+    All tokens after the prompt are trained; their log-probs are -6 and they share one advantage.
+    """
     num_tokens = len(routes) + 1
-    zeros = np.zeros(num_tokens, np.float32)
+    generator = np.random.default_rng(sample_id)
+    trained = np.arange(num_tokens) >= prompt_len
     sample = RolloutSample(
         sample_id=sample_id,
         group_id=sample_id,
-        prompt=Prompt("p", sample_id, "", np.zeros(1, np.int32), None),
-        token_ids=np.zeros(num_tokens, np.int32),
-        prompt_len=1,
-        loss_mask=np.arange(num_tokens) >= 1,
-        rollout_log_probs=zeros,
+        prompt=Prompt("p", sample_id, "", np.zeros(prompt_len, np.int32), None),
+        token_ids=generator.integers(3, vocab_size, num_tokens).astype(np.int32),
+        prompt_len=prompt_len,
+        loss_mask=trained,
+        rollout_log_probs=np.where(trained, -6.0, 0).astype(np.float32),
         routed_experts=routes,
         weight_versions=np.zeros(num_tokens, np.int32),
         finish_reason="stop",
     )
-    return TrainSample(sample, reward=0.0, advantages=zeros)
+    advantages = np.where(trained, generator.standard_normal(), 0).astype(np.float32)
+    return TrainSample(sample, reward=0.0, advantages=advantages)
+
+
+@contextmanager
+def answering(answer: bytes, path: str = "/generate") -> Iterator[str]:
+    """host:port of a process that stands for SGLang and gives one and the same answer."""
+    context = multiprocessing.get_context("spawn")
+    ports = context.SimpleQueue()
+    server = context.Process(target=_answer_always, args=(answer, path, ports), daemon=True)
+    server.start()
+    try:
+        yield f"127.0.0.1:{ports.get()}"
+    finally:
+        server.kill()
+        server.join()
+
+
+def _answer_always(answer: bytes, path: str, ports: Any) -> None:
+    from aiohttp import web
+
+    async def reply(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=answer, content_type="application/json")
+
+    async def serve() -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_post(path, reply)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        ports.put(runner.addresses[0][1])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())

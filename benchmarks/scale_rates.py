@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from benchmarks.measure import in_turns
+from benchmarks.samples import answering, route_payload, sample_of_routes
 
 GIGA = 1e9
 
@@ -34,7 +37,6 @@ def measure() -> Rates:
     import numpy as np
     import orjson
 
-    from benchmarks.samples import route_payload, sample_of_routes
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
     from r3train.loop.scatter import pack_records, unpack_records
     from r3train.engine.http import parse_answer
@@ -51,12 +53,7 @@ def measure() -> Rates:
     size = rows * layers * topk
 
     def decode() -> np.ndarray:
-        return decode_routed_experts(
-            payload,
-            routes,
-            num_tokens=tokens,
-            sample="0",
-        )
+        return decode_routed_experts(payload, routes, num_tokens=tokens, sample="0")
 
     samples = [sample_of_routes(i, decode()) for i in range(2)]
     share = layers // pp
@@ -95,61 +92,19 @@ def measure() -> Rates:
 
 def rate(num_bytes: int, work: Callable[[], object], rounds: int = 9) -> float:
     """GB a second: the median round, the first one left out."""
-    seconds = []
-    for _ in range(rounds + 1):
-        began = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began)
-    return round(num_bytes / statistics.median(seconds[1:]) / GIGA, 2)
+    seconds = in_turns({"work": work}, rounds)["work"]
+    return round(num_bytes / statistics.median(seconds) / GIGA, 2)
 
 
-def measure_http(answer: bytes, rounds: int = 8) -> float:
+def measure_http(answer: bytes) -> float:
     """GB a second of answers read by the production client from a server in another process."""
-    import asyncio
-
     from r3train.engine.http import SGLangHTTP
 
-    context = multiprocessing.get_context("spawn")
-    ports = context.SimpleQueue()
-    server = context.Process(target=_serve, args=(answer, ports), daemon=True)
-    server.start()
-
-    async def read() -> float:
-        http, seconds = SGLangHTTP([f"127.0.0.1:{ports.get()}"]), []
-        for _ in range(rounds + 1):
-            began = time.perf_counter()
-            await http._send("POST", http.urls[0], None)
-            seconds.append(time.perf_counter() - began)
-        await http.aclose()
-        return statistics.median(seconds[1:])
-
-    try:
-        return round(len(answer) / asyncio.run(read()) / GIGA, 2)
-    finally:
-        server.terminate()
-        server.join()
-
-
-def _serve(answer: bytes, ports) -> None:
-    import asyncio
-
-    from aiohttp import web
-
-    async def serve() -> None:
-        app = web.Application()
-        app.router.add_post("/", lambda request: _answered(web.Response(body=answer)))
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        ports.put(runner.addresses[0][1])
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
-
-
-async def _answered(response):
-    return response
+    with answering(answer, "/") as addr, asyncio.Runner() as runner:
+        http = SGLangHTTP([addr])
+        found = rate(len(answer), lambda: runner.run(http._send("POST", http.urls[0], None)))
+        runner.run(http.aclose())
+    return found
 
 
 def measure_gloo(num_bytes: int = 1 << 27, *, weights: bool = False) -> float:
@@ -174,7 +129,7 @@ def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) ->
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    message, seconds = torch.ones(num_bytes, dtype=torch.uint8), []
+    message = torch.ones(num_bytes, dtype=torch.uint8)
     # experts' matrices in bfloat16, in buckets of a fourth, as DistributedPublisher sends them
     matrices = [(str(i), part) for i, part in enumerate(message.view(torch.bfloat16).chunk(32))]
     received = torch.empty(num_bytes // 4, dtype=torch.uint8)
@@ -186,12 +141,12 @@ def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) ->
     def send() -> None:
         dist.send(message, 1) if rank == 0 else dist.recv(message, 0)
 
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
+    def one() -> None:
         publish() if weights else send()
         dist.barrier()
-        seconds.append(time.perf_counter() - began)
+
+    dist.barrier()
+    seconds = in_turns({"one": one}, rounds=5)["one"]
     if rank == 0:
-        results.put(statistics.median(seconds[1:]))
+        results.put(statistics.median(seconds))
     dist.destroy_process_group()

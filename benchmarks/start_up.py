@@ -1,79 +1,72 @@
-"""Where the start of a real job goes, from the command to the first trained step.
+"""Seconds of each phase of a real job's start, from the command to the first trained step.
 
     python -m benchmarks.start_up [--rounds 3]
 
-The demo's command with R3 and its check runs as anybody would run it; what is timed is when its own
-lines appear.  The server starts while the actor is built, so the phases do not add up by accident:
+The demo's command with R3 and its check runs as anybody would run it; its own lines are timed as
+they appear.  The server starts while the actor is built, so the phases do not add up by accident:
 each is the time until the next line.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from benchmarks.measure import spread, write_result
-from r3train.tiny import TinyOptions, build
+from benchmarks.measure import flags, spread, write_result
+from benchmarks.tiny_jobs import (
+    R3,
+    ROOT,
+    environment,
+    job_flags,
+    step_metrics,
+    tiny_model,
+    torchrun,
+)
 
-ROOT = Path(__file__).resolve().parents[1]
-# the line that ends a phase, and what went on until it came
+# the line that ends a phase, and the phase's name
 PHASES = (
     ("joining the ranks ...", "interpreter, torchrun, checks of the configuration"),
     ("done: joining the ranks", "imports of torch and megatron-core, process group"),
     ("building the Megatron actor ...", "server process started"),
     ("done: building the Megatron actor", "actor built, checkpoint read"),
     ("done: starting SGLang", "rest of the server's start"),
+    ("step", "first rollout and step"),
 )
-FIRST_STEP = "first rollout and step"
+STEP_KEYS = ("perf/rollout_wait_s", "perf/train_s", "perf/publish_s")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        build(Path(scratch) / "tiny", TinyOptions())
-        runs = [one_start(Path(scratch), i, arguments.ranks) for i in range(arguments.rounds)]
-    names = [name for _, name in PHASES] + [FIRST_STEP]
+    arguments = flags(__doc__, rounds=3, ranks=2)
+    with tiny_model() as tiny:
+        run_dirs = [tiny / f"run{i}" for i in range(arguments.rounds)]
+        phases = [time_phases(tiny, run_dir, arguments.ranks) for run_dir in run_dirs]
+        steps = [step_metrics(run_dir) for run_dir in run_dirs]
     result = {
         "ranks": arguments.ranks,
-        "phases_s": {name: spread([run[name] for run in runs]) for name in names},
-        "total_s": spread([sum(run[name] for name in names) for run in runs]),
-        "first_step": {key: spread([run[key] for run in runs]) for key in STEP_KEYS},
-        "later_steps": {key: spread([run[f"later {key}"] for run in runs]) for key in STEP_KEYS},
+        "phases_s": {name: spread([run[name] for run in phases]) for _, name in PHASES},
+        "total_s": spread([sum(run.values()) for run in phases]),
+        "first_step": {key: spread([first[key] for first, *_ in steps]) for key in STEP_KEYS},
+        "later_steps": {  # the last step does not publish
+            key: spread([min(step[key] for step in later) for _, *later, _ in steps])
+            for key in STEP_KEYS
+        },
     }
     write_result(arguments.output, result)
 
 
-STEP_KEYS = ("perf/rollout_wait_s", "perf/train_s", "perf/publish_s")
-
-
-def one_start(scratch: Path, number: int, ranks: int) -> dict[str, Any]:
-    """Seconds of each phase of one job of four steps, and of its first and later steps' parts."""
-    run_dir = scratch / f"run{number}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(ranks), "train_async.py", "--config"]
-    command += ["configs/tiny_cpu.toml", "--run-dir", str(run_dir), "--num-rollout", "4"]
-    command += ["--use-rollout-routing-replay", "--enable-r3-correctness-check"]
-    command += ["--expert-model-parallel-size", str(ranks), "--no-plot", "--no-tensorboard"]
-    command += ["--hf-checkpoint", str(scratch / "tiny" / "model")]
-    command += ["--prompt-data", str(scratch / "tiny" / "prompts.jsonl")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    seconds, lines, waiting = {}, [], list(PHASES)
+def time_phases(tiny: Path, run_dir: Path, ranks: int) -> dict[str, float]:
+    """Seconds of each phase of one job of four steps."""
+    parallel = ("--expert-model-parallel-size", str(ranks))
+    flags_of_job = job_flags(tiny, run_dir, "--num-rollout", "4", *R3, *parallel)
+    seconds: dict[str, float] = {}
+    lines: list[str] = []
+    waiting = list(PHASES)
     last = time.perf_counter()
     job = subprocess.Popen(
-        command,
+        torchrun(ranks, *flags_of_job),
         cwd=ROOT,
-        env=environment,
+        env=environment() | {"PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -84,15 +77,8 @@ def one_start(scratch: Path, number: int, ranks: int) -> dict[str, Any]:
         lines.append(line)
         if waiting and line.startswith(waiting[0][0]):
             seconds[waiting.pop(0)[1]], last = now - last, now
-        elif not waiting and FIRST_STEP not in seconds and line.startswith("step"):
-            seconds[FIRST_STEP] = now - last
-    if job.wait() or waiting or FIRST_STEP not in seconds:
+    if job.wait() or waiting:
         raise RuntimeError(f"the job ended with {job.returncode}:\n{''.join(lines[-30:])}")
-    steps = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    for key in STEP_KEYS:
-        seconds[key] = steps[0][key]
-        # the last step does not publish
-        seconds[f"later {key}"] = sorted(step[key] for step in steps[1:-1])[0]
     return seconds
 
 

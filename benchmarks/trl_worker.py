@@ -14,21 +14,17 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--prompts-a-step", type=int, required=True)
-    parser.add_argument("--group", type=int, required=True, help="samples of a prompt")
-    parser.add_argument("--response", type=int, required=True, help="tokens of every response")
-    parser.add_argument("--steps", type=int, required=True)
+    for name in ("model", "prompts", "output"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    for name in ("prompts-a-step", "group", "response", "steps", "threads"):
+        parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--lr", type=float, required=True)
-    parser.add_argument("--threads", type=int, required=True)
     arguments = parser.parse_args()
     arguments.output.write_text(json.dumps(train(arguments)), encoding="utf-8")
 
 
 def train(a: argparse.Namespace) -> dict:
-    """Train ``steps`` steps; when each of them ended, and how many tokens it was on."""
+    """Train ``steps`` steps; the times at which they ended, and the mean length of responses."""
     import torch
     import trl
     from datasets import Dataset
@@ -98,13 +94,11 @@ def train(a: argparse.Namespace) -> dict:
     )
     trainer.train()
     lengths = [x["completions/mean_length"] for x in seen if "completions/mean_length" in x]
-    rewards = [x["reward"] for x in seen if "reward" in x]
     return {
         "trl": trl.__version__,
         "step_ends": ends,
         "generate_s": generating,
         "mean_length": sum(lengths) / len(lengths),
-        "rewards": rewards,
     }
 
 

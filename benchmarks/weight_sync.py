@@ -8,104 +8,72 @@ under their Hugging Face names without sending them, and publishes them by broad
 
 from __future__ import annotations
 
-import argparse
-import os
-import tempfile
-import time
-from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from r3train.trainer.megatron.cpu_device import prepare_device
-
-DEVICE = prepare_device()
-
-import torch  # noqa: E402
-
-from benchmarks.measure import ratios, spread, write_result  # noqa: E402
-from benchmarks.replay_overhead import MODEL, make_actor  # noqa: E402
-from r3train.config.parallel import ParallelSection  # noqa: E402
-from r3train.engine.control import EngineControl  # noqa: E402
-from r3train.engine.server import SGLangServer, free_port  # noqa: E402
-from r3train.tiny import build  # noqa: E402
-from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
-from r3train.trainer.megatron.topology import (  # noqa: E402
-    init_distributed,
-    init_model_parallel,
-    shutdown,
+from benchmarks.replay_overhead import (  # first: it prepares the device
+    DEVICE,
+    MODEL,
+    make_actor,
+    one_rank,
 )
-from r3train.engine.publish import DistributedPublisher, flatten  # noqa: E402
-from r3train.engine.publish_disk import DiskPublisher  # noqa: E402
+
+import torch
+
+from benchmarks.measure import flags, in_turns, ratios, spreads, write_result
+from benchmarks.tiny_jobs import tiny_model
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import DistributedPublisher, flatten
+from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.server import SGLangServer
+from r3train.trainer.megatron.actor import MegatronActor
 
 BUCKET_BYTES = 512 * 1024 * 1024  # the default of --update-weight-buffer-size
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    for name, value in dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1").items():
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", str(free_port("127.0.0.1")))
-    with tempfile.TemporaryDirectory() as scratch:
-        build(Path(scratch) / "tiny", MODEL)
-        checkpoint = Path(scratch) / "tiny" / "model"
-        with SGLangServer(checkpoint, Path(scratch) / "sglang.log") as server:
-            init_distributed("auto", 10)
-            place = init_model_parallel(ParallelSection(), 1)
-            actor = make_actor(checkpoint, place, replay=False, check=False)
-            result = measure(actor, server.addr, checkpoint, Path(scratch), arguments.rounds)
-    shutdown()
+    arguments = flags(__doc__, rounds=7)
+    with tiny_model(MODEL) as tiny, SGLangServer(tiny / "model", tiny / "sglang.log") as server:
+        with one_rank() as place:
+            actor = make_actor(tiny / "model", place)
+            result = measure(actor, server.addr, tiny, arguments.rounds)
     write_result(arguments.output, result)
 
 
-def measure(
-    actor: MegatronActor, addr: str, checkpoint: Path, scratch: Path, rounds: int
-) -> dict[str, Any]:
+def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[str, Any]:
     """Seconds of every arm round by round, and the ratios to the copy of the same round."""
-    version = 0
     with EngineControl([addr]) as control:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         network = DistributedPublisher(
-            control, bucket_bytes=BUCKET_BYTES, backend=backend, device=DEVICE
+            control,
+            bucket_bytes=BUCKET_BYTES,
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            device=DEVICE,
         )
         disk = DiskPublisher(
             control,
-            directory=scratch / "weights",
-            hf_checkpoint=checkpoint,
+            directory=tiny / "weights",
+            hf_checkpoint=tiny / "model",
             bucket_bytes=BUCKET_BYTES,
         )
         # the tensors themselves: a view of them would be what is copied
         weights = [(name, t.clone()) for name, t in actor.hf_weights()]
         flat = flatten(weights, "cpu")
         target = torch.empty_like(flat)
-
-        def publish(publisher: Any) -> None:
-            nonlocal version
-            version += 1
-            publisher.publish(actor.hf_weights(), version=version)
-
-        arms: dict[str, Callable[[], Any]] = {
+        versions = count(1)
+        arms = {
             "copy": lambda: target.copy_(flat),
             "gather": lambda: [t for _, t in actor.hf_weights()],
-            "broadcast": lambda: publish(network),
-            "disk": lambda: publish(disk),
+            "broadcast": lambda: network.publish(actor.hf_weights(), version=next(versions)),
+            "disk": lambda: disk.publish(actor.hf_weights(), version=next(versions)),
         }
-        seconds: dict[str, list[float]] = {name: [] for name in arms}
-        for number in range(rounds + 1):
-            for name, work in arms.items():
-                began = time.perf_counter()
-                work()
-                if number:  # the first round makes the group and warms up
-                    seconds[name].append(time.perf_counter() - began)
+        seconds = in_turns(arms, rounds)  # the first round makes the process group
         network.close()
         disk.close()
     return {
         "gigabytes": round(flat.nbytes / 1e9, 3),
         "tensors": len(weights),
-        "seconds": {name: spread(values) for name, values in seconds.items()},
+        "seconds": spreads(seconds),
         "over_copy": {name: ratios(values, seconds["copy"]) for name, values in seconds.items()},
     }
 
