@@ -1,4 +1,4 @@
-"""A long run with a fault every few steps: is every prompt trained once, and does nothing leak?
+"""A long run with a fault every few steps: every prompt is trained once, and nothing leaks.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --steps 200 --fault-every 20
 
@@ -16,7 +16,6 @@ Prints one line a fault and a verdict; exits with 1 when
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -29,18 +28,16 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.soak_handles import (  # noqa: E402
+from benchmarks.soak_processes import (  # noqa: E402
     ListeningSockets,
     count_handles,
     open_handles,
-    tcp_sockets,
-)
-from benchmarks.soak_processes import (  # noqa: E402
     own_memory,
     role,
     semaphores_of_others,
     server_port,
     shared_memory_of,
+    tcp_sockets,
 )
 from benchmarks.soak_traces import (  # noqa: E402
     Trace,
@@ -48,31 +45,33 @@ from benchmarks.soak_traces import (  # noqa: E402
     growth_within_life,
     handles_gathered,
 )
+from benchmarks.tiny_jobs import R3, ROOT, environment, job_flags, torchrun  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.loop import prompt_log  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[1]
-FAULTS = ("kill_server", "hang_server", "kill_rank", "stop_job")
+# fault -> role of the process that gets the signal, and the signal
+FAULTS = {
+    "kill_server": ("scheduler", signal.SIGKILL),
+    "hang_server": ("scheduler", signal.SIGSTOP),
+    "kill_rank": ("rank 1", signal.SIGKILL),
+    "stop_job": ("rank 0", signal.SIGUSR1),
+}
 ENDS_THE_RANKS = ("kill_rank", "stop_job")
 GROWTH = 0.05
 SAMPLE_EVERY_S = 0.25
 
 
-def command(run_dir: Path, data: Path, steps: int) -> list[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [
-        *torchrun,
-        *("--nproc-per-node", "2", "--max-restarts", "1000", "train_async.py"),
-        *("--config", "configs/tiny_cpu.toml", "--run-dir", str(run_dir)),
-        *("--hf-checkpoint", str(data / "model"), "--prompt-data", str(data / "prompts.jsonl")),
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
-        *("--no-tensorboard", "--use-rollout-routing-replay", "--enable-r3-correctness-check"),
+def command(run_dir: Path, tiny: Path, steps: int) -> list[str]:
+    flags = [
+        *R3,
+        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
         *("--num-rollout", str(steps), "--max-engine-restarts", "1000"),
         *("--engine-restart-backoff-s", "0", "--engine-health-timeout-s", "10"),
         *("--save", str(run_dir / "ck"), "--save-interval", "5", "--save-keep-last", "2"),
         *("--async-save", "--auto-resume", "--rollout-segment-len", "3"),
     ]
+    return torchrun(2, "--max-restarts", "1000", *job_flags(tiny, run_dir, *flags))
 
 
 def connection_bound(config: RunConfig) -> int:
@@ -102,7 +101,7 @@ class Soak:
         self.listening = ListeningSockets()
         self.shared: set[Path] = set()
         self.traces: dict[tuple[str, int], Trace] = {}
-        # told to end, or done: what a process takes for its last words is no growth
+        # told to end, or done: the memory that a process takes in order to end is no growth
         self.ending: set[psutil.Process] = set()
 
     def run(self) -> list[str]:
@@ -123,7 +122,7 @@ class Soak:
                 processes = self._processes(job)
                 self._measure(processes)
                 if next_fault <= self._trained() < self.steps - 2:
-                    fault = FAULTS[len(self.injected) % len(FAULTS)]
+                    fault = list(FAULTS)[len(self.injected) % len(FAULTS)]
                     if self._inject(processes, fault):
                         next_fault += self.fault_every
                 time.sleep(SAMPLE_EVERY_S)
@@ -140,7 +139,7 @@ class Soak:
             return psutil.Popen(
                 command(self.run_dir, self.data, self.steps),
                 cwd=ROOT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -180,12 +179,7 @@ class Soak:
                 trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
 
     def _inject(self, processes: dict[str, psutil.Process], fault: str) -> bool:
-        victim, number = {
-            "kill_server": ("scheduler", signal.SIGKILL),
-            "hang_server": ("scheduler", signal.SIGSTOP),
-            "kill_rank": ("rank 1", signal.SIGKILL),
-            "stop_job": ("rank 0", signal.SIGUSR1),
-        }[fault]
+        victim, number = FAULTS[fault]
         if victim not in processes:
             return False
         print(f"{time.strftime('%H:%M:%S')} step {self._trained()}: {fault}", flush=True)
@@ -232,7 +226,7 @@ class Soak:
         bound = connection_bound(RunConfig.from_toml(self.run_dir / "config.toml"))
         for trace in traces:
             self.problems += handles_gathered(trace, max_connections=bound)
-        longest = max(traces, key=lambda t: len(t.ages_s))
+        longest = max(traces, key=lambda t: len(t.samples))
         floors = longest.floors()
         if floors is not None:
             early, late = (", ".join(f"{n} {kind}" for kind, n in c.items()) for c in floors)

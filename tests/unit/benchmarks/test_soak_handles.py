@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.soak_handles import CONNECTIONS, FILES, HALF_CLOSED, OTHER_SOCKETS, PIPES
-from benchmarks.soak_handles import ListeningSockets, count_handles, open_handles, tcp_sockets
+from benchmarks.soak_processes import CONNECTIONS, FILES, HALF_CLOSED, OTHER_SOCKETS, PIPES
+from benchmarks.soak_processes import ListeningSockets, count_handles, open_handles, tcp_sockets
 from benchmarks.soak_traces import HANDLES_WINDOW, SETTLE_S, SETTLE_STEPS, Trace, handles_gathered
 
 # does as it is told, a line at a time, and says when it is done

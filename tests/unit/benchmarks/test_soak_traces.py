@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from benchmarks.soak_handles import ANON_INODES, CONNECTIONS, HALF_CLOSED, OTHER_SOCKETS, PIPES
+from benchmarks.soak_processes import ANON_INODES, CONNECTIONS, HALF_CLOSED, OTHER_SOCKETS, PIPES
 from benchmarks.soak_traces import (
     Trace,
     growth_across_lives,
