@@ -74,13 +74,11 @@ def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     with watched_routers(actor, slices) as native:
         off = actor.compute_log_probs(slices, None)  # outside a pass the routers choose themselves
     on = actor.compute_log_probs(slices, "old_log_prob")
-    own_choice: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
+    own_choice = layer_counts()
     for e in actor.collect_evidence(0):
         if e.counts_tokens:
-            rows = e.rows_equal + e.rows_overlap + e.rows_mismatch
-            own_choice[e.layer_number][0] += rows
-            own_choice[e.layer_number][1] += rows - e.rows_equal
-            own_choice[e.layer_number][2] += e.rows_mismatch
+            others = e.rows_overlap + e.rows_mismatch
+            own_choice[e.layer_number] += (e.rows_equal + others, others, e.rows_mismatch, 0, 0)
     return {
         "off": gap(actor, slices, off),
         "on": gap(actor, slices, on),
@@ -89,17 +87,22 @@ def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     }
 
 
+def layer_counts() -> dict[int, np.ndarray]:
+    """{1-based layer: float64[5]}, sums over rows.
+
+    They are: rows, rows of another set, rows without a common expert, the margin between the k-th
+    and the next logit, the standard deviation of the logits.
+    """
+    return defaultdict(lambda: np.zeros(5))
+
+
 @contextmanager
 def watched_routers(
     actor: MegatronActor, slices: Sequence[RankSlice]
-) -> Iterator[dict[int, list[float]]]:
-    """Compare what every router returns with the recorded routes while the block runs.
-
-    Yields {1-based layer: [rows, rows of another set, rows without a common expert, sum over rows of
-    the margin between the k-th and the next logit, sum of the logits' standard deviation]}.
-    """
+) -> Iterator[dict[int, np.ndarray]]:
+    """Compare every router's choice with the recorded routes while the block runs; yields the counts."""
     place = actor.topology
-    counts: dict[int, list[float]] = defaultdict(lambda: [0.0] * 5)
+    counts = layer_counts()
     calls: dict[int, int] = defaultdict(int)
 
     def look(router: Any, args: tuple, output: tuple) -> None:
@@ -110,30 +113,21 @@ def watched_routers(
             return  # another rank's rows
         column = s.layer_numbers.tolist().index(layer)
         recorded = s.routes[:, column]
-        whole = torch.from_numpy(
-            np.flatnonzero(
-                (s.route_uids >= 0) & (recorded != missing_marker(recorded.dtype)).all(1)
-            )
-        )
+        there = (recorded != missing_marker(recorded.dtype)).all(1)
+        whole = np.flatnonzero((s.route_uids >= 0) & there)
         chosen = output[1].cpu()[whole]
         theirs = torch.zeros_like(chosen)
-        theirs.scatter_(1, torch.from_numpy(recorded[whole.numpy()].astype(np.int64)), True)
+        theirs.scatter_(1, torch.from_numpy(recorded[whole].astype(np.int64)), True)
         shared = (chosen & theirs).sum(1)
         logits = router.gating(args[0]).float().reshape(-1, chosen.shape[1]).cpu()[whole]
         highest = logits.topk(recorded.shape[1] + 1, dim=1).values
-        counts[layer] = [
-            total + float(more)
-            for total, more in zip(
-                counts[layer],
-                (
-                    len(whole),
-                    (shared < recorded.shape[1]).sum(),
-                    (shared == 0).sum(),
-                    (highest[:, -2] - highest[:, -1]).sum(),
-                    logits.std(dim=1).sum(),
-                ),
-            )
-        ]
+        counts[layer] += (
+            len(whole),
+            float((shared < recorded.shape[1]).sum()),
+            float((shared == 0).sum()),
+            float((highest[:, -2] - highest[:, -1]).sum()),
+            float(logits.std(dim=1).sum()),
+        )
 
     hooks = [
         r.register_forward_hook(look) for c in actor.model.unwrapped for r in decoder_routers(c)
@@ -145,17 +139,22 @@ def watched_routers(
             hook.remove()
 
 
-def shares(counts: dict[int, list[float]]) -> dict[str, list[float]]:
+def shares(counts: dict[int, np.ndarray]) -> dict[str, list[float]]:
     """Of each layer in order, over all ranks: shares of rows, mean margin, mean logit spread."""
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, dict(counts))
-    total: dict[int, np.ndarray] = defaultdict(lambda: np.zeros(5))
-    for part in parts:
+    total = layer_counts()
+    for part in gathered(dict(counts)):
         for layer, values in part.items():
             total[layer] += values
     names = ("differ", "disjoint", "margin", "logit_std")
     table = [total[layer][1:] / max(total[layer][0], 1) for layer in sorted(total)]
     return {name: [float(row[i]) for row in table] for i, name in enumerate(names)}
+
+
+def gathered(value: Any) -> list[Any]:
+    """The values of all ranks; a collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gap(
@@ -169,8 +168,7 @@ def gap(
                 rows = s.loss_mask & (s.token_uids >= 0)
                 ours.append(log_probs[s.microbatch_id].double().cpu().numpy()[rows])
                 theirs.append(s.rollout_log_probs[rows].astype(np.float64))
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, (np.concatenate(ours), np.concatenate(theirs)))
+    parts = gathered((np.concatenate(ours), np.concatenate(theirs)))
     ours_all = torch.from_numpy(np.concatenate([a for a, _ in parts]))
     theirs_all = torch.from_numpy(np.concatenate([b for _, b in parts]))
     stats = log_prob_gap_stats(ours_all, theirs_all, torch.ones(len(ours_all), dtype=torch.bool))
