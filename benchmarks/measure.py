@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,11 +20,20 @@ from unittest import mock
 
 
 def flags(doc: str, **defaults: Any) -> argparse.Namespace:
-    """The command line of a benchmark: a flag for each default, of its type, and ``--output``."""
+    """The command line of a benchmark: a flag for each default, of its type, and ``--output``.
+
+    A flag whose default is a list takes several values.
+    """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in defaults.items():
-        flag = f"--{name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(default), default=default, help="default: %(default)s")
+        several = isinstance(default, list)
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(default[0] if several else default),
+            nargs="+" if several else None,
+            default=default,
+            help="default: %(default)s",
+        )
     parser.add_argument("--output", type=Path, help="write the result here too")
     return parser.parse_args()
 
@@ -77,6 +88,39 @@ def spreads(values: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]
 def ratios(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
     """The spread of the ratios of neighbours, which were measured one right after the other."""
     return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+def of_gloo_ranks(world_size: int, work: Callable[..., Any], *given: Any) -> Any:
+    """Run ``work(rank, *given)`` in processes of one gloo group; returns the result of rank 0."""
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    with tempfile.TemporaryDirectory() as directory:
+        group = (world_size, f"file://{directory}/store")
+        ranks = [
+            spawn.Process(target=_gloo_rank, args=(rank, *group, results, work, given), daemon=True)
+            for rank in range(world_size)
+        ]
+        for rank in ranks:
+            rank.start()
+        result = results.get(timeout=1200)
+        for rank in ranks:
+            rank.join(timeout=60)
+    return result
+
+
+def _gloo_rank(
+    rank: int, world_size: int, store: str, results: Any, work: Callable[..., Any], given: tuple
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    result = work(rank, *given)
+    if rank == 0:
+        results.put(result)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @contextmanager

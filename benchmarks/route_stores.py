@@ -1,44 +1,45 @@
-"""What passes through rank 0 with every route, and what is left to it with --route-stores.
+"""Work of rank 0 when all routes pass through it, and its rest with ``--route-stores``.
 
     SGLang's answers -> decode -> deal, pack, cut -> every rank's slices
 
 Local processes stand for 2 and 4 data-parallel leaders (and with --pipeline for further stages of
-each); a process that hands out one and the same
-synthetic answer stands for the engine.  Client, stores, dealing, cutting and gloo are the
-production code.  Both ways run in turns, in the same processes.
+each), and one for the engine: it gives the same synthetic answer to every request, --samples a
+leader and round.  Client, stores, dealing, cutting and gloo are the production code.  Both ways run
+in turns, in the same processes.
 
 Seconds are processor seconds of a process, so that they do not depend on what else runs: rank 0's
 in all, and the busiest leader's.  Rank 0 is a leader too; "coordinator" is its share when requests
-go to the other leaders' stores alone: what stays at rank 0 however many leaders there are.
+go to the other leaders' stores alone: the part that stays at rank 0 however many leaders there are.
 
     python -m benchmarks.route_stores [--leaders 2 4] [--samples 8] [--tokens 4096]
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
-import multiprocessing
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import orjson
-import torch
 import torch.distributed as dist
-from aiohttp import web
 
-from benchmarks.measure import counted_sends, ratios, spread, write_result
-from benchmarks.samples import route_payload
+from benchmarks.measure import (
+    counted_sends,
+    flags,
+    of_gloo_ranks,
+    ratios,
+    spreads,
+    write_result,
+)
+from benchmarks.samples import answering, route_payload
 from r3train.config import RunConfig
 from r3train.loop.prepare import prepare
 from r3train.loop.scatter import gather_json, scatter_slices
@@ -55,6 +56,8 @@ from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 PROMPT_LEN = 256
 EXPERTS = 128
 TOKEN = "a key for processes of this machine"
+# way -> leaders whose stores take requests; "": none, the routes pass through rank 0
+WAYS = {"without": "", "with": "all", "coordinator": "others"}
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ class Shape:
         return route_payload(self.tokens - 1, self.layers, self.topk, EXPERTS)
 
 
-def serve_engine(shape: Shape, ports: Any) -> None:
-    """The process that stands for SGLang."""
+def answer_of(shape: Shape) -> bytes:
+    """SGLang's answer with the routes of one sample."""
     output_len = shape.tokens - PROMPT_LEN
-    answer = orjson.dumps(
+    return orjson.dumps(
         {
             "output_ids": [7] * output_len,
             "meta_info": {
@@ -95,21 +98,6 @@ def serve_engine(shape: Shape, ports: Any) -> None:
             },
         }
     )
-
-    async def reply(request: web.Request) -> web.Response:
-        await request.read()
-        return web.Response(body=answer, content_type="application/json")
-
-    async def serve() -> None:
-        app = web.Application(client_max_size=1 << 30)
-        app.router.add_post("/generate", reply)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ports.put((runner.addresses[0][1], len(answer)))
-        await asyncio.Event().wait()
-
-    asyncio.run(serve())
 
 
 class Rank:
@@ -257,127 +245,95 @@ def measured(into: dict[str, Any], name: str) -> Iterator[None]:
     into[f"{name}_cpu_s"] = own if dist.get_rank() == 0 else time.process_time() - cpu
 
 
-def work(rank: int, leaders: int, shape: Shape, engine: str, store: str, results: Any) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=leaders * shape.pipeline
-    )
+def work(rank: int, leaders: int, shape: Shape, engine: str) -> tuple[dict[str, list], list]:
+    """All rounds of each way and all fetches: lists of what each rank found, without the first."""
     me = Rank(rank, leaders, shape, engine)
-    ways = {"without": "", "with": "all", "coordinator": "others"}
-    rounds: dict[str, list] = {way: [] for way in ways}
-    for number in range(shape.rounds + 1):
-        for way, stores in ways.items():
-            found = gather_json(me.round(stores))
-            if number:  # the first warms up
-                rounds[way].append(found)
-    fetches = [gather_json(me.fetch()) for _ in range(shape.rounds + 1)][1:]
-    if rank == 0:
-        results.put((rounds, fetches))
+    rounds: dict[str, list] = {way: [] for way in WAYS}
+    for _ in range(shape.rounds + 1):
+        for way, stores in WAYS.items():
+            rounds[way].append(gather_json(me.round(stores)))
+    fetches = [gather_json(me.fetch()) for _ in range(shape.rounds + 1)]
     dist.barrier()
     me.close()
-    dist.destroy_process_group()
+    return {way: found[1:] for way, found in rounds.items()}, fetches[1:]
+
+
+def cpu_s(found: dict[str, Any]) -> float:
+    """Processor seconds of one rank's round."""
+    return found["answers_cpu_s"] + found["slices_cpu_s"]
+
+
+# figure of a round, from what all ranks found and the number of leaders
+FIGURES = {
+    "rank0_cpu_s": lambda ranks, _: cpu_s(ranks[0]),
+    "rank0_answers_cpu_s": lambda ranks, _: ranks[0]["answers_cpu_s"],
+    "rank0_slices_cpu_s": lambda ranks, _: ranks[0]["slices_cpu_s"],
+    "busiest_other_leader_cpu_s": lambda ranks, leaders: max(map(cpu_s, ranks[1:leaders])),
+    "all_ranks_cpu_s": lambda ranks, _: sum(map(cpu_s, ranks)),
+    "wall_s": lambda ranks, _: ranks[0]["answers_wall_s"] + ranks[0]["slices_wall_s"],
+    "rank0_wire_gb": lambda ranks, _: (
+        (ranks[0]["client_wire_bytes"] + ranks[0]["store_wire_bytes"]) / 1e9
+    ),
+    "rank0_client_wire_gb": lambda ranks, _: ranks[0]["client_wire_bytes"] / 1e9,
+    "rank0_sent_gb": lambda ranks, _: ranks[0]["sent_bytes"] / 1e9,
+    "busiest_fetched_gb": lambda ranks, _: max(r["fetched_bytes"] for r in ranks) / 1e9,
+}
 
 
 def summary(
     leaders: int, shape: Shape, answer_bytes: int, rounds: dict[str, list], fetches: list
 ) -> dict[str, Any]:
     """Medians over the rounds, and ratios of rounds that ran one after the other."""
-    total = shape.samples * leaders * shape.route_bytes
-    sums = {sum(rank["checksum"] for rank in found) for way in rounds.values() for found in way}
-    assert len(sums) == 1, "both ways must bring the same routes"
-
-    def median(way: str, value: Any) -> float:
-        return statistics.median(value(found) for found in rounds[way])
-
-    def cpu(r: dict) -> float:
-        return r["answers_cpu_s"] + r["slices_cpu_s"]
-
-    def of(way: str) -> dict[str, Any]:
-        return dict(
-            rank0_cpu_s=round(median(way, lambda f: cpu(f[0])), 3),
-            rank0_answers_cpu_s=round(median(way, lambda f: f[0]["answers_cpu_s"]), 3),
-            rank0_slices_cpu_s=round(median(way, lambda f: f[0]["slices_cpu_s"]), 3),
-            busiest_other_leader_cpu_s=round(median(way, lambda f: max(map(cpu, f[1:leaders]))), 3),
-            all_ranks_cpu_s=round(median(way, lambda f: sum(map(cpu, f))), 3),
-            wall_s=round(median(way, lambda f: f[0]["answers_wall_s"] + f[0]["slices_wall_s"]), 3),
-            rank0_wire_gb=round(
-                median(way, lambda f: f[0]["client_wire_bytes"] + f[0]["store_wire_bytes"]) / 1e9, 4
-            ),
-            rank0_client_wire_gb=round(median(way, lambda f: f[0]["client_wire_bytes"]) / 1e9, 4),
-            rank0_sent_gb=round(median(way, lambda f: f[0]["sent_bytes"]) / 1e9, 4),
-            busiest_fetched_gb=round(
-                median(way, lambda f: max(r["fetched_bytes"] for r in f)) / 1e9, 4
-            ),
-        )
-
-    without, with_ = rounds["without"], rounds["with"]
     answers = shape.samples * leaders
-    coordinator = of("coordinator")
+    total_gb = answers * shape.route_bytes / 1e9
+    sums = {sum(rank["checksum"] for rank in ranks) for way in rounds.values() for ranks in way}
+    assert len(sums) == 1, "all ways must bring the same routes"
+    without, with_stores, coordinator = (
+        {
+            name: round(statistics.median(figure(ranks, leaders) for ranks in rounds[way]), 4)
+            for name, figure in FIGURES.items()
+        }
+        for way in WAYS
+    )
+    rank0 = {way: [cpu_s(ranks[0]) for ranks in rounds[way]] for way in WAYS}
+    speeds = {
+        "wall": [f[1]["bytes"] / f[1]["fetch_wall_s"] / 1e9 for f in fetches],
+        "of_the_reader": [f[1]["bytes"] / f[1]["fetch_cpu_s"] / 1e9 for f in fetches],
+        "of_the_store": [f[1]["bytes"] / f[0]["store_cpu_s"] / 1e9 for f in fetches],
+    }
     return dict(
         leaders=leaders,
         samples=answers,
-        route_gigabytes=round(total / 1e9, 4),
+        route_gigabytes=round(total_gb, 4),
         answer_megabytes=round(answer_bytes / 1e6, 3),
-        without=of("without"),
-        with_stores=of("with"),
+        without=without,
+        with_stores=with_stores,
         coordinator=coordinator,
-        rank0_cpu_without_over_with=ratios(
-            [cpu(found[0]) for found in without], [cpu(found[0]) for found in with_]
-        ),
-        rank0_cpu_without_over_coordinator=ratios(
-            [cpu(found[0]) for found in without], [cpu(found[0]) for found in rounds["coordinator"]]
-        ),
-        fetch_gigabytes_a_second=dict(
-            wall=spread([f[1]["bytes"] / f[1]["fetch_wall_s"] / 1e9 for f in fetches]),
-            of_the_reader=spread([f[1]["bytes"] / f[1]["fetch_cpu_s"] / 1e9 for f in fetches]),
-            of_the_store=spread([f[1]["bytes"] / f[0]["store_cpu_s"] / 1e9 for f in fetches]),
-        ),
+        rank0_cpu_without_over_with=ratios(rank0["without"], rank0["with"]),
+        rank0_cpu_without_over_coordinator=ratios(rank0["without"], rank0["coordinator"]),
+        fetch_gigabytes_a_second=spreads(speeds),
         rank0_cpu_s_per_route_gb=dict(
-            without=round(of("without")["rank0_cpu_s"] / total * 1e9, 3),
-            with_stores=round(of("with")["rank0_cpu_s"] / total * 1e9, 3),
+            without=round(without["rank0_cpu_s"] / total_gb, 3),
+            with_stores=round(with_stores["rank0_cpu_s"] / total_gb, 3),
         ),
         coordinator_ms_per_answer=round(coordinator["rank0_answers_cpu_s"] / answers * 1e3, 3),
         leader_cpu_s_per_route_gb=round(
-            of("with")["busiest_other_leader_cpu_s"] / (total / leaders) * 1e9, 3
+            with_stores["busiest_other_leader_cpu_s"] / (total_gb / leaders), 3
         ),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--leaders", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--samples", type=int, default=8, help="of each leader, a round")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--topk", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pipeline", type=int, default=1, help="stages of each data-parallel rank")
-    parser.add_argument("--output", type=Path)
-    a = parser.parse_args()
+    a = flags(
+        __doc__, leaders=[2, 4], samples=8, tokens=4096, layers=48, topk=8, rounds=5, pipeline=1
+    )
     shape = Shape(a.samples, a.tokens, a.layers, a.topk, a.rounds, a.pipeline)
-    spawn = multiprocessing.get_context("spawn")
-    ports = spawn.Queue()
-    engine = spawn.Process(target=serve_engine, args=(shape, ports), daemon=True)
-    engine.start()
-    try:
-        port, answer_bytes = ports.get(timeout=60)
-        results = []
+    answer = answer_of(shape)
+    results = []
+    with answering(answer) as engine:
         for leaders in a.leaders:
-            found = spawn.Queue()
-            with tempfile.TemporaryDirectory() as directory:
-                store = str(Path(directory) / "store")
-                arguments = (leaders, shape, f"127.0.0.1:{port}", store, found)
-                world = range(leaders * shape.pipeline)
-                ranks = [spawn.Process(target=work, args=(i, *arguments)) for i in world]
-                for rank in ranks:
-                    rank.start()
-                rounds, fetches = found.get(timeout=1200)
-                for rank in ranks:
-                    rank.join(timeout=60)
-            results.append(summary(leaders, shape, answer_bytes, rounds, fetches))
-    finally:
-        engine.kill()
-        engine.join()
+            found = of_gloo_ranks(leaders * shape.pipeline, work, leaders, shape, engine)
+            results.append(summary(leaders, shape, len(answer), *found))
     asked = {name: value for name, value in vars(a).items() if name != "output"}
     cores = len(os.sched_getaffinity(0))
     write_result(a.output, {"shape": asked, "cores": cores, "results": results})

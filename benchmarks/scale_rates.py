@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.measure import in_turns
+from benchmarks.measure import in_turns, of_gloo_ranks
 from benchmarks.samples import answering, route_payload, sample_of_routes
 
 GIGA = 1e9
@@ -109,26 +107,15 @@ def measure_http(answer: bytes) -> float:
 
 def measure_gloo(num_bytes: int = 1 << 27, *, weights: bool = False) -> float:
     """GB a second of one gloo send between two processes over loopback, or of weights published."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as directory:
-        results = context.SimpleQueue()
-        given = (f"{directory}/store", num_bytes, weights, results)
-        ranks = [context.Process(target=_gloo_rank, args=(r, *given)) for r in (0, 1)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        return round(num_bytes / results.get() / GIGA, 2)
+    return round(num_bytes / of_gloo_ranks(2, _send_seconds, num_bytes, weights) / GIGA, 2)
 
 
-def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) -> None:
+def _send_seconds(rank: int, num_bytes: int, weights: bool) -> float:
     import torch
     import torch.distributed as dist
 
     from r3train.engine.publish import buckets, flatten
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     message = torch.ones(num_bytes, dtype=torch.uint8)
     # experts' matrices in bfloat16, in buckets of a fourth, as DistributedPublisher sends them
     matrices = [(str(i), part) for i, part in enumerate(message.view(torch.bfloat16).chunk(32))]
@@ -146,7 +133,4 @@ def _gloo_rank(rank: int, store: str, num_bytes: int, weights: bool, results) ->
         dist.barrier()
 
     dist.barrier()
-    seconds = in_turns({"one": one}, rounds=5)["one"]
-    if rank == 0:
-        results.put(statistics.median(seconds))
-    dist.destroy_process_group()
+    return statistics.median(in_turns({"one": one}, rounds=5)["one"])
