@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import agreement
-from benchmarks.measure import ratios, spread
+from benchmarks.measure import in_turns, ratios, spread
 from benchmarks.page import figure, number, performance_page, results_page
 from benchmarks.run_all import BENCHMARKS, run_script, with_earlier
 
@@ -155,6 +155,15 @@ def test_a_spread_is_of_neighbours():
         spread([])
     with pytest.raises(ValueError):
         ratios([1.0], [1.0, 2.0])
+
+
+def test_another_arm_begins_each_round_and_the_warm_up_is_left_out():
+    began = []
+    arms = {name: lambda name=name: began.append(name) for name in "abc"}
+    ticks = iter(range(100))
+    seconds = in_turns(arms, 2, warm_up=2, clock=lambda: next(ticks))
+    assert "".join(began) == "abc" + "bca" + "cab" + "abc"
+    assert seconds == {"a": [1, 1], "b": [1, 1], "c": [1, 1]}
 
 
 def test_numbers_keep_three_digits():
