@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def value_of(field: FieldInfo) -> str:
-    """What a field takes, with its bounds."""
+    """The values that a field takes, with their bounds."""
     words = type_words(field.annotation)
     signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     for bound in field.metadata:

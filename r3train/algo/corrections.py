@@ -98,7 +98,7 @@ def log_prob_gap_stats(
 def log_prob_gap_histogram(
     actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
 ) -> Tensor:
-    """How many masked rows have a |gap| in each bin; of several microbatches and ranks the sum.
+    """Count the masked rows in each bin of |gap|; counts of microbatches and ranks add up.
 
     Returns int64[NUM_GAP_BINS], detached.  A gap that is no number counts as the largest.
     """

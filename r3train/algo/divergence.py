@@ -1,4 +1,4 @@
-"""What losses and corrections share: masking that no garbage survives, and the k3 estimator."""
+"""Masking that no garbage survives, and the k3 estimator: shared by losses and corrections."""
 
 from __future__ import annotations
 

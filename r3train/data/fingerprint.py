@@ -1,4 +1,4 @@
-"""Whether the prompt file is still the one that the run began with."""
+"""A fingerprint of the prompt file, to see that it is still the one that the run began with."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FileFingerprint:
             return cls(path, hashlib.file_digest(file, "sha256").hexdigest(), marks)
 
     def changed(self) -> bool:
-        """Whether the content differs by now (or the file is gone); reads it only if touched."""
+        """True where the content differs by now or the file is gone; reads it only if touched."""
         try:
             if _marks(self.path) == self.marks:
                 return False

@@ -14,7 +14,7 @@ from r3train.types import Prompt
 
 
 class Tokenizer(Protocol):
-    """What prompts need of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer that prompts need."""
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 

@@ -1,4 +1,4 @@
-"""What an environment sees of a rollout, and what it answers."""
+"""An environment sees a turn of a rollout and answers it."""
 
 from __future__ import annotations
 

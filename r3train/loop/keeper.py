@@ -95,11 +95,11 @@ class Keeper:
             )
 
     def stopping(self) -> bool:
-        """Whether the run was told to stop; a collective."""
+        """True once the run was told to stop; a collective."""
         return self._stop.agreed()
 
     def due(self, next_rollout_id: int) -> bool:
-        """Whether ``--save-interval`` asks for a checkpoint now."""
+        """True where ``--save-interval`` asks for a checkpoint now."""
         interval = self._config.checkpoint.save_interval
         return bool(interval and self._checkpointer and next_rollout_id % interval == 0)
 

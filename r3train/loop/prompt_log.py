@@ -1,4 +1,4 @@
-"""Which prompts a run has trained: one line a rollout, and the audit that none is lost or doubled.
+"""A log of trained prompts, a line a rollout, and its audit: none lost, none twice.
 
 A rollout that was trained again after a crash (from an older checkpoint) has a second line, and
 the later one counts: the weights of the first are gone.
@@ -47,7 +47,7 @@ def read(run_dirs: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def audit(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
-    """What is wrong: rollouts missing, groups trained twice, and samples trained twice."""
+    """List rollouts that are missing, and groups and samples that were trained twice."""
     steps = [record["step"] for record in records]
     groups = [g for record in records for g in record["group_ids"]]
     samples = [s for record in records for group in record["sample_ids"] for s in group]

@@ -28,11 +28,11 @@ class Recovery:
         return LOST if self._enabled else ()
 
     def needed(self, failure: BaseException | None) -> bool:
-        """Whether rank 0 has lost its engines; a collective."""
+        """True where rank 0 has lost its engines; a collective."""
         return self._enabled and bool(broadcast_json(failure is not None))
 
     def restart(self) -> BaseException | None:
-        """Start the engines again; a collective.  Returns why there will be none, or None."""
+        """Start the engines again; a collective.  Returns the error that prevents it, or None."""
         failure: BaseException | None = None
         if self._engines is not None:
             try:

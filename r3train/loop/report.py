@@ -14,7 +14,7 @@ from r3train.types import TrainSample
 
 @dataclass(frozen=True)
 class RolloutReport:
-    """What the rollout's metrics are made of, beside its samples."""
+    """Facts of a rollout that its samples do not hold."""
 
     rollout_id: int
     groups: GroupStats
@@ -56,12 +56,12 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
 
 
 def _num_versions(s: TrainSample) -> int:
-    """How many weight versions generated the sample: more than one, and it spans an update."""
+    """Count the weight versions that generated the sample; a sample of several spans an update."""
     return len(np.unique(s.sample.weight_versions[s.sample.loss_mask]))
 
 
 def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What the source did since the last step's batch, from its counts then and now.
+    """Metrics of the source since the last step's batch, from its counts then and now.
 
     ``rollout_s`` are the seconds between in which a request was in flight.  The two shares are of the
     wall time between: training waited for a batch, and generation had nothing in flight.  A source

@@ -98,7 +98,7 @@ def send_records(
 
 
 def recv_records(source: int) -> list[Any]:
-    """What another rank sends this one with ``send_records``."""
+    """Receive the records that another rank sends with ``send_records``."""
     return unpack_records(_received(source))
 
 
@@ -169,7 +169,7 @@ def send_json(value_of_rank: Mapping[int, Any]) -> None:
 
 
 def recv_json() -> Any:
-    """What rank 0 sends this rank with ``send_json``."""
+    """Receive the value that rank 0 sends with ``send_json``."""
     return json.loads(_received(0).tobytes())
 
 

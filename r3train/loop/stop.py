@@ -25,7 +25,7 @@ class StopRequested(Exception):
 
 
 class StopSignal:
-    """Whether this process was told to stop; a context manager that restores the handlers.
+    """Notes a signal to stop; a context manager that restores the handlers.
 
     Enter it when there is something to save: until then a signal had better end the process.
     After ``grace_s`` seconds the process ends with exit code 1, whatever it is doing.
@@ -73,7 +73,7 @@ class StopSignal:
         return 0 if saved or self._received is None else 128 + self._received
 
     def agreed(self) -> bool:
-        """Whether any rank was told to stop: a collective, and the same answer on all ranks."""
+        """True on all ranks once any rank was told to stop; a collective."""
         flag = torch.tensor([self._received is not None], dtype=torch.int32)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())

@@ -176,7 +176,7 @@ def bound_and_known(
 
 
 def one_node(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun has all ranks on this node."""
+    """True where torchrun has all ranks on this node."""
     return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
 
 

@@ -1,4 +1,4 @@
-"""How far the trainer's own top-k agrees with the replayed one, and what chance would give."""
+"""Agreement of the trainer's own top-k with the replayed one, and the level of chance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank holds which layers, by arithmetic alone.
+"""The layers that each rank holds, by arithmetic alone.
 
 The trainer reads ``router.layer_number`` off the modules it built; this is the same map without a
 model, for start-up checks, for slices of shapes that do not fit on this machine, and as an oracle
