@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +18,9 @@ from typing import Any
 
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.check import (
+    agreement_shares,
+    Cell,
+    COUNTERS,
     ERRORS,
     Failure,
     judge,
@@ -25,40 +29,42 @@ from r3train.proof.check import (
     StepTotals,
     StepVerdict,
 )
-from r3train.proof.controls import beaten_by, CONTROLS
+from r3train.proof.controls import beaten_by
 from r3train.proof.findings import Audit, AuditedStep, Finding, MAX_FINDINGS, ranges
-from r3train.proof.schema import (
-    METRICS,
-    read_lines,
-    RecordLine,
-    RECORDS,
-    StepLine,
-    STEPS,
-)
+from r3train.proof.schema import FileLine, METRICS, read_lines, RecordLine, RECORDS, StepLine, STEPS
 from r3train.proof.writer import EVIDENCE_DIR, STEPS_FILE
 from r3train.types import RouteShape
 
 _CONFIG_FILE = "config.toml"
 _RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.jsonl", re.ASCII)
 _MAX_UNJUDGED = 1000
-_APPLIED = ("fingerprint", "rows_recompute_differ")
-# Quantities that are too small where records are missing.
-_LOST = ("num_calls", "fingerprint", "rows_replayed", "rows_filled")
-_WORDS = {
-    "num_calls": "router calls",
-    "fingerprint": "route fingerprint",
-    "rows_replayed": "rows replayed",
-    "rows_filled": "rows with filled slots",
-    "rows_native": "rows the router chose itself",
-    "duplicate_rows": "rows with fewer experts than top-k",
-    "map_deviation": "entries of the routing map beyond rows x top-k",
-    "rows_recompute_differ": "recomputed rows that differ from the forward",
-    "rows_compared": "rows that agree, overlap and mismatch",
-    "rows_mismatch": "rows that share no expert with the trainer's own choice",
-    "row_kinds_off": "the kinds of rows do not add up to the rows of a call: their difference",
-    "topk_off": "top-k of a call: its difference from the step's",
-    "replay_idx_sum_off": "sum of the expert ids that were served: its distance from a possible one",
+# A call that is missing takes these with it.
+_OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled")
+# The claim that fails, and the quantity in words.
+_QUANTITIES = {
+    "num_calls": ("covered", "router calls"),
+    "fingerprint": ("applied", "route fingerprint"),
+    "rows_replayed": ("covered", "rows replayed"),
+    "rows_filled": ("covered", "rows with filled slots"),
+    "rows_native": ("covered", "rows the router chose itself"),
+    "duplicate_rows": ("covered", "rows with fewer experts than top-k"),
+    "map_deviation": ("covered", "entries of the routing map beyond rows x top-k"),
+    "rows_recompute_differ": ("applied", "recomputed rows that differ from the forward"),
+    "rows_compared": ("covered", "rows that agree, overlap and mismatch"),
+    "rows_mismatch": ("agreement", "rows that share no expert with the trainer's own choice"),
+    "row_kinds_off": (
+        "covered",
+        "the kinds of rows do not add up to the rows of a call: the excess",
+    ),
+    "topk_off": ("covered", "top-k of a call: its difference from the step's"),
+    "replay_idx_sum_off": (
+        "covered",
+        "sum of the expert ids that were served: its distance from a possible one",
+    ),
 }
+_LOST = "records are missing of the first time that steps {} were trained"
+_AGAIN = "steps {} were trained again by a later start, and the latest time counts"
+_WAIVED = "by its own threshold the run judged that steps {} failed; another one replaces it"
 
 
 def audit_run(
@@ -84,13 +90,30 @@ def audit_run(
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """One verdict of steps.jsonl: the start of the run, the step, and the first byte of the line."""
+class _Step:
+    """One time that a step was trained: the run's verdict, the records, and the verdict on them."""
 
-    attempt: str
-    step: int
-    begin: int
-    passed: bool
+    line: StepLine
+    superseded: bool
+    of_rank: dict[int, StepTotals]  # of ranks with records
+    totals: StepTotals
+    expectation: StepExpectation
+    verdict: StepVerdict
+
+    def finding(
+        self,
+        claim: str,
+        what: str,
+        cell: Cell | tuple[None, None, None] = (None, None, None),
+        ranks: tuple[int, ...] = (),
+        *,
+        got: object = "",
+        expected: object = "",
+    ) -> Finding:
+        """A finding of this step."""
+        attempt = self.line.attempt if self.superseded else ""
+        values = (str(got), str(expected), attempt)
+        return Finding(claim, what, self.line.step, ranks, *cell, *values)
 
 
 class _RankFile:
@@ -100,27 +123,15 @@ class _RankFile:
         self.path, self.rank = path, rank
         self._offset = self._number = 0
 
-    def take(self, run: _RunAudit, place: int) -> Iterator[RecordLine]:
-        """The records of the verdict at ``place``, up to the first record of a later verdict."""
+    def lines_until(
+        self, place: int, place_of: dict[tuple[str, int], int]
+    ) -> Iterator[FileLine[RecordLine]]:
+        """The next lines, up to the first record of a verdict behind ``place``."""
         for line in read_lines(self.path, RECORDS, self._offset, self._number):
             record = line.value
-            if record is None:
-                run.damaged(self.path, line)
-            elif record.rank != self.rank:
-                error = f"rank is {record.rank}, expected {self.rank}, whose file this is"
-                run.audit.damage(self.path.name, error, line.number)
-            else:
-                own = run.place_of.get((record.attempt, record.step))
-                if own is not None and own > place:
-                    return
-                run.num_records += 1
-                if own is None:
-                    run.add_unjudged(record.attempt, record.step)
-                elif own < place:
-                    error = f"a record of step {record.step}, expected one of a later step"
-                    run.audit.damage(self.path.name, error, line.number)
-                else:
-                    yield record
+            if record and place_of.get((record.attempt, record.step), 0) > place:
+                return
+            yield line
             self._offset, self._number = line.end, line.number
 
 
@@ -129,370 +140,353 @@ class _RunAudit:
 
     def __init__(self, run_dir: Path, threshold: float | None, accept: bool, keep_steps: bool):
         self.audit = Audit(str(run_dir))
-        self.num_records = 0
         self._run_dir = run_dir
         self._threshold, self._accept, self._keep_steps = threshold, accept, keep_steps
-        self._evidence = run_dir / EVIDENCE_DIR
-        self._steps_file = self._evidence / STEPS_FILE
-        paths = {_RANK_FILE.fullmatch(p.name): p for p in self._evidence.glob("rank_*.jsonl")}
+        self._steps_file = run_dir / EVIDENCE_DIR / STEPS_FILE
+        paths = {_RANK_FILE.fullmatch(p.name): p for p in self._steps_file.parent.glob("rank_*")}
         files = [_RankFile(path, int(match[1])) for match, path in paths.items() if match]
         self._files = {file.rank: file for file in sorted(files, key=lambda file: file.rank)}
-        self._entries: list[_Entry] = []
-        self.place_of: dict[tuple[str, int], int] = {}
-        self._read_verdicts()
-        self._latest = {entry.step: i for i, entry in enumerate(self._entries)}
-        self._unjudged: dict[str, set[int]] = {}  # start -> steps with records and no verdict
-        self._read_metrics()
-        # over the steps that count
-        self._sums: StepTotals | None = None
-        self._chance: dict[str, float] = {}
-        self._start: str | None = None  # the last one
+        # (start, step) -> its line's number in steps.jsonl
+        self._place_of: dict[tuple[str, int], int] = {}
+        self._latest: dict[int, int] = {}  # step -> the number of its last line
+        self._failed: dict[int, int] = {}  # step -> the number of its last line that says so
+        self._world_size = 0
+        self._trained: set[int] = set()  # metrics.jsonl
+        self._failed_in_metrics: set[int] = set()
+        self._unjudged: defaultdict[str, set[int]] = defaultdict(set)  # start -> steps
+        self._steps_noted: defaultdict[str, set[int]] = defaultdict(set)
+        self._failed_before: set[int] = set()  # at a time that does not count
+        self._num_records = self._num_accepted = 0
+        # over the times that count
+        self._sums = StepTotals(RouteShape(0, 1, 1))
+        self._shape = RouteShape(0, 1, 1)
         self._shapes: set[tuple[int, int]] = set()
         self._thresholds: set[float] = set()
-        self._calls_of_rank: dict[int, int] = {}
+        self._calls_of_rank: Counter[int] = Counter()
         self._callers: set[int] = set()  # ranks with calls in the last start
-        self._calls_expected = self._rows_expected = self._world_size = 0
+        self._last_start = ""
+        self._calls_expected = self._rows_expected = 0
         self._beaten: set[int] = set()  # layers in which a control beat a step's agreement
-        # steps to be told of
-        self._waived: set[int] = set()
-        self._lost: set[int] = set()
-        self._failed_before: set[int] = set()
-        self._accepted = 0
 
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
-        audit = self.audit
-        for place, entry in enumerate(self._entries):
-            self._judge_step(place, entry)
+        self._read_verdicts()
+        self._read_metrics()
+        for rank in sorted(set(range(self._world_size)) - self._files.keys()):
+            self.audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
+        for line in read_lines(self._steps_file, STEPS) if self._place_of else ():
+            verdict = line.value
+            if verdict and self._place_of.get((verdict.attempt, verdict.step)) == line.number:
+                self._judge_step(line.number, verdict)
         for file in self._files.values():  # records behind the last verdict
-            for _ in file.take(self, len(self._entries)):
-                raise AssertionError("no verdict stands behind the last")
-        self._judge_files()
-        self._judge_run(min_steps)
-        audit.find_more_damage()
-        audit.numbers = self._numbers()
+            self._records(file, max(self._place_of.values(), default=0) + 1, None)
+        self._judge_unjudged()
+        self._judge_coverage(min_steps)
+        self._judge_agreement()
+        self._note_run()
         self._conclude()
-        return audit
+        return self.audit
 
     # -- reading -----------------------------------------------------------------------------
 
-    def damaged(self, path: Path, line: Any) -> None:
+    def _damaged(self, path: Path, line: FileLine[Any]) -> None:
         """Note a line that a kill tore at the end of a file; any other is a finding."""
         if line.torn:
             self.audit.notes.append(f"{path.name} ends within a line: its writer was stopped")
         else:
-            self.audit.damage(path.name, line.error, line.number)
+            self._find_in_line(path, line.number, line.error)
 
-    def add_unjudged(self, attempt: str, step: int) -> None:
-        """Keep a step with records and without a verdict; the first 1000 of them."""
-        if sum(map(len, self._unjudged.values())) < _MAX_UNJUDGED:
-            self._unjudged.setdefault(attempt, set()).add(step)
+    def _find_in_line(self, path: Path, number: int, error: str) -> None:
+        self.audit.find(Finding("covered", f"{path.name} line {number}: {error}"))
 
     def _read_verdicts(self) -> None:
-        if not self._steps_file.exists():
-            return
-        for line in read_lines(self._steps_file, STEPS):
-            if line.value is None:
-                self.damaged(self._steps_file, line)
-                continue
-            key = (line.value.attempt, line.value.step)
-            if key in self.place_of:
-                error = f"a second verdict of step {key[1]} by the same start"
-                self.audit.damage(STEPS_FILE, error, line.number)
-                continue
-            self.place_of[key] = len(self._entries)
-            self._entries.append(_Entry(*key, line.begin, line.value.passed))
+        """Index ``steps.jsonl``."""
+        for line in read_lines(self._steps_file, STEPS) if self._steps_file.exists() else ():
+            verdict = line.value
+            if verdict is None:
+                self._damaged(self._steps_file, line)
+            elif (key := (verdict.attempt, verdict.step)) in self._place_of:
+                error = f"a second verdict of step {verdict.step} by the same start"
+                self._find_in_line(self._steps_file, line.number, error)
+            else:
+                self._place_of[key] = self._latest[verdict.step] = line.number
+                self._world_size = max(self._world_size, verdict.world_size)
+                if not verdict.passed:
+                    self._failed[verdict.step] = line.number
 
     def _read_metrics(self) -> None:
-        self._trained: set[int] = set()
-        self._judged_then: set[int] = set()
-        self._failed_then: set[int] = set()
         path = self._run_dir / METRICS_FILE
         if not path.exists():
-            if self._entries:
+            if self._latest:
                 self.audit.notes.append(f"no {METRICS_FILE}: only evidence says what was trained")
             return
         for line in read_lines(path, METRICS):
             if line.value is None:
-                self.damaged(path, line)
+                self._damaged(path, line)
                 continue
             self._trained.add(line.value.step)
-            if line.value.passed is not None:
-                self._judged_then.add(line.value.step)
-                if not line.value.passed:
-                    self._failed_then.add(line.value.step)
+            if line.value.passed is not None and not line.value.passed:
+                self._failed_in_metrics.add(line.value.step)
 
-    def _config(self, section: str) -> dict[str, Any]:
-        """A section of the run's settings; empty where it cannot be read."""
-        try:
-            value = tomllib.loads((self._run_dir / _CONFIG_FILE).read_text()).get(section)
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return value if isinstance(value, dict) else {}
+    def _records(self, file: _RankFile, place: int, totals: StepTotals | None) -> None:
+        """Add a rank's records of the verdict at ``place`` to ``totals``."""
+        for line in file.lines_until(place, self._place_of):
+            record = line.value
+            if record is None:
+                self._damaged(file.path, line)
+                continue
+            if record.rank != file.rank:
+                error = f"rank is {record.rank}, expected {file.rank}, whose file this is"
+                self._find_in_line(file.path, line.number, error)
+                continue
+            self._num_records += 1
+            own = self._place_of.get((record.attempt, record.step))
+            if own is None:
+                if sum(map(len, self._unjudged.values())) < _MAX_UNJUDGED:
+                    self._unjudged[record.attempt].add(record.step)
+            elif own < place:
+                error = f"a record of step {record.step}, expected one of a later step"
+                self._find_in_line(file.path, line.number, error)
+            else:
+                totals.add(record)
 
     # -- one step ----------------------------------------------------------------------------
 
-    def _judge_step(self, place: int, entry: _Entry) -> None:
-        line = next(read_lines(self._steps_file, STEPS, entry.begin)).value
-        counts_now = self._latest[entry.step] == place
+    def _judge_step(self, place: int, line: StepLine) -> None:
+        """Judge one time that a step was trained, and add it to the run's sums if it counts."""
+        step = self._read_step(place, line)
+        findings = list(self._findings(step))
+        for finding in findings:
+            self._find(finding, accepted=step.superseded and self._accept)
+        if step.superseded:
+            self._steps_noted[_AGAIN].add(line.step)
+            if not line.passed or (findings and not self._accept):
+                self._failed_before.add(line.step)
+            return
+        self._add(step)
+        if self._keep_steps:
+            native = {n: step.totals.counters((*NATIVE, n)) for n in line.expected_fingerprints}
+            layers = {n: (v["rows_equal"], v["rows_replayed"]) for n, v in native.items()}
+            passed = not findings and line.step not in self._failed_before
+            verdict = step.verdict
+            self.audit.steps.append(
+                AuditedStep(line.step, passed, verdict.counts, layers, verdict.agreement)
+            )
+
+    def _read_step(self, place: int, line: StepLine) -> _Step:
         shape = RouteShape(max(line.expected_fingerprints, default=0), line.topk, line.num_experts)
         totals, of_rank = StepTotals(shape), {}
         for rank, file in self._files.items():
             own = StepTotals(shape)
-            for record in file.take(self, place):
-                own.add(record)
+            self._records(file, place, own)
             if own.cells:
                 of_rank[rank] = own
                 totals.merge(own)
-        expectation = _expectation(line)
+        expectation = StepExpectation(
+            line.step,
+            line.expected_fingerprints,
+            line.expected_rows_replayed,
+            line.expected_rows_filled,
+            line.expected_calls,
+        )
         limit = line.mismatch_threshold if self._threshold is None else self._threshold
         verdict = judge(totals, expectation, shape, mismatch_threshold=limit)
-        findings = list(self._findings(line, totals, of_rank, verdict, superseded=not counts_now))
-        for finding in findings:
-            self._find(finding, superseded=not counts_now)
-        if not counts_now:
-            if not line.passed or (findings and not self._accept):
-                self._failed_before.add(line.step)
-            return
-        self._add(line, expectation, totals, of_rank, limit)
-        shares = verdict.agreement.items()
-        self._chance |= {name: v for name, v in shares if name.startswith("chance_")}
-        if self._keep_steps:
-            native = {n: totals.counters((*NATIVE, n)) for n in expectation.fingerprints}
-            self.audit.steps.append(
-                AuditedStep(
-                    rollout_id=line.step,
-                    passed=not findings and line.step not in self._failed_before,
-                    counts=verdict.counts,
-                    layers={n: (v["rows_equal"], v["rows_replayed"]) for n, v in native.items()},
-                    agreement=verdict.agreement,
-                    failures=tuple(map(str, findings[:20])),
-                )
-            )
+        superseded = self._latest[line.step] != place
+        if not superseded:
+            self._shape = shape
+            self._thresholds.add(limit)
+        return _Step(line, superseded, of_rank, totals, expectation, verdict)
 
-    def _findings(
-        self,
-        line: StepLine,
-        totals: StepTotals,
-        of_rank: dict[int, StepTotals],
-        verdict: StepVerdict,
-        *,
-        superseded: bool,
-    ) -> Iterator[Finding]:
-        """Everything that is wrong with a step, and lastly whatever the run said beyond it."""
-        failures, found = verdict.failures + verdict.above_threshold, False
-        attempt = line.attempt if superseded else ""
+    def _findings(self, step: _Step) -> Iterator[Finding]:
+        """Everything that is wrong with a step; where nothing is, all that the run said otherwise."""
+        failures, found = step.verdict.failures + step.verdict.above_threshold, False
         short = {_cell(f) for f in failures if f.what == "num_calls" and f.got < f.expected}
-        silent = self._silent_ranks(line, of_rank) if short else ()
-        lost = bool(short and (superseded or silent))
-        # a call that is missing takes its rows with it
-        untold = _LOST if lost else _LOST[1:]
-        failures = [f for f in failures if not (f.what in untold and _cell(f) in short)]
-        if lost and superseded:  # a crash may take records with it
-            self._lost.add(line.step)
-        elif lost:
-            found = True
-            silent = tuple(rank for rank in silent if rank in self._files)  # others have a finding
-        if lost and silent and not superseded:
-            got, expected = (str(verdict.counts[n]) for n in ("num_calls", "num_calls_expected"))
-            what = "router calls, with no record of these ranks,"
-            yield Finding("covered", what, line.step, silent, got=got, expected=expected)
+        untold: tuple[str, ...] = _OF_A_CALL
+        if lost := bool(short) and step.superseded:  # a crash may take records with it
+            self._steps_noted[_LOST].add(step.line.step)
+            untold += ("num_calls",)
         for f in failures:
-            found = True
-            yield _finding(line, f, _suspects(line, of_rank, f), attempt)
-        for layer in line.expected_fingerprints:
-            if beaten := beaten_by(totals.counters((*NATIVE, layer))):
+            if f.what not in untold or _cell(f) not in short:
+                found = True
+                yield _finding(step, f, self._suspects(step, f))
+        for layer in step.line.expected_fingerprints:
+            cell = (*NATIVE, layer)
+            if beaten := beaten_by(step.totals.counters(cell)):
                 found = True
                 self._beaten.add(layer)
                 what, got, expected = beaten.words()
-                place = (line.step, (), *NATIVE, layer)
-                yield Finding("agreement", what, *place, got, expected, attempt)
-        if not found:
-            yield from self._own_verdict(line, attempt)
-            for name, got in verdict.counts.items() if not lost else ():
-                if getattr(line.counts, name) != got:
-                    what = f"{name} of the step's records, against the count of the run itself,"
-                    values = {"got": str(got), "expected": str(getattr(line.counts, name))}
-                    yield Finding("covered", what, line.step, **values, attempt=attempt)
-
-    def _own_verdict(self, line: StepLine, attempt: str) -> Iterator[Finding]:
-        """The run's own failure, where the records do not show it."""
-        said = "the run itself judged it failed"
-        if line.passed:
+                yield step.finding("agreement", what, cell, got=got, expected=expected)
+        if found:
             return
-        if line.threshold_error and self._threshold is not None:
-            self._waived.add(line.step)
+        yield from self._own_verdict(step)
+        for name, got in step.verdict.counts.items() if not lost else ():
+            if (said := getattr(step.line.counts, name)) != got:
+                what = f"{name} of the step's records, against the count of the run itself,"
+                yield step.finding("covered", what, got=got, expected=said)
+
+    def _own_verdict(self, step: _Step) -> Iterator[Finding]:
+        """The run's own failure, where the records do not show it."""
+        line = step.line
+        reasons = [(_QUANTITIES.get(f.what, ("applied",))[0], str(f)) for f in line.failures[:3]]
+        if line.threshold_error and self._threshold is None:
+            reasons.append(("agreement", line.threshold_error))
         elif line.threshold_error:
-            what = f"{said} ({line.threshold_error:.200})"
-            yield Finding("agreement", what, line.step, attempt=attempt)
-        if line.failures or not line.threshold_error:
-            text = "; ".join(map(str, line.failures[:3])) or "no reason recorded"
-            what = f"{said} ({text:.400})"
-            applied = any(f.what in _APPLIED for f in line.failures) or not line.failures
-            claim = "applied" if applied else "covered"
-            yield Finding(claim, what, line.step, attempt=attempt)
+            self._steps_noted[_WAIVED].add(line.step)
+        if not reasons and not line.passed and not line.threshold_error:
+            reasons.append(("applied", "no reason recorded"))
+        if reasons:
+            text = "; ".join(text for _, text in reasons)
+            yield step.finding(reasons[0][0], f"the run itself judged it failed ({text:.400})")
 
-    def _silent_ranks(self, line: StepLine, of_rank: dict[int, StepTotals]) -> tuple[int, ...]:
-        """Ranks without a record of the step; a rank that never had one, only if all are like it.
+    def _suspects(self, step: _Step, f: Failure) -> tuple[int, ...]:
+        """The ranks that a failure points at: at best the one, at worst all that hold the layer."""
+        layer = f.layer_number
+        holders = {r for r, t in step.of_rank.items() if any(cell[2] == layer for cell in t.cells)}
+        own = {rank: step.of_rank[rank].counters(_cell(f)).get(f.what, 0) for rank in holders}
+        suspects: list[int] = []
+        if f.what in ERRORS:
+            suspects = [rank for rank, value in own.items() if value]
+        elif f.what == "num_calls":
+            suspects = self._ranks_with_other_calls(step, own, short=f.got < f.expected)
+        elif f.what == "fingerprint":
+            suspects = _ranks_with_other_routes(step, own, layer)
+        return tuple(sorted(suspects or holders))
 
-        A rank whose file is empty may hold no layer with experts.
+    def _ranks_with_other_calls(
+        self, step: _Step, calls: dict[int, int], *, short: bool
+    ) -> list[int]:
+        """Ranks without a record, where calls are missing, or with another number than most.
+
+        A rank whose file is empty may hold no layer with experts: it comes last.
         """
-        silent = [rank for rank in range(line.world_size) if rank not in of_rank]
+        silent = [r for r in range(step.line.world_size) if r not in step.of_rank] if short else []
         files = self._files
-        speak = [r for r in silent if r not in files or files[r].path.stat().st_size]
-        return tuple(speak or silent)
+        speakers = [r for r in silent if r not in files or files[r].path.stat().st_size]
+        usual = sorted(calls.values())[len(calls) // 2] if calls else 0
+        return speakers or [r for r, count in calls.items() if count != usual] or silent
 
-    def _find(self, finding: Finding, *, superseded: bool) -> None:
-        if not (superseded and self._accept):
+    def _find(self, finding: Finding, *, accepted: bool) -> None:
+        if not accepted:
             self.audit.find(finding)
             return
-        self._accepted += 1
-        if self._accepted <= MAX_FINDINGS:
+        self._num_accepted += 1
+        if self._num_accepted <= MAX_FINDINGS:
             self.audit.notes.append(f"accepted, of a step that was trained again: {finding}")
 
-    def _add(
-        self,
-        line: StepLine,
-        expectation: StepExpectation,
-        totals: StepTotals,
-        of_rank: dict[int, StepTotals],
-        threshold: float,
-    ) -> None:
-        if self._start != line.attempt:
-            self._start, self._callers = line.attempt, set()
+    def _add(self, step: _Step) -> None:
+        """Add a step that counts to the run's sums."""
+        line = step.line
+        if self._last_start != line.attempt:
+            self._last_start, self._callers = line.attempt, set()
+        self._callers |= step.of_rank.keys()
         self._shapes.add((line.num_experts, line.topk))
-        self._thresholds.add(threshold)
-        self._world_size = max(self._world_size, line.world_size)
-        self._calls_expected += expectation.total_calls()
-        self._rows_expected += sum(expectation.rows_replayed.values())
-        self._callers |= of_rank.keys()
-        for rank, own in of_rank.items():
-            calls = sum(values[0] for values in own.cells.values())
-            self._calls_of_rank[rank] = self._calls_of_rank.get(rank, 0) + calls
-        if self._sums is None:
-            self._sums = totals
-        else:
-            self._sums.merge(totals)
+        self._calls_expected += step.expectation.total_calls()
+        self._rows_expected += sum(line.expected_rows_replayed.values())
+        for rank, own in step.of_rank.items():
+            self._calls_of_rank[rank] += sum(values[0] for values in own.cells.values())
+        self._sums.merge(step.totals)
 
     # -- the run -----------------------------------------------------------------------------
 
-    def _judge_files(self) -> None:
-        """Find missing files, and steps without evidence."""
-        audit, judged = self.audit, sorted(self._latest)
-        for rank in sorted(set(range(self._world_size)) - self._files.keys()):
-            audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
-        self._judge_unjudged()
-        said = {e.step for e in self._entries if not e.passed}
-        if judged and (unsaid := self._failed_then - said):
-            text = f"{METRICS_FILE} says that steps {ranges(unsaid)} failed, {STEPS_FILE} does not"
-            audit.find(Finding("covered", text, step=min(unsaid)))
-        gaps = [range(a + 1, b) for a, b in pairwise(judged) if b > a + 1]
-        if gaps:
-            shown = ", ".join(f"{g[0]}..{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in gaps[:6])
-            text = f"no evidence of steps {shown}, between others that have it"
-            audit.find(Finding("covered", text, step=gaps[0][0]))
-        missing = {s for s in self._trained - set(judged) if not any(s in gap for gap in gaps)}
-        if judged and missing:
-            text = f"steps {ranges(missing)} were trained ({METRICS_FILE}) and have no evidence"
-            audit.find(Finding("covered", text, step=min(missing)))
-        elif judged and judged[0] > 0:
-            audit.notes.append(f"evidence begins at step {judged[0]}: the run was resumed there")
-
     def _judge_unjudged(self) -> None:
         """Records without a verdict: of the step that a kill cut short, or of steps judged later."""
-        for attempt, steps in self._unjudged.items():
-            before = [e.step for e in self._entries if e.attempt == attempt]
-            later = {e.step for e in self._entries if e.attempt > attempt}
-            killed = len(steps) == 1 and min(steps) > max(before, default=-1)
+        for start, steps in self._unjudged.items():
+            before = [step for attempt, step in self._place_of if attempt == start]
+            later = {step for attempt, step in self._place_of if attempt > start}
             text = f"{STEPS_FILE} has no verdict for steps {ranges(steps)}"
-            if killed:
-                note = f"step {min(steps)} was not finished (start {attempt}): it is not judged"
+            if len(steps) == 1 and min(steps) > max(before, default=-1):
+                note = f"step {min(steps)} was not finished (start {start}): it is not judged"
                 self.audit.notes.append(note)
             elif steps <= later:
-                text += f" of start {attempt}; all of them were trained again"
-                self.audit.notes.append(text)
+                note = f"{text} of start {start}; all of them were trained again"
+                self.audit.notes.append(note)
             else:
                 self.audit.find(Finding("covered", text, step=min(steps)))
 
-    def _judge_run(self, min_steps: int) -> None:
-        """Find and note facts that only all steps together show."""
-        audit, steps = self.audit, len(self._latest)
-        for layer, values in self._native().items():
-            # steps of few rows can each be too short to tell
+    def _judge_coverage(self, min_steps: int) -> None:
+        """Find steps without evidence, and failures that metrics.jsonl alone has."""
+        judged = sorted(self._latest)
+        if not judged:
+            return
+        found: dict[str, int] = {}  # text -> first step
+        if unsaid := self._failed_in_metrics - self._failed.keys():
+            text = f"{METRICS_FILE} says that steps {ranges(unsaid)} failed, {STEPS_FILE} does not"
+            found[text] = min(unsaid)
+        for before, after in pairwise(judged):
+            if after - before > 1:
+                gap = f"{before + 1}..{after - 1}" if after - before > 2 else f"{before + 1}"
+                found[f"no evidence of steps {gap}, between others that have it"] = before + 1
+        if missing := {s for s in self._trained if not judged[0] <= s <= judged[-1]}:
+            text = f"steps {ranges(missing)} were trained ({METRICS_FILE}) and have no evidence"
+            found[text] = min(missing)
+        elif judged[0] > 0:
+            self.audit.notes.append(
+                f"evidence begins at step {judged[0]}: the run was resumed there"
+            )
+        for text, step in found.items():
+            self.audit.find(Finding("covered", text, step=step))
+        if len(judged) < min_steps:
+            values = {"got": str(len(judged)), "expected": f"{min_steps} at least"}
+            self.audit.find(Finding("covered", "steps with evidence", **values))
+
+    def _judge_agreement(self) -> None:
+        """Judge all steps together: steps of few rows can each be too short to tell."""
+        layers = {c[2]: self._sums.counters(c) for c in sorted(self._sums.cells) if c[:2] == NATIVE}
+        for layer, values in layers.items():
             if layer not in self._beaten and (beaten := beaten_by(values)):
                 what, got, expected = beaten.words()
                 what = f"over steps {ranges(self._latest)}, {what}"
                 place = (None, (), *NATIVE, layer)
-                audit.find(Finding("agreement", what, *place, got, expected))
-        if 0 < steps < min_steps:
-            expected = f"{min_steps} at least"
-            audit.find(Finding("covered", "steps with evidence", got=str(steps), expected=expected))
-        again = {e.step for i, e in enumerate(self._entries) if self._latest[e.step] != i}
-        planned = self._config("rollout").get("num_rollout")
-        starts = f"{len(self._starts())} starts in one directory"
-        lost, waived = ranges(self._lost), ranges(self._waived)
-        notes = {
-            f"{starts}: steps {ranges(again)} were trained again, and the latest time counts": again,
-            f"records are missing of the first time that steps {lost} were trained": self._lost,
-            f"by its own threshold the run judged that steps {waived} failed; {self._threshold} is "
-            "judged by in its place": self._waived,
-            f"{steps} of the {planned} steps of the configuration": (
-                type(planned) is int and 0 < steps < planned
-            ),
-            f"accepted: {self._accepted - MAX_FINDINGS} more of them": (
-                self._accepted > MAX_FINDINGS
-            ),
+                self.audit.find(Finding("agreement", what, *place, got, expected))
+        self.audit.agreement = agreement_shares(self._sums, layers, self._shape)
+        self.audit.layer_agreement = {
+            layer: values["rows_equal"] / values["rows_replayed"]
+            for layer, values in layers.items()
+            if values["rows_replayed"]
         }
-        audit.notes += [note for note, holds in notes.items() if holds]
 
-    def _starts(self) -> set[str]:
-        return {e.attempt for e in self._entries} | self._unjudged.keys()
-
-    def _native(self) -> dict[int, dict[str, int]]:
-        """Counters by name of each layer, in the pass where the trainer's own choice is compared."""
-        cells = sorted(self._sums.cells) if self._sums else []
-        return {cell[2]: self._sums.counters(cell) for cell in cells if cell[:2] == NATIVE}
+    def _note_run(self) -> None:
+        notes = self.audit.notes
+        notes += [text.format(ranges(steps)) for text, steps in self._steps_noted.items()]
+        planned, steps = self._setting("rollout", "num_rollout"), len(self._latest)
+        if type(planned) is int and 0 < steps < planned:
+            notes.append(f"{steps} of the {planned} steps of the configuration")
+        if self._num_accepted > MAX_FINDINGS:
+            notes.append(f"accepted: {self._num_accepted - MAX_FINDINGS} more of them")
 
     def _numbers(self) -> dict[str, Any]:
-        cells = [self._sums.counters(cell) for cell in self._sums.cells] if self._sums else []
-        names = StepTotals(RouteShape(0, 1, 1)).counters(("", "", 0)).keys() - {"fingerprint"}
         experts, topk = next(iter(self._shapes)) if len(self._shapes) == 1 else (None, None)
-        failed_now = {s for s, i in self._latest.items() if not self._entries[i].passed}
-        failed = {e.step for e in self._entries if not e.passed}
+        sums = dict.fromkeys(COUNTERS, 0)
+        for cell in self._sums.cells:
+            for name, value in self._sums.counters(cell).items():
+                sums[name] += value
+        del sums["fingerprint"]
         return {
             "steps": len(self._latest),
             "first_step": min(self._latest, default=None),
             "last_step": max(self._latest, default=None),
             "ranks": len(self._files),
-            "calling_ranks": sorted(self._callers),  # of the last start
+            "calling_ranks": sorted(self._callers),
             "calls_of_rank": dict(sorted(self._calls_of_rank.items())),
             "world_size": self._world_size or None,
             "num_experts": experts,
             "topk": topk,
-            "starts": len(self._starts()),
-            # steps, of which the time that counts did not fail
-            "superseded_failures": sorted(failed - failed_now),
-            "records": self.num_records,
+            "starts": len({attempt for attempt, _ in self._place_of} | self._unjudged.keys()),
+            # steps that failed, and not at the time that counts
+            "superseded_failures": sorted(
+                s for s, n in self._failed.items() if n < self._latest[s]
+            ),
+            "records": self._num_records,
             "calls_expected": self._calls_expected,
             "mismatch_threshold": max(self._thresholds, default=None),
-            **{name: sum(values[name] for values in cells) for name in sorted(names)},
+            **sums,
         }
 
     def _conclude(self) -> None:
-        audit, layers = self.audit, self._native()
-        rows = sum(values["rows_replayed"] for values in layers.values())
-        if rows:
-            for name in ("rows_equal", "rows_overlap", "rows_mismatch", *CONTROLS):
-                share = sum(values[name] for values in layers.values()) / rows
-                audit.agreement[name.removeprefix("rows_")] = share
-            audit.agreement |= self._chance
-            audit.layer_agreement = {
-                layer: values["rows_equal"] / values["rows_replayed"]
-                for layer, values in layers.items()
-                if values["rows_replayed"]
-            }
+        audit = self.audit
+        audit.numbers = self._numbers()
         reason = ""
-        if not self._entries:
+        if not self._latest:
             reason = self._why_nothing()
         elif not self._rows_expected:
             reason = "not one row with recorded routes: there was nothing to replay"
@@ -501,76 +495,59 @@ class _RunAudit:
 
     def _why_nothing(self) -> str:
         """The reason why not one step of the run can be judged."""
-        nothing = f"{EVIDENCE_DIR}/ holds no verdict of a step"
-        if self._judged_then:
-            return (
-                f"{METRICS_FILE} has verdicts of steps {ranges(self._judged_then)}, and "
-                f"{EVIDENCE_DIR}/ none: it has been removed or emptied"
-            )
-        replay, trainer = self._config("replay"), self._config("trainer")
-        if (self._run_dir / _CONFIG_FILE).exists():
-            if not replay.get("use_rollout_routing_replay"):
-                return "the run did not use R3 (--use-rollout-routing-replay)"
-            if not (trainer.get("ci_test") or replay.get("enable_r3_correctness_check")):
-                return "the run's R3 check was off (--enable-r3-correctness-check)"
-        elif not self._steps_file.exists():
+        has_config = (self._run_dir / _CONFIG_FILE).exists()
+        if not has_config and not self._steps_file.exists():
             return f"no {EVIDENCE_DIR}/ and no {_CONFIG_FILE} in {self._run_dir}: is it a run directory?"
+        if has_config and not self._setting("replay", "use_rollout_routing_replay"):
+            return "the run did not use R3 (--use-rollout-routing-replay)"
+        checks = (("trainer", "ci_test"), ("replay", "enable_r3_correctness_check"))
+        if has_config and not any(self._setting(*key) for key in checks):
+            return "the run's R3 check was off (--enable-r3-correctness-check)"
         if self._trained:
             return (
-                f"{nothing}, and {METRICS_FILE} has steps {ranges(self._trained)} without one: they "
-                "were trained and not judged"
+                f"{METRICS_FILE} has steps {ranges(self._trained)} and {EVIDENCE_DIR}/ no verdict: "
+                "they were not judged, or it was removed or emptied"
             )
-        return f"{nothing}: the run ended before its first step was judged"
+        return f"{EVIDENCE_DIR}/ holds no verdict: the run ended before its first step was judged"
+
+    def _setting(self, section: str, key: str) -> Any:
+        """One of the run's settings; None where it cannot be read."""
+        try:
+            config = tomllib.loads((self._run_dir / _CONFIG_FILE).read_text())
+            return config[section][key]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            return None
 
 
-def _expectation(line: StepLine) -> StepExpectation:
-    """The rollout side's records of a step, as the run judged by them."""
-    return StepExpectation(
-        line.step,
-        line.expected_fingerprints,
-        line.expected_rows_replayed,
-        line.expected_rows_filled,
-        line.expected_calls,
-    )
-
-
-def _finding(line: StepLine, f: Failure, ranks: tuple[int, ...], attempt: str) -> Finding:
-    got, expected, claim = str(f.got), str(f.expected), "covered"
+def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:
+    claim, what = _QUANTITIES[f.what]
+    got, expected = str(f.got), str(f.expected)
     if f.what == "fingerprint":
         got, expected = f"{f.got:#018x}", f"{f.expected:#018x}"
-    if f.what == "rows_mismatch":
-        expected, claim = f"at most {f.expected:g}", "agreement"
-    if f.what in _APPLIED:
-        claim = "applied"
-    place = (line.step, ranks, f.replay_pass, f.stage, f.layer_number)
-    return Finding(claim, _WORDS[f.what], *place, got, expected, attempt)
+    elif f.what == "rows_mismatch":
+        expected = f"at most {f.expected:g}"
+    return step.finding(claim, what, _cell(f), ranks, got=got, expected=expected)
 
 
-def _suspects(line: StepLine, of_rank: dict[int, StepTotals], f: Failure) -> tuple[int, ...]:
-    """The ranks that a failure points at: at best the one, at worst all that hold the layer."""
-    layer = f.layer_number
-    holders = {r: t for r, t in of_rank.items() if any(cell[2] == layer for cell in t.cells)}
-    own = {rank: totals.counters(_cell(f)) for rank, totals in holders.items()}
-    calls = sorted(values["num_calls"] for values in own.values())
-    wrong: list[int] = []
-    if f.what in ERRORS:
-        wrong = [rank for rank, values in own.items() if values[f.what]]
-    elif f.what == "num_calls" and own:
-        wrong = [r for r, values in own.items() if values[f.what] != calls[len(calls) // 2]]
-    elif f.what == "fingerprint":
-        for place in line.places:
-            got = sum(own[rank][f.what] for rank in place.ranks if rank in own) % (1 << 64)
-            if got != place.fingerprints.get(layer, 0):
-                wrong += [rank for rank in place.ranks if rank in own]
-        # every pass replays the same routes, so a rank whose passes differ is the one
-        wrong = wrong or [rank for rank, t in holders.items() if _passes_differ(t, layer)]
-    return tuple(sorted(wrong or own))
+def _ranks_with_other_routes(step: _Step, fingerprints: dict[int, int], layer: int) -> list[int]:
+    """Ranks whose sum is not that of their data-parallel rank, or is another in another pass.
 
-
-def _cell(f: Failure) -> tuple[str, str, int]:
-    return f.replay_pass, f.stage, f.layer_number
+    fingerprints: by rank, in the pass that failed.
+    """
+    wrong = []
+    for place in step.line.places:
+        ranks = [rank for rank in place.ranks if rank in fingerprints]
+        got = sum(fingerprints[rank] for rank in ranks) % (1 << 64)
+        if got != place.fingerprints.get(layer, 0):
+            wrong += ranks
+    return wrong or [r for r in fingerprints if _passes_differ(step.of_rank[r], layer)]
 
 
 def _passes_differ(totals: StepTotals, layer: int) -> bool:
+    """Every pass replays the same routes, so a rank whose passes differ is the one."""
     cells = [cell for cell in totals.cells if cell[2] == layer]
     return len({totals.counters(cell)["fingerprint"] for cell in cells}) > 1
+
+
+def _cell(f: Failure) -> Cell:
+    return f.replay_pass, f.stage, f.layer_number

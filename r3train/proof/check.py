@@ -256,7 +256,7 @@ def judge(
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    agreement = _agreement(totals, expectation, shape)
+    agreement = agreement_shares(totals, expectation.fingerprints, shape)
     return StepVerdict(expectation.step, failures, above, threshold_error, counts, agreement)
 
 
@@ -273,11 +273,14 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
     return {**wanted, "rows_compared": got["rows_replayed"]}
 
 
-def _agreement(
-    totals: StepTotals, expectation: StepExpectation, shape: RouteShape
+def agreement_shares(
+    totals: StepTotals, layer_numbers: Iterable[int], shape: RouteShape
 ) -> dict[str, float]:
-    """Shares of rows in the old-log-prob pass, beside chance and the misaligned controls."""
-    layers = [totals.counters((*NATIVE, layer)) for layer in expectation.fingerprints]
+    """Shares of rows in the old-log-prob pass, beside chance and the misaligned controls.
+
+    Empty where no row was replayed in these layers.
+    """
+    layers = [totals.counters((*NATIVE, layer)) for layer in layer_numbers]
     rows = sum(values["rows_replayed"] for values in layers)
     if not rows:
         return {}

@@ -6,9 +6,8 @@ import json
 import re
 import sys
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import click
 
@@ -19,6 +18,7 @@ EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
 _SHOWN = 10
 # what Markdown would read as its own: a damaged record may say anything
 _MARKDOWN = re.compile(r"[\\|`*<\[]")
+_COLORS = {"passed": "green", "failed": "red"}
 _CLAIM_WORDS = {
     "applied": "what Megatron dispatched is what the rollout chose",
     "covered": "every router call and every row is accounted for",
@@ -91,53 +91,37 @@ def check_evidence(
         if logs:
             run = audits[0].numbers if audits else {}
             limit = run.get("mismatch_threshold") if threshold is None else threshold
+            accepted = run.get("superseded_failures", ()) if accept_superseded_failures else ()
             audits.append(
                 audit_logs(
                     logs,
                     threshold=0.01 if limit is None else limit,
                     run=run,
                     threshold_replaced=threshold is not None,
-                    accepted_steps=(
-                        run.get("superseded_failures", ()) if accept_superseded_failures else ()
-                    ),
+                    accepted_steps=accepted,
                 )
             )
     except ValueError as error:
         raise click.UsageError(plain(str(error))) from None
-    verdict = overall([audit.verdict for audit in audits])
-    # a failure to write must not cost the verdict, nor be taken for one
-    _written("standard output", lambda: _print(audits, verdict, as_json, str(markdown) == "-"))
-    if markdown is not None and str(markdown) != "-":
-        text = _markdown_of(audits)
-        _written(str(markdown), lambda: markdown.write_text(text, encoding="utf-8"))
-    sys.exit(EXIT_CODES[verdict])
-
-
-def _written(where: str, write: Callable[[], Any]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
-
-
-def _print(audits: list[Audit], verdict: str, as_json: bool, as_markdown: bool) -> None:
+    verdict = max((a.verdict for a in audits), key=["passed", "no evidence", "failed"].index)
+    to_stdout = str(markdown) == "-"
+    printed = []
     if as_json:
         out = {"verdict": verdict, "audits": [audit.to_json() for audit in audits]}
-        click.echo(json.dumps(out, indent=2))
-    if as_markdown:
-        click.echo(_markdown_of(audits), nl=False)
-    if not as_json and not as_markdown:
-        for audit in audits:
-            _show(audit)
-
-
-def _markdown_of(audits: list[Audit]) -> str:
-    return "\n".join(map(to_markdown, audits))
-
-
-def overall(verdicts: list[str]) -> str:
-    """The worst of several verdicts: a failure, then a lack of evidence, then a pass."""
-    return max(verdicts, key=["passed", "no evidence", "failed"].index)
+        printed.append(json.dumps(out, indent=2))
+    summary = "\n".join(map(_markdown_of, audits))
+    if to_stdout:
+        printed.append(summary.removesuffix("\n"))
+    # a failure to write must not cost the verdict, nor be taken for one
+    try:
+        where = "standard output"
+        click.echo("\n".join(printed or map(_text_of, audits)))
+        if markdown is not None and not to_stdout:
+            where = str(markdown)
+            markdown.write_text(summary, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
+    sys.exit(EXIT_CODES[verdict])
 
 
 def headline(audit: Audit) -> str:
@@ -146,84 +130,72 @@ def headline(audit: Audit) -> str:
     if audit.verdict == "no evidence":
         return f"no evidence: {audit.reason}"
     if audit.verdict == "failed":
-        return f"failed: {audit.num_findings} finding{'s' * (audit.num_findings != 1)}"
+        return f"failed: {_amount(audit.num_findings, 'finding')}"
     if "steps" in n:
         return f"passed: {_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
     return f"passed: {_amount(n['checks'], 'R3 check line')}"
 
 
 def claim_facts(audit: Audit) -> dict[str, str]:
-    """What each claim rests on, in a line."""
+    """The facts that each claim rests on, in a line; empty where there are none."""
     n, a = audit.numbers, audit.agreement
-    facts = dict.fromkeys(_CLAIM_WORDS, "")
     if not n:
-        return facts
+        return dict.fromkeys(_CLAIM_WORDS, "")
     if "steps" not in n:
-        facts["applied"] = "log lines hold no fingerprints"
-        facts["covered"] = f"{n['num_calls']} replayed calls on {_amount(n['ranks'], 'rank')}"
-        facts["agreement"] = f"{n['rows_mismatch']} of {n['rows_checked']} rows share no expert"
-        return facts
-    facts["applied"] = (
-        f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
-        f"{_amount(n['ranks'], 'rank')}"
-    )
-    facts["covered"] = (
-        f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, padding "
-        f"{n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}"
-    )
+        return {
+            "applied": "log lines hold no fingerprints",
+            "covered": f"{n['num_calls']} replayed calls on {_amount(n['ranks'], 'rank')}",
+            "agreement": f"{n['rows_mismatch']} of {n['rows_checked']} rows share no expert",
+        }
+    replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
+    facts = {
+        "applied": replayed + _amount(n["ranks"], "rank"),
+        "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
+        f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
+        "agreement": "",
+    }
     if a:
-        chance = f" (chance {a['chance_equal']:.1%})" if "chance_equal" in a else ""
         facts["agreement"] = (
-            f"same experts in {a['equal']:.2%} of rows{chance}, none shared in {a['mismatch']:.3%}"
+            f"same experts in {a['equal']:.2%} of rows (chance {a['chance_equal']:.1%}), "
+            f"none shared in {a['mismatch']:.3%}"
         )
     return facts
 
 
-def to_markdown(audit: Audit) -> str:
+def _text_of(audit: Audit) -> str:
+    """The audit for a terminal; colors are taken out where there is none."""
+    lines = [click.style(f"R3 evidence of {plain(audit.source)}", bold=True)]
+    for claim, fact in claim_facts(audit).items():
+        verdict = audit.claims[claim]
+        lines.append(f"{claim:<10} {_colored(f'{verdict:<12}', verdict)} {fact}")
+    for finding in audit.findings[:_SHOWN]:
+        lines.append(f"  {_colored('failed', 'failed')} {plain(str(finding))}")
+    if audit.num_findings > _SHOWN:
+        lines.append(f"  and {audit.num_findings - _SHOWN} more (--json lists up to 1000)")
+    lines += [f"  {_colored('note', 'note')} {plain(note)}" for note in audit.notes]
+    return "\n".join([*lines, _colored(plain(headline(audit)), audit.verdict)])
+
+
+def _markdown_of(audit: Audit) -> str:
     """A summary that can be posted on a pull request."""
     source = plain(audit.source).replace("`", "'")
     lines = [f"### R3 evidence: {_cell(headline(audit))}", "", f"`{source}`", ""]
     lines += ["| claim | verdict | |", "|---|---|---|"]
-    facts = claim_facts(audit)
-    for claim, verdict in audit.claims.items():
-        lines.append(f"| {claim}: {_CLAIM_WORDS[claim]} | {verdict} | {facts[claim]} |")
+    for claim, fact in claim_facts(audit).items():
+        lines.append(f"| {claim}: {_CLAIM_WORDS[claim]} | {audit.claims[claim]} | {fact} |")
     if audit.findings:
         lines += ["", "| where | what | got | expected |", "|---|---|---|---|"]
-        for f in audit.findings[:_SHOWN]:
-            cells = map(_cell, (f.where(), f.what, f.got, f.expected))
-            lines.append(f"| {' | '.join(cells)} |")
-        if audit.num_findings > _SHOWN:
-            lines += ["", f"and {audit.num_findings - _SHOWN} more."]
+    for f in audit.findings[:_SHOWN]:
+        lines.append(f"| {' | '.join(map(_cell, (f.where(), f.what, f.got, f.expected)))} |")
+    if audit.num_findings > _SHOWN:
+        lines += ["", f"and {audit.num_findings - _SHOWN} more."]
     if audit.notes:
         lines += ["", *(f"- {_cell(note)}" for note in audit.notes)]
     return "\n".join(lines) + "\n"
 
 
-def _show(audit: Audit) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from r3train.observe.step_line import verdict_style
-
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
-    console.begin_capture()  # rich would end the process itself where it cannot write
-    console.print(Text(f"R3 evidence of {plain(audit.source)}"), style="bold")
-    facts = claim_facts(audit)
-    table = Table(box=None, pad_edge=False)
-    for title in ("claim", "verdict", "what it rests on"):
-        table.add_column(title, style=None, header_style="dim", overflow="fold")
-    for claim, verdict in audit.claims.items():
-        table.add_row(claim, Text(verdict, style=verdict_style(verdict)), facts[claim])
-    console.print(table)
-    for f in audit.findings[:_SHOWN]:
-        console.print(Text.assemble(("  failed ", "red"), plain(str(f))))
-    if audit.num_findings > _SHOWN:
-        console.print(f"  and {audit.num_findings - _SHOWN} more (--json lists up to 1000)")
-    for note in audit.notes:
-        console.print(Text.assemble(("  note ", "yellow"), plain(note)))
-    console.print(Text(plain(headline(audit)), style=f"bold {verdict_style(audit.verdict)}"))
-    click.echo(console.end_capture(), nl=False)
+def _colored(text: str, verdict: str) -> str:
+    return click.style(text, fg=_COLORS.get(verdict, "yellow"))
 
 
 def _amount(count: int, noun: str) -> str:

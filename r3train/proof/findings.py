@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 PASSED, FAILED, NO_EVIDENCE = "passed", "failed", "no evidence"
 CLAIMS = ("applied", "covered", "agreement")
 MAX_FINDINGS = 1000
-_MAX_DAMAGED = 20  # of one file, in words
 
 
 @dataclass(frozen=True)
@@ -61,15 +59,14 @@ class AuditedStep:
     counts: dict[str, int]
     layers: dict[int, tuple[int, int]]
     agreement: dict[str, float]
-    failures: tuple[str, ...]
 
 
 @dataclass
 class Audit:
     """The verdict on a run directory, or on log files, with the facts that it rests on.
 
-    damaged: lines by file that the schema refuses.  steps: in their order; empty where the caller
-    did not ask for them.
+    findings: the first 1000 of ``num_findings``.  steps: in their order; empty where the caller did
+    not ask for them.
     """
 
     source: str
@@ -82,28 +79,14 @@ class Audit:
     numbers: dict[str, Any] = field(default_factory=dict)
     agreement: dict[str, float] = field(default_factory=dict)
     layer_agreement: dict[int, float] = field(default_factory=dict)
-    damaged: Counter[str] = field(default_factory=Counter)
     steps: list[AuditedStep] = field(default_factory=list)
 
-    def find(self, finding: Finding, count: int = 1) -> None:
-        """Add a finding; one that stands for several says how many."""
-        self.num_findings += count
+    def find(self, finding: Finding) -> None:
+        """Add a finding: its claim fails."""
+        self.num_findings += 1
         self.claims[finding.claim] = FAILED
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(finding)
-
-    def damage(self, file: str, error: str, number: int | None = None) -> None:
-        """Add a line that the schema refuses; the first 20 of a file are told in words."""
-        self.damaged[file] += 1
-        if self.damaged[file] <= _MAX_DAMAGED:
-            place = file if number is None else f"{file} line {number}"
-            self.find(Finding("covered", f"{place}: {error}"))
-
-    def find_more_damage(self) -> None:
-        """Add one finding a file for its damaged lines beyond the first 20."""
-        for file, count in self.damaged.items():
-            if (more := count - _MAX_DAMAGED) > 0:
-                self.find(Finding("covered", f"{file}: {more} more damaged lines"), count=more)
 
     def conclude(self, reason: str, *, shown: Collection[str]) -> None:
         """Set the verdict and the claims that did not fail.
@@ -124,7 +107,7 @@ class Audit:
     def to_json(self) -> dict[str, Any]:
         """Plain values alone; findings carry their place in words too."""
         out = asdict(self)
-        del out["steps"], out["damaged"]
+        del out["steps"]
         out["findings"] = [{**asdict(f), "where": f.where()} for f in self.findings]
         return out
 

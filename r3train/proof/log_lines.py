@@ -7,33 +7,29 @@ that every expert was the rollout's.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from r3train.proof.check import expert_id_sums, STAGES
 from r3train.proof.findings import Audit, Finding, ranges
 
-_BLOCK = 1 << 20
-_LONGEST = 4096  # bytes of a record; a shape and its numbers take 150
-_SHOWN = 200
-_MAX_TEXTS = 20
-_N = rb"(\d{1,15})"
-_RANK = rb"(\d{1,6})"
-_STAGE = rb"(replay_(?:forward|backward))"
-# What begins as a record and goes on in another way is damaged.
+_MAX_LINE = 1 << 20  # characters that are read at once
+_MAX_ERRORS = 20
+_N = r"(\d{1,15})"
+_STAGE = r"(replay_(?:forward|backward))"
+# A line of another shape is a line that is missing.
 _RECORD = re.compile(
-    rb"R3 wrapper: " + _STAGE + rb" branch taken \(rank " + _RANK + rb", n_tokens=" + _N + rb", "
-    rb"topk=" + _N + rb", replay_idx_sum=(?P<wrapper>-?\d{1,18})\)"
-    rb"|R3 check \(rank " + _RANK + rb", stage " + _STAGE + rb"\): n_tokens=" + _N + rb" "
-    rb"mismatch=(?P<check>\d{1,15}) \("
-    rb"|R3 evidence: a start of rank (?P<start>\d{1,6})"
-    rb"|(?P<failed>R3 check failed at step )"
-    rb"|(?P<threshold>AssertionError: R3 mismatch tokens )"
-    rb"|(?P<damaged>R3 (?:wrapper: replay_|check \(rank ))"
+    rf"R3 wrapper: {_STAGE} branch taken \(rank (?P<wrapper>\d{{1,6}}), n_tokens={_N}, topk={_N}, "
+    rf"replay_idx_sum=(-?\d{{1,18}})\)"
+    rf"|R3 check \(rank (?P<check>\d{{1,6}}), stage {_STAGE}\): n_tokens={_N} mismatch={_N} \("
+    r"|R3 evidence: a start of rank (?P<start>\d{1,6})",
+    re.ASCII,
 )
-_STEP = re.compile(r"at step (\d{1,15})")
+_ERROR = re.compile(r"R3 check failed at step |(?P<threshold>AssertionError: R3 mismatch tokens )")
+_STEP = re.compile(r"at step (\d{1,15})", re.ASCII)
 _CANNOT_SHOW = (
     "log lines show neither fingerprints nor layers nor how many ranks there are: only evidence/ shows "
     "that every expert was the rollout's"
@@ -42,18 +38,62 @@ _CANNOT_SHOW = (
 
 @dataclass
 class _Calls:
-    """Sums over the lines of one rank and stage."""
+    """Sums over the calls of one rank and stage; each has a wrapper line and then a check line."""
 
-    wrappers: int = 0
-    wrapped_rows: int = 0
+    calls: int = 0
     checks: int = 0
     rows: int = 0
     mismatch: int = 0
+    parted: int = 0  # calls that lack one of their lines, or have other rows in each
     impossible: int = 0  # calls whose expert ids cannot be those of distinct experts
 
-    @property
-    def count(self) -> int:
-        return max(self.wrappers, self.checks)
+
+@dataclass
+class _Lines:
+    """Everything that the files say."""
+
+    num_experts: int
+    calls: defaultdict[tuple[int, str], _Calls] = field(default_factory=lambda: defaultdict(_Calls))
+    errors: dict[str, bool] = field(default_factory=dict)  # text -> by the threshold
+
+    def read(self, file: TextIO) -> None:
+        """Add the lines of a file; records may stand anywhere in them.
+
+        A call may lack its check line at the end of the file or before the next start of its rank,
+        and its wrapper line at the beginning of the file: a kill or a rotated log does that.
+        """
+        open_calls: dict[int, tuple[str, str]] = {}  # rank -> stage and rows of its wrapper line
+        seen: set[int] = set()
+        while line := file.readline(_MAX_LINE):
+            for record in _RECORD.finditer(line):
+                if record["start"]:
+                    open_calls.pop(int(record["start"]), None)
+                    continue
+                rank = int(record["wrapper"] or record["check"])
+                if record["wrapper"]:
+                    stage, _, rows, topk, idx_sum = record.groups()[:5]
+                    self._add_wrapper(rank, stage, *map(int, (rows, topk, idx_sum)))
+                    self.calls[rank, stage].parted += rank in open_calls
+                    open_calls[rank] = (stage, rows)
+                else:
+                    stage, rows, mismatch = record.groups()[6:9]
+                    opened = open_calls.pop(rank, None)
+                    of = self.calls[rank, stage]
+                    of.calls += opened is None
+                    of.parted += rank in seen if opened is None else opened != (stage, rows)
+                    of.checks += 1
+                    of.rows += int(rows)
+                    of.mismatch += int(mismatch)
+                seen.add(rank)
+            for error in _ERROR.finditer(line):
+                if len(self.errors) < _MAX_ERRORS:
+                    text = line[error.start() : error.start() + 200].strip()
+                    self.errors[text] = error["threshold"] is not None
+
+    def _add_wrapper(self, rank: int, stage: str, rows: int, topk: int, idx_sum: int) -> None:
+        low, high = expert_id_sums(rows, topk, self.num_experts)
+        self.calls[rank, stage].calls += 1
+        self.calls[rank, stage].impossible += not low <= idx_sum <= high
 
 
 def audit_logs(
@@ -66,180 +106,121 @@ def audit_logs(
 ) -> Audit:
     """Judge log files by their R3 lines, in bounded memory.
 
-    Every call has both lines, but for the last one of a start or of a file.  The share of mismatching
-    rows, over all ranks, may not exceed ``threshold``.
+    The share of mismatching rows, over all ranks, may not exceed ``threshold``.
     run: ``Audit.numbers`` of the same run's evidence: its ranks and calls must be in the lines.
     threshold_replaced: errors by the run's own threshold become notes.
     accepted_steps: errors of these steps become notes: they were trained again by a later start.
     Raises ValueError where a file cannot be read.
     """
     audit, run = Audit(", ".join(map(str, files))), run or {}
-    reader = _Reader(audit, run.get("num_experts"), threshold_replaced, accepted_steps)
+    lines = _Lines(run.get("num_experts") or 1 << 40)  # of a model that nobody described
     for path in files:
         try:
-            reader.read(Path(path))
+            with Path(path).open(encoding="utf-8", errors="replace") as file:
+                lines.read(file)
         except OSError as error:
             raise ValueError(f"{path}: cannot read: {error.strerror}") from None
-    calls = reader.calls
-    _judge_pairs(audit, calls, len(files), reader.starts)
-    for stage in STAGES:
-        own = [c for (_, of), c in calls.items() if of == stage]
-        mismatch, rows = sum(c.mismatch for c in own), sum(c.rows for c in own)
-        if mismatch > threshold * rows:
-            got, most = f"{mismatch} of {rows}", f"at most {threshold:g} of them"
-            above = {
-                r for (r, of), c in calls.items() if of == stage and c.mismatch > threshold * c.rows
-            }
-            place = (None, tuple(sorted(above)), "any pass", stage, None)
-            finding = Finding("agreement", "mismatching rows", *place, got, most)
-            if accepted_steps:
-                audit.notes.append(f"accepted, with steps that were trained again: {finding}")
-            else:
-                audit.find(finding)
-    if calls and run:
-        _judge_against(audit, calls, run)
-    audit.numbers = {
-        "ranks": len({rank for rank, _ in calls}),
-        "num_calls": sum(c.wrappers for c in calls.values()),
-        "checks": sum(c.checks for c in calls.values()),
-        "rows_mismatch": sum(c.mismatch for c in calls.values()),
-        "rows_checked": sum(c.rows for c in calls.values()),
-        "mismatch_threshold": threshold,
-    }
-    partial = "" if run.get("calling_ranks") else _why_partial(calls)
-    _conclude(audit, partial)
+    for text, by_threshold in lines.errors.items():
+        step = _STEP.search(text)
+        if step and int(step[1]) in accepted_steps:
+            audit.notes.append(f"accepted, of a step that was trained again: the log says: {text}")
+        elif by_threshold and threshold_replaced:
+            audit.notes.append(f"the log says, by the threshold of the run: {text}")
+        else:
+            claim = "agreement" if by_threshold else "applied"
+            audit.find(Finding(claim, f"the log says: {text}"))
+    for finding in _wrong_calls(lines.calls):
+        audit.find(finding)
+    for finding in _above_threshold(lines.calls, threshold):
+        if accepted_steps:
+            audit.notes.append(f"accepted, with steps that were trained again: {finding}")
+        else:
+            audit.find(finding)
+    for finding in _missing_calls(lines.calls, run) if lines.calls else ():
+        audit.find(finding)
+    _conclude(audit, lines.calls, threshold, alone=not run.get("calling_ranks"))
     return audit
 
 
-class _Reader:
-    """Adds up the lines of the files, and tells of errors and damage."""
-
-    def __init__(
-        self, audit: Audit, num_experts: int | None, replaced: bool, accepted: Collection[int]
-    ):
-        self.calls: dict[tuple[int, str], _Calls] = {}
-        self.starts: dict[int, int] = {}
-        self._audit, self._replaced, self._accepted = audit, replaced, accepted
-        self._num_experts = num_experts or 1 << 40  # of a model that nobody described
-        self._errors: set[str] = set()
-
-    def read(self, path: Path) -> None:
-        """Read one file.  Raises OSError."""
-        torn = ""
-        for record, line in _records(path):
-            kind, text = record.lastgroup, line.decode(errors="replace").strip()
-            if torn and kind != "start":  # only a kill explains a record that was not finished
-                self._audit.damage(str(path), f"a damaged record: {torn}")
-            torn = ""
-            match kind:
-                case "wrapper":
-                    calls = self._of(record[2], record[1])
-                    rows, topk, idx_sum = int(record[3]), int(record[4]), int(record[5])
-                    low, high = expert_id_sums(rows, topk, self._num_experts)
-                    calls.wrappers += 1
-                    calls.wrapped_rows += rows
-                    calls.impossible += not low <= idx_sum <= high
-                case "check":
-                    calls = self._of(record[6], record[7])
-                    calls.checks += 1
-                    calls.rows += int(record[8])
-                    calls.mismatch += int(record[9])
-                case "start":
-                    rank = int(record[10])
-                    self.starts[rank] = self.starts.get(rank, 0) + 1
-                case "damaged":
-                    torn = text
-                case _:
-                    self._error(text, by_threshold=kind == "threshold")
-        if torn:
-            self._audit.notes.append(f"{path} ends within a record: {torn}")
-
-    def _of(self, rank: bytes, stage: bytes) -> _Calls:
-        return self.calls.setdefault((int(rank), stage.decode()), _Calls())
-
-    def _error(self, text: str, *, by_threshold: bool) -> None:
-        if text in self._errors or len(self._errors) == _MAX_TEXTS:
-            return
-        self._errors.add(text)
-        step = _STEP.search(text)
-        if step and int(step[1]) in self._accepted:
-            self._audit.notes.append(
-                f"accepted, of a step that was trained again: the log says: {text}"
-            )
-        elif by_threshold and self._replaced:
-            self._audit.notes.append(f"the log says, by the threshold of the run: {text}")
-        else:
-            claim = "agreement" if by_threshold else "applied"
-            self._audit.find(Finding(claim, f"the log says: {text}"))
+def _wrong_calls(calls: Mapping[tuple[int, str], _Calls]) -> list[Finding]:
+    found, some_rows = [], any(of.rows for of in calls.values())
+    for (rank, stage), of in sorted(calls.items()):
+        place = (None, (rank,), "any pass", stage, None)
+        if of.parted:
+            what = "calls without both R3 lines, wrapper and check, of the same rows"
+            found.append(Finding("covered", what, *place, str(of.parted), "0"))
+        if of.impossible:
+            what = "calls whose replay_idx_sum no distinct experts have"
+            found.append(Finding("covered", what, *place, str(of.impossible), "0"))
+        if some_rows and not of.rows:
+            found.append(Finding("covered", "rows in R3 check lines", *place, "0", "some"))
+    return found
 
 
-def _records(path: Path) -> Iterator[tuple[re.Match[bytes], bytes]]:
-    """The R3 records of a text, wherever in it they stand, and the rest of the line of each."""
-    with path.open("rb") as file:
-        text, more = b"", True
-        while more:
-            block = file.read(_BLOCK)
-            more = bool(block)
-            text += block
-            # a record that begins near the end is left for the next round, when all of it is there
-            end = max(0, len(text) - _LONGEST) if more else len(text)
-            for record in _RECORD.finditer(text):
-                if record.start() >= end:
-                    break
-                shown = text[record.start() : record.start() + _SHOWN]
-                yield record, re.split(rb"[\r\n]", shown, maxsplit=1)[0]
-            text = text[end:]
+def _above_threshold(calls: Mapping[tuple[int, str], _Calls], threshold: float) -> list[Finding]:
+    found = []
+    for stage in STAGES:
+        own = {rank: c for (rank, of), c in calls.items() if of == stage}
+        mismatch, rows = sum(c.mismatch for c in own.values()), sum(c.rows for c in own.values())
+        if mismatch > threshold * rows:
+            ranks = tuple(sorted(r for r, c in own.items() if c.mismatch > threshold * c.rows))
+            place = (None, ranks, "any pass", stage, None)
+            values = (f"{mismatch} of {rows}", f"at most {threshold:g} of them")
+            found.append(Finding("agreement", "mismatching rows", *place, *values))
+    return found
 
 
-def _judge_pairs(
-    audit: Audit, calls: Mapping[tuple[int, str], _Calls], num_files: int, starts: Mapping[int, int]
-) -> None:
-    """Both lines of every call, with the same rows; a kill and the end of a file may part them."""
-    some_rows = any(c.rows for c in calls.values())
-    for (rank, stage), c in sorted(calls.items()):
-
-        def found(what: str, got: int, expected: str) -> None:
-            place = (None, (rank,), "any pass", stage, None)
-            audit.find(Finding("covered", what, *place, str(got), expected))
-
-        parted = abs(c.wrappers - c.checks)
-        if parted > num_files + starts.get(rank, 0):
-            found("R3 check lines", c.checks, f"{c.wrappers} (R3 wrapper lines)")
-        elif parted:
-            audit.notes.append(
-                f"rank {rank}, {stage}: {parted} calls have one of their two lines, as at the end of a"
-                " file or of a start"
-            )
-        elif c.rows != c.wrapped_rows:
-            found("rows in R3 check lines", c.rows, str(c.wrapped_rows))
-        if some_rows and not c.rows:
-            found("rows in R3 check lines", 0, "some, as in other lines")
-        if c.impossible:
-            found("calls whose replay_idx_sum no distinct experts have", c.impossible, "0")
-
-
-def _judge_against(
-    audit: Audit, calls: Mapping[tuple[int, str], _Calls], run: Mapping[str, Any]
-) -> None:
-    """The ranks and calls of the lines against those of the run's own evidence."""
-    seen = {rank for rank, _ in calls}
-    for rank in sorted(set(run.get("calling_ranks", ())) - seen):
-        what = "no R3 line in the log files, and calls in the run's evidence"
-        audit.find(Finding("covered", what, ranks=(rank,)))
+def _missing_calls(
+    calls: Mapping[tuple[int, str], _Calls], run: Mapping[str, Any]
+) -> list[Finding]:
+    """Ranks and calls that the run's own evidence has and the lines have not."""
+    got: Counter[int] = Counter()
+    for (rank, _), of in calls.items():
+        got[rank] += of.calls
     # of several starts the files may be of one alone
-    of_rank = run.get("calls_of_rank", {}) if run.get("starts") == 1 else {}
-    for rank, expected in of_rank.items():
-        got = sum(c.count for (of, _), c in calls.items() if of == rank)
-        if rank in seen and got < expected:
-            values = {"got": str(got), "expected": f"{expected}, as in the run's evidence"}
-            audit.find(Finding("covered", "calls in R3 lines", ranks=(rank,), **values))
+    expected = run.get("calls_of_rank", {}) if run.get("starts") == 1 else {}
+    found = []
+    for rank in run.get("calling_ranks", ()):
+        if not got[rank]:
+            what = "no R3 line in the log files, and calls in the run's evidence"
+            found.append(Finding("covered", what, ranks=(rank,)))
+        elif got[rank] < expected.get(rank, 0):
+            values = {
+                "got": str(got[rank]),
+                "expected": f"{expected[rank]}, as in the run's evidence",
+            }
+            found.append(Finding("covered", "calls in R3 lines", ranks=(rank,), **values))
+    return found
+
+
+def _conclude(
+    audit: Audit, calls: Mapping[tuple[int, str], _Calls], threshold: float, *, alone: bool
+) -> None:
+    checks, rows = sum(of.checks for of in calls.values()), sum(of.rows for of in calls.values())
+    audit.numbers = {
+        "ranks": len({rank for rank, _ in calls}),
+        "num_calls": sum(of.calls for of in calls.values()),
+        "checks": checks,
+        "rows_mismatch": sum(of.mismatch for of in calls.values()),
+        "rows_checked": rows,
+        "mismatch_threshold": threshold,
+    }
+    audit.notes.append(_CANNOT_SHOW)
+    partial = _why_partial(calls) if alone else ""
+    reason = partial
+    if not checks:
+        reason = "no R3 check line in the log files"
+    elif not rows:
+        reason = f"{checks} R3 check lines in the log files, and not one row in them"
+    shown = ["agreement"] if partial else ["agreement", "covered"]
+    audit.conclude(reason, shown=shown if rows else ())
 
 
 def _why_partial(calls: Mapping[tuple[int, str], _Calls]) -> str:
     """The reason why lines without a run's evidence may not be all; empty where they look whole."""
-    seen = {rank for rank, _ in calls}
-    missing = set(range(max(seen, default=0))) - seen
-    counts = {stage: {calls.get((r, stage), _Calls()).count for r in seen} for stage in STAGES}
+    ranks = {rank for rank, _ in calls}
+    missing = set(range(max(ranks, default=0))) - ranks
+    counts = {stage: {calls.get((r, stage), _Calls()).calls for r in ranks} for stage in STAGES}
     if missing:
         found = f"no R3 line of rank{'s' * (len(missing) > 1)} {ranges(missing)}"
     elif any(len(of) > 1 for of in counts.values()):
@@ -247,15 +228,3 @@ def _why_partial(calls: Mapping[tuple[int, str], _Calls]) -> str:
     else:
         return ""
     return f"{found}, as with pipeline stages and with lost lines: judge it beside RUN_DIR"
-
-
-def _conclude(audit: Audit, partial: str) -> None:
-    n, reason = audit.numbers, partial
-    if not n["checks"]:
-        reason = "no R3 check line in the log files"
-    elif not n["rows_checked"]:
-        reason = f"{n['checks']} R3 check lines in the log files, and not one row in them"
-    audit.find_more_damage()
-    audit.notes.append(_CANNOT_SHOW)
-    shown = ["agreement"] if partial else ["agreement", "covered"]
-    audit.conclude(reason, shown=shown if n["rows_checked"] else ())

@@ -152,9 +152,8 @@ def test_five_million_lines_of_garbage_would_take_no_memory(tmp_path):
     # a text of each would take 3 MB
     assert peak(20_000) < first + 200_000
     audit = audit_run(run)
-    assert len(audit.findings) < 30
-    assert any(f.what == "rank_00001.jsonl: 20980 more damaged lines" for f in audit.findings)
-    assert any(f.what.startswith("rank_00001.jsonl line 38: ") for f in audit.findings)
+    assert (len(audit.findings), audit.num_findings) == (1000, 21_000)
+    assert audit.findings[0].what.startswith("rank_00001.jsonl line 19: ")
 
 
 def test_steps_and_places_that_nobody_knows_take_no_memory(tmp_path):
@@ -198,11 +197,11 @@ def test_a_rank_without_experts_is_not_blamed_for_another_that_was_cut(tmp_path)
     assert audit_run(run).verdict == "passed"
     edit(run, 1, lambda rs: [r for r in rs if r["step"] < 5])
     found = audit_run(run).findings
-    assert [(f.ranks, f.step) for f in found] == [((1,), step) for step in range(5, 10)]
+    assert {(f.ranks, f.step) for f in found} == {((1,), step) for step in range(5, 10)}
     # where nobody else can have made the missing calls, the empty file is named
     run = write_run(tmp_path / "emptied")
     rank_file(run, 1).write_text("")
-    assert [(f.ranks, f.step) for f in audit_run(run).findings] == [((1,), n) for n in range(3)]
+    assert {(f.ranks, f.step) for f in audit_run(run).findings} == {((1,), n) for n in range(3)}
 
 
 @pytest.mark.parametrize(
