@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
 
 from r3train.config import RunConfig
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, problem, warning
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, warning
 from r3train.doctor.machine import Node
 
 _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
@@ -100,7 +100,7 @@ def diagnose(
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
     take, and without GPUs all of them.
     """
-    from r3train.doctor import machine, model
+    from r3train.doctor import machine
     from r3train.launch.gpus import ranks_that_fit
 
     num_gpus, gpu_bytes = _gpus()
@@ -116,9 +116,10 @@ def diagnose(
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
         return
-    failed = yield from _with_failed(_of_config(config, node))
-    if not failed:
-        failed = yield from _with_failed(model.check_preflight(config, world_size))
+    failed = False
+    for finding in _of_config(config, node):
+        failed |= finding.level == PROBLEM
+        yield finding
     if probe and failed:
         yield warning("probe", "not run: the problems above come first", "solve them, run it again")
     elif probe:
@@ -128,35 +129,25 @@ def diagnose(
 
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
+    from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import machine, memory, model
     from r3train.engine.key import engine_api_key
 
-    hf, weights = yield from model.check_checkpoint(config)
-    yield from model.check_config(config, hf, node.world_size)
-    yield from model.check_tokenizer(config, hf)
+    yield from model.check_job(config, node.world_size)
+    hf = weights = api_key = None
+    with suppress(ValueError):  # check_job has said so
+        hf = read_hf_facts(config.model.hf_checkpoint)
+    with suppress(ValueError):
+        api_key = engine_api_key(os.environ)
+    if hf is not None:
+        weights = yield from model.check_weights(config, hf)
     sglang = config.rollout.sglang
     if sglang.get("port") is not None:
-        yield from machine.check_port(
-            "SGLang", str(sglang.get("host", "127.0.0.1")), sglang["port"]
-        )
-    api_key = None
-    try:
-        api_key = engine_api_key(os.environ)
-    except ValueError as error:
-        yield problem("key of the servers", str(error), "set another one, or none")
+        host = str(sglang.get("host", "127.0.0.1"))
+        yield from machine.check_port("SGLang", host, sglang["port"])
     for address in config.rollout.rollout_external_engine_addrs:
         yield from machine.check_external_server(address, api_key)
-    yield from memory.check_placement(config, node)
     yield from memory.check_room(config, hf, weights, node)
-
-
-def _with_failed(findings: Findings) -> Generator[Finding, None, bool]:
-    """Yield findings; return whether one of them is a problem."""
-    failed = False
-    for finding in findings:
-        failed |= finding.level == PROBLEM
-        yield finding
-    return failed
 
 
 def _gpus() -> tuple[int, int]:

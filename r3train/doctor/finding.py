@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,22 +37,22 @@ def amount(num_bytes: float) -> str:
 
 def room(
     subject: str,
+    place: str,
     has: float,
-    needs: float,
+    parts: Mapping[str, float],
     remedy: str,
     *,
-    text: str = "{has} available, about {needs} needed",
     margin: float = 0.0,
-    near: str = "",
 ) -> Finding:
-    """Compare bytes that are there with bytes that are needed.
+    """Compare the bytes of a place with those that are needed there, by what needs them.
 
-    A problem where they do not suffice.  A warning with the remedy ``near`` where they suffice with
-    less than ``margin`` to spare.  ``text`` is formatted with both amounts.
+    A problem where they do not suffice, a warning where less than ``margin`` is left.
     """
-    text = text.format(has=amount(has), needs=amount(needs))
+    needs = sum(parts.values())
+    held = ", ".join(f"{amount(part)} of {what}" for what, part in parts.items() if part)
+    text = f"{place}: {amount(has)} available, about {amount(needs)} needed: {held}"
     if has < needs:
         return problem(subject, text, remedy)
     if has < needs + margin:
-        return warning(subject, f"{text}: less than {amount(margin)} to spare", near)
+        return warning(subject, f"{text}; less than {amount(margin)} to spare", remedy)
     return ok(subject, text)

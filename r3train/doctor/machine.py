@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import http.client
 import os
 import re
 import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
-from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # measured with r3train: another version may have moved the seams
 PINNED = {
@@ -26,6 +25,39 @@ PINNED = {
     "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
 }
 _SHM = Path("/dev/shm")
+
+
+def _major_minor(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+
+
+# by distribution: whether a version is bad, its level, why, the remedy
+CONFLICTS: dict[str, tuple[Callable[[str], bool], Callable[..., Finding], str, str]] = {
+    "torchvision": (
+        lambda version: version.endswith("+cpu"),
+        problem,
+        "it defines ops that r3train declares for sglang's import: a second definition",
+        "pip install --no-deps torchvision===0.28.0 (PyPI's build, see docs/dependencies.md)",
+    ),
+    "vllm": (
+        lambda version: True,
+        warning,
+        "in the same environment it pins another torch and transformers",
+        "give it an environment of its own",
+    ),
+    "transformer-engine": (
+        lambda version: _major_minor(version) >= (2, 12),
+        problem,
+        "megatron-core 0.16.1 asks for Transformer Engine below 2.12",
+        "pip install transformer-engine==2.11.0",
+    ),
+    "numpy": (
+        lambda version: _major_minor(version) < (2, 0),
+        problem,
+        "r3train needs 2.0, and wheels built for 1.x break beside it",
+        "pip install 'numpy>=2.0'",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -64,41 +96,20 @@ def _version_conflicts(version_of, python: tuple[int, int], cuda: bool) -> Findi
         text = f"Python {python[0]}.{python[1]}, r3train runs on 3.11 and 3.12"
         yield problem("Python", text, "make PYTHON=python3.12 venv")
     for name, (wanted, why) in PINNED.items():
-        have = version_of(name)
-        if have is None or have.split("+")[0] != wanted:
-            text = f"{have}, measured on {wanted} ({why})" if have else f"not installed ({why})"
-            yield problem(name, text, f"pip install {name}=={wanted} (make venv does it all)")
-    torch, torch_of_gpus = version_of("torch"), "pip install torch==2.14.1"
-    if torch is None:
-        yield problem("torch", "not installed", "make venv")
-    elif not (2, 13) <= _major_minor(torch) <= (2, 14):
-        text = f"{torch}, needs 2.13 (CPU) or 2.14 (GPU)"
-        yield problem("torch", text, torch_of_gpus if cuda else "pip install torch==2.13.0")
-    elif cuda and _major_minor(torch) != (2, 14):
-        text = f"{torch} with a GPU: sglang 0.5.23 with CUDA requires 2.14.1"
-        yield problem("torch", text, torch_of_gpus)
+        have = version_of(name) or "not installed"
+        if have.split("+")[0] != wanted:
+            remedy = f"pip install {name}=={wanted} (make venv does it all)"
+            yield problem(name, f"{have}, measured on {wanted} ({why})", remedy)
+    torch = version_of("torch") or "not installed"
+    if not (2, 14 if cuda else 13) <= _major_minor(torch) <= (2, 14):
+        text = f"{torch}, needs 2.14.1 with a GPU (sglang 0.5.23) and 2.13 without"
+        yield problem("torch", text, f"pip install torch=={'2.14.1' if cuda else '2.13.0'}")
     elif not cuda and "+cu" in torch:
         text = f"{torch} is a CUDA build and no GPU is visible"
         yield warning("torch", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
-    if (vision := version_of("torchvision")) and vision.endswith("+cpu"):
-        yield problem(
-            "torchvision",
-            f"{vision} defines ops that r3train declares for sglang's import: a second definition",
-            "pip install --no-deps torchvision===0.28.0 (PyPI's build, see docs/dependencies.md)",
-        )
-    if vllm := version_of("vllm"):
-        text = f"{vllm} in the same environment pins another torch and transformers"
-        yield warning("vllm", text, "give it an environment of its own")
-    if (te := version_of("transformer-engine")) and _major_minor(te) >= (2, 12):
-        text = f"{te}: megatron-core 0.16.1 asks for Transformer Engine below 2.12"
-        yield problem("transformer-engine", text, "pip install transformer-engine==2.11.0")
-    if (numpy := version_of("numpy")) and _major_minor(numpy) < (2, 0):
-        text = f"numpy {numpy}: r3train needs 2.0, and wheels built for 1.x break beside it"
-        yield problem("numpy", text, "pip install 'numpy>=2.0'")
-
-
-def _major_minor(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    for name, (is_bad, kind, why, remedy) in CONFLICTS.items():
+        if (have := version_of(name)) and is_bad(have):
+            yield kind(name, f"{have}: {why}", remedy)
 
 
 def check_devices(node: Node, cores: int) -> Findings:
@@ -118,7 +129,7 @@ def check_devices(node: Node, cores: int) -> Findings:
         yield warning("devices", text, "export OMP_NUM_THREADS=1")
 
 
-def check_disk(subject: str, path: Path, needed_bytes: float) -> Findings:
+def check_disk(subject: str, path: Path, parts: Mapping[str, float]) -> Findings:
     """``path``, or its nearest parent that exists, must be writable and have room."""
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     try:
@@ -129,20 +140,15 @@ def check_disk(subject: str, path: Path, needed_bytes: float) -> Findings:
         yield problem(subject, text, "choose another directory, or free or remount this one")
         return
     remedy = "free room there, or choose another directory"
-    yield _free_room(subject, there, needed_bytes, remedy)
+    yield room(subject, str(there), shutil.disk_usage(there).free, parts, remedy)
 
 
 def check_shared_memory(num_ranks: int) -> Findings:
     """/dev/shm, where NCCL and torch have buffers for each rank; containers often give 64 MiB."""
     if _SHM.is_dir():
-        needed = max(256 << 20, num_ranks * (128 << 20))
+        parts = {"buffers": max(256 << 20, num_ranks * (128 << 20))}
         remedy = "docker run --shm-size=16g, or mount a larger tmpfs"
-        yield _free_room("shared memory", _SHM, needed, remedy)
-
-
-def _free_room(subject: str, path: Path, needed_bytes: float, remedy: str) -> Finding:
-    text = f"{path}: {{has}} free, about {{needs}} needed"
-    return room(subject, shutil.disk_usage(path).free, needed_bytes, remedy, text=text)
+        yield room("shared memory", str(_SHM), shutil.disk_usage(_SHM).free, parts, remedy)
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:
@@ -166,31 +172,22 @@ def check_port(subject: str, host: str, port: object) -> Findings:
             yield problem(subject, text, "name an address of this machine, and a port above 1023")
 
 
-def check_external_server(
-    address: str, api_key: str | None = None, *, timeout_s: float = 5.0
-) -> Findings:
+def check_external_server(address: str, api_key: str | None) -> Findings:
     """A server of --rollout-external-engine-addrs must answer and take our key."""
-    subject = f"server {address}"
-    host, _, port = address.rpartition(":")
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    statuses = []
+    from r3train.engine.backend import EngineError
+    from r3train.engine.http import SGLangHTTP
+
+    async def ask() -> None:
+        http = SGLangHTTP([address], api_key=api_key, request_timeout_s=5.0)
+        try:
+            for path in ("/health", "/model_info"):  # /health answers without a key
+                await http.call(0, path, what="GET", method="GET")
+        finally:
+            await http.aclose()
+
     try:
-        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
-        for path in ("/health", "/model_info"):  # /health answers without a key
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            answer.read()
-            statuses.append(answer.status)
-        connection.close()
-    except (OSError, ValueError, OverflowError, http.client.HTTPException) as error:
-        remedy = "start it (r3train serve), or mend --rollout-external-engine-addrs"
-        yield problem(subject, f"does not answer: {error}", remedy)
-        return
-    if statuses[1] == 401:
-        remedy = f"set {ENGINE_KEY_VARIABLE} to the key that it was started with"
-        held = "another one" if api_key else "none"
-        yield problem(subject, f"asks for a key, and {held} is set here", remedy)
-    elif statuses[0] == 200:
-        yield ok(subject, "answers")
-    else:
-        yield problem(subject, f"/health answers {statuses[0]}", "look at the server's log")
+        asyncio.run(ask())
+        yield ok(f"server {address}", "answers")
+    except (EngineError, ValueError) as error:
+        remedy = "start it (r3train serve), or mend --rollout-external-engine-addrs or our key"
+        yield problem(f"server {address}", f"does not answer as it should: {error}", remedy)

@@ -18,7 +18,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.parallel import ParallelSection
 from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
-from r3train.doctor.finding import Finding, Findings, amount, problem, warning
+from r3train.doctor.finding import PROBLEM, Finding, Findings, problem, room, warning
 from r3train.doctor.judgement import (
     BFLOAT16,
     FLOAT32,
@@ -48,7 +48,7 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
 
     hf = read_hf_facts(config.model.hf_checkpoint)
     weights = read_weights(config.model.hf_checkpoint)
-    refusal = no_room(config, hf, weights, gpu_bytes, psutil.virtual_memory().available)
+    refusal = no_room(config, weights, gpu_bytes, psutil.virtual_memory().available)
     if refusal is not None:
         yield refusal
         return
@@ -83,30 +83,28 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     yield from judged or ()
 
 
-def no_room(
-    config: RunConfig, hf: HfModelFacts, weights: Weights, gpu_bytes: int, host_bytes: int
-) -> Finding | None:
+def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int) -> Finding | None:
     """The finding that refuses a probe of a model that one device cannot train; None with room.
 
     The actor is whole and has its optimizer; Hugging Face's model is on the host beside it.
     """
-    on_device = estimate(_alone(config), hf, weights, 1).rank_bytes + PROCESS_BYTES
-    on_host = weights.total * (2 if config.model.bf16 else 4) + PROCESS_BYTES
-    needs = {"the host": (on_host + (0 if gpu_bytes else on_device), host_bytes)}
+    actor = {
+        "the whole model with its optimizer": estimate(_alone(config), weights, 1).rank,
+        "the actor's process": PROCESS_BYTES,
+    }
+    host = {
+        "Hugging Face's model": weights.total * (2 if config.model.bf16 else 4),
+        "its process": PROCESS_BYTES,
+    }
+    places = {"the host": (host_bytes, host if gpu_bytes else host | actor)}
     if gpu_bytes:
-        needs["one GPU"] = (on_device, gpu_bytes)
-    for place, (needed, has) in needs.items():
-        if needed > has:
-            text = (
-                "not run: it puts the whole model with its optimizer on one rank, and Hugging Face's "
-                f"on the host; {place} would need {amount(needed)} and has {amount(has)}"
-            )
-            remedy = (
-                "probe a smaller --hf-checkpoint of the same family on this machine: fewer layers and "
-                "experts, made with r3train make-tiny-model or by cutting this one"
-            )
-            return problem("probe", text, remedy)
-    return None
+        places["one GPU"] = (gpu_bytes, actor)
+    remedy = (
+        "probe a smaller --hf-checkpoint of the same family on this machine: fewer layers and "
+        "experts, made with r3train make-tiny-model or by cutting this one"
+    )
+    found = [room("probe", f"not run: {p}", *needs, remedy) for p, needs in places.items()]
+    return next((finding for finding in found if finding.level == PROBLEM), None)
 
 
 def _judge(

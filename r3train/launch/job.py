@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
@@ -22,6 +23,8 @@ from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
 from r3train.types import Prompt
 from r3train.hf_checkpoint import check_export_directory
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -37,22 +40,46 @@ class Job:
 
 
 def preflight(config: RunConfig, world_size: int) -> Job:
-    """Everything that can be wrong before GPU or server time is spent; raises ValueError."""
-    check_static(config, world_size)
-    check_server_flags(config.rollout.sglang)
-    engine_api_key(os.environ)  # one that cannot be sent is refused now
+    """Check everything that can be wrong before GPU or server time is spent.
+
+    Raises ConfigError with every fault that was found, one a line.
+    """
+    faults: list[str] = []
+
+    def attempt(check: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return check(*arguments)
+        except ConfigError as error:
+            faults.extend(str(error).splitlines())
+        except ValueError as error:
+            faults.append(" ".join(str(error).split()))
+        return None
+
+    data, model = config.data, config.model.hf_checkpoint
+    attempt(check_static, config, world_size)
+    attempt(check_server_flags, config.rollout.sglang)
+    attempt(engine_api_key, os.environ)  # one that cannot be sent is refused now
     if config.checkpoint.save_hf is not None:
-        check_export_directory(config.checkpoint.save_hf, config.model.hf_checkpoint)
-    check_algorithm(config.algorithm, config.rollout.n_samples_per_prompt)
-    hf = read_hf_facts(config.model.hf_checkpoint)
-    check_model(config, hf, world_size)
-    tokenizer = load_tokenizer(config.model.hf_checkpoint)
-    data, prompts = config.data, read_prompts(config, hf, tokenizer)
-    if config.rollout.environment is not None:
-        get_environment(config.rollout.environment)(prompts[0])  # what it refuses, it refuses now
-    prompt_file = FileFingerprint.of(data.prompt_data)
-    reward = get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
-    return Job(config, hf, prompts, tokenizer, reward, prompt_file)
+        attempt(check_export_directory, config.checkpoint.save_hf, model)
+    attempt(check_algorithm, config.algorithm, config.rollout.n_samples_per_prompt)
+    hf = attempt(read_hf_facts, model)
+    tokenizer = attempt(load_tokenizer, model) if model.is_dir() else None
+    if hf is not None:
+        attempt(check_model, config, hf, world_size)
+    if hf is not None and tokenizer is not None:
+        prompts = attempt(read_prompts, config, hf, tokenizer)
+        if prompts and config.rollout.environment is not None:
+            # a prompt that the environment refuses is refused now
+            attempt(lambda name: get_environment(name)(prompts[0]), config.rollout.environment)
+    reward = attempt(
+        lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
+    )
+    if faults:
+        if reward is not None:
+            reward.close()
+        raise ConfigError("\n".join(faults))
+    assert hf is not None and prompts is not None and reward is not None
+    return Job(config, hf, prompts, tokenizer, reward, FileFingerprint.of(data.prompt_data))
 
 
 def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +11,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
-from r3train.doctor.memory import Estimate, estimate
+from r3train.doctor.memory import estimate
 from r3train.doctor.model import read_weights
 from tests.unit.doctor_setups import config_of, diagnose
 
@@ -67,40 +66,31 @@ def test_on_cpus_all_ranks_are_here(monkeypatch):
     assert "4 of 4 ranks on this node" in result.output
 
 
-@pytest.fixture
-def estimated(tiny) -> Estimate:
-    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
-    return estimate(config_of(tiny), hf, weights, 2)
-
-
 def test_estimates_follow_the_shapes(tiny):
     config = config_of(tiny, rollout_max_context_len=101, rollout_max_prompt_len=60)
     hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
     assert weights.expert == 4 * 8 * 3 * 64 * 32
-    e = estimate(config, hf, weights, 2)
-    assert e.route_row_bytes == 4 * 2 and e.sample_tokens == 68
-    assert e.sample_bytes == 67 * 8 and e.step_bytes == 67 * 8 * 128
     # 2 ranks, experts over both: weight, gradient and, over 2 data ranks for dense, two moments
-    assert e.rank_bytes == weights.dense * (8 + 8 / 2) + weights.expert / 2 * (8 + 8)
-    subjects = {f.subject for f in memory.describe(e, config)}
-    assert subjects == {"memory estimate", "route estimate"}
+    e = estimate(config, weights, 2)
+    assert e.rank == weights.dense * (8 + 8 / 2) + weights.expert / 2 * (8 + 8)
+    # 4 layers of top 2 in a byte each, 67 rows of 68 tokens, 128 samples
+    text = memory.route_estimate(config, hf).text
+    assert "8 B a token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
 
 
 def test_the_kl_reference_is_on_the_host(tiny):
-    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    weights = read_weights(tiny / "model")
     without, with_it = (
-        estimate(config_of(tiny, bf16=True, kl_loss_coef=coef), hf, weights, 2)
-        for coef in (0.0, 0.1)
+        estimate(config_of(tiny, bf16=True, kl_loss_coef=coef), weights, 2) for coef in (0.0, 0.1)
     )
-    assert with_it.rank_bytes == without.rank_bytes and without.reference_bytes == 0
-    assert with_it.reference_bytes == 2 * 2 * (weights.dense + weights.expert / 2)
+    assert with_it.rank == without.rank and without.reference == 0
+    assert with_it.reference == 2 * 2 * (weights.dense + weights.expert / 2)
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])
-def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny, estimated):
+def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny):
     elsewhere = config_of(tiny, rollout_external_engine_addrs=["host:30000"])
-    e = replace(estimated, rank_bytes=rank_gib * GIB)
-    (found,) = memory.check_gpu_memory(elsewhere, e, Node(8, 80 * GIB, 8, 8))
+    (found,) = memory.check_gpus(elsewhere, Node(8, 80 * GIB, 8, 8), rank_gib * GIB)
     assert found.level == level and f"{rank_gib}.0 GiB" in found.text
     assert bool(found.remedy) == (level != OK)
 
@@ -115,12 +105,11 @@ def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny, estimate
         ({"base_gpu_id": 7, "mem_fraction_static": 0.9}, 7, OK),
     ],
 )
-def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny, estimated):
+def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny):
     config = config_of(tiny, update_weight_transfer_mode="disk")
     rollout = config.rollout.model_copy(update={"sglang": {"base_gpu_id": 0, **flags}})
     config = config.model_copy(update={"rollout": rollout})
-    e = replace(estimated, rank_bytes=40 * GIB)
-    (found,) = memory.check_gpu_memory(config, e, Node(8, 80 * GIB, ranks, ranks))
+    _, found = memory.check_gpus(config, Node(8, 80 * GIB, ranks, ranks), 40 * GIB)
     assert found.level == level and ("of SGLang" in found.text) == (ranks == 8)
 
 
@@ -150,6 +139,6 @@ DISK = {"update_weight_transfer_mode": "disk"}
 )
 def test_servers_need_gpus_that_no_rank_has(fields, num_gpus, ranks, level, text, tiny):
     node = Node(num_gpus, 80 * GIB, ranks, ranks)
-    found = list(memory.check_placement(config_of(tiny, **fields), node))
+    found = list(memory.check_gpus(config_of(tiny, **fields), node, None))
     assert [f.level for f in found] == ([] if level is None else [level])
     assert all(text in f.text for f in found)

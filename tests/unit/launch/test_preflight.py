@@ -74,3 +74,10 @@ def test_a_bad_setting_is_named(flags, world_size, message, tiny):
 def test_a_dense_checkpoint_is_refused_with_r3(dense):
     result = start(dense)
     assert result.exit_code == 2 and "expert" in result.output
+
+
+def test_all_faults_are_told_at_once(tiny):
+    result = start(tiny, "--rm-type", "nothing", "--sglang-foo", "3", world_size=3)
+    assert result.exit_code == 2
+    for fault in ("world size 3 does not divide", "--sglang-foo", "--rm-type"):
+        assert fault in result.output
