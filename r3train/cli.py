@@ -30,7 +30,7 @@ SUBCOMMANDS = {
         "Hold replay against two oracles in every topology, planted bugs included.",
     ),
     "report": (
-        "r3train.observe.report_command:report",
+        "r3train.observe.report:report",
         "Write one or several runs as a self-contained HTML page.",
     ),
 }

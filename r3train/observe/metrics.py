@@ -37,7 +37,7 @@ SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_DIR = "tensorboard"
 
 # JSON has no such numbers, and a reader that meets a bare NaN may refuse the whole file
-_NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsWriter:
@@ -112,7 +112,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             got = str(record)[:80]
             raise ValueError(f"{path}:{number}: got {got}, expected an object with a step")
         steps[record["step"]] = {
-            key: _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+            key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
             for key, value in record.items()
         }
     return [steps[step] for step in sorted(steps)]

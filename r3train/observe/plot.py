@@ -1,8 +1,9 @@
-"""One picture of a run: what it learned, how far engine and trainer lie apart, what R3 replayed."""
+"""Pictures by matplotlib: one of a whole run, and the charts of a report."""
 
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from r3train.observe.metrics import numbers, read_metrics, summarise
+from r3train.observe.report_data import HeatMap
+from r3train.observe.report_figures import Chart, PALETTE
 
 PLOT_FILE = "plot.png"
 
@@ -299,3 +302,56 @@ def _short_count(value: float, _position: int) -> str:
         if value >= size:
             return f"{value / size:g}{letter}"
     return f"{value:g}"
+
+
+def plot_chart(chart: Chart) -> Figure:
+    """A line chart of a report."""
+    figure, axes = _report_figure(3.6)
+    for line in chart.lines:
+        if line.points:
+            # A space first: matplotlib leaves out what begins with an underscore.
+            style = {"ls": "--", "alpha": 0.6} if line.dashed else {"label": f" {line.name}"}
+            if len(line.points) == 1:
+                style["marker"] = "o"
+            axes.plot(*zip(*line.points), color=PALETTE[line.run % len(PALETTE)], lw=1.6, **style)
+    if chart.log and any(line.points for line in chart.lines):
+        axes.set_yscale("log")
+    axes.set_title(chart.title, loc="left", fontweight="bold", pad=18)
+    axes.text(0, 1.02, chart.note, transform=axes.transAxes, fontsize=8, color=_GREY)
+    missing = [part for text in chart.missing for part in textwrap.wrap(text, 100)]
+    axes.set_xlabel("\n".join(["step", *missing[:4]]), parse_math=False)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.grid(alpha=0.25)
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        for text in axes.legend(handles, labels, framealpha=0.8, edgecolor="none").get_texts():
+            text.set_parse_math(False)  # a run's name may hold a $
+    return figure
+
+
+def plot_heat(heat: HeatMap, name: str) -> Figure:
+    """Agreement by layer and step of the run ``name``, from chance to all rows."""
+    low = heat.chance or 0.0
+    rows = [[math.nan if v is None else v for v in row] for row in heat.values]
+    figure, axes = _report_figure(min(9.0, max(2.4, 1.4 + 0.16 * len(rows))))
+    scale = {"cmap": "Greens", "vmin": low, "vmax": 1.0}
+    image = axes.imshow(rows, aspect="auto", interpolation="nearest", **scale)
+    steps = [first for first, _ in heat.columns]
+    for set_ticks, labels in ((axes.set_xticks, steps), (axes.set_yticks, heat.layers)):
+        stride = max(1, -(-len(labels) // 10))
+        set_ticks(range(0, len(labels), stride), [str(label) for label in labels[::stride]])
+    axes.set_xlabel("step")
+    axes.set_ylabel("layer")
+    title = f"Routing agreement: {name}"
+    axes.set_title(title, loc="left", fontweight="bold", parse_math=False)
+    bar = figure.colorbar(image, ax=axes, label="share of rows")
+    ticks = [low, (1 + low) / 2, 1.0]
+    bar.set_ticks(ticks, labels=[f"chance {low:.1%}", f"{ticks[1]:.1%}", "100%"])
+    return figure
+
+
+def _report_figure(height: float) -> tuple[Figure, Axes]:
+    # no pyplot: it keeps figures in a global list and looks for a display
+    figure = Figure(figsize=(6.4, height), dpi=140, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()

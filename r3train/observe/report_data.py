@@ -1,47 +1,89 @@
-"""What a report shows of one run, read from its directory."""
+"""One run as a report shows it: its metrics, its evidence step by step, its notable samples."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from r3train.proof.audit import audit_run
-from r3train.proof.findings import Audit, ranges
 from r3train.observe.metrics import numbers
-from r3train.observe.report_evidence import HeatMap, StepCheck, read_evidence
-from r3train.observe.report_metrics import ROLLOUT_S, STEP_S, TIMES
-from r3train.observe.report_read import Sample, read_samples, read_steps, read_uses_r3
+from r3train.observe.run_files import read_samples, read_steps, read_uses_r3, Sample
+from r3train.proof.audit import audit_run
+from r3train.proof.findings import Audit, AuditedStep, FAILED, NO_EVIDENCE, PASSED, ranges
 
-_KINDS = ("worst", "slowest", "best")
-# within these a scale, a sum and a mean of a run's numbers stay numbers
+STEP_S, ROLLOUT_S, R3_PASSED = "perf/step_s", "perf/rollout_s", "r3/passed"
+# Parts of a step's wall time in the order of the loop: name, metric, the part that it lies within.
+TIMES = (
+    ("waiting for rollout", "perf/rollout_wait_s", None),
+    ("route exchange", "perf/route_exchange_s", "waiting for rollout"),
+    ("log-probs", "perf/log_prob_s", "training"),
+    ("training", "perf/train_s", None),
+    ("weight sync", "perf/publish_s", None),
+    ("saving", "perf/save_s", None),
+)
+MAX_COLUMNS = 120
+# Within these bounds a scale, a sum and a mean of a run's numbers stay numbers.
 _SMALLEST, _LARGEST = 1e-300, 1e300
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The share of rows in which the trainer's own choice is the replayed one: [layers][columns].
+
+    columns: the first and the last step of each.  chance: the share that chance would give.
+    """
+
+    layers: list[int]
+    columns: list[tuple[int, int]]
+    values: list[list[float | None]]
+    chance: float | None
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """The verdict of the evidence on one step, and its counts over all passes and layers."""
+
+    step: int
+    verdict: str  # one of an Audit's
+    counts: dict[str, int] = field(default_factory=dict)  # AuditedStep.counts; {}: no evidence
+
+    def rows_share(self) -> float | None:
+        """The share of real rows that were replayed as recorded."""
+        kinds = ("rows_replayed", "rows_filled", "rows_native")
+        rows = sum(self.counts.get(kind, 0) for kind in kinds)
+        return self.counts["rows_replayed"] / rows if rows else None
+
+    def calls_share(self) -> float | None:
+        """Router calls that were made, as a share of those expected."""
+        expected = self.counts.get("num_calls_expected")
+        return self.counts["num_calls"] / expected if expected else None
 
 
 @dataclass
 class RunReport:
-    """One run's name, settings, metrics, evidence and samples; parts that are missing are empty.
+    """One run's metrics, evidence and samples; parts that are missing are empty.
 
-    ``notices`` say what of the run's files was left out and why.
+    notices: the damage that was left out, in words.
     """
 
     path: Path
     name: str
-    uses_r3: bool | None = None  # None: not known
-    records: list[dict[str, Any]] = field(default_factory=list)
-    audit: Audit | None = None
-    heat: HeatMap | None = None
-    checks: list[StepCheck] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    uses_r3: bool | None  # None: not known
+    records: list[dict[str, Any]]
+    audit: Audit
+    heat: HeatMap | None
+    checks: list[StepCheck]
+    samples: list[Sample]
+    notices: list[str]
 
-    def series(self, key: str, *, positive: bool = False) -> tuple[list[int], list[float]]:
+    def series(self, key: str, *, positive: bool = False) -> list[tuple[int, float]]:
         """Steps and numbers of a metric that can be drawn; ``positive`` for a logarithmic axis."""
-        pairs = [(s, v) for s, v in zip(*numbers(self.records, key)) if _drawable(v, positive)]
-        return [s for s, _ in pairs], [v for _, v in pairs]
+        return [(s, v) for s, v in zip(*numbers(self.records, key)) if _drawable(v, positive)]
 
     def left_out(self, key: str, *, positive: bool = False) -> str:
-        """What ``series`` leaves out, in words: "nan at steps 2, 4"; empty where it is nothing."""
+        """The numbers that ``series`` leaves out, in words: "nan at steps 2, 4"; "" for none."""
         steps: dict[str, list[int]] = {}
         for step, value in zip(*numbers(self.records, key)):
             if not _drawable(value, positive):
@@ -49,72 +91,107 @@ class RunReport:
         words = [f"{v} at step{'s' * (len(of) > 1)} {ranges(of)}" for v, of in steps.items()]
         return "; ".join(words[:3]) + f"; and {len(words) - 3} more" * (len(words) > 3)
 
-    def mean(self, key: str) -> float | None:
-        values = self.series(key)[1]
+    def mean(self, key: str, *, last_tenth: bool = False) -> float | None:
+        """The mean over the steps, or over the last tenth of them; None without a number."""
+        values = [value for _, value in self.series(key)]
+        if last_tenth:
+            values = values[-max(1, len(values) // 10) :]
         return sum(values) / len(values) if values else None
 
-    def last_tenth(self, key: str) -> float | None:
-        values = self.series(key)[1]
-        tail = values[-max(1, len(values) // 10) :]
-        return sum(tail) / len(tail) if tail else None
-
     def times(self) -> dict[str, float]:
-        """Seconds of the whole run by what they went to, in the order of ``TIMES``."""
-        sums = {name: sum(self.series(key)[1]) for name, key, _ in TIMES}
+        """Seconds of the whole run by name, in the order of ``TIMES``, then the unnamed ones."""
+        sums = {name: sum(v for _, v in self.series(key)) for name, key, _ in TIMES}
         for name, _, within in TIMES:
             if within:
                 sums[within] = max(0.0, sums[within] - sums[name])
-        total = sum(self.series(STEP_S)[1])
+        total = sum(v for _, v in self.series(STEP_S))
         sums["other"] = max(0.0, total - sum(sums.values()))
         return {name: value for name, value in sums.items() if value > 0}
 
     def rollout(self) -> dict[str, float]:
-        """Seconds with a request in flight, and what is left of the steps; empty: not recorded.
+        """Seconds with a request in flight, and the rest of the steps; {} where not recorded.
 
         Rollout runs beside training, so it is no part of ``times``.
         """
-        pairs = zip(*self.series(ROLLOUT_S))
-        seconds = {step: rollout_s for step, rollout_s in pairs if rollout_s >= 0}
+        seconds = {step: value for step, value in self.series(ROLLOUT_S) if value >= 0}
         if not seconds:
             return {}
         busy = sum(seconds.values())
-        total = sum(step_s for step, step_s in zip(*self.series(STEP_S)) if step in seconds)
+        total = sum(value for step, value in self.series(STEP_S) if step in seconds)
         return {"rollout": busy, "idle": max(0.0, total - busy)}
 
 
-def load_run(path: Path, name: str) -> RunReport:
-    """Read a run directory.  Raises ValueError where its metrics are missing or cannot be read."""
-    run = RunReport(path, name)
-    run.records = read_steps(path, run.notices)
-    run.uses_r3 = read_uses_r3(path, run.notices)
-    run.samples = _notable(path, run.notices)
-    run.audit = audit_run(path, keep_steps=True)
-    run.heat, run.checks = read_evidence(run.audit, run.records)
-    return run
+def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
+    """Read a run directory.
+
+    keys: metrics that the caller draws, beside those of the times and the verdict.
+    Raises ValueError where the run's metrics are missing or cannot be read.
+    """
+    notices: list[str] = []
+    times = {key for _, key, _ in TIMES}
+    records = read_steps(path, {*keys, *times, STEP_S, ROLLOUT_S, R3_PASSED}, notices)
+    uses_r3 = read_uses_r3(path, notices)
+    samples = _notable(read_samples(path, notices))
+    audit = audit_run(path, keep_steps=True)
+    heat, checks = _heat_map(audit.steps), _checks(audit.steps, records)
+    return RunReport(path, name, uses_r3, records, audit, heat, checks, samples, notices)
+
+
+def columns_of(steps: Sequence[_T]) -> list[Sequence[_T]]:
+    """Steps in order as at most 120 columns, each of as many but the last."""
+    width = max(1, -(-len(steps) // MAX_COLUMNS))
+    return [steps[i : i + width] for i in range(0, len(steps), width)]
 
 
 def _drawable(value: float, positive: bool) -> bool:
-    return (value == 0 and not positive) or (
-        _SMALLEST <= (value if positive else abs(value)) <= _LARGEST
-    )
+    size = value if positive else abs(value)
+    return _SMALLEST <= size <= _LARGEST or (value == 0 and not positive)
 
 
-def _notable(path: Path, notices: list[str]) -> list[Sample]:
-    """The notable samples of the run: over all steps the worst, the slowest, the best."""
-    kinds: dict[str, list[Sample]] = {kind: [] for kind in _KINDS}
-    for sample in read_samples(path, notices):
-        kept = kinds[sample.kind]
-        kept.append(sample)
-        if len(kept) > 200:
-            kinds[sample.kind] = _most(sample.kind, kept)
-    return [sample for kind, kept in kinds.items() for sample in _most(kind, kept)]
+def _checks(steps: Sequence[AuditedStep], records: Sequence[dict[str, Any]]) -> list[StepCheck]:
+    """A verdict for every step that was trained; [] where no check was on.
+
+    A step that the run's metrics call failed has not passed, whatever is left of its records.
+    """
+    failed = {record["step"] for record in records if record.get(R3_PASSED) == 0}
+    checks = {}
+    for step in steps:
+        passed = step.passed and step.rollout_id not in failed
+        verdict = PASSED if passed else FAILED
+        checks[step.rollout_id] = StepCheck(step.rollout_id, verdict, step.counts)
+    if checks or any(record.get(R3_PASSED) is not None for record in records):
+        for step in (record["step"] for record in records):
+            checks.setdefault(step, StepCheck(step, FAILED if step in failed else NO_EVIDENCE))
+    return [checks[step] for step in sorted(checks)]
 
 
-def _most(kind: str, samples: list[Sample]) -> list[Sample]:
-    """The three that are most of their kind; of equals the latest: what the model writes now."""
+def _heat_map(steps: Sequence[AuditedStep]) -> HeatMap | None:
+    """The agreement of the old-log-prob pass; None without evidence."""
+    columns = columns_of(sorted(steps, key=lambda step: step.rollout_id))
+    layers = sorted({layer for step in steps for layer in step.layers})
+    if not layers:
+        return None
+    # Chance of 1 or more leaves no scale up to all rows.
+    chances = [step.agreement.get("chance_equal", -1.0) for step in steps]
+    chance = next((share for share in reversed(chances) if 0 <= share < 1), None)
+    values = [[_share(column, layer) for column in columns] for layer in layers]
+    return HeatMap(layers, [(c[0].rollout_id, c[-1].rollout_id) for c in columns], values, chance)
+
+
+def _share(steps: Sequence[AuditedStep], layer: int) -> float | None:
+    counts = [step.layers.get(layer, (0, 0)) for step in steps]
+    rows = sum(replayed for _, replayed in counts)
+    return sum(equal for equal, _ in counts) / rows if rows else None
+
+
+def _notable(samples: Iterable[Sample]) -> list[Sample]:
+    """The three worst, slowest and best of the run; of equals the latest."""
 
     def rank(s: Sample) -> tuple[float, int]:
-        value = (s.generation_s or 0.0) if kind == "slowest" else s.reward
-        return (-value if kind == "worst" else value), s.step
+        value = (s.generation_s or 0.0) if s.kind == "slowest" else s.reward
+        return (-value if s.kind == "worst" else value), s.step
 
-    return sorted(samples, key=rank, reverse=True)[:3]
+    most: dict[str, list[Sample]] = {"worst": [], "slowest": [], "best": []}
+    for sample in samples:
+        most[sample.kind] = sorted([*most[sample.kind], sample], key=rank, reverse=True)[:3]
+    return [sample for kind in most.values() for sample in kind]

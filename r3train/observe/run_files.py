@@ -1,90 +1,144 @@
-"""A run's own files, metrics.jsonl, samples.jsonl and config.toml, whatever a crash or a hand left of them.
+"""The files of a run that a report reads; what is damaged in them is left out and named in a notice.
 
-What is whole is returned; what is not is named: lines that no crash explains in ``BrokenLines``, the
-rest in notices.
+A notice names file, line and key, what was got and what was expected.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from r3train.proof.audit_lines import BrokenLines, odd, raw_lines, TOO_LONG
-from r3train.observe.metrics import METRICS_FILE
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from r3train.observe.metrics import METRICS_FILE, NOT_FINITE, SAMPLES_FILE
 
 CONFIG_FILE = "config.toml"
-# of a step, far below where a float, which is what a chart has, tells it not from the next
+# Far below the integers that a float, which is what a chart holds, cannot tell apart.
 MAX_STEP = 1 << 40
+_MAX_NOTICES = 20  # of one file
 
 
-def metrics_lines(
-    run_dir: Path, broken: BrokenLines, notices: list[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The lines of metrics.jsonl that are of a step, in their order: its number, the whole line.
+class Sample(BaseModel):
+    """One line of samples.jsonl, as far as a report shows it."""
 
-    Raises OSError where the file is missing or cannot be read.
+    model_config = ConfigDict(strict=True, frozen=True)
+
+    kind: Literal["worst", "slowest", "best"]
+    step: int = Field(ge=0, le=MAX_STEP)
+    reward: FiniteFloat
+    response_len: int = Field(ge=0, le=MAX_STEP)
+    text: str
+    generation_s: FiniteFloat | None = None
+    finish_reason: str = ""
+    prompt: str = ""
+
+
+def read_steps(run_dir: Path, keys: Collection[str], notices: list[str]) -> list[dict[str, Any]]:
+    """The metrics of every step, in order; of two lines for one step (a resumed run) the later.
+
+    Values under ``keys`` are floats or None.
+    Raises ValueError where the file is missing, cannot be read, or has not one whole line of several.
     """
-    for number, record in read_objects(run_dir / METRICS_FILE, broken, notices):
-        step = record.get("step")
-        if "step" not in record:
-            broken.add(METRICS_FILE, number, "step is missing")
-        elif type(step) is not int or not 0 <= step <= MAX_STEP:
-            expected = f"an integer from 0 to {MAX_STEP}"
-            broken.add(METRICS_FILE, number, odd("step", step, expected))
-        else:
-            yield number, record
-
-
-def read_objects(
-    path: Path, broken: BrokenLines, notices: list[str]
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a file with their 1-based lines.
-
-    A last line without its end is left out, as whoever goes on with the file cuts it off.  The
-    writers' own json reads: it takes NaN and half a character in a text, which they may write.
-    Raises OSError where the file is missing or cannot be read.
-    """
-    for number, _, _, line in raw_lines(path):
-        if line is None:
-            broken.add(path.name, number, TOO_LONG)
-            continue
-        if not line.endswith(b"\n"):
-            notices.append(f"{path.name} ends within a line: its writer was stopped")
-            return
-        try:
-            value = json.loads(line[:-1].decode())
-        except (ValueError, RecursionError) as error:
-            broken.add(path.name, number, f"not JSON: {_reason(error)}")
-            continue
-        if isinstance(value, dict):
-            yield number, value
-        else:
-            broken.add(path.name, number, f"got a {type(value).__name__}, expected an object")
-
-
-def read_config(run_dir: Path, notices: list[str]) -> dict[str, Any]:
-    """The run's settings; empty where there are none, or where they cannot be read."""
+    path, damaged = run_dir / METRICS_FILE, []
+    steps: dict[int, dict[str, Any]] = {}
     try:
-        return tomllib.loads((run_dir / CONFIG_FILE).read_bytes().decode())
+        for place, record in _objects(path, notices, damaged):
+            step = record.get("step")
+            if type(step) is not int or not 0 <= step <= MAX_STEP:
+                expected = f"expected an integer from 0 to {MAX_STEP}"
+                damaged.append(f"{place}: step is {step!r:.60}, {expected}")
+                continue
+            for key in sorted(keys & record.keys()):
+                try:
+                    record[key] = _number(record[key])
+                except (TypeError, KeyError, OverflowError):
+                    got = f"{record.pop(key)!r:.60}"
+                    damaged.append(f"{place}: {key} is {got}, expected a number")
+            steps[step] = record
+    except FileNotFoundError:
+        raise ValueError(f"{run_dir}: no {METRICS_FILE}: is it a run directory?") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if damaged and not steps:
+        raise ValueError(f"{run_dir}: not one step in {damaged[0]}")
+    notices += _first(path, damaged)
+    return [steps[step] for step in sorted(steps)]
+
+
+def read_samples(run_dir: Path, notices: list[str]) -> Iterator[Sample]:
+    """The samples in the order of the file; none where there is no file."""
+    path, damaged = run_dir / SAMPLES_FILE, []
+    try:
+        for place, record in _objects(path, notices, damaged):
+            try:
+                yield Sample.model_validate(record)
+            except ValidationError as error:
+                first = error.errors(include_url=False)[0]
+                key, got = first["loc"][0], f"{record.get(first['loc'][0])!r:.60}"
+                damaged.append(f"{place}: {key} is {got}: {first['msg']}")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notices.append(f"{path.name}: cannot be read: {error.strerror}")
+    notices += _first(path, damaged)
+
+
+def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:
+    """The run's setting of routing replay; None where it is not known."""
+    try:
+        config = tomllib.loads((run_dir / CONFIG_FILE).read_bytes().decode())
+        replay = config.get("replay", {})
+        if not isinstance(replay, dict):
+            raise ValueError(f"replay is {replay!r:.60}, expected a table")
+        value = replay.get("use_rollout_routing_replay", False)
+        if not isinstance(value, bool):
+            key = "replay.use_rollout_routing_replay"
+            raise ValueError(f"{key} is {value!r:.60}, expected true or false")
+        return value
     except FileNotFoundError:
         pass
     except OSError as error:
         notices.append(f"{CONFIG_FILE}: cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:
-        notices.append(f"{CONFIG_FILE}: not TOML: {_reason(error)}")
-    return {}
+        notices.append(f"{CONFIG_FILE}: {error}")
+    return None
 
 
-def section(config: dict[str, Any], name: str) -> dict[str, Any]:
-    """A table of the settings; empty where there is none of that name."""
-    value = config.get(name)
-    return value if isinstance(value, dict) else {}
+def _objects(
+    path: Path, notices: list[str], damaged: list[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The objects of a file of JSON lines, each with its place in words.
+
+    The reader is the one that fits the writers: it takes NaN, and half a character in a text.
+    Raises OSError where the file is missing or cannot be read.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path.name} line {number}"
+            if not line.endswith(b"\n"):
+                notices.append(f"{path.name} ends within a line: its writer was stopped")
+                return
+            try:
+                value = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:
+                damaged.append(f"{place}: not JSON: {error}")
+                continue
+            if isinstance(value, dict):
+                yield place, value
+            else:
+                damaged.append(f"{place}: got a {type(value).__name__}, expected an object")
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
-    return "nested too deep" if isinstance(error, RecursionError) else str(error)
+def _number(value: Any) -> float | None:
+    if isinstance(value, str):
+        return NOT_FINITE[value]
+    return None if value is None else float(value)
+
+
+def _first(path: Path, damaged: list[str]) -> list[str]:
+    """The first notices of a file, and how many more there are."""
+    more = len(damaged) - _MAX_NOTICES
+    return damaged[:_MAX_NOTICES] + [f"{path.name}: {more} more"] * (more > 0)

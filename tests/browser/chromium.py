@@ -22,21 +22,23 @@ import aiohttp
 
 _START_S, _ANSWER_S = 60.0, 60.0
 _MEASURE = """(() => {
+  // plotly measures texts in an element beyond the window's edge
+  const shown = of => [...document.querySelectorAll(of)].filter(e => !e.closest('#js-plotly-tester'));
   const scrolls = e => e && (/auto|scroll/.test(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
-  const wide = [...document.body.querySelectorAll('*')].filter(e => {
+  const wide = shown('body *').filter(e => {
     const box = e.getBoundingClientRect();
     return box.width && (box.right > innerWidth + 0.5 || box.left < -0.5) && !scrolls(e.parentElement);
   });
-  const cut = [...document.querySelectorAll('h1,h2,h3,p,td,th')].filter(e =>
+  const cut = shown('h1,h2,h3,p,td,th').filter(e =>
     e.scrollWidth > e.clientWidth + 1 && e.clientWidth && !scrolls(e));
   return {
     width: innerWidth, height: document.documentElement.scrollHeight,
     page: document.documentElement.scrollWidth,
     wide: wide.map(e => e.outerHTML.slice(0, 120)), cut: cut.map(e => e.outerHTML.slice(0, 120)),
-    smallest: Math.min(...[...document.querySelectorAll('body *')].filter(e => e.textContent.trim() &&
+    smallest: Math.min(...shown('body *').filter(e => e.textContent.trim() &&
       !e.children.length && e.getBoundingClientRect().width && e.tagName != 'title').map(e => {
         const m = e.getScreenCTM ? e.getScreenCTM() : null;
-        return parseFloat(getComputedStyle(e).fontSize) * (m ? m.a : 1);
+        return parseFloat(getComputedStyle(e).fontSize) * (m ? Math.hypot(m.a, m.b) : 1);  // a turned text too
       })),
     text: document.body.innerText,
   };

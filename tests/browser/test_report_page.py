@@ -6,6 +6,7 @@ The runs are the tiny model's, eight steps on two CPU ranks, with R3 and its che
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterator
 from dataclasses import replace
@@ -114,6 +115,17 @@ async def test_what_is_wider_than_the_window_is_seen(width, program, page, tmp_p
     assert seen.width != width or any('id="wide"' in element for element in seen.wide)
 
 
+async def test_the_page_lets_nothing_of_a_stranger_run_or_be_fetched(program, page, tmp_path):
+    damage = (
+        "<script>document.body.innerHTML = 'taken'</script><img src='http://127.0.0.1:9/x.png'>"
+    )
+    other = tmp_path / "other.html"
+    other.write_text(page.read_text().replace("</body>", f"{damage}</body>"))
+    seen = await seen_at(390, program, other, tmp_path / "profile")
+    assert "r3train report" in seen.text and len(seen.complaints) == 2
+    assert all("Content Security Policy" in complaint for complaint in seen.complaints)
+
+
 async def test_what_comes_from_outside_is_seen(program, page, tmp_path):
     damage = "<img src='http://127.0.0.1:9/x.png'><style>@import 'other.css';</style>"
     seen = await seen_at(390, program, _with(page, damage, tmp_path), tmp_path / "profile")
@@ -122,8 +134,8 @@ async def test_what_comes_from_outside_is_seen(program, page, tmp_path):
 
 
 def _with(page: Path, addition: str, directory: Path) -> Path:
-    """The same page with something at its end."""
-    text = page.read_text()
+    """The same page with something at its end, and without the policy that would stop it."""
+    text = re.sub("<meta http-equiv=[^>]*>", "", page.read_text())
     assert text.count("</body>") == 1
     other = directory / "other.html"
     other.write_text(text.replace("</body>", f"{addition}</body>"))

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 from click.testing import CliRunner, Result
+from plotly.offline import get_plotlyjs
 
 from r3train.cli import main
 from r3train.observe.metrics import MetricsWriter
@@ -38,23 +41,57 @@ def report(*args: object) -> Result:
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and whether every tag was closed."""
+    """A page without plotly's script: tags with their attributes, its texts, and its figures by title."""
 
-    VOID = {"meta", "link", "br", "img", "line", "rect", "circle", "polyline"}
+    VOID = {"meta", "link", "br", "img"}
 
-    def __init__(self, text: str):
+    def __init__(self, path: Path):
         super().__init__()
-        self.tags, self.open = [], []
-        self.feed(text)
+        self.text = path.read_text(encoding="utf-8")
+        assert self.text.count(get_plotlyjs()) == 1
+        self.text = self.text.replace(get_plotlyjs(), "")
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.figures: dict[str, dict[str, Any]] = {}
+        self.words, self.open = "", []
+        self.feed(self.text)
+        assert not self.open
+        self.words = " ".join(self.words.split())
 
     def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
         if tag not in self.VOID:
             self.open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
+        if "data-figure" in attributes:
+            self.figures[attributes["aria-label"]] = json.loads(attributes["data-figure"])
 
     def handle_endtag(self, tag):
         if tag not in self.VOID:
             assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if not {"script", "style"} & set(self.open):
+            self.words += data
+
+    def lines(self, title: str) -> dict[str, list[tuple[float, float]]]:
+        """The points of a chart by the line's name."""
+        traces = self.figures[title]["data"]
+        return {trace["name"]: list(zip(trace["x"], trace["y"])) for trace in traces}
+
+    def bars(self) -> list[dict[str, str]]:
+        """The parts of each bar of times: their seconds by name."""
+        out = []
+        for _, attributes in self.tags:
+            if attributes.get("class") == "bar":
+                out.append({})
+            elif "flex:" in attributes.get("style", ""):
+                name, _, rest = attributes["title"].partition(": ")
+                out[-1][name] = rest.split(",")[0]
+        return out
+
+
+def page_of(*runs: Path, args: tuple[object, ...] = ()) -> Page:
+    """The page that must come of runs, written to the first of them."""
+    result = report(*runs, *args)
+    assert result.exit_code == 0, result.output
+    return Page(runs[0] / "report.html")

@@ -1,0 +1,238 @@
+"""The charts of a report as figures of plotly: plain dicts of ``data`` and ``layout``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from r3train.observe.report_data import columns_of, HeatMap, RunReport, StepCheck
+from r3train.proof.findings import FAILED, NO_EVIDENCE, PASSED, ranges
+
+# Run colours, which read on a light and on a dark page; told apart by colour-blind readers too.
+PALETTE = ("#2386c8", "#dd6a1b", "#0f9d76", "#c56a9f", "#a3821a", "#7c83e0")
+VERDICT_COLOURS = {PASSED: "#34b48c", NO_EVIDENCE: "#b9a68a", FAILED: "#d03a3a"}
+_HEAT_SCALE = [[0, "rgba(15,157,118,0.06)"], [0.5, "rgba(15,157,118,0.3)"], [1, "rgb(15,157,118)"]]
+_MAX_POINTS = 1000
+_MAX_MARKED = 60  # points of a line that has a mark at each
+_MAX_NAMED = 8  # failed steps of a strip
+
+# metric, title, note, logarithmic
+CHARTS = (
+    ("rollout/reward_mean", "Reward", "mean over the samples of a step", False),
+    ("train/loss", "Loss", "", False),
+    ("train/entropy", "Entropy", "nats a token, of the actor", False),
+    ("rollout/response_len_mean", "Response length", "tokens", False),
+    ("rollout/staleness_mean", "Staleness", "weight versions behind, mean", False),
+    ("rollout/generation_s_max", "Slowest sample", "seconds of generation", False),
+    ("perf/tokens_per_s", "Throughput", "generated tokens a second of wall time", False),
+    ("train/grad_norm", "Gradient norm", "before clipping", False),
+    ("train/log_prob_gap_mean", "Log-prob gap, mean", "|actor - engine|, nats", True),
+    ("train/log_prob_gap_k3", "Log-prob gap, k3 KL", "estimate of KL(engine, actor)", True),
+    ("train/log_prob_gap_far_share", "Extreme tokens", "share with |gap| above ln 2", False),
+    (
+        "train/log_prob_gap_p999",
+        "Log-prob gap, p99.9",
+        "nats; of a step's optimizer steps the largest p99.9",
+        True,
+    ),
+    ("train/log_prob_gap_max", "Log-prob gap, largest", "nats", True),
+)
+# two metrics in one chart, the second dashed; title, note
+PAIRS = (
+    (
+        "perf/train_wait_share",
+        "perf/rollout_idle_share",
+        "Waiting",
+        "share of wall time; solid: training waits, dashed: generation idles",
+    ),
+    (
+        "r3/agreement",
+        "r3/agreement_chance_equal",
+        "Routing agreement",
+        "share of rows with the replayed experts; dashed: chance",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart; ``run`` is the 0-based number of its run, which colours it."""
+
+    run: int
+    name: str
+    points: Sequence[tuple[float, float]]  # (step, value)
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over the steps; ``missing`` names the numbers that no axis can show."""
+
+    title: str
+    note: str
+    lines: Sequence[Line]
+    log: bool = False
+    missing: Sequence[str] = ()
+
+
+def charts(runs: Sequence[RunReport]) -> list[Chart]:
+    """Every line chart for which one run has a number at least, or one that cannot be drawn."""
+    out = []
+    for key, title, note, log in CHARTS:
+        lines = [Line(i, run.name, run.series(key, positive=log)) for i, run in enumerate(runs)]
+        out.append(Chart(title, note, lines, log, _missing(runs, key, log)))
+    for solid, dashed, title, note in PAIRS:
+        lines = []
+        for i, run in enumerate(runs):
+            lines.append(Line(i, run.name, run.series(solid)))
+            lines.append(Line(i, f"{run.name}, dashed", run.series(dashed), dashed=True))
+        missing = _missing(runs, solid, False) + _missing(runs, dashed, False)
+        out.append(Chart(title, note, lines, missing=missing))
+    out.append(_coverage(runs))
+    return [c for c in out if c.missing or any(line.points for line in c.lines)]
+
+
+def _missing(runs: Sequence[RunReport], key: str, log: bool) -> list[str]:
+    found = [(run.name, run.left_out(key, positive=log)) for run in runs]
+    axis = " (logarithmic axis)" if log else ""
+    return [f"{name}: not drawn{axis}: {words}" for name, words in found if words]
+
+
+def _coverage(runs: Sequence[RunReport]) -> Chart:
+    lines = []
+    for i, run in enumerate(runs):
+        rows = [(c.step, c.rows_share()) for c in run.checks if c.rows_share() is not None]
+        calls = [(c.step, c.calls_share()) for c in run.checks if c.calls_share() is not None]
+        lines += [Line(i, run.name, rows), Line(i, f"{run.name}, calls", calls, dashed=True)]
+    note = "share of rows replayed as recorded; dashed: router calls made of those expected"
+    return Chart("R3 coverage", note, lines)
+
+
+def chart_figure(chart: Chart) -> dict[str, Any] | None:
+    """A line chart; None where it has no number."""
+    drawn = [(line, thinned(line.points)) for line in chart.lines if line.points]
+    if not drawn:
+        return None
+    values = [value for _, points in drawn for _, value in points]
+    low, high = axis_range(min(values), max(values), chart.log)
+    last_run = max(line.run for line, _ in drawn)
+    data = []
+    for line, points in drawn:
+        # The lines of the first runs are wider: they stay visible below a later one like them.
+        width = 1.6 if line.dashed else 1.8 + min(3.0, 1.5 * (last_run - line.run))
+        data.append(
+            {
+                "type": "scatter",
+                "name": escape(line.name),  # plotly reads markup in names
+                "x": [step for step, _ in points],
+                "y": [value for _, value in points],
+                "mode": "lines+markers" if len(points) <= _MAX_MARKED else "lines",
+                "marker": {"size": 4 if len(points) > 1 else 8},
+                "line": {
+                    "color": PALETTE[line.run % len(PALETTE)],
+                    "width": width,
+                    "dash": "dot" if line.dashed else "solid",
+                },
+            }
+        )
+    steps = [step for _, points in drawn for step, _ in points]
+    x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "nticks": 8}
+    if max(steps) - min(steps) < 8:
+        x_axis["dtick"] = 1
+    y_axis = {"range": [low, high], "nticks": 6, "hoverformat": ".4~g"}
+    if chart.log:
+        exponents = {"exponentformat": "power", "minor": {"ticks": ""}}
+        y_axis |= {"type": "log", "range": [math.log10(low), math.log10(high)], **exponents}
+    return {"data": data, "layout": _layout(220, x_axis, y_axis) | {"hovermode": "x unified"}}
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most 1000 points: the means of equally many neighbours."""
+    width = max(1, -(-len(points) // _MAX_POINTS))
+    groups = [points[i : i + width] for i in range(0, len(points), width)]
+    return [(sum(s for s, _ in g) / len(g), sum(v for _, v in g) / len(g)) for g in groups]
+
+
+def axis_range(low: float, high: float, log: bool) -> tuple[float, float]:
+    """The ends of an axis that shows values from ``low`` to ``high``."""
+    if log:
+        return (low / 1.2, high * 1.2) if high > low else (low / 2, high * 2)
+    if low == high == 0:
+        return -0.06, 1.0  # what is never negative should not look as if it could be
+    largest = max(abs(low), abs(high))
+    # what differs by less than an axis can label is drawn as a constant
+    pad = 0.06 * (high - low) if high - low > 1e-9 * largest else 0.1 * largest
+    return low - pad, high + pad
+
+
+def strip_figure(checks: Sequence[StepCheck]) -> dict[str, Any]:
+    """A cell a step, or a few steps of which the worst counts; failed ones are named above it."""
+    columns = columns_of(checks)
+    order = [PASSED, NO_EVIDENCE, FAILED]
+    labels, worst, words, marks = [], [], [], []
+    for column in columns:
+        found = [check.verdict for check in column]
+        steps = ranges(check.step for check in column)
+        labels.append(str(column[0].step))
+        worst.append(max(order.index(verdict) for verdict in found))
+        counts = ", ".join(f"{found.count(v)} {v}" for v in dict.fromkeys(found))
+        words.append(f"step{'s' * (len(column) > 1)} {steps}: {counts}")
+    failed = [i for i, column in enumerate(columns) if order[worst[i]] == FAILED]
+    for i in failed[:: -(-len(failed) // _MAX_NAMED) or 1]:
+        step = next(check.step for check in columns[i] if check.verdict == FAILED)
+        mark = {"x": i, "y": 1, "yref": "paper", "yanchor": "bottom", "text": str(step)}
+        marks.append(mark | {"showarrow": False, "font": {"color": VERDICT_COLOURS[FAILED]}})
+    scale = [[i / 2, VERDICT_COLOURS[verdict]] for i, verdict in enumerate(order)]
+    cells = {
+        **{"type": "heatmap", "x": labels, "y": [""], "z": [worst], "text": [words]},
+        **{"zmin": 0, "zmax": 2, "colorscale": scale, "showscale": False},
+        **{"hovertemplate": "%{text}<extra></extra>", "xgap": 1 if len(columns) < 80 else 0},
+    }
+    layout = _layout(108, _step_axis(len(columns)), {"fixedrange": True, "visible": False})
+    return {"data": [cells], "layout": layout | {"annotations": marks}}
+
+
+def heat_figure(heat: HeatMap) -> dict[str, Any]:
+    """Layers down, steps across; the darker, the more rows agree, from chance to all."""
+    low = heat.chance or 0.0
+    middle = (1 + low) / 2
+    shown = ("chance " if heat.chance is not None else "") + f"{low:.1%}"
+    spans = [str(a) if a == b else f"{a} to {b}" for a, b in heat.columns]
+    cells = {
+        **{"type": "heatmap", "x": [str(first) for first, _ in heat.columns]},
+        **{"y": [str(layer) for layer in heat.layers], "z": heat.values},
+        **{"zmin": low, "zmax": 1, "colorscale": _HEAT_SCALE, "text": [spans] * len(heat.layers)},
+        "hovertemplate": "layer %{y}, step %{text}: %{z:.1%}<extra></extra>",
+        **{"xgap": 1 if len(spans) < 80 else 0, "ygap": 1 if len(heat.layers) < 60 else 0},
+        "colorbar": {
+            **{"orientation": "h", "thickness": 10, "len": 0.7, "x": 0.5, "y": 1.0},
+            **{"yanchor": "bottom", "ypad": 4, "outlinewidth": 0, "ticklabelposition": "outside"},
+            **{"tickvals": [low, middle, 1.0], "ticktext": [shown, f"{middle:.1%}", "100%"]},
+        },
+    }
+    height = 116 + len(heat.layers) * max(4, min(18, 360 // len(heat.layers)))
+    y_axis = {"type": "category", "autorange": "reversed", "nticks": 20, "title": {"text": "layer"}}
+    layout = _layout(height, _step_axis(len(spans)), y_axis)
+    layout["margin"]["t"] = 60
+    return {"data": [cells], "layout": layout}
+
+
+def _step_axis(columns: int) -> dict[str, Any]:
+    every = max(1, -(-columns // 10))
+    title = {"text": "step", "standoff": 4}
+    return {"type": "category", "title": title, "tickmode": "linear", "tick0": 0, "dtick": every}
+
+
+def _layout(height: int, x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict[str, Any]:
+    clear = "rgba(0,0,0,0)"  # the page's own colour shows, light or dark
+    return {
+        **{"height": height, "showlegend": False, "paper_bgcolor": clear, "plot_bgcolor": clear},
+        "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
+        "modebar": {"bgcolor": clear, "color": "#94a3b8", "activecolor": "#64748b"},
+        "font": {"family": "system-ui, sans-serif", "size": 12},
+        "xaxis": {"automargin": True, "zeroline": False, "showgrid": False, "ticks": ""} | x_axis,
+        "yaxis": {"automargin": True, "zeroline": False, "ticks": ""} | y_axis,
+    }
