@@ -31,6 +31,16 @@ def answer_to(body):
     }
 
 
+async def refuse(_request, _body):
+    """A handler: every request is too long."""
+    return web.json_response({"error": {"message": "too long"}}, status=400)
+
+
+async def hang_up(request, _body):
+    """A handler that breaks the connection."""
+    request.transport.abort()
+
+
 class Fake:
     """One HTTP server that records what it is asked."""
 

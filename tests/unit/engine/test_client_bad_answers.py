@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import AnswerCutShort, AnswerLate, BadAnswer, EngineError
+from r3train.engine.backend import AnswerCutShort, AnswerLate, BadAnswer
 from r3train.engine.supervisor import ResubmittingBackend
 from tests.unit.fake_engine_server import Fake, answer_to, client_of, one
 
@@ -130,14 +130,3 @@ async def test_a_late_answer_of_a_server_without_health_is_a_lost_server(hangs):
         with pytest.raises(AnswerLate, match="sample 0: no answer"):
             await one(client)
     assert not told and fake.paths.count("/generate") == 1
-
-
-async def test_a_refused_request_is_no_bad_answer():
-    async def refuse(_request, _body):
-        return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    fake = Fake(refuse)
-    async with client_of(fake, max_bad_answers=3) as client:
-        with pytest.raises(EngineError, match="answered 400: too long"):
-            await one(client)
-    assert len(fake.bodies) == 1

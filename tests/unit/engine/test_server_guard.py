@@ -132,7 +132,7 @@ def test_the_end_of_one_worker_ends_a_server_that_does_not_notice(tmp_path):
         "import setproctitle, subprocess, sys, time\n"
         "if len(sys.argv) > 1:\n"
         "    setproctitle.setproctitle('sglang::scheduler')\n"
-        "    time.sleep(4)\n"
+        "    time.sleep(2.5)\n"
         "else:\n"
         "    subprocess.Popen([sys.executable, __file__, 'worker'])\n"
         "    time.sleep(1000)\n"

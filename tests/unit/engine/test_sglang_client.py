@@ -15,7 +15,7 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
 from tests import whole_samples
 from tests.http_serving import serving
-from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, one
+from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, hang_up, one, refuse
 
 
 async def test_the_request_carries_tokens_sampling_and_a_seed_of_its_own():
@@ -80,13 +80,12 @@ async def test_no_more_than_max_concurrency_are_in_flight():
     assert peak == 3
 
 
-async def test_a_refusal_carries_the_engines_words_and_the_sample():
-    async def refuse(_request, _body):
-        return web.json_response({"error": {"message": "too long"}}, status=400)
-
-    async with client_of(Fake(refuse)) as client:
+async def test_a_refusal_carries_the_engines_words_and_the_sample_and_is_final():
+    fake = Fake(refuse)
+    async with client_of(fake, max_bad_answers=3) as client:
         with pytest.raises(EngineError, match="sample 8: .*/generate answered 400: too long"):
             await one(client, 8)
+    assert len(fake.bodies) == 1
 
 
 async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
@@ -101,9 +100,6 @@ async def test_a_slow_answer_ends_at_the_timeout_with_the_sample():
 
 
 async def test_a_broken_connection_is_not_retried():
-    async def hang_up(request, _body):
-        request.transport.abort()
-
     fake = Fake(hang_up)
     async with client_of(fake) as client:
         with pytest.raises(EngineError, match="sample 0: connection to .* broke"):
@@ -114,9 +110,6 @@ async def test_a_broken_connection_is_not_retried():
 async def test_a_dead_process_is_reported_instead_of_a_broken_connection():
     def dead():
         raise EngineDied("exit code 9, and the log")
-
-    async def hang_up(request, _body):
-        request.transport.abort()
 
     async with client_of(Fake(hang_up), check_alive=dead) as client:
         with pytest.raises(EngineDied, match="exit code 9"):
