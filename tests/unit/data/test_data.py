@@ -78,13 +78,6 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
     assert [p.prompt_id for p in ours] == ["p.parquet:0", "p.parquet:1", "p.parquet:2"]
 
 
-def test_a_broken_parquet_file_is_named(tmp_path):
-    path = tmp_path / "p.parquet"
-    path.write_text("no parquet")
-    with pytest.raises(ValueError, match=r"p\.parquet: cannot read as parquet"):
-        load(path)
-
-
 def test_a_parquet_row_is_named(tmp_path):
     import pyarrow
     import pyarrow.parquet
@@ -137,34 +130,26 @@ def test_a_chat_template_that_fails_names_the_line(tmp_path):
         load_prompts(jsonl(tmp_path, LINE), tokenizer=Broken(), apply_chat_template=True)
 
 
-def test_a_line_that_is_not_utf8_is_named(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_bytes(json.dumps(LINE).encode() + b'\n{"input": "\xff"}\n')
-    with pytest.raises(ValueError, match="line 2: not UTF-8 at byte 12"):
-        load(path)
-
-
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_an_empty_file_is_an_error(tmp_path, content):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl: holds no prompts"):
-        load(path)
-
-
-def test_a_missing_file_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"nowhere\.jsonl: no such prompt file \(prompt_data\)"):
-        load(tmp_path / "nowhere.jsonl")
-
-
-def test_another_kind_of_file_is_an_error(tmp_path):
-    (tmp_path / "p.csv").write_text("a")
-    with pytest.raises(ValueError, match=r"from \.jsonl or \.parquet, got '\.csv'"):
-        load(tmp_path / "p.csv")
-
-
-def test_a_prompt_at_the_limit_passes(tmp_path):
-    assert len(load(jsonl(tmp_path, LINE), max_prompt_len=3)) == 1
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "p.jsonl",
+            json.dumps(LINE).encode() + b'\n{"input": "\xff"}\n',
+            "line 2: not UTF-8 at byte 12",
+        ),
+        ("p.jsonl", b"", r"p\.jsonl: holds no prompts"),
+        ("p.jsonl", b"\n\n", r"p\.jsonl: holds no prompts"),
+        ("p.jsonl", None, r"p\.jsonl: no such prompt file \(prompt_data\)"),
+        ("p.csv", b"a", r"from \.jsonl or \.parquet, got '\.csv'"),
+        ("p.parquet", b"no parquet", r"p\.parquet: cannot read as parquet"),
+    ],
+)
+def test_a_file_that_holds_no_prompts_is_refused_by_name(tmp_path, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / name)
 
 
 def test_a_directory_without_a_tokenizer_is_named(tmp_path):

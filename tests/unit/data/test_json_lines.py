@@ -1,7 +1,5 @@
 """Appending after a crash in mid-line, and reading what is left."""
 
-import json
-import os
 import subprocess
 import sys
 
@@ -56,15 +54,3 @@ def test_a_disk_that_is_full_leaves_no_part_of_a_record(tmp_path):
     )
     assert run.returncode != 0 and "File too large" in run.stderr
     assert path.read_bytes() == before
-
-
-def test_a_process_that_is_killed_in_mid_write_costs_its_own_line_alone(tmp_path):
-    """The record of the next life is not glued to the torn one."""
-    path = tmp_path / "records.jsonl"
-    append_lines(path, [{"n": 0}])
-    torn = json.dumps({"text": "z" * 100_000}).encode()[:70_000]
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND)
-    os.write(handle, torn)
-    os.close(handle)
-    append_lines(path, [{"n": 1}])
-    assert [record["n"] for record in read_lines(path)] == [0, 1]

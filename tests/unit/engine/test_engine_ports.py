@@ -1,12 +1,7 @@
 """Where the servers of a job listen, by its flags; no server is started."""
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import pytest
 
-from r3train.launch import engines
-from r3train.engine import addresses
 from r3train.engine.server import SGLangServer
 from r3train.loop.routes import RoutesOnRank0
 from tests.unit.own_servers import servers_of_rank_0
@@ -47,39 +42,3 @@ def test_a_key_of_the_environment_is_that_of_all_servers_on_loopback_too(started
 def test_without_flags_servers_listen_on_free_ports_of_loopback(started):
     first, second = started()
     assert first.host == second.host == "127.0.0.1" and first.port != second.port
-
-
-@pytest.mark.parametrize(
-    "addrs, asked, address, interface",
-    [
-        (["127.0.0.1:5", "localhost:6"], None, "127.0.0.1", None),
-        (["10.0.0.7:5"], None, "10.0.0.1", "eth0"),
-        (["http://10.0.0.7:5"], "10.0.0.2", "10.0.0.2", "eth0"),
-    ],
-)
-def test_servers_are_offered_new_weights_at_an_address_that_they_reach(
-    addrs, asked, address, interface, monkeypatch, tmp_path
-):
-    ways = {"127.0.0.1": "127.0.0.1", "localhost": "127.0.0.1", "10.0.0.7": "10.0.0.1"}
-    monkeypatch.setattr(addresses, "own_address", ways.__getitem__)
-    monkeypatch.setattr(engines, "interface_of", lambda _: "eth0")
-    monkeypatch.setattr(engines, "DistributedPublisher", lambda _control, **options: options)
-    config = SimpleNamespace(
-        replay=SimpleNamespace(use_rollout_routing_replay=False),
-        rollout=SimpleNamespace(
-            rollout_external_engine_addrs=addrs,
-            flush_cache_on_update=True,
-            pause_generation_mode="drain",
-        ),
-        trainer=SimpleNamespace(
-            update_weight_transfer_mode="distributed",
-            update_weight_buffer_size=1,
-            update_weight_master_address=asked,
-        ),
-    )
-    made = engines.Engines(
-        SimpleNamespace(config=config, hf=None), Path(tmp_path), None, 0, RoutesOnRank0(None, ())
-    )
-    made._control = object()
-    offered = made.publisher
-    assert (offered["master_address"], offered["interface"]) == (address, interface)

@@ -163,11 +163,8 @@ def test_a_variant_has_the_shape_that_was_asked_for(tmp_path):
     assert facts.vocab_size == 128
     config = json.loads((tmp_path / "v" / "model" / "config.json").read_text())
     assert config["dtype"] == "bfloat16"
-
-
-def test_no_experts_makes_a_dense_model(tmp_path):
-    assert make(tmp_path / "d", "--num-experts", "0").exit_code == 0
-    assert not read_hf_facts(tmp_path / "d" / "model").is_moe
+    assert make(tmp_path / "dense", "--num-experts", "0").exit_code == 0
+    assert not read_hf_facts(tmp_path / "dense" / "model").is_moe
 
 
 @pytest.mark.parametrize(

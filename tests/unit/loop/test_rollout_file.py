@@ -74,23 +74,25 @@ def test_the_arrays_take_their_own_bytes_and_little_more(tmp_path):
     assert path.stat().st_size < tokens * (4 + 4 + 4 + 1 + 6) + 5000
 
 
-@pytest.mark.parametrize("cut", [1, 100, 5000])
-def test_a_truncated_file_is_refused_by_name(tmp_path, cut):
-    path = tmp_path / "s.safetensors"
-    write_samples(path, scored(), {})
-    content = path.read_bytes()
-    path.write_bytes(content[: max(0, len(content) - cut)])
-    with pytest.raises(ValueError, match="s.safetensors: not a whole file"):
-        read_samples(path)
+def one_byte_changed(content: bytes) -> bytes:
+    return content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]
 
 
-def test_a_changed_byte_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        *(
+            (lambda content, n=n: content[: max(0, len(content) - n)], "not a whole file")
+            for n in (1, 100, 5000)
+        ),
+        (one_byte_changed, "checksum"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_name(tmp_path, damage, message):
     path = tmp_path / "s.safetensors"
     write_samples(path, scored(), {})
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(bytes(content))
-    with pytest.raises(ValueError, match="checksum"):
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ValueError, match=f"s.safetensors: .*{message}"):
         read_samples(path)
 
 

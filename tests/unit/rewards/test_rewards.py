@@ -123,12 +123,10 @@ def test_math_names_the_prompt_of_a_bad_label(math_reward, label):
         math_reward(prompt(label), "4", [])
 
 
-def test_closing_math_ends_its_process():
-    pytest.importorskip("math_verify")
-    reward = get_reward("math")
-    reward(prompt("4"), "4", [])
-    worker = reward.function._worker
-    reward.close()
+def test_closing_math_ends_its_process(math_reward):
+    math_reward(prompt("4"), "4", [])
+    worker = math_reward.function._worker
+    math_reward.close()
     assert worker.returncode is not None
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
