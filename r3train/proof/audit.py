@@ -30,7 +30,7 @@ from r3train.proof.check import (
     StepVerdict,
 )
 from r3train.proof.controls import beaten_by
-from r3train.proof.findings import Audit, AuditedStep, Finding, MAX_FINDINGS, ranges
+from r3train.proof.findings import Audit, AuditedStep, Finding, ranges
 from r3train.proof.schema import FileLine, METRICS, read_lines, RecordLine, RECORDS, StepLine, STEPS
 from r3train.proof.writer import EVIDENCE_DIR, STEPS_FILE
 from r3train.types import RouteShape
@@ -95,25 +95,16 @@ class _Step:
 
     line: StepLine
     superseded: bool
+    shape: RouteShape
+    threshold: float
     of_rank: dict[int, StepTotals]  # of ranks with records
     totals: StepTotals
-    expectation: StepExpectation
     verdict: StepVerdict
 
-    def finding(
-        self,
-        claim: str,
-        what: str,
-        cell: Cell | tuple[None, None, None] = (None, None, None),
-        ranks: tuple[int, ...] = (),
-        *,
-        got: object = "",
-        expected: object = "",
-    ) -> Finding:
-        """A finding of this step."""
+    def finding(self, claim: str, what: str, *place: Any, **values: str) -> Finding:
+        """A finding of this step; place: ranks, pass, stage and layer."""
         attempt = self.line.attempt if self.superseded else ""
-        values = (str(got), str(expected), attempt)
-        return Finding(claim, what, self.line.step, ranks, *cell, *values)
+        return Finding(claim, what, self.line.step, *place, **values, attempt=attempt)
 
 
 class _RankFile:
@@ -156,17 +147,13 @@ class _RunAudit:
         self._unjudged: defaultdict[str, set[int]] = defaultdict(set)  # start -> steps
         self._steps_noted: defaultdict[str, set[int]] = defaultdict(set)
         self._failed_before: set[int] = set()  # at a time that does not count
-        self._num_records = self._num_accepted = 0
+        self._num_records = 0
         # over the times that count
         self._sums = StepTotals(RouteShape(0, 1, 1))
-        self._shape = RouteShape(0, 1, 1)
-        self._shapes: set[tuple[int, int]] = set()
-        self._thresholds: set[float] = set()
         self._calls_of_rank: Counter[int] = Counter()
-        self._callers: set[int] = set()  # ranks with calls in the last start
-        self._last_start = ""
         self._calls_expected = self._rows_expected = 0
-        self._beaten: set[int] = set()  # layers in which a control beat a step's agreement
+        self._highest_threshold: float | None = None
+        self._last: _Step | None = None
 
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
@@ -256,11 +243,16 @@ class _RunAudit:
         """Judge one time that a step was trained, and add it to the run's sums if it counts."""
         step = self._read_step(place, line)
         findings = list(self._findings(step))
-        for finding in findings:
-            self._find(finding, accepted=step.superseded and self._accept)
+        accepted = step.superseded and self._accept
+        if findings and accepted:
+            more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
+            text = f"accepted, of a step that was trained again: {findings[0]}{more}"
+            self.audit.notes.append(text)
+        for finding in () if accepted else findings:
+            self.audit.find(finding)
         if step.superseded:
             self._steps_noted[_AGAIN].add(line.step)
-            if not line.passed or (findings and not self._accept):
+            if not line.passed or (findings and not accepted):
                 self._failed_before.add(line.step)
             return
         self._add(step)
@@ -292,10 +284,7 @@ class _RunAudit:
         limit = line.mismatch_threshold if self._threshold is None else self._threshold
         verdict = judge(totals, expectation, shape, mismatch_threshold=limit)
         superseded = self._latest[line.step] != place
-        if not superseded:
-            self._shape = shape
-            self._thresholds.add(limit)
-        return _Step(line, superseded, of_rank, totals, expectation, verdict)
+        return _Step(line, superseded, shape, limit, of_rank, totals, verdict)
 
     def _findings(self, step: _Step) -> Iterator[Finding]:
         """Everything that is wrong with a step; where nothing is, all that the run said otherwise."""
@@ -309,20 +298,18 @@ class _RunAudit:
             if f.what not in untold or _cell(f) not in short:
                 found = True
                 yield _finding(step, f, self._suspects(step, f))
-        for layer in step.line.expected_fingerprints:
-            cell = (*NATIVE, layer)
+        for cell in [(*NATIVE, layer) for layer in step.line.expected_fingerprints]:
             if beaten := beaten_by(step.totals.counters(cell)):
                 found = True
-                self._beaten.add(layer)
-                what, got, expected = beaten.words()
-                yield step.finding("agreement", what, cell, got=got, expected=expected)
+                what, got, expected = beaten
+                yield step.finding("agreement", what, (), *cell, got=got, expected=expected)
         if found:
             return
         yield from self._own_verdict(step)
         for name, got in step.verdict.counts.items() if not lost else ():
             if (said := getattr(step.line.counts, name)) != got:
                 what = f"{name} of the step's records, against the count of the run itself,"
-                yield step.finding("covered", what, got=got, expected=said)
+                yield step.finding("covered", what, got=str(got), expected=str(said))
 
     def _own_verdict(self, step: _Step) -> Iterator[Finding]:
         """The run's own failure, where the records do not show it."""
@@ -365,23 +352,12 @@ class _RunAudit:
         usual = sorted(calls.values())[len(calls) // 2] if calls else 0
         return speakers or [r for r, count in calls.items() if count != usual] or silent
 
-    def _find(self, finding: Finding, *, accepted: bool) -> None:
-        if not accepted:
-            self.audit.find(finding)
-            return
-        self._num_accepted += 1
-        if self._num_accepted <= MAX_FINDINGS:
-            self.audit.notes.append(f"accepted, of a step that was trained again: {finding}")
-
     def _add(self, step: _Step) -> None:
         """Add a step that counts to the run's sums."""
-        line = step.line
-        if self._last_start != line.attempt:
-            self._last_start, self._callers = line.attempt, set()
-        self._callers |= step.of_rank.keys()
-        self._shapes.add((line.num_experts, line.topk))
-        self._calls_expected += step.expectation.total_calls()
-        self._rows_expected += sum(line.expected_rows_replayed.values())
+        self._last = step
+        self._highest_threshold = max(self._highest_threshold or 0.0, step.threshold)
+        self._calls_expected += step.verdict.counts["num_calls_expected"]
+        self._rows_expected += sum(step.line.expected_rows_replayed.values())
         for rank, own in step.of_rank.items():
             self._calls_of_rank[rank] += sum(values[0] for values in own.cells.values())
         self._sums.merge(step.totals)
@@ -431,14 +407,16 @@ class _RunAudit:
 
     def _judge_agreement(self) -> None:
         """Judge all steps together: steps of few rows can each be too short to tell."""
+        if self._last is None:
+            return
+        found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
         layers = {c[2]: self._sums.counters(c) for c in sorted(self._sums.cells) if c[:2] == NATIVE}
         for layer, values in layers.items():
-            if layer not in self._beaten and (beaten := beaten_by(values)):
-                what, got, expected = beaten.words()
+            if layer not in found and (beaten := beaten_by(values)):
+                what, *counts = beaten
                 what = f"over steps {ranges(self._latest)}, {what}"
-                place = (None, (), *NATIVE, layer)
-                self.audit.find(Finding("agreement", what, *place, got, expected))
-        self.audit.agreement = agreement_shares(self._sums, layers, self._shape)
+                self.audit.find(Finding("agreement", what, None, (), *NATIVE, layer, *counts))
+        self.audit.agreement = agreement_shares(self._sums, layers, self._last.shape)
         self.audit.layer_agreement = {
             layer: values["rows_equal"] / values["rows_replayed"]
             for layer, values in layers.items()
@@ -451,12 +429,9 @@ class _RunAudit:
         planned, steps = self._setting("rollout", "num_rollout"), len(self._latest)
         if type(planned) is int and 0 < steps < planned:
             notes.append(f"{steps} of the {planned} steps of the configuration")
-        if self._num_accepted > MAX_FINDINGS:
-            notes.append(f"accepted: {self._num_accepted - MAX_FINDINGS} more of them")
 
     def _numbers(self) -> dict[str, Any]:
-        experts, topk = next(iter(self._shapes)) if len(self._shapes) == 1 else (None, None)
-        sums = dict.fromkeys(COUNTERS, 0)
+        last, sums = self._last, dict.fromkeys(COUNTERS, 0)
         for cell in self._sums.cells:
             for name, value in self._sums.counters(cell).items():
                 sums[name] += value
@@ -466,11 +441,11 @@ class _RunAudit:
             "first_step": min(self._latest, default=None),
             "last_step": max(self._latest, default=None),
             "ranks": len(self._files),
-            "calling_ranks": sorted(self._callers),
+            "calling_ranks": sorted(last.of_rank) if last else [],  # in the last step
             "calls_of_rank": dict(sorted(self._calls_of_rank.items())),
             "world_size": self._world_size or None,
-            "num_experts": experts,
-            "topk": topk,
+            "num_experts": last.shape.num_experts if last else None,
+            "topk": last.shape.topk if last else None,
             "starts": len({attempt for attempt, _ in self._place_of} | self._unjudged.keys()),
             # steps that failed, and not at the time that counts
             "superseded_failures": sorted(
@@ -478,7 +453,7 @@ class _RunAudit:
             ),
             "records": self._num_records,
             "calls_expected": self._calls_expected,
-            "mismatch_threshold": max(self._thresholds, default=None),
+            "mismatch_threshold": self._highest_threshold,
             **sums,
         }
 
@@ -526,7 +501,7 @@ def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:
         got, expected = f"{f.got:#018x}", f"{f.expected:#018x}"
     elif f.what == "rows_mismatch":
         expected = f"at most {f.expected:g}"
-    return step.finding(claim, what, _cell(f), ranks, got=got, expected=expected)
+    return step.finding(claim, what, ranks, *_cell(f), got=got, expected=expected)
 
 
 def _ranks_with_other_routes(step: _Step, fingerprints: dict[int, int], layer: int) -> list[int]:

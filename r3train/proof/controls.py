@@ -6,7 +6,6 @@ Counted in the old-log-prob pass, before the step changes a weight.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import sqrt
 
 CONTROLS = {
@@ -19,29 +18,10 @@ _STANDARD_ERRORS = 10
 _MARGIN = 0.1
 
 
-@dataclass(frozen=True)
-class Beaten:
-    """A control that more rows agree with than with the routes that were replayed."""
+def beaten_by(values: Mapping[str, int]) -> tuple[str, str, str] | None:
+    """Quantity, got and expected, where a control clearly beats the agreement in the same rows.
 
-    control: str
-    control_rows: int
-    rows_equal: int
-    rows_replayed: int
-
-    def words(self) -> tuple[str, str, str]:
-        """The quantity, got and expected."""
-        return (
-            f"rows that agree with the replayed routes ({self.control}: {self.control_rows} agree "
-            f"{CONTROLS[self.control]})",
-            f"{self.rows_equal} of {self.rows_replayed}",
-            "more than agree with any misaligned routes",
-        )
-
-
-def beaten_by(values: Mapping[str, int]) -> Beaten | None:
-    """The control that clearly beats the agreement in the same rows, the worst of them.
-
-    values: counters by name, over one layer.
+    values: counters by name, over one layer.  The worst control is named.
 
     A row's own choice can equal the replayed routes, the control, both or neither.  If the control
     is no better, the difference of the two counts is a sum of at most ``equal + control`` terms of
@@ -55,4 +35,9 @@ def beaten_by(values: Mapping[str, int]) -> Beaten | None:
     excess = values[control] - equal
     if excess <= _MARGIN * rows or excess < _STANDARD_ERRORS * sqrt(equal + values[control]):
         return None
-    return Beaten(control, values[control], equal, rows)
+    return (
+        f"rows that agree with the replayed routes ({control}: {values[control]} agree "
+        f"{CONTROLS[control]})",
+        f"{equal} of {rows}",
+        "more than agree with any misaligned routes",
+    )
