@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.outcome import OLD, RECOMPUTE, TRAIN, Outcome, Scales, route_errors
+from r3train.verify.outcome import PASSES, RECOMPUTE, TRAIN, Outcome, Scales, route_errors
 
 ROUTES, FORWARD, LOSS, GRADIENTS, DELTAS, EXPORT = range(6)
 PHASE_NAMES = ("routes", "forward", "loss", "gradients", "deltas", "export")
@@ -55,18 +56,18 @@ def compare(
     count, example = route_errors(found, reference, variant, rows)
     errors = {
         ROUTES: PhaseError(ROUTES, float(count), example),
-        FORWARD: _forward(found, reference, variant, rows),
-        LOSS: _loss(found, reference, scales),
-        GRADIENTS: _gradients(found, reference),
+        FORWARD: _worst(FORWARD, _forward(found, reference, variant, rows)),
+        LOSS: _worst(LOSS, _loss(found, reference, scales)),
+        GRADIENTS: _worst(GRADIENTS, _gradients(found, reference)),
     }
     if last_phase >= DELTAS:
-        errors[DELTAS] = _deltas(found, reference, checkpoint)
+        errors[DELTAS] = _worst(DELTAS, _deltas(found, reference, checkpoint))
     if found.exported:
         errors[EXPORT] = _export(found, checkpoint)
     return errors
 
 
-def _worst(phase: int, errors: list[tuple[float, str]]) -> PhaseError:
+def _worst(phase: int, errors: Iterable[tuple[float, str]]) -> PhaseError:
     """NaN is the worst of all: something was not computed."""
     error, where = max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])
     return PhaseError(phase, math.inf if math.isnan(error) else error, where)
@@ -78,32 +79,30 @@ def relative_l2(found: Tensor, reference: Tensor) -> float:
     return float((found - reference).norm() / reference.norm().clamp_min(1e-30))
 
 
-def _forward(found: Outcome, reference: Outcome, variant: ModelVariant, rows: Tensor) -> PhaseError:
-    errors = [(relative_l2(found.log_probs[rows], reference.log_probs[rows]), "log-probs")]
-    for name in (OLD, TRAIN, RECOMPUTE):
-        for number in variant.moe_layer_numbers:
-            if name == RECOMPUTE and number not in found.recomputed:
-                continue
-            for what in ("logits", "probs"):
-                mine, theirs = getattr(found, what)[name], getattr(reference, what)[TRAIN]
-                error = relative_l2(mine[rows, number - 1], theirs[rows, number - 1])
-                errors.append((error, f"{name} {what} of layer {number}"))
-        if name != RECOMPUTE:
-            for i in range(variant.num_layers):
-                error = relative_l2(found.blocks[name][rows, i], reference.blocks[TRAIN][rows, i])
-                errors.append((error, f"{name} output of layer {i + 1}"))
-    return _worst(FORWARD, errors)
+def _forward(
+    found: Outcome, reference: Outcome, variant: ModelVariant, rows: Tensor
+) -> Iterator[tuple[float, str]]:
+    yield relative_l2(found.log_probs[rows], reference.log_probs[rows]), "log-probs"
+    layers = range(1, variant.num_layers + 1)
+    routers = variant.moe_layer_numbers
+    for name in PASSES:
+        numbers_of = dict(logits=routers, probs=routers, blocks=layers)
+        if name == RECOMPUTE:
+            numbers_of = dict(logits=found.recomputed, probs=found.recomputed)
+        for table, numbers in numbers_of.items():
+            mine, theirs = getattr(found, table)[name], getattr(reference, table)[TRAIN]
+            for n in numbers:
+                label = "output" if table == "blocks" else table
+                error = relative_l2(mine[rows, n - 1], theirs[rows, n - 1])
+                yield error, f"{name} {label} of layer {n}"
 
 
-def _loss(found: Outcome, reference: Outcome, scales: Scales) -> PhaseError:
+def _loss(found: Outcome, reference: Outcome, scales: Scales) -> Iterator[tuple[float, str]]:
     """Sums of the terms, against the sums of their absolute values; the token count exactly."""
-    errors = [
-        (abs(found.terms[name] - reference.terms[name]) / scales.terms[name], name)
-        for name in found.terms
-        if scales.terms[name] > 0
-    ]
-    errors.append((abs(found.num_tokens - reference.num_tokens), "token count"))
-    return _worst(LOSS, errors)
+    for name in found.terms:
+        if scales.terms[name] > 0:
+            yield abs(found.terms[name] - reference.terms[name]) / scales.terms[name], name
+    yield abs(found.num_tokens - reference.num_tokens), "token count"
 
 
 def _relative_by_name(
@@ -126,19 +125,16 @@ def _relative_by_name(
     return errors
 
 
-def _gradients(found: Outcome, reference: Outcome) -> PhaseError:
-    errors = _relative_by_name(found.gradients, reference.gradients, "")
-    norm = abs(found.grad_norm - reference.grad_norm) / reference.grad_norm
-    return _worst(GRADIENTS, [*errors, (norm, "grad norm")])
+def _gradients(found: Outcome, reference: Outcome) -> Iterator[tuple[float, str]]:
+    yield from _relative_by_name(found.gradients, reference.gradients, "")
+    yield abs(found.grad_norm - reference.grad_norm) / reference.grad_norm, "grad norm"
 
 
-def _deltas(found: Outcome, reference: Outcome, checkpoint: dict[str, Tensor]) -> PhaseError:
-    errors = []
-    for step in ("adam1", "adam2", "sgd1", "sgd2"):
-        errors += _relative_by_name(
-            found.deltas[step], reference.deltas[step], f"{step} ", checkpoint
-        )
-    return _worst(DELTAS, errors)
+def _deltas(
+    found: Outcome, reference: Outcome, checkpoint: dict[str, Tensor]
+) -> Iterator[tuple[float, str]]:
+    for step, deltas in reference.deltas.items():
+        yield from _relative_by_name(found.deltas[step], deltas, f"{step} ", checkpoint)
 
 
 def _export(found: Outcome, checkpoint: dict[str, Tensor]) -> PhaseError:

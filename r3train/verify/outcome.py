@@ -9,18 +9,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.oracle import ADAM, BIAS, SGD, Weights, loss_terms, run_batch
+from r3train.verify.model_zoo import HIDDEN, ModelVariant
+from r3train.verify.oracle import ADAM, BIAS, SGD, SampleTrace, Weights, loss_terms, run_batch
 from r3train.verify.rollouts import RolloutBatch
 
 # the passes whose routers are watched
-OLD, TRAIN, RECOMPUTE = "old_log_prob", "train", "recompute"
+PASSES = OLD, TRAIN, RECOMPUTE = "old_log_prob", "train", "recompute"
 TERMS = ("loss", "pg_loss", "kl", "entropy", "ratio", "ppo_kl", "clipped", "tis_weight")
 
 
@@ -110,7 +111,7 @@ def _optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
     )
 
 
-def _update_expert_bias(weights: Weights, variant: ModelVariant, traces: list) -> None:
+def _update_expert_bias(weights: Weights, variant: ModelVariant, traces: list[SampleTrace]) -> None:
     """Auxiliary-loss-free balancing: bias += rate * sign(mean load - load), real rows alone.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
@@ -124,67 +125,102 @@ def _update_expert_bias(weights: Weights, variant: ModelVariant, traces: list) -
             weights[name] = weights[name] + rate * torch.sign(load.mean() - load)
 
 
-def _fill_tables(out: Outcome, variant: ModelVariant, traces: list) -> None:
-    def table(name: str) -> Tensor:
-        layers = []
-        for i in range(variant.num_layers):
-            if i in getattr(traces[0], name):
-                layers.append(torch.cat([getattr(t, name)[i].detach() for t in traces]))
-            else:
-                layers.append(None)
-        some = next(x for x in layers if x is not None)
-        empty = torch.full_like(some.double(), float("nan"))
-        return torch.stack([empty if x is None else x.double() for x in layers], 1)
+def _fill_tables(out: Outcome, variant: ModelVariant, traces: list[SampleTrace]) -> None:
+    """The oracle's tables; every pass gives the same, for the weights are the same."""
 
-    experts = table("experts")
-    chosen = torch.zeros(*experts.shape[:2], variant.num_experts, dtype=torch.bool)
-    moe = [n - 1 for n in variant.moe_layer_numbers]
-    chosen[:, moe] = chosen[:, moe].scatter(2, experts[:, moe].long(), True)
-    for name in (OLD, TRAIN, RECOMPUTE):
-        out.chosen[name] = chosen
-        out.logits[name], out.probs[name] = table("logits"), table("probs")
-        out.blocks[name] = table("blocks")
+    def filled(table: Tensor, values: str) -> Tensor:
+        for i in getattr(traces[0], values):
+            table[:, i] = torch.cat([getattr(t, values)[i].detach() for t in traces])
+        return table
+
+    num_rows = sum(len(t.blocks[0]) for t in traces)
+    tables = _empty_tables(num_rows, variant, torch.float64)
+    logits, probs, blocks = (filled(tables[n], n) for n in ("logits", "probs", "blocks"))
+    chosen = tables["chosen"]
+    for i in traces[0].experts:
+        experts = torch.cat([t.experts[i] for t in traces])
+        chosen[:, i] = chosen[:, i].scatter(1, experts, True)
+    for name in PASSES:
+        out.chosen[name], out.logits[name] = chosen, logits
+        out.probs[name], out.blocks[name] = probs, blocks
+
+
+def _empty_tables(num_rows: int, variant: ModelVariant, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tables of one pass in which nothing was seen."""
+
+    def unseen(width: int) -> Tensor:
+        return torch.full((num_rows, variant.num_layers, width), float("nan"), dtype=dtype)
+
+    return dict(
+        chosen=torch.zeros(num_rows, variant.num_layers, variant.num_experts, dtype=torch.bool),
+        seen=torch.zeros(num_rows, variant.num_layers, dtype=torch.int64),
+        logits=unseen(variant.num_experts),
+        probs=unseen(variant.num_experts),
+        blocks=unseen(HIDDEN),
+    )
 
 
 def read_outcome(
-    directory: Path, variant: ModelVariant, batch: RolloutBatch, recompute: str
+    directory: Path, variant: ModelVariant, batch: RolloutBatch, recomputed: Sequence[int]
 ) -> Outcome:
-    """Put together what the ranks of one case wrote down."""
-    out = Outcome()
+    """Put together the records of one case's ranks.
+
+    recomputed: numbers of the layers whose routers run again in backward.
+    """
+    out = Outcome(recomputed=set(recomputed))
     ranks = [torch.load(p, weights_only=True) for p in sorted(directory.glob("rank*.pt"))]
     out.route_bytes = [rank["route_bytes"] for rank in ranks]
-    num_rows, layers = len(batch.tokens), variant.num_layers
+    for name in PASSES:
+        for table, values in _empty_tables(len(batch.tokens), variant, torch.float32).items():
+            getattr(out, table)[name] = values
     row_of_token = torch.from_numpy(batch.row_of_token)
-    rows = _rows_by_place(ranks, row_of_token)
-    for name in (OLD, TRAIN, RECOMPUTE):
-        out.chosen[name] = torch.zeros(num_rows, layers, variant.num_experts, dtype=torch.bool)
-        out.seen[name] = torch.zeros(num_rows, layers, dtype=torch.int64)
-        out.logits[name] = torch.full((num_rows, layers, variant.num_experts), float("nan"))
-        out.probs[name] = out.logits[name].clone()
-        out.blocks[name] = torch.full((num_rows, layers, 64), float("nan"))
+    # (dp, cp, tp, pass) -> batch rows (-1: padding) of each microbatch, as the first stage saw them
+    rows = {
+        (*_place(rank), name): [row_of_token[tokens] for tokens in microbatches]
+        for rank in ranks
+        for name, microbatches in rank["rows"].items()
+    }
+    out.log_probs = torch.full((len(batch.tokens),), float("nan"))
     for rank in ranks:
-        out.problems += [f"rank {rank['place']['rank']}: {p}" for p in rank["problems"]]
+        problems = list(rank["problems"])
         for number, load in rank["loads"].items():
             out.loads[number] = out.loads.get(number, 0) + load
-        if recompute != "none":
-            out.recomputed |= _recomputed_layers(rank, recompute)
-        for call in rank["calls"]:
-            where = _batch_rows(out, rows, rank, call, call["logits"].shape[0])
-            if where is not None:
-                _add_call(out, call, where, variant)
-        for block in rank["blocks"]:
-            where = _batch_rows(out, rows, rank, block, block["output"].shape[0])
-            if where is not None:
-                real = where >= 0
-                table = out.blocks[block["replay_pass"]]
-                table[where[real], block["layer_number"] - 1] = block["output"][real]
-    out.log_probs = torch.full((num_rows,), float("nan"))
-    for rank in ranks:
+        for record in rank["records"]:
+            microbatches = rows.get((*_place(rank), record["replay_pass"]), [])
+            _add_record(out, record, microbatches, variant, problems)
         for part in rank["log_probs"]:
             where = row_of_token[part["tokens"]]
             out.log_probs[where[where >= 0]] = part["log_probs"][where >= 0]
+        out.problems += [f"rank {rank['place']['rank']}: {p}" for p in problems]
     _read_step(out, directory)
     return out
+
+
+def _add_record(
+    out: Outcome,
+    record: dict[str, Any],
+    microbatches: list[Tensor],
+    variant: ModelVariant,
+    problems: list[str],
+) -> None:
+    """Enter the rows of one router call or block into the tables of its pass."""
+    number, n = record["layer_number"], record["microbatch"]
+    num_rows = len(next(iter(record["tables"].values())))
+    if not 0 <= n < len(microbatches) or len(microbatches[n]) != num_rows:
+        problems.append(
+            f"layer {number}: {num_rows} rows of microbatch {n} are not those of the first stage"
+        )
+        return
+    rows = microbatches[n]
+    name = RECOMPUTE if record["is_recomputation"] else record["replay_pass"]
+    for table, values in record["tables"].items():
+        getattr(out, table)[name][rows[rows >= 0], number - 1] = values[rows >= 0]
+    chosen = record["tables"].get("chosen")
+    if chosen is not None:
+        place = rows[rows >= 0], torch.tensor(number - 1)
+        out.seen[name].index_put_(place, torch.tensor(1), accumulate=True)
+        if not bool((chosen[rows < 0].sum(1) == variant.topk).all()):
+            problems.append(f"layer {number}: a padding row without {variant.topk} experts")
 
 
 def _read_step(out: Outcome, directory: Path) -> None:
@@ -199,54 +235,9 @@ def _read_step(out: Outcome, directory: Path) -> None:
         out.deltas[name] = {n: w.double() - out.exported[n].double() for n, w in weights.items()}
 
 
-def _rows_by_place(ranks: Sequence[dict], row_of_token: Tensor) -> dict[tuple, list[Tensor]]:
-    """(dp, cp, tp, pass) -> the batch rows (-1 padding) of each microbatch's router rows."""
-    return {
-        (*_place(rank), name): [row_of_token[tokens] for tokens in microbatches]
-        for rank in ranks
-        for name, microbatches in rank["rows"].items()
-    }
-
-
 def _place(rank: dict) -> tuple[int, int, int]:
     place = rank["place"]
     return place["dp_rank"], place["cp_rank"], place["tp_rank"]
-
-
-def _batch_rows(out: Outcome, rows: dict, rank: dict, record: dict, num_rows: int) -> Tensor | None:
-    microbatches = rows.get((*_place(rank), record["replay_pass"]), [])
-    n = record["microbatch"]
-    if not 0 <= n < len(microbatches) or len(microbatches[n]) != num_rows:
-        out.problems.append(
-            f"rank {rank['place']['rank']} layer {record['layer_number']}: {num_rows} rows of "
-            f"microbatch {n} are not those of the first stage"
-        )
-        return None
-    return microbatches[n]
-
-
-def _add_call(out: Outcome, call: dict, where: Tensor, variant: ModelVariant) -> None:
-    name = RECOMPUTE if call["stage"] == "recompute" else call["replay_pass"]
-    layer = call["layer_number"] - 1
-    real = where >= 0
-    routing_map = call["routing_map"]
-    out.seen[name].index_put_((where[real], torch.tensor(layer)), torch.tensor(1), accumulate=True)
-    out.chosen[name][where[real], layer] |= routing_map[real]
-    out.logits[name][where[real], layer] = call["logits"][real]
-    out.probs[name][where[real], layer] = call["probs"][real]
-    if not bool((routing_map[~real].sum(1) == variant.topk).all()):
-        out.problems.append(f"layer {layer + 1}: a padding row without {variant.topk} experts")
-
-
-def _recomputed_layers(rank: dict, recompute: str) -> set[int]:
-    """Layers of this rank that run again in backward, from the blocks that its chunks hold."""
-    chunks: dict[int, list[int]] = {}
-    for block in rank["blocks"]:
-        layers = chunks.setdefault(block["vp_stage"], [])
-        if block["layer_number"] not in layers:
-            layers.append(block["layer_number"])
-    first = None if recompute == "all" else int(recompute.split()[1])
-    return {n for layers in chunks.values() for n in sorted(layers)[:first]}
 
 
 def route_errors(
@@ -258,7 +249,7 @@ def route_errors(
     """
     moe = np.array(variant.moe_layer_numbers) - 1
     errors, example = len(found.problems), next(iter(found.problems), "")
-    for name in (OLD, TRAIN, RECOMPUTE):
+    for name in PASSES:
         expected = [i for i in moe if name != RECOMPUTE or i + 1 in found.recomputed]
         times = torch.zeros_like(found.seen[name])
         times[:, expected] = 1

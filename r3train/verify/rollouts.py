@@ -74,11 +74,6 @@ class RolloutBatch:
         rows[self.tokens] = np.arange(len(self.tokens))
         return rows
 
-    def describe(self, row: int) -> str:
-        """A flat row in words."""
-        sample = int(np.searchsorted(self.starts, row, side="right") - 1)
-        return f"sample {sample} position {row - int(self.starts[sample])}"
-
     def save(self, path: Path) -> None:
         np.savez(path, **vars(self))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
+from r3train.routing.layers import recomputed_moe_layers
 
 
 @dataclass(frozen=True)
@@ -27,17 +30,10 @@ class Topology:
         """The configuration's section, without the distributed optimizer unless it is asked for."""
         return ParallelSection(**{"use_distributed_optimizer": False, **self.parallel})
 
-    @property
-    def recompute(self) -> str:
-        """The layers whose routers run again in backward: none, all, or the first N of a chunk."""
-        granularity = self.model.get("recompute_granularity")
-        if granularity == "full":
-            if self.model["recompute_method"] == "uniform":
-                return "all"
-            return f"first {self.model['recompute_num_layers']}"
-        if granularity == "selective" and "moe" in self.model.get("recompute_modules", ()):
-            return "all"
-        return "none"
+    def recomputed_layers(self, hf: HfModelFacts) -> tuple[int, ...]:
+        """Numbers of the layers whose routers run again in backward."""
+        model = ModelSection(hf_checkpoint=".", **self.model)
+        return recomputed_moe_layers(self.parallel_section(), model, hf)
 
 
 # short names of the parallel section's fields

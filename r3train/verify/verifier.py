@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import load_file
 
+from r3train.config.hf_facts import read_hf_facts
 from r3train.proof.audit import audit_run
 from r3train.verify import runner
 from r3train.verify.compare import (
@@ -193,7 +194,7 @@ class Verifier:
                 Path(case.output),
                 VARIANTS[topology.variant],
                 self._prepare(topology).batch,
-                topology.recompute,
+                topology.recomputed_layers(read_hf_facts(case.checkpoint)),
             )
         return self._outcomes[case_id]
 

@@ -9,16 +9,19 @@ the forward whose router logits it repeats.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from r3train.trainer.megatron.actor import MegatronActor
+from r3train.verify.mutations import patched
 
 
 @dataclass
@@ -26,8 +29,9 @@ class Recording:
     """The record of one rank: plain tensors and numbers throughout (torch.save, weights_only)."""
 
     rows: dict[str, list[Tensor]] = field(default_factory=dict)  # pass -> [microbatch] int64[m]
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    blocks: list[dict[str, Any]] = field(default_factory=list)
+    # one router call or block each: replay_pass, is_recomputation, vp_stage, layer_number,
+    # microbatch, and its tables (logits, probs and chosen; or blocks) by name
+    records: list[dict[str, Any]] = field(default_factory=list)
     # layer number -> tokens this rank counted for each expert's bias, before they were reduced
     loads: dict[int, Tensor] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -51,46 +55,37 @@ class Watch:
         self._count.clear()
 
     @contextmanager
-    def open(self) -> Iterator[Watch]:
+    def open(self) -> Iterator[None]:
         """Hooks on the chunks, their blocks and routers; taken off again at the end."""
-        routing = TopKRouter.routing
-        watch = self
 
-        def observed(router: TopKRouter, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
-            watch._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
-            return routing(router, logits, *args, **kwargs)
+        def routing(original: Callable, router: Any, logits: Tensor, **kwargs: Any) -> Any:
+            self._logits = logits.detach().reshape(-1, logits.shape[-1]).clone()
+            return original(router, logits, **kwargs)
+
+        def finalize(original: Callable, *args: Any, **kwargs: Any) -> Any:
+            self._note_loads()
+            return original(*args, **kwargs)
 
         config = self._actor.model.config
-        finalize = config.finalize_model_grads_func
+        with ExitStack() as opened:
+            opened.enter_context(patched(TopKRouter, "routing", routing))
+            opened.enter_context(patched(config, "finalize_model_grads_func", finalize))
+            for handle in self._hooks():
+                opened.callback(handle.remove)
+            yield
 
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            watch._note_loads()
-            return finalize(*args, **kwargs)
-
-        TopKRouter.routing, config.finalize_model_grads_func = observed, counted
-        handles = []
+    def _hooks(self) -> Iterator[RemovableHandle]:
         for vp_stage, chunk in enumerate(self._actor.model.unwrapped):
-            handles.append(
-                chunk.register_forward_pre_hook(lambda *_, v=vp_stage: self._start_chunk(v))
-            )
-            handles.append(
-                chunk.decoder.register_forward_pre_hook(
-                    lambda m, args, kwargs, v=vp_stage: self._name_rows(v, m, args, kwargs),
-                    with_kwargs=True,
-                )
+            yield chunk.register_forward_pre_hook(partial(self._start_chunk, vp_stage))
+            yield chunk.decoder.register_forward_pre_hook(
+                partial(self._name_rows, vp_stage), with_kwargs=True
             )
             for layer in chunk.decoder.layers:
-                number = layer.layer_number
-                handles.append(layer.register_forward_hook(self._block_hook(vp_stage, number)))
+                place = (vp_stage, layer.layer_number)
+                yield layer.register_forward_hook(partial(self._record_block, *place))
                 router = getattr(layer.mlp, "router", None)
                 if router is not None:
-                    handles.append(router.register_forward_hook(self._call_hook(vp_stage, number)))
-        try:
-            yield self
-        finally:
-            TopKRouter.routing, config.finalize_model_grads_func = routing, finalize
-            for handle in handles:
-                handle.remove()
+                    yield router.register_forward_hook(partial(self._record_call, *place))
 
     def _note_loads(self) -> None:
         for chunk in self._actor.model.unwrapped:
@@ -100,7 +95,7 @@ class Watch:
                     load = router.local_tokens_per_expert.detach().cpu().clone()
                     self.recording.loads[layer.layer_number] = load
 
-    def _start_chunk(self, vp_stage: int) -> None:
+    def _start_chunk(self, vp_stage: int, *_: Any) -> None:
         self._current[vp_stage] = self._count.get(vp_stage, 0)
         self._count[vp_stage] = self._current[vp_stage] + 1
 
@@ -116,56 +111,48 @@ class Watch:
             self.recording.problems.append("a row of the decoder's input is no token's embedding")
         self.recording.rows.setdefault(self._pass, []).append(nearest.indices.cpu())
 
-    def _block_hook(self, vp_stage: int, number: int) -> Callable:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            if self._pass is None or _in_backward():
-                return
+    def _record_block(
+        self, vp_stage: int, number: int, module: Any, args: Any, output: Any
+    ) -> None:
+        if not _in_backward():
             hidden = output[0] if isinstance(output, tuple) else output
-            self.recording.blocks.append(
-                dict(
-                    replay_pass=self._pass,
-                    vp_stage=vp_stage,
-                    layer_number=number,
-                    microbatch=self._current[vp_stage],
-                    output=hidden.detach()[:, 0].float().cpu().clone(),
-                )
-            )
+            self._record(vp_stage, number, blocks=hidden[:, 0].float())
 
-        return hook
+    def _record_call(
+        self, vp_stage: int, number: int, module: Any, args: Any, output: tuple
+    ) -> None:
+        probs, routing_map = output
+        tables = dict(logits=self._logits.float(), probs=probs.float(), chosen=routing_map)
+        self._record(vp_stage, number, **tables)
 
-    def _call_hook(self, vp_stage: int, number: int) -> Callable:
-        def hook(module: Any, args: Any, output: tuple) -> None:
-            if self._pass is None:
-                return
-            stage = "recompute" if _in_backward() else "forward"
-            probs, routing_map = output
-            call = dict(
-                replay_pass=self._pass,
-                stage=stage,
-                vp_stage=vp_stage,
-                layer_number=number,
-                logits=self._logits.float().cpu(),
-                probs=probs.detach().float().cpu().clone(),
-                routing_map=routing_map.detach().cpu().clone(),
-            )
-            call["microbatch"] = (
-                self._current[vp_stage] if stage == "forward" else self._matching_forward(call)
-            )
-            self.recording.calls.append(call)
-
-        return hook
-
-    def _matching_forward(self, call: dict[str, Any]) -> int:
-        """The microbatch whose forward had these router logits; -1 where none did."""
-        for other in self.recording.calls:
-            same = ("replay_pass", "vp_stage", "layer_number")
-            if other["stage"] == "forward" and all(other[k] == call[k] for k in same):
-                a, b = other["logits"], call["logits"]
-                if a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3):
-                    return other["microbatch"]
-        self.recording.problems.append(
-            f"a recomputation of layer {call['layer_number']} repeats no forward"
+    def _record(self, vp_stage: int, number: int, **tables: Tensor) -> None:
+        """Keep what a router or a block gave out, unless no pass is being recorded."""
+        if self._pass is None:
+            return
+        record = dict(
+            replay_pass=self._pass,
+            vp_stage=vp_stage,
+            layer_number=number,
+            is_recomputation=_in_backward(),
+            tables={name: values.detach().cpu().clone() for name, values in tables.items()},
         )
+        if _in_backward():
+            record["microbatch"] = self._matching_forward(record)
+        else:
+            record["microbatch"] = self._current[vp_stage]
+        self.recording.records.append(record)
+
+    def _matching_forward(self, record: dict[str, Any]) -> int:
+        """The microbatch whose forward had these router logits; -1 where none did."""
+        same = ("replay_pass", "vp_stage", "layer_number")
+        for other in self.recording.records:
+            if other["is_recomputation"] or any(other[k] != record[k] for k in same):
+                continue
+            a, b = other["tables"].get("logits"), record["tables"]["logits"]
+            if a is not None and a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-3):
+                return other["microbatch"]
+        number = record["layer_number"]
+        self.recording.problems.append(f"a recomputation of layer {number} repeats no forward")
         return -1
 
 
