@@ -76,7 +76,7 @@ class Mutation:
         """Plant the bug; yields the hook for ``prepare``, or None where samples stay as they are."""
 
         def plant(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
-            routes = [_routes_of(s) for s in samples]
+            routes = [s.sample.routed_experts.copy() for s in samples]
             self.spoil(routes, hf)
             return [
                 replace(s, sample=replace(s.sample, routed_experts=r))
@@ -87,38 +87,23 @@ class Mutation:
             yield plant if self.spoil is not None else None
 
 
-def _routes_of(s: TrainSample) -> np.ndarray:
-    """A copy of a sample's routes."""
-    return s.sample.routed_experts.copy()
-
-
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def _register(plant: Callable, claim: str, **fields: Any) -> None:
-    name = plant.__name__
-    assert name not in MUTATIONS, name
-    MUTATIONS[name] = Mutation(name, claim, **fields)
+def mutation(claim: str, *, role: str = "patch", **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a function as the mutation of its name; role: the field that it becomes."""
 
-
-def mutation(claim: str, **fields: Any) -> Callable[[Patch], Patch]:
-    """Register a patch as the mutation of its name."""
-
-    def register(patch: Patch) -> Patch:
-        _register(patch, claim, patch=patch, **fields)
-        return patch
+    def register(plant: Callable) -> Callable:
+        name = plant.__name__
+        assert name not in MUTATIONS, name
+        MUTATIONS[name] = Mutation(name, claim, **{role: plant}, **fields)
+        return plant
 
     return register
 
 
-def spoils_routes(claim: str, *, topology: str) -> Callable:
-    """Register a change of all samples' routes as the mutation of its name."""
-
-    def register(spoil: Callable) -> Callable:
-        _register(spoil, claim, topology=topology, phase=ROUTES, spoil=spoil)
-        return spoil
-
-    return register
+# registers a change of all samples' routes
+spoils_routes = partial(mutation, role="spoil", phase=ROUTES)
 
 
 def patched(owner: Any, name: str, replacement: Callable) -> AbstractContextManager[Any]:
