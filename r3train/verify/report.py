@@ -17,19 +17,19 @@ from r3train.verify.compare import PHASE_NAMES
 _COLOURS = {"failed": "red", "survived": "red", "not run": "yellow"}
 
 
-def topology_rows(v: Verification) -> list[tuple[str, list[str]]]:
-    """(status, cells) a topology: name, ranks, status, one cell a phase, share of the routes."""
-    rows = []
-    for t in v.topologies:
-        cells = [t.name, str(t.world_size), t.status]
-        cells += [_phase_cell(v, t, phase) for phase in range(len(PHASE_NAMES))]
-        cells.append(f"{t.route_bytes / t.all_route_bytes:.0%}" if t.all_route_bytes else "")
-        rows.append((t.status, cells))
-    return rows
-
-
+PHASES = range(len(PHASE_NAMES))
 TOPOLOGY_HEADER = ["topology", "ranks", "verdict", *PHASE_NAMES, "routes sent"]
 MUTATION_HEADER = ["planted bug", "topology", "verdict", "must fail", "factor", "caught by"]
+
+
+def topology_rows(v: Verification) -> list[list[str]]:
+    """The cells of each topology: the largest error of every phase, the largest share of routes."""
+    rows = []
+    for t in v.topologies:
+        share = f"{t.route_bytes / t.all_route_bytes:.0%}" if t.all_route_bytes else ""
+        phases = [_phase_cell(v, t, phase) for phase in PHASES]
+        rows.append([t.name, str(t.world_size), t.status, *phases, share])
+    return rows
 
 
 def _phase_cell(v: Verification, t: TopologyResult, phase: int) -> str:
@@ -43,22 +43,18 @@ def _phase_cell(v: Verification, t: TopologyResult, phase: int) -> str:
     return f"{worst.error:.0e} ({margin:.{0 if margin >= 10 else 1}f}x)"
 
 
-def mutation_rows(v: Verification) -> list[tuple[str, list[str]]]:
-    """(status, cells) a mutation."""
+def mutation_rows(v: Verification) -> list[list[str]]:
+    """The cells of each planted bug."""
     rows = []
     for m in v.mutations:
-        must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}" if m.phase is not None else "nothing"
-        caught_by = " ".join(str(p) for p in m.caught_by)
+        must_fail, factor, caught_by = "nothing", "", " ".join(map(str, m.caught_by))
+        if m.phase is not None:
+            must_fail = f"{m.phase} {PHASE_NAMES[m.phase]}"
+            factor = "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
         if m.detail.startswith("refused"):
             caught_by = "an error"
-        rows.append((m.status, [m.name, m.topology, m.status, must_fail, _factor(m), caught_by]))
+        rows.append([m.name, m.topology, m.status, must_fail, factor, caught_by])
     return rows
-
-
-def _factor(m: MutationResult) -> str:
-    if m.phase is None:
-        return ""
-    return "exact" if math.isinf(m.factor) else f"{m.factor:.1g}x"
 
 
 def threshold_line(v: Verification) -> str:
@@ -75,18 +71,15 @@ def threshold_line(v: Verification) -> str:
 
 def print_report(v: Verification, console: Console) -> None:
     """Both tables, what failed and why, and the verdict."""
-    _print_table(
-        console, "topology x phase: largest error (margin)", TOPOLOGY_HEADER, topology_rows(v)
-    )
+    title = "topology x phase: largest error (margin)"
+    console.print(_rich_table(title, TOPOLOGY_HEADER, topology_rows(v)))
     if v.mutations:
-        _print_table(console, "planted bugs", MUTATION_HEADER, mutation_rows(v))
+        console.print(_rich_table("planted bugs", MUTATION_HEADER, mutation_rows(v)))
     console.print(threshold_line(v))
-    for t in v.topologies:
-        if t.reason:
-            console.print(f"{t.name}: {t.status}: {t.reason}", markup=False)
-    for m in v.mutations:
-        if m.status in ("failed", "survived"):
-            console.print(f"{m.name}: {m.status}: {m.detail}", markup=False)
+    reasons = [(t.name, t.status, t.reason) for t in v.topologies if t.reason]
+    reasons += [(m.name, m.status, m.detail) for m in v.mutations if not m.ok]
+    for reason in reasons:
+        console.print(": ".join(reason), markup=False)
     console.print(verdict(v), style="bold green" if v.ok else "bold red")
 
 
@@ -105,15 +98,13 @@ def verdict(v: Verification) -> str:
     return line
 
 
-def _print_table(
-    console: Console, title: str, header: list[str], rows: list[tuple[str, list[str]]]
-) -> None:
+def _rich_table(title: str, header: list[str], rows: list[list[str]]) -> Table:
     table = Table(title=title, title_justify="left")
     for i, name in enumerate(header):
         table.add_column(name, justify="left" if i == 0 else "right", no_wrap=i == 0)
-    for status, cells in rows:
-        table.add_row(*cells, style=_COLOURS.get(status))
-    console.print(table)
+    for cells in rows:
+        table.add_row(*cells, style=_COLOURS.get(cells[header.index("verdict")]))
+    return table
 
 
 def to_json(v: Verification) -> str:
@@ -141,19 +132,18 @@ def to_markdown(verifications: list[Verification]) -> str:
     out = [_DOC_HEAD]
     for v in verifications:
         out += [f"## {v.dtype}", threshold_line(v) + ".", verdict(v) + ".", ""]
-        out += _md_table(TOPOLOGY_HEADER, topology_rows(v))
+        out += _markdown_table(TOPOLOGY_HEADER, topology_rows(v))
         if v.mutations:
+            rows = [[*r, m.claim] for r, m in zip(mutation_rows(v), v.mutations, strict=True)]
             out += ["", "### Planted bugs", ""]
-            claims = {m.name: m.claim for m in v.mutations}
-            rows = [(s, [*cells, claims[cells[0]]]) for s, cells in mutation_rows(v)]
-            out += _md_table([*MUTATION_HEADER, "the bug"], rows)
+            out += _markdown_table([*MUTATION_HEADER, "the bug"], rows)
         out.append("")
     return "\n".join(out).rstrip() + "\n"
 
 
-def _md_table(header: list[str], rows: list[tuple[str, list[str]]]) -> list[str]:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return lines + ["| " + " | ".join(cells) + " |" for _, cells in rows]
+def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [f"| {' | '.join(cells)} |" for cells in [header, *rows]]
+    return [lines[0], "|" + "---|" * len(header), *lines[1:]]
 
 
 _DOC_HEAD = """<!-- written by: r3train verify --mutations --bf16 --write-docs; do not edit -->

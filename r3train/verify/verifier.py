@@ -43,7 +43,7 @@ class TopologyResult:
 
     name: str
     world_size: int
-    status: str  # passed | failed | not run
+    status: str = "not run"  # or passed, failed
     reason: str = ""
     seconds: float = 0.0
     errors: dict[str, dict[int, PhaseError]] = field(default_factory=dict)  # oracle -> phase
@@ -51,6 +51,11 @@ class TopologyResult:
     route_bytes: int = 0
     all_route_bytes: int = 0
     evidence: str = ""  # check-evidence's verdict on the run
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed; a topology that could not run here is reported, not failed."""
+        return self.status != "failed"
 
     def worst(self, phase: int) -> PhaseError | None:
         found = [errors[phase] for errors in self.errors.values() if phase in errors]
@@ -65,11 +70,15 @@ class MutationResult:
     claim: str
     topology: str
     phase: int | None
-    status: str  # caught | survived | passed | failed | not run
+    status: str = "not run"  # or caught, survived; passed, failed
     caught_by: list[int] = field(default_factory=list)
     factor: float = 0.0
     detail: str = ""
     evidence: str = ""  # check-evidence's verdict on it; empty where the bug ended in an error
+
+    @property
+    def ok(self) -> bool:
+        return self.status not in ("survived", "failed")
 
 
 @dataclass
@@ -85,9 +94,8 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed, nothing survived; what could not run here is reported, not failed."""
-        fine = {"passed", "caught", "not run"}
-        return all(r.status in fine for r in [*self.topologies, *self.mutations])
+        """Nothing failed and nothing survived."""
+        return all(r.ok for r in [*self.topologies, *self.mutations])
 
 
 @dataclass(frozen=True)
@@ -241,7 +249,7 @@ class Verifier:
         return noise
 
     def _judge_topology(self, t: Topology, thresholds: dict[int, float]) -> TopologyResult:
-        result = TopologyResult(t.name, t.world_size, "not run")
+        result = TopologyResult(t.name, t.world_size)
         if t.name not in self._cases:
             result.reason = f"needs {t.world_size} ranks, {self._max_world_size} can run here"
             return result
@@ -256,18 +264,19 @@ class Verifier:
         itemsize = VARIANTS[t.variant].route_shape.dtype.itemsize
         result.all_route_bytes = self._prepare(t).batch.routes.size * itemsize
         wrong = [
-            e
+            f"{e.where}: {e.error:.1e}"
             for errors in result.errors.values()
             for phase, e in errors.items()
             if not e.error <= thresholds[phase]
         ]
-        result.status = "failed" if wrong else "passed"
-        result.reason = "; ".join(f"{e.where}: {e.error:.1e}" for e in wrong)
+        if result.evidence != "passed":
+            wrong.append(f"check-evidence: {result.evidence}")
+        result.status, result.reason = "failed" if wrong else "passed", "; ".join(wrong)
         return result
 
     def _judge_mutation(self, m: Mutation, thresholds: dict[int, float]) -> MutationResult:
         case_id = f"mutation-{m.name}"
-        result = MutationResult(m.name, m.claim, m.topology, m.phase, "not run")
+        result = MutationResult(m.name, m.claim, m.topology, m.phase)
         if case_id not in self._cases:
             result.detail = "needs more ranks than can run here"
             return result
