@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.outcome import PASSES, RECOMPUTE, TRAIN, Outcome, Scales, route_errors
+from r3train.verify.outcome import PASSES, RECOMPUTE, TRAIN, Outcome, route_errors
 
 ROUTES, FORWARD, LOSS, GRADIENTS, DELTAS, EXPORT = range(6)
 PHASE_NAMES = ("routes", "forward", "loss", "gradients", "deltas", "export")
@@ -41,7 +41,7 @@ def compare(
     found: Outcome,
     reference: Outcome,
     variant: ModelVariant,
-    scales: Scales,
+    scales: dict[str, float],
     checkpoint: dict[str, Tensor],
     *,
     last_phase: int,
@@ -97,11 +97,13 @@ def _forward(
                 yield error, f"{name} {label} of layer {n}"
 
 
-def _loss(found: Outcome, reference: Outcome, scales: Scales) -> Iterator[tuple[float, str]]:
+def _loss(
+    found: Outcome, reference: Outcome, scales: dict[str, float]
+) -> Iterator[tuple[float, str]]:
     """Sums of the terms, against the sums of their absolute values; the token count exactly."""
     for name in found.terms:
-        if scales.terms[name] > 0:
-            yield abs(found.terms[name] - reference.terms[name]) / scales.terms[name], name
+        if scales[name] > 0:
+            yield abs(found.terms[name] - reference.terms[name]) / scales[name], name
     yield abs(found.num_tokens - reference.num_tokens), "token count"
 
 

@@ -44,10 +44,6 @@ from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
 Patch = Callable[[RunConfig, HfModelFacts], AbstractContextManager[Any]]
 
 
-def _no_patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Mutation:
     """A named bug; ``phase`` None means that nothing may fail (a null mutation).
@@ -61,7 +57,7 @@ class Mutation:
     claim: str
     topology: str
     phase: int | None
-    patch: Patch = _no_patch
+    patch: Patch = lambda config, hf: nullcontext()
     spoil: Callable[[list[np.ndarray], HfModelFacts], None] | None = None
     decoy_pass: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)

@@ -53,19 +53,13 @@ class Outcome:
     route_bytes: list[int] = field(default_factory=list)  # sent to each rank
 
 
-@dataclass(frozen=True)
-class Scales:
-    """Sums of absolute values: what an error in a sum of signed terms is measured against."""
-
-    terms: dict[str, float]
-
-
 def oracle_outcome(
     variant: ModelVariant, batch: RolloutBatch, source: Weights
-) -> tuple[Outcome, Scales]:
+) -> tuple[Outcome, dict[str, float]]:
     """Oracle (b): everything in float64, gradients by autograd, steps by torch.optim.
 
-    source: float64 weights by Hugging Face name; they are left as they are.
+    source: float64 weights by Hugging Face name; they are left as they are.  The second result is
+    the sum of absolute values of every term of the loss, which an error in its sum is measured by.
     """
     out = Outcome()
     scales: dict[str, float] = {}
@@ -94,7 +88,7 @@ def oracle_outcome(
             optimizer.step()
             _update_expert_bias(weights, variant, first_traces if step == 1 else traces)
             out.deltas[f"{name}{step}"] = {n: w.detach() - source[n] for n, w in weights.items()}
-    return out, Scales(scales)
+    return out, scales
 
 
 def _optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:

@@ -156,8 +156,10 @@ def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSampl
     samples = []
     for i, (start, length) in enumerate(zip(batch.starts.tolist(), batch.lengths.tolist())):
         rows = slice(start, start + length)
+        # as SGLang sends them: little-endian int32, -1 where nothing was recorded
+        recorded = batch.routes[start : start + length - 1].astype("<i4")
         routed = wire.decode_routed_experts(
-            _as_engine_payload(batch.routes[start : start + length - 1]),
+            base64.b64encode(recorded.tobytes()),
             variant.route_shape,
             num_tokens=length,
             sample=str(i),
@@ -184,8 +186,3 @@ def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSampl
             )
         )
     return samples
-
-
-def _as_engine_payload(routes: np.ndarray) -> bytes:
-    """base64 of little-endian int32, -1 where nothing was recorded: what SGLang sends."""
-    return base64.b64encode(np.ascontiguousarray(routes, dtype="<i4").tobytes())

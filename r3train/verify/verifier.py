@@ -27,7 +27,7 @@ from r3train.verify.compare import (
 )
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.oracle import BIAS, Weights, run_batch
-from r3train.verify.outcome import Outcome, Scales, oracle_outcome, read_outcome
+from r3train.verify.outcome import Outcome, oracle_outcome, read_outcome
 from r3train.verify.rollouts import RolloutBatch, make_rollouts, with_holes_filled, with_log_probs
 from r3train.verify.topologies import TOPOLOGIES, Topology, baseline
 
@@ -107,7 +107,7 @@ class Given:
     rollouts: Path
     weights: Weights  # of the checkpoint, in the dtype that the actor holds them in
     oracle: Outcome
-    scales: Scales
+    scales: dict[str, float]  # of the loss's terms
 
 
 class Verifier:
