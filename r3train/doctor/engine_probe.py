@@ -56,10 +56,6 @@ class Situations:
     findings: list[Finding]
 
 
-class NotAborted(Exception):
-    """Requests ended, but none by the abort and with a token."""
-
-
 async def draw_situations(
     addr: str,
     routes: RouteShape | None,
@@ -67,17 +63,17 @@ async def draw_situations(
     *,
     context: int,
     api_key: str | None = None,
-    request_timeout_s: float = 300.0,
 ) -> Situations:
     """Ask one server for a fresh prompt, one in chunks, one that is cached, one that is aborted.
 
     texts: a short and a long one, int32[T]; nothing of them may be in the server's cache yet.
-    context: tokens that the model can hold.
+    context: tokens that the model can hold.  Raises EngineError for a server that does not say how
+    it runs.
     """
     short, long = texts
     half = long[: len(long) // 2]
     out = Situations({}, [])
-    http = SGLangHTTP([addr], api_key=api_key, request_timeout_s=request_timeout_s)
+    http = SGLangHTTP([addr], api_key=api_key)
 
     async def ask(ids: np.ndarray, tokens: int = _ANSWER, rid: str | None = None) -> Answer:
         return await _ask(http, routes, ids, tokens, rid)
@@ -90,14 +86,10 @@ async def draw_situations(
         "after an abort": (np.concatenate([half, short]), ask),
     }
     try:
-        server = await _server_info(http, out.findings)
+        (server,) = await http.call_all("/server_info", what="server_info", method="GET")
         for what, (prompt, draw) in situations.items():
             try:
                 answer, meta = await draw(prompt)
-            except NotAborted as error:
-                text = f"{what}: no request could be aborted while it generated: {error}"
-                remedy = f"look for /abort_request in the server's log; {_PINS}"
-                out.findings.append(problem(SUBJECT, text, remedy))
             except (EngineError, *_MALFORMED) as error:
                 text = f"{what}: {type(error).__name__}: {str(error)[:300]}"
                 out.findings.append(problem(SUBJECT, text, _PINS))
@@ -138,7 +130,7 @@ async def _abort(http: SGLangHTTP, ask: Ask, ids: np.ndarray, most_tokens: int) 
     """An answer that was cut short in generation: at least one token, ended by the abort.
 
     The server's speed is not known: a request that was aborted before its first token is tried again
-    with a later abort, one that was finished first with an earlier.  Raises NotAborted.
+    with a later abort, one that was finished first with an earlier.  Raises EngineError.
     """
     delay_s, ended = _FIRST_DELAY_S, []
     for attempt in range(_ABORT_TRIES):
@@ -156,20 +148,10 @@ async def _abort(http: SGLangHTTP, ask: Ask, ids: np.ndarray, most_tokens: int) 
             return answer, meta
         ended.append(f"{answer.finish_reason!r} after {len(answer.token_ids)} tokens")
         delay_s *= 2 if answer.finish_reason == "abort" else 0.4
-    raise NotAborted(f"{_ABORT_TRIES} requests ended otherwise: {', '.join(ended)}")
-
-
-async def _server_info(http: SGLangHTTP, findings: list[Finding]) -> dict[str, Any]:
-    """The server's settings; empty, with a finding, where it does not tell them."""
-    try:
-        (info,) = await http.call_all("/server_info", what="server_info", method="GET")
-        if isinstance(info, dict):
-            return info
-        got = f"it answers {str(info)[:80]!r}"
-    except EngineError as error:
-        got = str(error)
-    findings.append(problem(SUBJECT, f"/server_info does not say how it runs: {got}", _PINS))
-    return {}
+    raise EngineError(
+        "no request could be aborted while it generated, look for /abort_request in the server's "
+        f"log: {', '.join(ended)}"
+    )
 
 
 def _count(value: Any) -> int:

@@ -16,6 +16,8 @@ import numpy as np
 from r3train.doctor.engine_probe import SUBJECT, Drawn, Situations
 from r3train.doctor.finding import Finding, Findings, ok, problem
 
+ACTOR = "Megatron probe"
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -50,7 +52,8 @@ FLOAT32 = Tolerance(2e-4, 1e-3, 0.0, 1e-3, 1e-3, 0.0, 1e-4)
 BFLOAT16 = Tolerance(0.08, 0.25, 0.05, 1.0, 0.25, 0.02, 0.02)
 
 
-def judge_situations(
+def judge_answers(
+    texts: Mapping[str, np.ndarray],
     situations: Situations,
     reference: Reference,
     actor: Mapping[str, np.ndarray],
@@ -58,25 +61,29 @@ def judge_situations(
     moe_layers: Sequence[int],
     tolerance: Tolerance,
 ) -> Findings:
-    """Findings of the drawing, and of every answer against the reference and the actor.
+    """The actor's texts against the reference, and every answer against the reference and the actor.
 
-    actor: its log-probs of an answer's tokens, float32[T], by situation; empty where there is none.
-    moe_layers: 1-based numbers of the layers with experts; none for a dense model.
+    texts: int32[T] by name, of which the server knows nothing.
+    actor: its log-probs float32[T] of texts and answers, by name; empty where there is none.
+    moe_layers: 1-based numbers of the layers whose routes are judged.
     """
+    for what, ids in texts.items():
+        if what in actor:
+            theirs, named = reference(ids).log_probs, f"{what}, against HF"
+            yield judge_log_probs(ACTOR, actor[what], theirs, tolerance, named)
     yield from situations.findings
     columns = np.asarray(moe_layers, dtype=np.int64) - 1
     for what, drawn in situations.drawn.items():
-        answer, expected = slice(drawn.prompt_len, None), reference(drawn.token_ids)
+        expected = reference(drawn.token_ids)
         others = {"against HF": expected.log_probs}
         if what in actor:
             others["against the actor"] = actor[what]
         for whom, theirs in others.items():
-            named = f"{what}, {whom}"
-            yield judge_log_probs(SUBJECT, drawn.log_probs, theirs[answer], tolerance, named)
+            answer, named = theirs[drawn.prompt_len :], f"{what}, {whom}"
+            yield judge_log_probs(SUBJECT, drawn.log_probs, answer, tolerance, named)
         if len(columns):
-            got = drawn.routes[:, columns]
-            parts = parts_of(drawn)
-            yield judge_routes(SUBJECT, got, expected.router_logits, tolerance, what, parts)
+            got, parts = drawn.routes[:, columns], parts_of(drawn)
+            yield judge_routes(got, expected.router_logits, tolerance, what, parts)
 
 
 def judge_log_probs(
@@ -105,7 +112,6 @@ def judge_log_probs(
 
 
 def judge_routes(
-    subject: str,
     got: np.ndarray,
     logits: np.ndarray,
     tolerance: Tolerance,
@@ -118,14 +124,14 @@ def judge_routes(
     """
     if got.shape[:2] != logits.shape[:2]:
         text = f"{what}: routed experts are {got.shape}, the reference's logits {logits.shape}"
-        return problem(subject, text, "this SGLang does not return what r3train reads: 0.5.23 does")
+        return problem(SUBJECT, text, "this SGLang does not return what r3train reads: 0.5.23 does")
     gap = shortfall(got, logits)
     text = f"{what}: {(gap == 0).mean():.1%} of rows are the reference's"
     fault = next(_faults(got, logits, gap, parts, tolerance), None)
     if fault is None:
-        return ok(subject, text)
+        return ok(SUBJECT, text)
     remedy = "do not train with R3 on this server: its routes are of another forward"
-    return problem(subject, f"{text}; {fault}", remedy)
+    return problem(SUBJECT, f"{text}; {fault}", remedy)
 
 
 def shortfall(experts: np.ndarray, logits: np.ndarray) -> np.ndarray:
@@ -178,13 +184,11 @@ def _faults(
             yield f"{len(bad)} of {len(rows)} {name} differ by more than a near tie, {place}"
     beside = [shortfall(got, np.roll(logits, shift, axis=0)) for shift in (1, -1)]
 
-    def fits(rows, layers) -> bool:
-        control = min(shifted[rows, layers].mean() for shifted in beside)
-        return gap[rows, layers].mean() <= max(tolerance.route_mean, control / 2)
-
-    for name, rows in parts.items():
-        if len(rows) and not fits(rows, slice(None)):
-            yield f"{name} fit the tokens beside theirs nearly as well: shifted?"
-    for layer_id in range(gap.shape[1]):
-        if not fits(slice(None), layer_id):
-            yield f"MoE layer {layer_id + 1} of {gap.shape[1]} fits the tokens beside nearly as well"
+    places = [(f"{name} fit", rows, slice(None)) for name, rows in parts.items() if len(rows)]
+    num_layers = gap.shape[1]
+    for layer_id in range(num_layers):
+        places.append((f"MoE layer {layer_id + 1} of {num_layers} fits", slice(None), layer_id))
+    for name, *place in places:
+        control = min(shifted[*place].mean() for shifted in beside)
+        if not gap[*place].mean() <= max(tolerance.route_mean, control / 2):
+            yield f"{name} the tokens beside nearly as well: shifted?"

@@ -10,7 +10,7 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -20,18 +20,20 @@ from r3train.config.parallel import ParallelSection
 from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
 from r3train.doctor.finding import PROBLEM, Finding, Findings, problem, room, warning
 from r3train.doctor.judgement import (
+    ACTOR,
     BFLOAT16,
     FLOAT32,
     Expected,
     Reference,
-    judge_log_probs,
-    judge_situations,
+    judge_answers,
 )
 from r3train.doctor.memory import PROCESS_BYTES, estimate
 from r3train.doctor.model import Weights, read_weights
 
+if TYPE_CHECKING:
+    import torch
+
 Got = TypeVar("Got")
-_ACTOR = "Megatron probe"
 _CHUNK = 64
 _LONG = 200
 _SHORT = 24
@@ -60,14 +62,10 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
         for n in (_SHORT, min(_LONG, context - _SHORT))
     )
     texts = {"a short text": short, "a long text": long}
-    try:
-        from r3train.trainer.megatron.cpu_device import prepare_device
-
-        device = prepare_device()  # before anything imports megatron-core
-        reference = _reference(config, hf)
-    except Exception as error:
-        text = f"Hugging Face's model cannot be built: {_first_line(error)}"
-        yield problem("probe", text, "look at the checkpoint and at memory")
+    # before anything imports megatron-core
+    device = yield from _guarded(ACTOR, _prepare_device)
+    reference = yield from _guarded("Hugging Face's model", lambda: _reference(config, hf))
+    if device is None or reference is None:
         return
     drawn = yield from _guarded(
         SUBJECT, lambda: _draw_situations(config, hf, (short, long), context)
@@ -75,12 +73,18 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     situations = drawn or Situations({}, [])
     answers = {what: answer.token_ids for what, answer in situations.drawn.items()}
     actor = yield from _guarded(
-        _ACTOR, lambda: _actor_log_probs(config, device, {**texts, **answers})
+        ACTOR, lambda: _actor_log_probs(config, device, {**texts, **answers})
     )
-    judged = yield from _guarded(
-        "probe", lambda: list(_judge(config, hf, texts, situations, actor or {}, reference))
+    moe_layers = yield from judged_layers(hf)
+    judged = judge_answers(
+        texts,
+        situations,
+        reference,
+        actor or {},
+        moe_layers=moe_layers,
+        tolerance=BFLOAT16 if config.model.bf16 else FLOAT32,
     )
-    yield from judged or ()
+    yield from (yield from _guarded("probe", lambda: list(judged))) or ()
 
 
 def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int) -> Finding | None:
@@ -107,31 +111,22 @@ def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int
     return next((finding for finding in found if finding.level == PROBLEM), None)
 
 
-def _judge(
-    config: RunConfig,
-    hf: HfModelFacts,
-    texts: Mapping[str, np.ndarray],
-    situations: Situations,
-    actor: Mapping[str, np.ndarray],
-    reference: Reference,
-) -> Findings:
-    """The actor's texts against Hugging Face's, and the server's answers against both."""
-    tolerance = BFLOAT16 if config.model.bf16 else FLOAT32
-    for what, ids in texts.items():
-        if what in actor:
-            theirs, against = reference(ids).log_probs, f"{what}, against HF"
-            yield judge_log_probs(_ACTOR, actor[what], theirs, tolerance, against)
-    moe_layers = hf.moe_layer_numbers
-    if moe_layers and hf.model_type not in _PLAIN_TOPK:
-        text = (
-            f"the server's routes are not judged: {hf.model_type} chooses experts by more than its"
-            f" router's logits, and the reference knows {', '.join(_PLAIN_TOPK)}; log-probs are judged"
-        )
-        yield warning(SUBJECT, text, "r3train check-evidence shows agreement in a short run")
-        moe_layers = ()
-    yield from judge_situations(
-        situations, reference, actor, moe_layers=moe_layers, tolerance=tolerance
+def judged_layers(hf: HfModelFacts) -> Generator[Finding, None, tuple[int, ...]]:
+    """Return the 1-based numbers of the layers whose routes the reference can judge."""
+    if not hf.is_moe or hf.model_type in _PLAIN_TOPK:
+        return hf.moe_layer_numbers
+    text = (
+        f"the server's routes are not judged: {hf.model_type} chooses experts by more than its"
+        f" router's logits, and the reference knows {', '.join(_PLAIN_TOPK)}; log-probs are judged"
     )
+    yield warning(SUBJECT, text, "r3train check-evidence shows agreement in a short run")
+    return ()
+
+
+def _prepare_device() -> torch.device:
+    from r3train.trainer.megatron.cpu_device import prepare_device
+
+    return prepare_device()
 
 
 def _alone(config: RunConfig) -> RunConfig:
@@ -222,11 +217,8 @@ def _guarded(subject: str, work: Callable[[], Got]) -> Generator[Finding, None, 
     try:
         return work()
     except Exception as error:  # a probe meets whatever a broken set-up raises
-        text = f"{type(error).__name__}: {_first_line(error)}"
+        first_line = (str(error).strip() or repr(error)).splitlines()[0][:300]
+        text = f"{type(error).__name__}: {first_line}"
         remedy = "the log lines above tell more; compare versions with the pins"
         yield problem(subject, text, remedy)
         return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0][:300]

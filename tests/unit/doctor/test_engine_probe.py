@@ -15,7 +15,8 @@ from aiohttp import web
 from r3train.doctor import engine_probe
 from r3train.doctor.engine_probe import draw_situations
 from r3train.doctor.finding import OK, PROBLEM, Finding
-from r3train.doctor.judgement import FLOAT32, Expected, judge_situations
+from r3train.doctor.judgement import FLOAT32, Expected, judge_answers
+from r3train.engine.backend import EngineError
 from r3train.types import RouteShape
 from r3train.routing.wire import encode_routed_experts
 from tests.unit.fake_engine_server import Fake
@@ -116,14 +117,12 @@ async def probe(long: np.ndarray = LONG, **faults) -> list[Finding]:
     engine = Engine(**faults)
     async with engine.fake.running() as addr:
         expected = RouteShape(LAYERS, TOPK, EXPERTS)
-        drawn = await draw_situations(
-            addr, expected, (SHORT, long), context=CONTEXT, request_timeout_s=20
-        )
+        drawn = await draw_situations(addr, expected, (SHORT, long), context=CONTEXT)
     layers = range(1, LAYERS + 1)
     actor = {what: log_probs(answer.token_ids) for what, answer in drawn.drawn.items()}
     for what in faults.get("wrong_actor_in", ()):
         actor[what] = actor[what] - 0.25
-    return list(judge_situations(drawn, reference, actor, moe_layers=layers, tolerance=FLOAT32))
+    return list(judge_answers({}, drawn, reference, actor, moe_layers=layers, tolerance=FLOAT32))
 
 
 def wrong(findings: list[Finding]) -> list[str]:
@@ -244,7 +243,5 @@ async def test_a_server_that_does_not_say_how_it_runs_is_found():
 
     engine.fake.handler = handle
     async with engine.fake.running() as addr:
-        drawn = await draw_situations(addr, None, (SHORT, LONG), context=CONTEXT)
-    silent, chunks = (finding.text for finding in drawn.findings)
-    assert silent.startswith("/server_info does not say")
-    assert chunks.startswith("a prefill in chunks did not")
+        with pytest.raises(EngineError, match="server_info: .* answered 404: gone"):
+            await draw_situations(addr, None, (SHORT, LONG), context=CONTEXT)

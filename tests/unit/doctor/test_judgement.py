@@ -45,7 +45,7 @@ def choice(logits: np.ndarray, shape: str) -> np.ndarray:
 
 
 def judged(got: np.ndarray, logits: np.ndarray, tolerance: Tolerance) -> Finding:
-    return judge_routes("p", got, logits, tolerance, "x", parts_of(drawn()))
+    return judge_routes(got, logits, tolerance, "x", parts_of(drawn()))
 
 
 each_shape = pytest.mark.parametrize("shape", SHAPES)

@@ -8,7 +8,6 @@ import pytest
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import probe
-from r3train.doctor.engine_probe import Situations
 from r3train.doctor.finding import PROBLEM, WARNING
 from r3train.doctor.model import Weights, read_weights
 from tests.unit.doctor_setups import config_of
@@ -53,6 +52,6 @@ def test_routes_of_a_router_that_the_reference_does_not_know_are_said_not_to_be_
     model_type, judged, tiny
 ):
     hf = replace(read_hf_facts(tiny / "model"), model_type=model_type)
-    found = list(probe._judge(config_of(tiny), hf, {}, Situations({}, []), {}, lambda ids: None))
+    found = list(probe.judged_layers(hf))
     assert [f.level for f in found] == ([] if judged else [WARNING])
     assert judged or "routes are not judged: glm4_moe" in found[0].text
