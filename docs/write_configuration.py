@@ -51,7 +51,7 @@ def page() -> str:
 
 
 def value_of(field: FieldInfo) -> str:
-    """The values that a field takes, with their bounds."""
+    """Return the values that a field takes, with its bounds."""
     words = type_words(field.annotation)
     signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     for bound in field.metadata:
@@ -68,7 +68,7 @@ def type_words(annotation: Any) -> str:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(type_words(kind) for kind in arguments if kind is not type(None))
-    if origin is list:
+    if origin in (tuple, list):
         return f"list of {type_words(arguments[0])}"
     if origin is dict:
         return "table"
@@ -82,7 +82,7 @@ def default_of(field: FieldInfo) -> str:
     default = field.default
     if default is None:
         return "unset"
-    if default == [] or default == {}:
+    if default == () or default == {}:
         return "empty"
     if isinstance(default, bool):
         return "on" if default else "off"

@@ -1,4 +1,4 @@
-"""What is written so that a run can go on, or be repeated."""
+"""Files that let a run resume, or be repeated."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ class CheckpointSection(Section):
     save: Path | None = Field(default=None, strict=False)
     """Directory that checkpoints are written to."""
     save_interval: int | None = Field(default=None, ge=1)
-    """Rollouts between checkpoints; unset means one at the end."""
+    """Rollouts between checkpoints; unset means one checkpoint, at the end."""
     save_keep_last: int | None = Field(default=None, ge=1)
-    """Checkpoints that are kept; unset means all."""
+    """Newest checkpoints to keep; unset keeps all."""
     async_save: bool = False
-    """Write checkpoints from a forked process while training goes on."""
+    """Write checkpoints in a forked process while training continues."""
     load: Path | None = Field(default=None, strict=False)
     """Directory of checkpoints to resume from."""
     load_model_only: bool = False
-    """Take the model alone from load and start at rollout 0; the topology may differ."""
+    """Load only the model and start at rollout 0; the topology may differ."""
     auto_resume: bool = False
-    """Resume from save where it holds a checkpoint, else start as told."""
+    """Resume from save if it holds a checkpoint; else start as without this flag."""
     save_hf: Path | None = Field(default=None, strict=False)
-    """Directory to export the last weights to as a Hugging Face checkpoint."""
+    """Directory for the last weights, exported as a Hugging Face checkpoint."""
     dump_rollouts: bool = False
-    """Write every rollout, routes and log-probs included, to rollouts/ in the run directory."""
+    """Write every rollout, with routes and log-probs, to rollouts/ in the run directory."""
     replay_rollouts: Path | None = Field(default=None, strict=False)
-    """Train from the dumped rollouts in this directory, without any server."""
+    """Train from the dumped rollouts in this directory; no server starts."""

@@ -1,6 +1,6 @@
 """Rules between sections, and between the configuration and the checkpoint.
 
-Every rule is a generator of complaints; the checks raise all of them at once and change nothing.
+Every rule yields complaints.  The checks raise all of them at once, and change nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from r3train.config.sources import ConfigError, places
 
 
 def check_static(config: RunConfig, world_size: int) -> None:
-    """Check what needs no checkpoint; raises ConfigError with every rule that is broken."""
+    """Check the settings alone; raises ConfigError with every rule that is broken."""
     _raise_all(
         [
             *_topology(config, world_size),
@@ -33,7 +33,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
 
 
 def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
-    """Check the configuration against the checkpoint; raises ConfigError with every rule broken."""
+    """Check settings against the checkpoint; raises ConfigError with every rule that is broken."""
     _raise_all(
         [
             *_model_topology(config, hf, world_size),
@@ -46,9 +46,9 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
 
 
 def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
-    """The longest prompt in tokens that leaves room for the longest response, and what says so.
+    """The longest prompt that leaves room for the longest response.
 
-    Returns (tokens, words that name the limit).
+    Returns (tokens, words that name the settings behind the limit).
     """
     context, name = _context(config, hf)
     response = config.rollout.rollout_max_response_len
@@ -60,7 +60,7 @@ def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
 
 
 def replay_warnings(config: RunConfig) -> list[str]:
-    """What a person should hear once, at start-up, about R3 settings without effect."""
+    """Return warnings about R3 settings without effect, to show once at start-up."""
     if config.replay.use_rollout_routing_replay:
         return []
     if config.replay.enable_r3_correctness_check:
@@ -201,7 +201,7 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
 
 
 def _overrides(config: RunConfig) -> Iterator[str]:
-    """An override with a flag of its own would pass the checks of that flag by."""
+    """Yield overrides that have a flag: they would get round the checks of that flag."""
     known = places(RunConfig)
     for name in config.model.transformer_overrides:
         if name in known:
@@ -251,7 +251,7 @@ def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Ite
 
 
 def _layers_of_layout(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    """A layout says everything itself, so it must say it all and nothing else may."""
+    """Yield errors of the layout, and settings that contradict it."""
     parallel = config.parallel
     layout = parallel.pipeline_model_parallel_layout
     try:
@@ -277,7 +277,7 @@ def _layers_of_layout(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _layers_over_stages(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    """Megatron's own arithmetic: first and last stage as told, the rest even, all of VPP chunks."""
+    """Yield errors of the division of layers over stages and chunks, by Megatron's own rules."""
     parallel = config.parallel
     pp, layers = parallel.pipeline_model_parallel_size, hf.num_hidden_layers
     if parallel.pipeline_model_parallel_layout is not None:
@@ -315,7 +315,7 @@ def _layers_over_stages(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _context(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
-    """The tightest limit on prompt and response together, and its name."""
+    """Return the tightest limit on prompt and response together, with its name."""
     limits = [(hf.max_position_embeddings, "max_position_embeddings")]
     if config.rollout.rollout_max_context_len is not None:
         limits.append((config.rollout.rollout_max_context_len, "rollout_max_context_len"))
@@ -352,7 +352,7 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    """SGLang 0.5.23's MoE models have an output layer apart from the embedding, tied or not."""
+    """Yield models that SGLang 0.5.23 serves wrongly: MoE models with a tied output layer."""
     if hf.is_moe and hf.tie_word_embeddings and config.checkpoint.replay_rollouts is None:
         yield (
             f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's mixture-of-experts"

@@ -1,4 +1,4 @@
-"""What the run does when something breaks."""
+"""Faults: how many a run survives, and planted ones."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from r3train.config.section import Section
 
 
 class FaultsSection(Section):
-    """How much may break before the run ends."""
+    """Limits on what may break before the run ends."""
 
     title: ClassVar[str] = "Faults"
 
     max_bad_steps: int = Field(default=3, ge=1)
-    """Rollouts in a row with a non-finite loss or gradient that end the run."""
+    """The run ends after this many rollouts in a row with a non-finite loss or gradient."""
     max_bad_answers: int = Field(default=3, ge=1)
-    """Answers to one request that are cut short, late or contradict it: it is sent again, and after so
-    many in a row the run ends."""
+    """A request is sent again when its answer is late, cut short or contradicts it.  The run ends
+    after this many bad answers in a row to one request."""
     signal_grace_s: float = Field(default=120.0, gt=0)
-    """Seconds between SIGTERM or SIGUSR1 and a hard end; a checkpoint is written meanwhile."""
+    """Seconds that the run gets after SIGTERM or SIGUSR1 to write a checkpoint and end."""
     max_engine_restarts: int = Field(default=0, ge=0)
-    """Times that servers of our own are restarted in all; 0 ends the run with the first."""
+    """Restarts of crashed servers that the whole run may use; 0: the first crash ends the run."""
     engine_restart_backoff_s: float = Field(default=1.0, ge=0)
-    """Seconds before the first restart; doubled with each further one, 60 at most."""
+    """Seconds before the first restart; each further one waits twice as long, 60 at most."""
     engine_health_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds without a sign of life after which a server counts as hung."""
+    """A server counts as hung after this many seconds without a sign of life."""
     plant_fault: Literal["nan_once", "nan_always", "inf_once", "disk_full"] | None = None
-    """Plant a deliberate fault from the second rollout on, to see the run cope."""
+    """Plant a deliberate fault from the second rollout on, to test that the run copes."""

@@ -1,4 +1,4 @@
-"""What the checks need to know of a Hugging Face checkpoint, read from its JSON alone."""
+"""Facts of a Hugging Face checkpoint, read from its JSON files alone."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 from r3train.types import RouteShape
 
-# the same number under the names of Qwen, DeepSeek and GLM, Mixtral
+# the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 @dataclass(frozen=True, slots=True)
 class HfModelFacts:
-    """Shape of a checkpoint's model, as its config.json states it.
+    """The shape of a checkpoint's model, as its config.json states it.
 
-    ``moe_layer_numbers`` holds the 1-based numbers of the layers with experts, empty for a dense
-    model, whose ``num_experts`` and ``num_experts_per_tok`` are 0.
+    ``moe_layer_numbers``: 1-based numbers of the layers with experts.  A dense model has none, and
+    its ``num_experts`` and ``num_experts_per_tok`` are 0.
     """
 
     path: Path
@@ -42,15 +42,15 @@ class HfModelFacts:
 
     @property
     def route_shape(self) -> RouteShape:
-        """Of the routes that this model's rollouts bring: all decoder layers, dense ones too."""
+        """The shape of one token's routes.  It counts all decoder layers, dense ones too."""
         return RouteShape(self.num_hidden_layers, self.num_experts_per_tok, self.num_experts)
 
 
 def read_hf_facts(path: Path | str) -> HfModelFacts:
     """Read the facts of the checkpoint directory ``path``.
 
-    Raises ValueError naming the file and the key where the directory, its config.json or a key
-    is missing or not what it should be.
+    Raises ValueError naming the file and the key if the directory, its config.json or a key is
+    missing or wrong.
     """
     directory = Path(path)
     if not directory.is_dir():
@@ -79,7 +79,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
 
 
 class _Reader:
-    """Typed access to one JSON object, with errors that name its file."""
+    """Typed access to a JSON object; errors name its file."""
 
     def __init__(self, file: Path, content: Mapping[str, Any]) -> None:
         self.file = file
@@ -104,7 +104,7 @@ class _Reader:
         return value
 
     def integers(self, key: str) -> tuple[int, ...]:
-        """None, one integer or a list of them, as a tuple."""
+        """Return null, an integer or a list of integers as a tuple."""
         value = self.content.get(key)
         values = [] if value is None else value if isinstance(value, list) else [value]
         if any(not isinstance(item, int) or isinstance(item, bool) for item in values):
@@ -113,10 +113,11 @@ class _Reader:
 
 
 def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
-    """1-based numbers of the layers with experts.
+    """Return the 1-based numbers of the layers with experts.
 
-    Qwen: decoder_sparse_step and mlp_only_layers; DeepSeek and GLM: first_k_dense_replace and
-    moe_layer_freq (a period, or one 0 or 1 a layer); others, Mixtral among them: every layer.
+    Qwen has decoder_sparse_step and mlp_only_layers.  DeepSeek and GLM have first_k_dense_replace
+    and moe_layer_freq (a period, or a list with 0 or 1 for each layer).  In other models, such as
+    Mixtral, every layer has experts.
     """
     step = reader.integer("decoder_sparse_step", 1, default=1)
     dense = set(reader.integers("mlp_only_layers"))
@@ -143,7 +144,7 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
 
 
 def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
-    """End tokens of config.json and, as the engine does, of generation_config.json."""
+    """Return the end tokens of config.json and generation_config.json; SGLang reads both too."""
     ids = list(reader.integers("eos_token_id"))
     if generation_file.is_file():
         ids += _Reader(generation_file, _load_object(generation_file)).integers("eos_token_id")

@@ -1,4 +1,4 @@
-"""The model: where it comes from and how Megatron builds it."""
+"""The model: its checkpoint, and how Megatron builds it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ OverrideScalar = bool | int | float | str
 
 
 class ModelSection(Section):
-    """Where the model comes from and how Megatron builds it."""
+    """The checkpoint, and how Megatron builds the model."""
 
     title: ClassVar[str] = "Model"
 
     hf_checkpoint: Path = Field(strict=False)
-    """Hugging Face checkpoint directory: the actor's start and what SGLang serves first."""
+    """Hugging Face checkpoint directory; the actor and SGLang both start from it."""
     ref_load: Path | None = Field(default=None, strict=False)
     """Hugging Face checkpoint of the KL reference; unset means hf_checkpoint."""
     bf16: bool = False
     """Train and serve in bfloat16 instead of float32."""
     attention_backend: Literal["auto", "local", "te"] = "auto"
-    """Core attention: te is Transformer Engine, local is plain torch; auto takes te on CUDA."""
+    """Core attention: te (Transformer Engine) or local (torch); auto: te on CUDA if installed."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
-    """How tokens travel to the ranks that hold their experts; flex needs DeepEP on CUDA."""
+    """Dispatcher that sends tokens to the ranks of their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of the router's load-balancing loss."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers, or the modules of recompute_modules."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """With full recomputation: all layers in uniform chunks, or the first layers of a stage."""
+    """With full recomputation: all layers in chunks (uniform) or a stage's first layers (block)."""
     recompute_num_layers: int | None = Field(default=None, ge=1)
-    """With full recomputation: layers of a chunk (uniform) or layers a stage (block)."""
-    recompute_modules: list[str] = []
+    """With full recomputation: layers in a chunk (uniform) or in a stage (block)."""
+    recompute_modules: tuple[str, ...] = Field(default=(), strict=False)
     """With selective recomputation: the modules to recompute, such as core_attn or moe."""
     transformer_overrides: dict[str, OverrideScalar | list[OverrideScalar]] = {}
     """Any other field of Megatron's TransformerConfig."""

@@ -23,7 +23,7 @@ PASSTHROUGH_HELP = {
 
 
 class SettingType(click.ParamType):
-    """A flag's value, read as its field's type; ``none`` unsets a field that may be unset."""
+    """The value of a flag, read as its field's type; ``none`` unsets an optional field."""
 
     def __init__(self, annotation: Any) -> None:
         self.optional, self.kind = _without_none(annotation)
@@ -51,11 +51,11 @@ class SettingType(click.ParamType):
 
 
 class ListOption(click.Option):
-    """A list: repeated, or with several values after it, or with commas."""
+    """A flag with several values: repeated, separated by spaces, or separated by commas."""
 
 
 class TrainCommand(click.Command):
-    """A click command whose parameters are the fields of RunConfig and whose help is grouped."""
+    """A click command with a flag for each field of RunConfig, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta["sglang"], rest = _take_server_flags(args)
@@ -68,7 +68,7 @@ class TrainCommand(click.Command):
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write one group of flags a section, in the order of RunConfig."""
+        """Write a group of flags for each section, in the order of RunConfig."""
         general = [("--config FILE.toml", "Recipe to read first; flags win over it.")]
         general.append(("--help", "Show this message and exit."))
         _write_group(formatter, "General", general)
@@ -85,10 +85,10 @@ class TrainCommand(click.Command):
 
 
 def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
-    """Make a function of one argument, ``config: RunConfig``, the command of all flags.
+    """Turn a function of one argument, ``config: RunConfig``, into a command with all flags.
 
-    Use it in the place of ``click.command``.  The command merges the --config file, the flags and
-    the environment, and ends with exit code 2 and a readable message where a value is wrong.
+    Use it instead of ``click.command``.  The command merges the --config file, the flags and the
+    environment.  A wrong value ends it with exit code 2 and a readable message.
     """
 
     @click.pass_context
@@ -103,10 +103,6 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
             given["transformer_overrides"] = dict(_assignment(text) for text in overrides)
         if ctx.meta["sglang"]:
             given["sglang"] = ctx.meta["sglang"]
-        given = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in given.items()
-        }
         with usage_errors():
             config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
         return function(config)
@@ -123,9 +119,9 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
 
 
 def parse_train_flags(flags: Sequence[str], *, prog_name: str) -> RunConfig:
-    """The configuration that train_async.py would make of these flags.
+    """Return the configuration that train_async.py would make of these flags.
 
-    Raises click's UsageError for a wrong one, and ends the command after ``--help``.
+    Raises click's UsageError for a wrong flag, and click's Exit after ``--help``.
     """
     found: list[RunConfig] = []
     train_options(found.append).main(list(flags), prog_name=prog_name, standalone_mode=False)
@@ -136,7 +132,7 @@ def parse_train_flags(flags: Sequence[str], *, prog_name: str) -> RunConfig:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a ValueError that the user caused into click's readable end with exit code 2."""
+    """Turn a ValueError into click's message and exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -144,7 +140,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def _option(place: Place) -> click.Option | None:
-    """The click option of one field; None for the server's table, whose flags have no list."""
+    """Return the click option of a field; None for ``sglang``, whose flags are not known here."""
     if place.name == "sglang":
         return None
     if place.name == "transformer_overrides":
@@ -152,14 +148,13 @@ def _option(place: Place) -> click.Option | None:
     _, kind = _without_none(place.info.annotation)
     if kind is bool:
         return click.Option([f"{place.flag}/--no-{place.flag[2:]}"], default=None)
-    if get_origin(kind) is list:
-        (item,) = get_args(kind)
-        return ListOption([place.flag], multiple=True, type=SettingType(item))
+    if get_origin(kind) is tuple:
+        return ListOption([place.flag], multiple=True, type=SettingType(get_args(kind)[0]))
     return click.Option([place.flag], type=SettingType(place.info.annotation), default=None)
 
 
 def _without_none(annotation: Any) -> tuple[bool, Any]:
-    """Whether an annotation allows None, and the rest of it."""
+    """Return (True if the annotation allows None, the annotation without None)."""
     if get_origin(annotation) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(annotation) if kind is not type(None)]
         if len(kinds) < len(get_args(annotation)) and len(kinds) == 1:
@@ -177,7 +172,7 @@ def _usage(place: Place) -> str:
     _, kind = _without_none(place.info.annotation)
     if kind is bool:
         return f"--[no-]{place.flag[2:]}"
-    if get_origin(kind) is list:
+    if get_origin(kind) is tuple:
         return f"{place.flag} {SettingType(get_args(kind)[0]).name}..."
     return f"{place.flag} {SettingType(kind).name}"
 
@@ -186,7 +181,7 @@ def _default_text(place: Place) -> str:
     if place.info.is_required():
         return "[required]"
     default = place.info.default
-    if default is None or default == []:
+    if default is None or default == ():
         return ""
     if isinstance(default, bool):
         return f"[default: {'on' if default else 'off'}]"
@@ -199,7 +194,7 @@ def _write_group(formatter: click.HelpFormatter, title: str, rows: list[tuple[st
 
 
 def _value(text: str) -> Any:
-    """A value as TOML would read it (1, 0.5, true, [1, 2]), else the text itself."""
+    """Read a value as TOML does (1, 0.5, true, [1, 2]); any other text stays text."""
     if text in ("True", "False"):
         return text == "True"
     try:
@@ -222,7 +217,7 @@ def _is_flag(word: str) -> bool:
 
 
 def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split --sglang-* flags, with the values that follow them, from the other words."""
+    """Split words into --sglang-* flags with their values, and the rest."""
     taken: dict[str, Any] = {}
     rest: list[str] = []
     words = list(args)
@@ -259,7 +254,7 @@ def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
         values = [value] if equals else []
         while not equals and words and not _is_flag(words[0]):
             values.append(words.pop(0))
-        if flag != "--transformer-override":  # whose values may hold commas of their own
+        if flag != "--transformer-override":  # its values may contain commas
             values = [part for value in values for part in value.split(",") if part]
         if not values:
             raise click.UsageError(f"{flag} needs at least one value")

@@ -10,7 +10,7 @@ from r3train.config.section import Section
 
 
 class ParallelSection(Section):
-    """How the actor is spread over its ranks."""
+    """Sizes of the actor's parallelism."""
 
     title: ClassVar[str] = "Topology"
 
@@ -19,7 +19,7 @@ class ParallelSection(Section):
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
     """Stages that split the layers (PP)."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
-    """Model chunks a stage, for the interleaved schedule (VPP)."""
+    """Model chunks in each stage, for the interleaved schedule (VPP)."""
     context_parallel_size: int = Field(default=1, ge=1)
     """Ranks that split every sequence (CP)."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
@@ -29,9 +29,9 @@ class ParallelSection(Section):
     sequence_parallel: bool = False
     """Split activations over the tensor ranks; required with experts under TP."""
     decoder_first_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Layers of the first stage, where stages are uneven."""
+    """Layers of the first stage, if it differs from the others."""
     decoder_last_pipeline_num_layers: int | None = Field(default=None, ge=1)
-    """Layers of the last stage, where stages are uneven."""
+    """Layers of the last stage, if it differs from the others."""
     pipeline_model_parallel_layout: str | None = None
     """Layers of every chunk in Megatron's layout language, such as "Et*7|(t*8|)*6t*6L"."""
     use_distributed_optimizer: bool = True
@@ -43,7 +43,7 @@ class ParallelSection(Section):
     distributed_backend: Literal["auto", "gloo", "nccl"] = "auto"
     """Process group backend; auto takes nccl on CUDA and gloo elsewhere."""
     distributed_timeout_minutes: int = Field(default=10, ge=1)
-    """How long a collective may wait for a missing rank."""
+    """Minutes that a collective waits for a missing rank."""
 
     @property
     def dense_ranks(self) -> int:

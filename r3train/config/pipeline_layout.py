@@ -1,4 +1,4 @@
-"""Megatron's layout language for pipelines whose stages are uneven in a way of their own."""
+"""Megatron's layout language for pipelines with uneven stages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _REPEATED_LETTER = re.compile(r"(.)\*(\d+)")
 def parse_pipeline_layout(layout: str, pp_size: int) -> list[list[tuple[int, ...]]]:
     """1-based decoder layer numbers of every chunk, as [pp rank][vp stage].
 
-    ``layout`` lists the chunks in the order of the forward pass, apart by ``|``: E embedding, t a
-    decoder layer, m a multi-token-prediction layer, L the loss; ``x*n`` and ``(...)*n`` repeat and
-    commas mean nothing.  "Et*7|(t*8|)*6t*6L" is 61 layers in 8 chunks.
-    Raises ValueError for other letters, a chunk count that pp_size does not divide, or an embedding
-    and loss that are not in the first and the last chunk.
+    ``layout`` lists the chunks in the order of the forward pass, with ``|`` between them.  E is the
+    embedding, t a decoder layer, m a multi-token-prediction layer, L the loss.  ``x*n`` and
+    ``(...)*n`` repeat.  Commas mean nothing.  "Et*7|(t*8|)*6t*6L" is 61 layers in 8 chunks.
+    Raises ValueError for other letters, for a chunk count that pp_size does not divide, and for an
+    embedding or a loss outside the first or the last chunk.
     Source: Megatron-Core 0.16.1, --pipeline-model-parallel-layout.
     """
     text = layout.replace(",", "").replace(" ", "")

@@ -10,21 +10,21 @@ from r3train.config.section import Section
 
 
 class ReplaySection(Section):
-    """Whether the rollout's experts are replayed, and whether that is proved."""
+    """Replay of the rollout's experts in the trainer, and its proof."""
 
     title: ClassVar[str] = "Rollout routing replay (R3)"
 
     use_rollout_routing_replay: bool = False
-    """Master switch: SGLang returns the experts it chose and the actor replays them."""
+    """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
     enable_r3_correctness_check: bool = False
-    """Write the evidence of every router call and fail where replay is not exact."""
+    """Write evidence of every router call; the run fails if replay is not exact."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
-    """Share of token rows without a common expert above which the check fails."""
+    """The check fails if a larger share of token rows has no expert in common."""
     route_stores: bool = False
-    """Let every data-parallel leader receive and keep a share of the routes, and fetch what its ranks
-    train from the others, instead of sending them all through rank 0."""
+    """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
+    share and fetches the rest that its ranks train from the others."""
     route_store_host: str | None = Field(default=None, min_length=1)
-    """Address or network interface that the route stores bind; unset means loopback on one node, and
-    over several nodes the address by which each reaches the rendezvous."""
+    """Address or network interface that the route stores bind.  Unset: loopback on one node; over
+    several nodes, the address by which each node reaches the rendezvous."""
     plant_bug: Literal["one_expert", "token_shift", "layer_swap", "bypass"] | None = None
-    """Plant a deliberate fault in the replay, to see the check fail."""
+    """Plant a deliberate bug in the replay, to test that the check fails."""

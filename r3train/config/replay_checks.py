@@ -1,4 +1,4 @@
-"""Settings that routing replay cannot live with, wherever they are set."""
+"""Settings of Megatron and SGLang that routing replay refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from r3train.config.run import RunConfig
 
 
 def _on(value: Any) -> bool:
-    """Whether a setting that may be spelled as text or as a list is switched on."""
+    """Return True for a setting that is on; it may be text or a list."""
     if isinstance(value, str):
         return value.strip().lower() not in ("", "none", "false", "0")
     return bool(value)
@@ -21,7 +21,7 @@ def _routes_outside_top_k(value: Any) -> bool:
 
 
 def _drops(value: Any) -> bool:
-    """Megatron takes a negative capacity factor as none."""
+    """Return True for a capacity factor that drops tokens; a negative one drops none."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value >= 0 if number else _on(value)
 
@@ -60,9 +60,9 @@ TRAINER_REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def replay_conflicts(config: RunConfig) -> Iterator[str]:
-    """Complaints about settings that R3 refuses, each with its reason.
+    """Yield a complaint for each setting that R3 refuses, with the reason.
 
-    A replay flag of the trainer without routed experts from the engine is refused with R3 off too.
+    Megatron's own replay flag is refused even with R3 off: SGLang would return no routes for it.
     """
     places = {
         "transformer_overrides": config.model.transformer_overrides,

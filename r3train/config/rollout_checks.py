@@ -1,4 +1,4 @@
-"""Rules of the asynchronous rollout: what would deadlock, lie or never end is refused at start-up."""
+"""Settings of the rollout that would deadlock, never end or give wrong numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from r3train.config.run import RunConfig
 
 
 def rollout_conflicts(config: RunConfig) -> Iterator[str]:
-    """Complaints about settings of the rollout that cannot go together, each with its reason."""
+    """Yield a complaint for each pair of settings that contradict each other, with the reason."""
     yield from _buffer(config)
     yield from _filters(config)
     yield from _updates(config)

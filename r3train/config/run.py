@@ -22,7 +22,7 @@ from r3train.config.trainer import TrainerSection
 
 
 class RunSection(Section):
-    """What the run writes and shows."""
+    """Output of the run: files and terminal."""
 
     title: ClassVar[str] = "Run"
 
@@ -39,11 +39,11 @@ class RunSection(Section):
     progress: bool = True
     """Show progress bars on rank 0."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """Level of the log files; the terminal shows INFO of rank 0 at most."""
+    """Level of the log files; the terminal never shows more than rank 0's INFO."""
 
 
 class RunConfig(Section):
-    """The whole configuration: one attribute and one TOML table a section."""
+    """The whole configuration; each section is an attribute and a TOML table."""
 
     model: ModelSection
     parallel: ParallelSection = ParallelSection()
@@ -58,7 +58,7 @@ class RunConfig(Section):
 
     @property
     def r3_check_enabled(self) -> bool:
-        """Whether R3 evidence is taken: replay is on, and the check or ci_test asks for it."""
+        """True when R3 evidence is written: replay is on, and so is the check or ci_test."""
         return self.replay.use_rollout_routing_replay and (
             self.trainer.ci_test or self.replay.enable_r3_correctness_check
         )
@@ -83,22 +83,22 @@ class RunConfig(Section):
 
     @property
     def has_engines(self) -> bool:
-        """Whether servers generate; dumped rollouts take their place with --replay-rollouts."""
+        """True when servers generate; with --replay-rollouts, dumped files take their place."""
         return self.checkpoint.replay_rollouts is None
 
     @property
     def servers_may_hold_other_weights(self) -> bool:
-        """Whether the servers may start with other weights than the actor.
+        """True when the servers may start with other weights than the actor.
 
-        A loaded actor is ahead of the checkpoint that a server of ours starts from, and nobody knows
-        what a server of somebody else's holds.
+        Servers start from hf_checkpoint, and a loaded actor is ahead of it.  An external server may
+        hold anything.
         """
         external = bool(self.rollout.rollout_external_engine_addrs)
         return external or self.checkpoint.load is not None
 
     @property
     def ref_checkpoint(self) -> Path:
-        """Checkpoint of the KL reference with its default resolved."""
+        """ref_load with its default resolved: the checkpoint of the KL reference."""
         return self.model.ref_load or self.model.hf_checkpoint
 
     @classmethod
@@ -111,8 +111,8 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Merge a TOML file, flags by field name and the environment; flags win over the file.
 
-        The environment gives r3_mismatch_threshold alone, and only where neither flag nor file
-        does.  Raises ConfigError (a ValueError) naming flag, file and key of every bad value.
+        The environment sets r3_mismatch_threshold alone, and only if neither flag nor file does.
+        Raises ConfigError (a ValueError) naming flag, file and key of every bad value.
         """
         return sources.merge(cls, file=file, flags=flags or {}, environ=environ or {})
 

@@ -1,4 +1,4 @@
-"""What every section of the configuration has in common."""
+"""The base of every section of the configuration."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """One TOML table and one group of flags: frozen, strict, no unknown keys.
+    """A TOML table and a group of flags: frozen, strictly typed, without unknown keys.
 
-    The string under a field is its description in ``--help``.
+    The string under a field is its text in ``--help`` and in docs/configuration.md.
     """
 
     model_config = ConfigDict(

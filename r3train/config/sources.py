@@ -1,4 +1,4 @@
-"""Where values come from: a TOML file, flags and the environment, merged into one RunConfig."""
+"""Sources of values (a TOML file, flags, the environment), merged into one RunConfig."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from r3train.config.run import RunConfig
 
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
-# fields that are tables of their own: flags add to the file's entries
+# fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "sglang")
 
 
 class ConfigError(ValueError):
-    """Bad configuration, one problem a line, each naming its flag, or its file and key."""
+    """A bad configuration.  Each line is one problem and names its flag, or its file and key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a field lives: its section (the TOML table) and its pydantic description."""
+    """A field with its section (the TOML table) and its pydantic description."""
 
     section: str
     name: str
@@ -43,7 +43,7 @@ def flag_name(field: str) -> str:
 
 
 def places(config: type[RunConfig]) -> dict[str, Place]:
-    """Every field of every section by its name; names are unique over all sections."""
+    """Map each field's name to its place; names are unique over all sections."""
     found: dict[str, Place] = {}
     for section, section_info in config.model_fields.items():
         for name, info in section_info.annotation.model_fields.items():
@@ -53,7 +53,7 @@ def places(config: type[RunConfig]) -> dict[str, Place]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """' Did you mean X?' for the known name most like ``name``, else nothing."""
+    """Return " Did you mean X?" for the known name nearest to ``name``, or an empty text."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {close[0]}?" if close else ""
 
@@ -88,7 +88,7 @@ def merge(
             value = {**spelled, **value}
         table[name] = value
         origin[name] = known[name].flag
-    # every section is there, so that a missing field is reported as that field
+    # With every section present, pydantic reports a missing field by its own name.
     complete = {section: tables.get(section, {}) for section in config.model_fields}
     try:
         return config.model_validate(complete)
@@ -101,8 +101,8 @@ def read_tables(
 ) -> dict[str, dict[str, Any]]:
     """Read a TOML file whose tables are sections and whose keys are their fields.
 
-    Raises ConfigError for a file that cannot be read or parsed and for every unknown name,
-    with the nearest known one.
+    Raises ConfigError for a file that cannot be read or parsed, and for every unknown name, with
+    the nearest known one.
     """
     try:
         with path.open("rb") as stream:
@@ -175,5 +175,5 @@ def _readable(
 
 
 def to_toml(config: RunConfig) -> str:
-    """The configuration as TOML; unset fields are left out, for TOML has no null."""
+    """Return the configuration as TOML, without unset fields: TOML has no null."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

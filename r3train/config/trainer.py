@@ -15,9 +15,9 @@ class TrainerSection(Section):
     title: ClassVar[str] = "Trainer"
 
     global_batch_size: int | None = Field(default=None, ge=1)
-    """Samples an optimizer step; unset means all samples of a rollout."""
+    """Samples of an optimizer step; unset means all samples of a rollout."""
     max_tokens_per_gpu: int = Field(default=4096, ge=1)
-    """Token budget of a microbatch on one rank."""
+    """Most tokens of a microbatch on one rank."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimizer; adam is AdamW."""
     lr: float = Field(default=1e-6, ge=0)
@@ -25,7 +25,7 @@ class TrainerSection(Section):
     min_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the end of a decay."""
     lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape of the learning rate after warm-up."""
+    """Decay of the learning rate after warm-up."""
     lr_warmup_iters: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -37,17 +37,17 @@ class TrainerSection(Section):
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""
     clip_grad: float = Field(default=1.0, ge=0)
-    """Largest gradient norm; 0 is off."""
+    """Gradients are scaled down to this norm; 0 is off."""
     seed: int = Field(default=1234, ge=0)
-    """Seed of the actor."""
+    """Seed of the actor's random numbers."""
     update_weight_transfer_mode: Literal["distributed", "disk"] = "distributed"
-    """How new weights reach SGLang: a process group, or files."""
+    """Transport of new weights to SGLang: a process group (distributed), or files (disk)."""
     update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
-    """Bytes a bucket of weights."""
+    """Bytes of weights that are sent at once."""
     update_weight_master_address: str | None = Field(default=None, min_length=1)
-    """Address of rank 0's node, or its network interface, at which servers join the process group;
-    unset means loopback where all servers are on it, else the address on the way to them."""
+    """Address or network interface of rank 0's node, where servers join the process group.  Unset:
+    loopback if all servers are on this node, else the address that routes to them."""
     check_weight_update_equal: bool = False
-    """After every sync, prove with a probe prompt that the server holds the actor's weights."""
+    """After every weight update, check by a probe prompt that servers hold its weights."""
     ci_test: bool = False
-    """Strict invariants for continuous integration; turns the R3 check on too."""
+    """Strict checks for continuous integration; they include the R3 check."""

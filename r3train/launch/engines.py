@@ -273,7 +273,7 @@ class Engines:
                 temperature=rollout.rollout_temperature,
                 top_p=rollout.rollout_top_p,
                 top_k=rollout.rollout_top_k,
-                stop_token_ids=tuple(rollout.rollout_stop_token_ids) or job.hf.eos_token_ids,
+                stop_token_ids=rollout.rollout_stop_token_ids or job.hf.eos_token_ids,
                 ignore_eos=rollout.rollout_ignore_eos,
                 max_context_len=rollout.rollout_max_context_len,
                 seed=rollout.rollout_seed,

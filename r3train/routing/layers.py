@@ -114,7 +114,7 @@ def recomputed_moe_layers(
             granularity=model.recompute_granularity,
             method=model.recompute_method,
             num_layers=model.recompute_num_layers,
-            modules=tuple(model.recompute_modules),
+            modules=model.recompute_modules,
         )
         if layer in hf.moe_layer_numbers
     )

@@ -104,7 +104,7 @@ def test_booleans_have_an_on_and_an_off_flag(tmp_path):
     ],
 )
 def test_lists_are_repeated_or_separated_by_spaces_or_commas(words):
-    assert parsed(*words.split()).model.recompute_modules == ["moe", "core_attn", "mla"]
+    assert parsed(*words.split()).model.recompute_modules == ("moe", "core_attn", "mla")
 
 
 def test_none_unsets_what_the_file_sets(tmp_path):
