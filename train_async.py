@@ -40,7 +40,7 @@ def main(config: RunConfig) -> None:
 
 
 def run(job: Job, rank: int) -> int:
-    """Join the ranks, train, close what was opened; returns the exit code."""
+    """Join the ranks, train, close everything; returns the exit code."""
     began = time.monotonic()
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
@@ -78,7 +78,7 @@ def run(job: Job, rank: int) -> int:
 
 
 def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
-    """Build the parts and run the loop; ``parts`` closes everything opened, in reverse order."""
+    """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.launch.actor import build_actor, build_keeper, export_hf
     from r3train.launch.resume import resume_point
     from r3train.launch.routes import build_routes
@@ -97,7 +97,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     resume = resume_point(job)
     engines = rank_zero = evidence = None
     routes = build_routes(config, job.hf)
-    parts.callback(routes.close)  # after the engines, whose requests may go through it
+    parts.callback(routes.close)  # closed after the engines, whose requests may use it
     if rank == 0:
         display.note(f"run directory: {run_dir}")
         for warning in replay_warnings(config):
@@ -106,7 +106,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
         engines = build_engines(job, run_dir, display, resume, routes)
         parts.callback(engines.close)
-        engines.start_server()  # comes up while the actor is built
+        engines.start_server()  # it starts while the actor is built
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
     routes.open(actor.topology)
@@ -133,7 +133,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
 
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
-    """Draw the plot and sum the run up for the last panel."""
+    """Draw the plot; returns the numbers of the summary."""
     from r3train.observe.metrics import read_metrics, summarise
     from r3train.observe.plot import plot_run
 
@@ -143,5 +143,5 @@ def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
     return {**summarise(read_metrics(run_dir)), "wall_s": wall_s, "run_dir": run_dir}
 
 
-if __name__ == "__main__":  # torch_dist checkpoints spawn writers that import this file again
+if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again
     main()

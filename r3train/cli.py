@@ -6,8 +6,8 @@ import importlib
 
 import click
 
-# name -> (where its click command lives, one line of help); imported only when it is called,
-# so that --help needs neither torch nor transformers
+# name -> (module:function, one line of help); a module is imported when its command is called, so
+# that --help needs neither torch nor transformers
 SUBCOMMANDS = {
     "make-tiny-model": (
         "r3train.tiny:make_tiny_model",
@@ -19,15 +19,15 @@ SUBCOMMANDS = {
     ),
     "doctor": (
         "r3train.doctor.command:doctor",
-        "Look for what will go wrong on this machine with this configuration.",
+        "Check this machine for faults that would stop a run of this configuration.",
     ),
     "check-evidence": (
         "r3train.proof.command:check_evidence",
-        "Judge a run's R3 evidence: passed, failed (what and where), or no evidence.",
+        "Judge a run's R3 evidence: passed, failed (with every fault), or no evidence.",
     ),
     "verify": (
         "r3train.verify.command:verify_command",
-        "Hold replay against two oracles in every topology, planted bugs included.",
+        "Compare replay with two oracles in every topology; also with planted bugs.",
     ),
     "report": (
         "r3train.observe.report:report",
@@ -37,7 +37,7 @@ SUBCOMMANDS = {
 
 
 class LazyGroup(click.Group):
-    """A group that imports a subcommand's module when the subcommand is asked for."""
+    """A group that imports the module of a subcommand when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(SUBCOMMANDS)

@@ -1,8 +1,7 @@
-"""A tiny random mixture-of-experts checkpoint and a task that reinforcement learning can teach it.
+"""A tiny random mixture-of-experts checkpoint, and a task that it can learn by reinforcement.
 
-The task: name words of the category that the prompt asks for.  A random model answers with a
-fifth of its words right by chance, and every right word counts, so the reward has a slope from
-the first step on.
+The task: name words of the category in the prompt.  By chance, a fifth of a random model's words
+are right.  Every right word counts, so the reward can grow from the first step.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ CATEGORIES = {
 VERBS = ("name", "list", "give", "write")
 OPENINGS = ("", "please")
 QUANTITIES = ("", "some")
-# never in a prompt: they only make the vocabulary 64 entries
+# in no prompt: they bring the vocabulary to 64 entries
 FILLERS = ("the", "and", "of")
 WORDS_ASKED = 8
 RECORD = "tiny.json"
-# counts up when what is written for the same options changes
+# raised when the same options give other files
 RECIPE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
 class TinyOptions:
-    """Shape and seed of the checkpoint; num_experts 0 makes a dense model."""
+    """Shape and seed of the checkpoint; a model with num_experts 0 is dense."""
 
     num_layers: int = 4
     hidden_size: int = 64
@@ -59,14 +58,14 @@ class TinyOptions:
 
 
 def task_words() -> list[str]:
-    """Every word of the task in the order of the vocabulary, without the special tokens."""
+    """Return every word of the task in the order of the vocabulary, without special tokens."""
     answers = [word for words in CATEGORIES.values() for word in words.split()]
     asking = [*VERBS, *filter(None, OPENINGS), *filter(None, QUANTITIES), *CATEGORIES, *FILLERS]
     return answers + asking
 
 
 def task_prompts() -> list[dict[str, Any]]:
-    """Every phrasing of every category as a line of prompts.jsonl."""
+    """Return the lines of prompts.jsonl: every phrasing of every category."""
     lines = []
     for opening, verb, quantity, (category, words) in product(
         OPENINGS, VERBS, QUANTITIES, CATEGORIES.items()
@@ -81,11 +80,11 @@ TASKS = {"words": (task_words, task_prompts), "calculator": (calculator_words, c
 
 
 def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
-    """Write ``output``/model, prompts.jsonl and a record of the options; True where it built.
+    """Write ``output``/model, prompts.jsonl and a record of the options.
 
-    An interrupted build leaves nothing behind under ``output``.  The same options again: nothing
-    to do, returns False.  Raises ValueError where ``output`` holds something else, unless
-    ``force`` and what it holds is an earlier tiny model.
+    Returns False if ``output`` already holds the same model.  An interrupted build leaves nothing
+    there.  Raises ValueError if ``output`` holds anything else; ``force`` replaces a tiny model made
+    with other options.
     """
     _check(options)
     record = {"recipe_version": RECIPE_VERSION, **asdict(options)}
@@ -97,7 +96,7 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
             raise ValueError(f"{output} exists and holds no tiny model: choose another directory")
         if not force:
             raise ValueError(
-                f"{output} holds a tiny model made otherwise ({_difference(found, record)}):"
+                f"{output} holds a tiny model of other options ({_difference(found, record)}):"
                 " choose another directory, or replace it with --force"
             )
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -110,7 +109,7 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
         lines = [json.dumps(line) + "\n" for line in prompts()]
         (staging / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
         (staging / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        # private modes of mkdtemp and safetensors would hide it from a server of another user
+        # mkdtemp and safetensors make files private; a server may run as another user
         staging.chmod(0o755)
         (staging / "model" / "model.safetensors").chmod(0o644)
         if output.exists() and _read_record(output) is not None:
@@ -140,7 +139,7 @@ def _read_record(output: Path) -> dict[str, Any] | None:
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    # a record of before there was a choice
+    # early records have no task
     return {"task": "words", **record} if isinstance(record, dict) else None
 
 
@@ -190,14 +189,14 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
         model = kind(config)
-        # transformers zeroes the padding row, and a random policy does write <pad>: the gradient of
-        # an RMSNorm at 0 is 1 / sqrt(eps), a thousand times everybody else's
+        # transformers sets the padding row to 0, and a random policy does write <pad>.  The gradient
+        # of an RMSNorm at 0 is 1 / sqrt(eps), a thousand times that of other rows.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)
     model.to(getattr(torch, options.dtype)).save_pretrained(directory)
 
 
 def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
-    """One token a word, split at white space; words past the task's own are never used."""
+    """Write a tokenizer with one token a word; words after those of the task are unused."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -227,7 +226,7 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     "--num-experts",
     default=TinyOptions().num_experts,
     show_default=True,
-    help="0 makes a dense Qwen3.",
+    help="Experts a layer; 0 makes a dense Qwen3.",
 )
 @click.option("--topk", default=TinyOptions().topk, show_default=True, help="Experts a token.")
 @click.option(

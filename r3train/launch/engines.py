@@ -1,4 +1,4 @@
-"""Rank 0's side of the rollout, built from a checked job."""
+"""Servers and generation on rank 0, built from a checked job."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from r3train.engine.publish_disk import DiskPublisher
 from r3train.types import Prompt
 
 
-# A request as long as this costs a few per cent, and a lost server no more than it in each rollout.
+# Segments of this length cost a few per cent; a crashed server loses at most one of each request.
 _SEGMENT_LEN = 256
 
 
 class Engines:
-    """Rank 0's side of the rollout: servers (ours or others'), control, producer, publisher."""
+    """Servers (started here or external), their control, the producer and the publisher."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Engines:
         self._api_key = engine_api_key(os.environ)
 
     def start_server(self) -> None:
-        """Launch the servers of our own and return at once; ``wait_ready`` waits for them."""
+        """Start this run's servers and return at once; ``wait_ready`` waits for them."""
         config = self.job.config
         if self._addrs:
             return
@@ -82,7 +82,7 @@ class Engines:
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
             args = self._server_args(i, gpus)
             host = str(args.pop("host", LOOPBACK))
-            if not is_loopback(host):  # one for all of them, known to this job alone
+            if not is_loopback(host):  # one key for all servers, which only this job knows
                 self._api_key = self._api_key or secrets.token_hex(16)
             server = SGLangServer(
                 config.model.hf_checkpoint,
@@ -92,7 +92,7 @@ class Engines:
                 host=host,
                 port=args.pop("port", None),
                 return_routed_experts=self._route_shape is not None,
-                # one stream of random numbers a server, or two would answer alike
+                # with equal seeds, servers would give equal answers
                 seed=config.rollout.rollout_seed + i,
                 start_timeout_s=config.rollout.rollout_server_start_timeout_s,
                 api_key=self._api_key,
@@ -101,7 +101,7 @@ class Engines:
             server.start()
 
     def _server_args(self, index: int, gpus: list[range]) -> dict[str, object]:
-        """The given server flags; every server gets a port, and on GPUs devices, of its own."""
+        """Return a server's flags, with its own port and its own GPUs."""
         given: dict[str, object] = dict(self.job.config.rollout.sglang)
         if "port" in given:
             given["port"] = int(given["port"]) + index
@@ -114,14 +114,14 @@ class Engines:
         return self._client.route_wire_bytes if self._client is not None else 0
 
     def check_alive(self) -> None:
-        """Raise EngineDied when a server that this job owns has ended, or hangs."""
+        """Raise EngineDied if a server that this run started has ended, or hangs."""
         if self._supervisor is not None:
             self._supervisor.check()
 
     def restart(self) -> None:
-        """Start the servers again; they hold the checkpoint's weights until the next publish.
+        """Restart the servers; they hold the checkpoint's weights until the next publish.
 
-        Raises EngineDied after --max-engine-restarts, EngineError when one does not come up.
+        Raises EngineDied after --max-engine-restarts, EngineError if a server does not start.
         """
         assert self._supervisor is not None and self._versions is not None
         self._versions.unknown()
@@ -130,7 +130,7 @@ class Engines:
         self.publisher.reconnect()
 
     def fault_counts(self) -> dict[str, int]:
-        """Bad answers so far; restarts of our servers, and what was sent again because of them."""
+        """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""
         counts = {"faults/bad_answers": self._bad_answers}
         if self._supervisor is not None and self._supervisor.restartable:
             counts |= {
@@ -144,14 +144,14 @@ class Engines:
         self._bad_answers += 1
 
     def restored(self, version: int) -> None:
-        """The restarted servers hold the weights of ``version``: send what broke off again."""
+        """Send broken-off requests again: restarted servers now hold the weights of ``version``."""
         assert self._supervisor is not None
         if self._producer is not None:
             self._producer.resume()
         self._supervisor.restored(version)
 
     def wait_ready(self) -> None:
-        """Wait for the servers, showing what they are doing."""
+        """Wait for the servers, and show their progress."""
         started: int | None = None
         if self._servers:
             with self._display.phase("starting SGLang") as phase:
@@ -183,7 +183,7 @@ class Engines:
 
     @property
     def _flush_cache(self) -> bool:
-        """True when servers drop their caches with an update; they cannot under frozen requests."""
+        """True when servers drop their caches at an update; frozen requests still need theirs."""
         rollout = self.job.config.rollout
         return rollout.flush_cache_on_update and rollout.pause_generation_mode != "in_place"
 
@@ -217,7 +217,7 @@ class Engines:
         return self._publisher
 
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """Log-probs of one text on every server."""
+        """Return the log-probs of one text on every server, float32[T-1] each."""
         assert self._control is not None
         return [
             self._control.probe_log_probs(token_ids, server=i)
@@ -226,7 +226,7 @@ class Engines:
 
     @property
     def _segment_len(self) -> int | None:
-        """Tokens of one request; without restarts nothing is gained by asking for fewer than all."""
+        """Most tokens of one request; None (no limit) unless servers may be restarted."""
         given = self.job.config.rollout.rollout_segment_len
         return given or (_SEGMENT_LEN if self.job.config.faults.max_engine_restarts else None)
 
@@ -238,7 +238,7 @@ class Engines:
         return ProducerState(samples, self._buffer.facts)
 
     def start_producer(self) -> Producer:
-        """Begin generating."""
+        """Start generation."""
         job, rollout = self.job, self.job.config.rollout
         order = PromptOrder(len(job.prompts), rollout.rollout_seed, job.config.data.rollout_shuffle)
         addrs, api_key = self._addrs, self._api_key
@@ -296,7 +296,7 @@ class Engines:
         self._routes.ended(outcome.group_id)
 
     def close(self) -> None:
-        """End generation, leave the update group, stop our server; nothing outlives the job."""
+        """End generation, leave the update group and stop this run's servers."""
         for part in (self._producer, self._publisher, self._control):
             if part is not None:
                 part.close()

@@ -1,4 +1,4 @@
-"""The GPUs that a server takes on its node: behind those of the ranks and of earlier servers.
+"""The GPUs of a server on its node: those after the GPUs of ranks and of earlier servers.
 
 GPUs are counted from 0 among those that CUDA_VISIBLE_DEVICES shows, as torch and SGLang do.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from r3train.config import RunConfig
 
-# each size with its alias; attention's parallelism is inside tensor parallelism and takes no more
+# each size with its alias; parallel attention uses the GPUs of tensor parallelism
 _SIZES = (
     ("tp_size", "tensor_parallel_size"),
     ("pp_size", "pipeline_parallel_size"),
@@ -23,7 +23,7 @@ _SHARING = (
 
 
 def server_gpus_here(config: RunConfig) -> list[range]:
-    """``server_gpus`` of this process's node, for rank 0."""
+    """Return ``server_gpus`` of this node; for rank 0."""
     import torch
 
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -34,16 +34,16 @@ def server_gpus_here(config: RunConfig) -> list[range]:
 
 
 def ranks_that_fit(world_size: int, num_visible: int) -> int:
-    """The number of ranks on this node where none is given: one a GPU, without GPUs all."""
+    """Return the ranks on this node if torchrun does not say: one a GPU, all without GPUs."""
     return min(world_size, num_visible or world_size)
 
 
 def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[range]:
-    """The GPUs of each server that rank 0 starts; empty without GPUs or without such servers.
+    """Return the GPUs of each server that rank 0 starts; empty without GPUs or such servers.
 
-    Rank i of the node takes GPU i, and servers follow behind the ranks unless --sglang-base-gpu-id
-    is given.  Raises ValueError for a server that would share a GPU with a rank, or need a GPU that
-    is not there.
+    Rank i of the node takes GPU i.  Servers take the GPUs after the ranks, or those from
+    --sglang-base-gpu-id on.  Raises ValueError for a server that would share a GPU with a rank, or
+    that needs a GPU which does not exist.
     """
     flags = config.rollout.sglang
     elsewhere = config.rollout.rollout_external_engine_addrs
@@ -74,12 +74,12 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
 def served_gpus(
     flags: Mapping[str, object], *, num_gpus: int | None, local_index: int, num_visible: int
 ) -> dict[str, object]:
-    """Flags that put a ``r3train serve`` on GPUs of its own among the servers of its node.
+    """Return the flags that give a ``r3train serve`` its own GPUs on its node; {} without GPUs.
 
-    num_gpus: the number of its GPUs, and its tensor parallelism where ``flags`` name no size.
-    local_index: its number on the node, from 0.  Returns {} without GPUs.
-    Raises ValueError where sizes and ``num_gpus`` disagree, where a second server has neither, and
-    where a GPU is missing.
+    num_gpus: number of its GPUs; also its tensor parallelism if ``flags`` name no size.
+    local_index: its number on the node, from 0.
+    Raises ValueError if sizes and ``num_gpus`` disagree, if a second server has neither, and if a
+    GPU is missing.
     """
     if not _on_gpus(flags, num_visible):
         if num_gpus is not None:
@@ -113,13 +113,13 @@ def _on_gpus(flags: Mapping[str, object], num_visible: int) -> bool:
 
 
 def _gpus(flags: Mapping[str, object], first: int, index: int) -> range:
-    """GPUs of the server ``index`` of those that begin at GPU ``first``.
+    """Return the GPUs of server ``index``, if server 0 begins at GPU ``first``.
 
     Source: SGLang 0.5.23, ``Engine._launch_scheduler_processes``, ``compute_world_size``.
     """
     tp, pp, dp = (_number(flags, names, 1) for names in _SIZES)
     if flags.get("enable_dp_attention"):
-        dp = 1  # the old spelling of attn_dp_size
+        dp = 1  # the old name of attn_dp_size
     step = _number(flags, ("gpu_id_step",), 1)
     count = max(1, tp * pp * dp // _number(flags, ("nnodes",), 1))
     base = first + index * count * step
@@ -141,7 +141,7 @@ def _check_there(gpus: range, index: int, num_ranks: int, num_visible: int) -> N
 
 
 def _given(flags: Mapping[str, object], names: tuple[str, ...]) -> list[str]:
-    """The flags that spell one of ``names``; SGLang's parser takes a prefix."""
+    """Return the flags that mean one of ``names``; SGLang's parser accepts a prefix."""
     return [flag for flag in flags if any(name.startswith(flag) for name in names)]
 
 

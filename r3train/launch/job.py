@@ -1,4 +1,4 @@
-"""A checked job: everything that can be known before a server or a model is built."""
+"""A job whose settings were checked, before any server or model is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration with what its checks had to read anyway."""
+    """A checked configuration, with the files that its checks have read."""
 
     config: RunConfig
     hf: HfModelFacts
@@ -40,7 +40,7 @@ class Job:
 
 
 def preflight(config: RunConfig, world_size: int) -> Job:
-    """Check everything that can be wrong before GPU or server time is spent.
+    """Check everything that can be checked without GPUs and servers.
 
     Raises ConfigError with every fault that was found, one a line.
     """
@@ -58,7 +58,7 @@ def preflight(config: RunConfig, world_size: int) -> Job:
     data, model = config.data, config.model.hf_checkpoint
     attempt(check_static, config, world_size)
     attempt(check_server_flags, config.rollout.sglang)
-    attempt(engine_api_key, os.environ)  # one that cannot be sent is refused now
+    attempt(engine_api_key, os.environ)  # refuses a key that HTTP cannot send
     if config.checkpoint.save_hf is not None:
         attempt(check_export_directory, config.checkpoint.save_hf, model)
     attempt(check_algorithm, config.algorithm, config.rollout.n_samples_per_prompt)
@@ -69,7 +69,7 @@ def preflight(config: RunConfig, world_size: int) -> Job:
     if hf is not None and tokenizer is not None:
         prompts = attempt(read_prompts, config, hf, tokenizer)
         if prompts and config.rollout.environment is not None:
-            # a prompt that the environment refuses is refused now
+            # the environment may refuse the prompts
             attempt(lambda name: get_environment(name)(prompts[0]), config.rollout.environment)
     reward = attempt(
         lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
@@ -83,7 +83,7 @@ def preflight(config: RunConfig, world_size: int) -> Job:
 
 
 def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:
-    """The configuration's prompts, none longer than the model and the response leave room for.
+    """Read the prompts; each leaves room for the longest response in the model's context.
 
     Raises ValueError naming file and line.
     """
@@ -102,9 +102,9 @@ def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Pr
 
 
 def open_run_dir(config: RunConfig, broadcast: Callable[[Any], Any]) -> Path:
-    """The run's directory, the same on every rank; rank 0 makes it and saves the configuration.
+    """Make the run's directory, the same for all ranks, and save the configuration there.
 
-    ``broadcast`` hands rank 0's value to all ranks.
+    broadcast: returns rank 0's value on all ranks.
     """
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     asked = config.run.run_dir or Path("runs") / f"{stamp}-{config.run.run_name}"
@@ -115,12 +115,12 @@ def open_run_dir(config: RunConfig, broadcast: Callable[[Any], Any]) -> Path:
 
 
 def start_stamp() -> str:
-    """A name for this start of the job that sorts after every earlier one."""
+    """Return a name for this start of the job; it sorts after every earlier one."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or what was there before."""
+    """Write a file in one step: a reader sees the old content or the new."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)

@@ -23,7 +23,7 @@ class ResumePoint:
     start_rollout_id: int = 0
 
     def buffer(self) -> tuple[list[Scored], dict[str, Any]] | None:
-        """Samples that were generated and not trained, and the producer's facts (rank 0)."""
+        """Read the samples that are generated but not trained, and the producer's facts (rank 0)."""
         if self.checkpoint is None or self.model_only:
             return None
         path = self.checkpoint / BUFFER_FILE
@@ -35,7 +35,7 @@ class ResumePoint:
         return read_samples(path) if path.exists() else None
 
     def next_rollout_in(self, directory: Path) -> int | None:
-        """The rollout to go on with, where ``directory`` holds the checkpoint whole."""
+        """Return the first rollout if ``directory`` holds the loaded checkpoint; else None."""
         at = self.checkpoint
         if at is None or self.model_only or at.suffix or at.parent.resolve() != directory.resolve():
             return None
@@ -43,7 +43,7 @@ class ResumePoint:
 
 
 def resume_point(job: Job) -> ResumePoint:
-    """The start that --auto-resume or --load asks for; raises ValueError for another run's checkpoint."""
+    """Return the start that --auto-resume or --load names; raises ValueError for another run's."""
     settings = job.config.checkpoint
     if settings.auto_resume and (settings.save / checkpoint.LATEST).is_file():
         return _point(job, checkpoint.latest_checkpoint(settings.save))
@@ -72,14 +72,14 @@ def _point(job: Job, path: Path) -> ResumePoint:
     ]
     if different:
         raise ValueError(
-            f"{path}: cannot go on with other settings of the data order: {'; '.join(different)}."
+            f"{path}: cannot resume with other settings of the data order: {'; '.join(different)}."
             " Start anew from the weights with --load-model-only"
         )
     return ResumePoint(path, start_rollout_id=int(state["num_rollouts"]))
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """The settings that decide the order of prompts and the numbers of samples."""
+    """Return the settings that decide the order of prompts and the numbers of samples."""
     config: RunConfig = job.config
     return {
         "prompt_data_sha256": job.prompt_file.sha256,

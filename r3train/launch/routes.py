@@ -1,4 +1,4 @@
-"""The way of routes in a job: through rank 0, or with --route-stores through the leaders."""
+"""Transport of routes: through rank 0, or with --route-stores through data-parallel leaders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from r3train.route_stores.stores import RouteStores
 
 
 def build_routes(config: RunConfig, hf: HfModelFacts) -> Routes:
-    """Build this rank's part; raises ValueError where leaders could not reach the servers."""
+    """Build this rank's part; raises ValueError if leaders could not reach the servers."""
     if config.replay.route_stores:
         return RouteStores(config, hf.route_shape, hf.moe_layer_numbers)
     if config.replay.use_rollout_routing_replay:

@@ -1,7 +1,6 @@
-"""``r3train serve``: one SGLang server with the flags that a training run would give its own.
+"""``r3train serve``: an SGLang server with the flags that a training run would give it.
 
-It is for servers on other nodes: the trainer takes their addresses by
---rollout-external-engine-addrs.
+It runs servers on other nodes; the trainer gets them by --rollout-external-engine-addrs.
 """
 
 from __future__ import annotations
@@ -27,24 +26,26 @@ from r3train.engine.server import SGLangServer
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.option("--host", default="127.0.0.1", show_default=True, help="Name or address to bind.")
 @click.option("--port", type=int, help="[default: a free one]")
-@click.option("--index", default=0, show_default=True, help="Of several servers: its seed differs.")
+@click.option(
+    "--index", default=0, show_default=True, help="Number among all servers; it sets the seed."
+)
 @click.option(
     "--local-index",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Of several servers of its node: it takes the GPUs behind those of the ones before it.",
+    help="Number among the servers of this node; it takes the GPUs after those of earlier ones.",
 )
 @click.option(
     "--num-gpus",
     type=click.IntRange(1),
-    help="GPUs that it gets: --sglang-tp-size follows, or must agree.",
+    help="GPUs of this server; sets --sglang-tp-size, or must agree with the given sizes.",
 )
 @click.option("--log", type=click.Path(path_type=Path), help="[default: standard output]")
 @click.option(
     "--address-file",
     type=click.Path(path_type=Path),
-    help="Written with host:port once the server answers, removed when it ends.",
+    help="File to hold host:port while the server answers requests.",
 )
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def serve(
@@ -59,9 +60,9 @@ def serve(
 ) -> None:
     """Run one SGLang server until it is stopped; FLAGS are those of train_async.py.
 
-    The environment variable R3TRAIN_ENGINE_API_KEY is its key, here and where the trainer runs; a
-    host other than loopback needs one.  With --dry-run the configuration and the server's command are
-    checked and printed, and none starts; GPUs that --num-gpus names need not be here.
+    Its key is the environment variable R3TRAIN_ENGINE_API_KEY, here and for the trainer.  A host
+    other than loopback needs a key.  --dry-run checks and prints the configuration and the server's
+    command, and starts nothing; the GPUs of --num-gpus need not be on this machine.
     """
     import torch
 
@@ -129,7 +130,7 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         code = 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the end is not interrupted
+            signal.signal(number, signal.SIG_IGN)  # a second signal must not interrupt the end
         if address_file is not None:
             address_file.unlink(missing_ok=True)
         server.stop()

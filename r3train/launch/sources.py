@@ -1,4 +1,4 @@
-"""The sources of rank 0's rollouts: engines, or dumped files in their place."""
+"""Sources of rollouts on rank 0: engines, or dumped files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from r3train.generation.buffer import ProducerState
 def build_engines(
     job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint, routes: Routes
 ) -> Engines | Replayed:
-    """Engines that generate, or with --replay-rollouts the files that stand for them."""
+    """Build the engines, or with --replay-rollouts the reader of dumped files."""
     if job.config.checkpoint.replay_rollouts is not None:
         return Replayed(job)
     buffer = resume.buffer()
@@ -27,7 +27,7 @@ def build_engines(
 
 
 class Replayed:
-    """Dumped rollouts in the engines' place: no server, and nobody to send weights to."""
+    """Dumped rollouts instead of engines: no server, so no weights to send."""
 
     publisher = None
 
@@ -35,13 +35,13 @@ class Replayed:
         self._job = job
 
     def start_server(self) -> None:
-        """There is none."""
+        """Do nothing: there is no server."""
 
     def wait_ready(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: there is no server."""
 
     def start_producer(self) -> DumpedRollouts:
-        """The dumped rollouts."""
+        """Open the dumped rollouts."""
         config = self._job.config
         assert config.checkpoint.replay_rollouts is not None
         return DumpedRollouts(
@@ -53,11 +53,11 @@ class Replayed:
         )
 
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """No server holds weights."""
+        """Return nothing: no server holds weights."""
         return []
 
     def route_wire_bytes(self) -> int:
-        """Nothing comes over a wire."""
+        """Return 0: no routes come from a server."""
         return 0
 
     def restart(self) -> None:

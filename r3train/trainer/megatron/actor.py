@@ -1,7 +1,7 @@
 """The Megatron actor of one rank: log-prob passes, optimizer steps, weights out.
 
-Consumes this rank's slices, produces log-probs (kept where they were computed), metrics and replay
-evidence.  All ranks call every method together.
+It takes this rank's slices.  It gives log-probs, which stay on the rank that computed them, metrics
+and replay evidence.  All ranks call every method together.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class MegatronActor:
                 topk=hf.num_experts_per_tok,
                 device=device,
                 rank=topology.rank,
-                # without sequence parallelism every TP rank routes the same tokens: count one
+                # without sequence parallelism all TP ranks route the same tokens: one counts
                 counts_tokens=topology.sequence_parallel or topology.tp_rank == 0,
                 ci_test=config.trainer.ci_test,
                 enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
@@ -96,9 +96,9 @@ class MegatronActor:
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
-        replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None to let the
-        routers choose for themselves; temperature: the rollout's unless given.  The last pipeline
-        stage holds them, laid out as its slices are; the others get an empty dict.
+        replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: routers
+        choose for themselves.  temperature: the rollout's unless given.  The last pipeline stage gets
+        one log-prob for each row of its slices.  The other stages get an empty dict.
         """
         batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
         for chunk in self.model.chunks:
@@ -117,11 +117,11 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
     ) -> dict[str, float]:
-        """One optimizer step over all microbatches of the global batch.
+        """Make one optimizer step over all microbatches of the global batch.
 
         Returns the same metrics on all ranks: means over the global loss tokens, grad norm, lr.
-        A loss or a gradient that is not finite skips the step (weights, moments and schedule stay
-        as they are) on all ranks alike, and counts in ``skipped_steps``.
+        If a loss or a gradient is not finite, all ranks skip the step: weights, moments and schedule
+        do not change, and ``skipped_steps`` is 1.
         """
         results = self.backward(slices, old_log_probs, ref_log_probs)
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
@@ -137,7 +137,7 @@ class MegatronActor:
         return metrics
 
     def _finite(self, loss: float) -> bool:
-        """Whether the loss and every gradient on every rank are finite; a collective."""
+        """Return True if the loss and every gradient on every rank are finite; a collective."""
         finite = torch.tensor(math.isfinite(loss), device=self.device)
         for chunk in self.model.chunks:
             for p in (p for p in chunk.parameters() if p.requires_grad):
@@ -152,8 +152,11 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
     ) -> list[dict]:
-        """Forward and backward over the global batch: gradients are left in the buffers, reduced
-        over ranks and divided by the global number of loss tokens.  Returns the loss reports."""
+        """Run forward and backward over the global batch; returns the loss reports.
+
+        The gradients are left in the buffers, reduced over ranks and divided by the global number of
+        loss tokens.
+        """
         batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
         for chunk in self.model.chunks:
             chunk.train()
@@ -166,7 +169,7 @@ class MegatronActor:
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:
-        """Run Megatron's schedule over the microbatches; results live on the last stage."""
+        """Run Megatron's schedule over the microbatches; the last stage gets the results."""
         chunks = self.model.chunks
         order = [s.microbatch_id for s in slices]
         iterators = [iter(order) for _ in chunks]
@@ -175,7 +178,7 @@ class MegatronActor:
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=chunks if len(chunks) > 1 else chunks[0],
             num_microbatches=len(order),
-            # unused under variable_seq_lengths, but the schedules insist
+            # the schedules require it, and ignore it under variable_seq_lengths
             seq_length=max(s.num_rows for s in slices),
             micro_batch_size=1,
             forward_only=forward_only,
@@ -184,7 +187,7 @@ class MegatronActor:
 
     @contextmanager
     def _pass(self, replay_pass: str | None, slices: Sequence[RankSlice]) -> Iterator[None]:
-        """Routes staged for exactly one pass; an exception leaves none behind."""
+        """Stage routes for exactly one pass; after an exception none are left."""
         if self.replay is None or replay_pass is None:
             yield
             return
@@ -197,21 +200,21 @@ class MegatronActor:
         self.replay.end_pass()
 
     def collect_evidence(self, step: int) -> list[ReplayEvidence]:
-        """Count the router calls of this rank since the last call; empty with the check off."""
+        """Return the records of router calls since the last collection; none with the check off."""
         return [] if self.replay is None else self.replay.collect(step)
 
     # -- weights -----------------------------------------------------------------------------
 
     def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Whole tensors under Hugging Face names, on rank 0 alone; every rank drains it."""
+        """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it."""
         self.gather_parameters()
         return export_hf_weights(self.model.bridge, self.model.chunks)
 
     def gather_parameters(self) -> None:
-        """Make every rank's parameters whole before anything but a forward reads them.
+        """Gather every rank's parameters, before anything but a forward reads them.
 
-        With overlap_param_gather a step updates only this rank's shard; the rest is gathered when
-        the next forward asks for it.
+        With overlap_param_gather a step updates only this rank's shard.  The next forward would gather
+        the rest.
         """
         for chunk in self.model.chunks:
             if chunk.ddp_config.overlap_param_gather:
@@ -219,7 +222,7 @@ class MegatronActor:
 
     @torch.no_grad()
     def load_reference(self, checkpoint: Path) -> None:
-        """Keep a host copy of the KL reference's weights; the actor's are left as they were."""
+        """Keep a copy of the KL reference's weights on the host; the actor's do not change."""
         actor = self._copy_parameters()
         hf_bridge.load_hf_weights(self.model.bridge, self.model.chunks, checkpoint)
         self._reference = self._copy_parameters()

@@ -1,9 +1,9 @@
 """Checkpoints of the actor in Megatron's torch_dist format.
 
-A checkpoint is written to ``DIR/iter_NNNNNNN.tmp`` and renamed when every rank is done, then
-``DIR/latest_checkpointed_iteration.txt`` is pointed at it: a crash, or a full disk, leaves the
-previous checkpoint whole.  One of the same name, of an earlier run, steps aside as
-``iter_NNNNNNN.old`` meanwhile and is found there.  N is the id of the next rollout to train.
+A checkpoint is written to ``DIR/iter_NNNNNNN.tmp`` and renamed when every rank is done.  Then
+``DIR/latest_checkpointed_iteration.txt`` is set to it.  A crash or a full disk leaves the previous
+checkpoint whole.  A checkpoint of the same name, from an earlier run, is ``iter_NNNNNNN.old``
+meanwhile, and is found there.  N is the id of the next rollout to train.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
 _NAME = re.compile(r"iter_\d{7}")
 
-# reshards over TP, PP and DP; megatron-core's default type fails on save without Transformer Engine
+# can be loaded with other TP, PP and DP sizes; Megatron's default type needs Transformer Engine
 _METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -47,12 +47,12 @@ _METADATA = {
 WriteExtra = Callable[[Path], None]
 
 
-# torch's exception of a failed writer is no Exception
+# torch's CheckpointException is not an Exception
 _FAILURES = (Exception, CheckpointException)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the one before it is as it was."""
+    """A checkpoint could not be written; the previous one is intact."""
 
 
 def _sharded_state(
@@ -75,12 +75,12 @@ def _model_key(i: int, count: int) -> str:
 
 
 class Checkpointer:
-    """Writes checkpoints of one actor; every method is a collective.
+    """Writer of one actor's checkpoints; every method is a collective.
 
-    With async_save ``save`` returns once the state is copied (a fork), and the files become a
-    checkpoint at a later ``poll`` or ``finish``.  save_keep_last removes older checkpoints; those
-    of more rollouts are another run's and stay.  resumed_at: the first rollout of this run, where
-    the directory holds the checkpoint that it began with.
+    With async_save, ``save`` returns once a forked process has a copy of the state.  The files become
+    a checkpoint at a later ``poll`` or ``finish``.  save_keep_last removes older checkpoints; those
+    with more rollouts belong to another run and stay.
+    resumed_at: the first rollout of this run, if the directory holds the checkpoint it began with.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class Checkpointer:
     ) -> None:
         """Save model, optimizer, scheduler and RNG of every rank before ``next_rollout_id``.
 
-        facts: JSON-able, read back by ``read_state``.  A checkpoint that was written already has its
-        extra files alone written again: rollouts have been completed since.  Raises CheckpointError,
-        with the cause, when it cannot be written.
+        facts: JSON values for ``read_state``.  If this checkpoint exists already, only its extra files
+        are written again: more rollouts have been generated since.  Raises CheckpointError with the
+        cause when it cannot be written.
         """
         self.finish()
         final = self._directory / f"iter_{next_rollout_id:07d}"
@@ -145,7 +145,7 @@ class Checkpointer:
             self._queue.schedule_async_request(request)
 
     def _renew(self, final: Path, write_extra: WriteExtra) -> None:
-        """Write the extra files of a whole checkpoint again; each is replaced whole or not at all."""
+        """Write the extra files of a whole checkpoint again; each is replaced in one step."""
         try:
             write_extra(final)
         except OSError as error:
@@ -155,11 +155,11 @@ class Checkpointer:
             ) from error
 
     def poll(self) -> None:
-        """Make a checkpoint of the files that are complete by now."""
+        """Finish the checkpoint whose files are complete by now, if any."""
         self._finalize(blocking=False)
 
     def finish(self) -> None:
-        """Wait for what is being written."""
+        """Wait for the checkpoint that is being written, if any."""
         self._finalize(blocking=True)
 
     def _finalize(self, *, blocking: bool) -> None:
@@ -171,7 +171,7 @@ class Checkpointer:
             raise self._failure(error) from error
 
     def _switch(self, final: Path) -> None:
-        """The last step of a save: rename, point, remove what is old."""
+        """End a save: rename the checkpoint, set the pointer, remove old ones."""
         dist.barrier()
         if dist.get_rank() == 0:
             assert self._writing is not None
@@ -186,7 +186,7 @@ class Checkpointer:
         dist.barrier()
 
     def _failure(self, error: BaseException) -> CheckpointError:
-        """Free the space that the failed checkpoint took, and say what is left."""
+        """Remove the failed checkpoint; returns the error, which names the one that is left."""
         failed, self._writing = self._writing, None
         if dist.get_rank() == 0 and failed is not None:
             _remove(failed)
@@ -201,7 +201,7 @@ class Checkpointer:
 
 
 def _cause(error: BaseException) -> str:
-    """The failure of a rank's writer, which torch wraps in one exception of all ranks."""
+    """Describe a failure; torch wraps those of all ranks' writers in one exception."""
     if isinstance(error, CheckpointException):
         failures = [f"rank {rank}: {failure}" for rank, (failure, _) in error.failures.items()]
         return "; ".join(failures) or "another rank failed"
@@ -234,7 +234,7 @@ def _sizes(actor: MegatronActor) -> dict[str, int]:
 
 
 def _put_in_place(written: Path, final: Path) -> None:
-    """Give a whole checkpoint its name and point at it; at no time is there none to resume from."""
+    """Give a whole checkpoint its name and set the pointer; a run can resume at any moment."""
     aside = _aside(final)
     if final.exists():
         _remove(aside)
@@ -245,7 +245,7 @@ def _put_in_place(written: Path, final: Path) -> None:
 
 
 def _aside(final: Path) -> Path:
-    """The place of a checkpoint whose name a new one takes, until that one is whole."""
+    """Return the name of an old checkpoint while a new one takes its name."""
     return final.with_suffix(".old")
 
 
@@ -259,7 +259,7 @@ def _write_pointer(directory: Path, final: Path) -> None:
 
 
 def _sync_tree(path: Path) -> None:
-    """Flush the files to disk: the pointer must not get there before them."""
+    """Flush the files to disk, before the pointer is."""
     for child in [path, *path.rglob("*")]:
         handle = os.open(child, os.O_RDONLY)
         try:
@@ -274,21 +274,21 @@ def _remove(path: Path) -> None:
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The whole checkpoints of a directory, oldest first."""
+    """Return the whole checkpoints of a directory, oldest first."""
     if not directory.is_dir():
         return []
     return sorted(p for p in directory.iterdir() if _NAME.fullmatch(p.name))
 
 
 def latest_checkpoint(directory: Path) -> Path:
-    """The checkpoint that the pointer names; raises ValueError where there is none."""
+    """Return the checkpoint that the pointer names; raises ValueError if there is none."""
     pointer = directory / LATEST
     if not pointer.is_file():
         raise ValueError(f"{directory}: no checkpoint here ({LATEST} is missing)")
     text = pointer.read_text().strip()
     path = directory / f"iter_{int(text):07d}" if text.isdigit() else None
     if path is not None and not path.exists() and _aside(path).exists():
-        path = _aside(path)  # a save was cut off while it took this one's place
+        path = _aside(path)  # the run died while a new one replaced it
     if path is None or not (path / _STATE).is_file():
         raise ValueError(f"{pointer} says {text!r}, but there is no whole checkpoint of that name")
     return path
@@ -305,8 +305,8 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool = False) -> None:
     """Load a checkpoint into the actor; a collective.
 
-    model_only leaves optimizer, schedule and RNG as they are, and takes any topology.  Raises
-    ValueError where the expert parallelism differs and the optimizer is asked for.
+    model_only: leave optimizer, schedule and RNG as they are; the topology may differ.
+    Raises ValueError if the optimizer is loaded with another expert parallelism.
     """
     saved = read_state(checkpoint)["topology"]
     if not model_only:

@@ -20,7 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 
 @dataclass
 class _Places:
-    """Where each local row sits in the padded batch.
+    """The places of local rows in the padded batch.
 
     sequence, slot: int64[n], row -> [sequence, slot]; position: int64[n] inside its sequence.
     """
@@ -78,7 +78,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias=None,
         packed_seq_params: PackedSeqParams | None = None,
     ):
-        """query: [n, h, d] or [n, 1, h, d] rows of this rank; key, value alike with their heads.
+        """Attend.  query: [n, h, d] or [n, 1, h, d], rows of this rank; key, value: their heads.
 
         Returns [n, h*d], or [n, 1, h*d] where the input had the batch dimension.
         """
@@ -97,7 +97,7 @@ class PackedCoreAttention(MegatronModule):
         num_sequences = len(cu_seqlens) - 1
         q_positions = _spread(q_places.position, q_places, num_sequences, fill=-1)
         k_positions = _spread(k_places.position, k_places, num_sequences, fill=1 << 30)
-        # a filler query may attend anywhere: it is never gathered back, but must not be NaN
+        # a filler query attends to everything: it is not gathered back, but must not be NaN
         mask = (k_positions[:, None, :] <= q_positions[:, :, None]) | (q_positions < 0)[:, :, None]
         q, k, v = (
             _spread(x, places, num_sequences).transpose(1, 2)
@@ -111,7 +111,7 @@ class PackedCoreAttention(MegatronModule):
 
 
 def _all_ranks_places(cu_seqlens: torch.Tensor, cp_size: int) -> _Places:
-    """Places of the rows of all ranks, concatenated in rank order, in one whole-sequence batch."""
+    """Return the places of all ranks' rows, in rank order, in a batch of whole sequences."""
     parts = [_places(cu_seqlens, cp_size, r) for r in range(cp_size)]
     sequence = torch.cat([p.sequence for p in parts])
     position = torch.cat([p.position for p in parts])
@@ -121,6 +121,6 @@ def _all_ranks_places(cu_seqlens: torch.Tensor, cp_size: int) -> _Places:
 
 
 def _spread(x: torch.Tensor, places: _Places, num_sequences: int, fill: int = 0) -> torch.Tensor:
-    """[n, ...] rows -> [sequences, width, ...] batch."""
+    """Spread rows [n, ...] into a batch [sequences, width, ...]."""
     out = x.new_full((num_sequences, places.width, *x.shape[1:]), fill)
     return out.index_put((places.sequence, places.slot), x)

@@ -1,8 +1,8 @@
-"""Run unmodified megatron-core on a CPU with gloo: the one place that knows how.
+"""Unmodified megatron-core on a CPU with gloo.
 
 ``prepare_device()`` must run before the first ``import megatron.core``.  With CUDA it does nothing.
-Without, it points the handful of CUDA calls that megatron-core makes at their CPU equivalents
-(measured on 0.16.1; each group says what breaks without it).
+Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1 by CPU equivalents.  Each function
+here says what breaks without it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _installed = False
 
 
 def prepare_device() -> torch.device:
-    """The device of this rank; on a CPU-only machine, megatron-core is adapted first.
+    """Return the device of this rank; without CUDA, adapt megatron-core first.
 
-    Safe to call again.  Returns ``cuda:LOCAL`` (the current device) or ``cpu``.
+    It may be called again.  Returns ``cuda:LOCAL`` (the current device) or ``cpu``.
     """
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
@@ -30,7 +30,7 @@ def prepare_device() -> torch.device:
     if not _installed:
         _installed = True
         with warnings.catch_warnings():
-            # megatron-core says at import what a CPU machine lacks: apex, Transformer Engine
+            # at import, megatron-core warns that a CPU machine lacks apex and Transformer Engine
             warnings.simplefilter("ignore")
             _install()
     return torch.device("cpu")
@@ -57,7 +57,7 @@ def _install() -> None:
 
 
 class _Stream:
-    """Stands for a CUDA stream: everything on a CPU is already in order."""
+    """A stand-in for a CUDA stream: everything on a CPU is already in order."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -78,7 +78,7 @@ class _Event:
 
 
 def _patch_cuda_namespace() -> None:
-    """device=torch.cuda.current_device() everywhere; streams in the alltoall dispatcher, PP, DDP."""
+    """Replace torch.cuda.current_device() and the streams of alltoall dispatcher, PP and DDP."""
     cuda, cpu, stream = torch.cuda, torch.device("cpu"), _Stream()
     cuda.current_device = lambda: cpu
     cuda.synchronize = lambda *_, **__: None
@@ -99,7 +99,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _patch_tensor_moves() -> None:
-    """.cuda(), .to("cuda"), and optimizers that compare type() with 'torch.cuda.FloatTensor'."""
+    """Replace .cuda(), .to("cuda"), and type(), which optimizers compare with CUDA's names."""
     cpu = torch.device("cpu")
     torch.Tensor.cuda = lambda self, *_, **__: self
     torch.nn.Module.cuda = lambda self, *_, **__: self
@@ -121,7 +121,7 @@ def _patch_tensor_moves() -> None:
 
 
 def _patch_factories() -> None:
-    """device="cuda" literals and pinned memory in torch.zeros and friends."""
+    """Ignore device="cuda" and pinned memory in torch.zeros and its like."""
     from torch.utils._device import _device_constructors
 
     # Fill its cache with the real factories: `with torch.device("meta")` (HF's from_pretrained)
@@ -143,7 +143,7 @@ def _patch_factories() -> None:
 
 
 def _patch_rng() -> None:
-    """Dropout and recomputation save and restore the "CUDA" generator."""
+    """Give dropout and recomputation the CPU generator to save and restore."""
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
@@ -153,7 +153,7 @@ def _patch_rng() -> None:
 
 
 def _patch_moe() -> None:
-    """Two slips of the 0.16 MoE code without Transformer Engine and without CUDA."""
+    """Mend two errors of the MoE code of 0.16 without Transformer Engine and without CUDA."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # NameError in router_gating_linear without Transformer Engine (mended upstream in 0.19)
@@ -170,7 +170,7 @@ def _patch_moe() -> None:
 
 
 def _patch_uneven_collectives() -> None:
-    """gloo has no all-gather or reduce-scatter of uneven shares (ETP > 1 together with EP > 1)."""
+    """Make up for gloo's lack of uneven all-gather and reduce-scatter (ETP > 1 with EP > 1)."""
     import torch.distributed as dist
     from megatron.core.tensor_parallel import mappings
 
@@ -199,11 +199,11 @@ def _patch_uneven_collectives() -> None:
 
 
 def _patch_distributed_optimizer_checkpoint() -> None:
-    """Loading a distributed optimizer that steps with torch's AdamW (no TE, no apex).
+    """Mend the loading of a distributed optimizer that uses torch's AdamW (no TE, no apex).
 
-    torch keeps a ``step`` a parameter and creates its state lazily; upstream's load path expects
-    neither, and gives all parameters one shared ``step``, which AdamW would then bump once a
-    parameter (silently wrong bias correction).
+    torch keeps a ``step`` for each parameter, and creates its state at the first step.  Megatron's
+    load path expects neither.  It gives all parameters one shared ``step``, which AdamW would then
+    raise once for each parameter: the bias correction would be silently wrong.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -241,13 +241,13 @@ def _patch_distributed_optimizer_checkpoint() -> None:
 
 
 def _patch_norm() -> None:
-    """WrappedTorchNorm refuses sequence parallelism, which MoE with TP requires: tag its weights."""
+    """Allow norms under sequence parallelism (MoE with TP needs it); WrappedTorchNorm refuses."""
     from megatron.core.models import backends
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer import torch_norm, transformer_block
 
     class SequenceParallelNorm:
-        """torch's norm whose weights carry the sequence-parallel tag (their grads are summed)."""
+        """torch's norm; its weights are tagged, so that their gradients are summed."""
 
         def __new__(cls, config, hidden_size, eps=1e-5, **_):
             kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm

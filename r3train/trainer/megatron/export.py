@@ -1,9 +1,9 @@
-"""Whole tensors under Hugging Face names from sharded parameters, on global rank 0.
+"""Export of sharded parameters as whole tensors under Hugging Face names, on global rank 0.
 
 Each pipeline stage gathers a parameter over its tensor (or expert and expert-tensor) ranks to the
-stage's first rank, its *leader*; leaders of later stages stream what they gathered to rank 0, which
+stage's first rank, its *leader*.  Leaders of later stages stream the tensors to rank 0, which
 translates names and layouts through mbridge.  Ranks that hold copies (other data- or
-context-parallel ranks) take no part, and no rank but the leaders ever holds a whole tensor.
+context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ def export_hf_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
 
-    ``value_of`` says what to take from each parameter: itself, or its main gradient, say.
-
-    A collective: every rank must drain the iterator.  One tensor (or one layer's experts) is whole
-    at a time.
+    value_of: returns the tensor to export for a parameter: the parameter itself, or its gradient.
+    A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
+    of one layer.
     """
     pp_rank, pp_size = (
         ps.get_pipeline_model_parallel_rank(),
@@ -68,7 +67,7 @@ def _merged_parameters(
     value_of: Callable[[torch.Tensor], torch.Tensor],
     leader: bool,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """This stage's parameters under global TE names, whole on the leader (anything elsewhere)."""
+    """Yield this stage's parameters under global TE names; they are whole on the leader alone."""
     for chunk in chunks:
         adapted = as_te_names(chunk)
         global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
@@ -77,7 +76,7 @@ def _merged_parameters(
         for local_name, tensor in {**buffers, **parameters}.items():
             name = global_names[local_name]
             if name == OUTPUT_LAYER and bridge.hf_config.tie_word_embeddings:
-                continue  # the first stage has it under the embedding's name
+                continue  # the first stage exports it under the embedding's name
             if EXPERT in name:
                 yield from _merge_expert(bridge, name, value_of(tensor), leader)
             elif ps.get_data_parallel_rank(with_context_parallel=True) == 0:
@@ -94,7 +93,7 @@ def _merged_parameters(
 def _merge_expert(
     bridge: Any, name: str, tensor: torch.Tensor, leader: bool
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """One local expert of every expert-parallel rank: ETP shards first, then the EP ranks."""
+    """Gather one local expert of every expert-parallel rank: ETP shards first, then EP ranks."""
     if ps.get_expert_data_parallel_rank() != 0:
         return
     shards = _gather(tensor, ps.get_expert_tensor_parallel_group())
@@ -112,7 +111,7 @@ def _merge_expert(
 
 
 def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
-    """All members' tensors on the group's first rank, None on the others."""
+    """Return all members' tensors on the group's first rank, None on the others."""
     if group is None or group.size() == 1:
         return [tensor]
     shards = None

@@ -24,7 +24,7 @@ from r3train.types import RankSlice
 
 @dataclass
 class DeviceSlice:
-    """A rank's slice on the device; int64, bool and float32 [n] streams."""
+    """A rank's slice on the device; each stream is int64, bool or float32 [n]."""
 
     microbatch_id: int
     tokens: torch.Tensor
@@ -51,8 +51,8 @@ class DeviceSlice:
             loss_mask=move(s.loss_mask),
             rollout_log_probs=move(s.rollout_log_probs),
             advantages=move(s.advantages),
-            # Padding rows count as the tail of their sequence: attention is causal, so no real
-            # token sees them, and every engine agrees on what the lengths are.
+            # Padding rows count as the tail of their sequence.  Attention is causal: no real token
+            # sees them, and all attention backends use the same lengths.
             packed=PackedSeqParams(
                 qkv_format="thd",
                 cu_seqlens_q=cu_seqlens,
@@ -66,7 +66,7 @@ class DeviceSlice:
 def run_chunk(
     batch: DeviceSlice, model: torch.nn.Module, replay: RoutingReplayManager | None
 ) -> torch.Tensor:
-    """Run one chunk and tie its backward to its microbatch.
+    """Run one chunk forward, and name the microbatch to the replay for forward and backward.
 
     Returns hidden states, or logits [1, n, vocab / tp] on the last stage.
     """
@@ -88,8 +88,8 @@ def run_chunk(
 def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
     """Log-prob of each row's label at the rollout's temperature, float32[n].
 
-    logits: [1, n, vocab / tp], consumed.  SGLang reports log-probs of the logits it sampled from,
-    which are divided by the temperature.
+    logits: [1, n, vocab / tp], overwritten.  SGLang samples from logits divided by the temperature,
+    and reports the log-probs of those.
     """
     scaled = logits[0].float()
     if temperature != 1.0:
@@ -123,7 +123,7 @@ class _VocabParallelEntropy(torch.autograd.Function):
 
 
 def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Entropy of each row's next-token distribution, float32[n]; logits [1, n, vocab / tp]."""
+    """Return the entropy of each row's next token, float32[n]; logits: [1, n, vocab / tp]."""
     return _VocabParallelEntropy.apply(logits[0].float() / temperature)
 
 
@@ -157,7 +157,7 @@ def make_train_step(
     policy_loss = get_policy_loss(algorithm.policy_loss)
 
     def loss_func(batch: DeviceSlice, logits: torch.Tensor) -> tuple:
-        # the entropy first: token_log_probs consumes the logits
+        # the entropy first: token_log_probs overwrites the logits
         with torch.set_grad_enabled(algorithm.entropy_coef > 0):
             entropy = token_entropy(logits, temperature)
         rows = LossRows(

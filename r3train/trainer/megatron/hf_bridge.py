@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints by mbridge, behind a thin adapter (``export`` is the way out).
+"""Hugging Face checkpoints into Megatron by mbridge, behind a thin adapter.
 
 mbridge knows the weight names and the tensor-parallel split of each model family.  It speaks the
 parameter names of Transformer Engine's layer spec; ``_TENames`` renames those of the local spec.
@@ -19,7 +19,7 @@ from r3train.torchvision_stub import declare_torchvision_ops
 def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, Any]) -> Any:
     """An mbridge Bridge for the checkpoint's model family.
 
-    overrides: TransformerConfig fields that win over what mbridge derives from the checkpoint.
+    overrides: TransformerConfig fields that replace those of the checkpoint.
     Raises ValueError for a model family that mbridge does not know.
     """
     declare_torchvision_ops()
@@ -40,7 +40,7 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
         """The family's bridge with our overrides and the names of its dense layers."""
 
         _MLP_MAPPING = {**_DENSE_MLP, **getattr(family, "_MLP_MAPPING", {})}
-        # The last of several pipeline stages has an output layer of its own: the embedding's copy.
+        # The last of several pipeline stages has its own output layer, a copy of the embedding.
         if hf_config.tie_word_embeddings:
             _DIRECT_MAPPING = family._DIRECT_MAPPING | {
                 OUTPUT_LAYER: family._DIRECT_MAPPING["embedding.word_embeddings.weight"]
@@ -49,7 +49,7 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
         def _build_base_config(self, **kwargs: Any) -> Any:
             return super()._build_base_config(**{**kwargs, **overrides})
 
-        # mbridge splits experts over TP where ETP is what counts: wrong when only one of them is 1.
+        # mbridge splits experts over TP instead of ETP: wrong if only one of them is 1.
         def _weight_merge_across_tp(self, name: str, shards: list, param: Any) -> torch.Tensor:
             if EXPERT in name:
                 return merge_expert_shards(name, shards)
@@ -68,7 +68,7 @@ OUTPUT_LAYER = "output_layer.weight"
 
 
 def merge_expert_shards(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
-    """A whole expert matrix from its ETP shards: fc1 is [gate; up] in each shard, fc2 splits columns."""
+    """Join ETP shards of an expert matrix: fc1 is [gate; up] in each shard, fc2 splits columns."""
     if ".linear_fc2." in name:
         return torch.cat(shards, dim=1)
     gates, ups = zip(*(shard.chunk(2) for shard in shards))
@@ -76,14 +76,14 @@ def merge_expert_shards(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
 
 
 def split_expert(name: str, weight: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """The inverse of ``merge_expert_shards``."""
+    """Split a whole expert matrix; the inverse of ``merge_expert_shards``."""
     if ".linear_fc2." in name:
         return list(weight.chunk(size, dim=1))
     gate, up = weight.chunk(2)
     return [torch.cat(pair) for pair in zip(gate.chunk(size), up.chunk(size))]
 
 
-# MoE families of mbridge leave out the layers of the same model that are dense.
+# mbridge's MoE families lack the names of dense layers in the same model.
 _DENSE_MLP = {
     "mlp.linear_fc1.weight": [
         "model.layers.{layer_number}.mlp.gate_proj.weight",
@@ -97,13 +97,13 @@ _DENSE_MLP = {
 
 
 def _restore_rope_theta(hf_config: Any) -> None:
-    """transformers 5 moved rope_theta into rope_parameters; mbridge reads the old place."""
+    """Put rope_theta where mbridge reads it; transformers 5 moved it into rope_parameters."""
     if not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
 
 
 class _TENames:
-    """A chunk whose parameters answer to the names of Transformer Engine's spec."""
+    """A chunk whose parameters have the names of Transformer Engine's spec."""
 
     def __init__(self, chunk: torch.nn.Module):
         self._chunk = chunk
@@ -125,14 +125,14 @@ class _TENames:
 
 
 def as_te_names(chunk: torch.nn.Module) -> Any:
-    """A chunk as mbridge wants it: unwrapped, local names translated."""
+    """Return a chunk as mbridge needs it: unwrapped, with names of Transformer Engine's spec."""
     chunk = unwrap(chunk)
     local_spec = any(".local_experts." in n or ".input_layernorm." in n for n in chunk.state_dict())
     return _TENames(chunk) if local_spec else chunk
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DDP and Float16Module."""
+    """Return the GPTModel inside DDP and Float16Module."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
@@ -140,5 +140,5 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 @torch.no_grad()
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
-    """Fill the chunks' parameters from a checkpoint's safetensors; every rank takes part."""
+    """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
     bridge.load_weights([as_te_names(c) for c in chunks], str(path))

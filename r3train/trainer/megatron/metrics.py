@@ -1,4 +1,4 @@
-"""Loss reports of all microbatches and ranks to one set of numbers, in two small collectives."""
+"""Reduction of the loss reports of all microbatches and ranks, in two small collectives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def reduce_metrics(
     names: tuple[Sequence[str], Sequence[str]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Means over the global loss tokens (maxima as they are), equal on all ranks.
+    """Return means over the global loss tokens, and the maxima; equal on all ranks.
 
-    reports: one {"sums": ..., "maxima": ..., "gaps": ...} a microbatch on the last stage, none
-    elsewhere.  names: the names of the sums and of the maxima.
-    Only tensor-parallel rank 0 contributes: its peers hold the same tokens.
+    reports: {"sums": ..., "maxima": ..., "gaps": ...} for each microbatch on the last stage, none on
+    other stages.  names: the names of the sums and of the maxima.
+    Tensor-parallel rank 0 alone contributes: its peers hold the same tokens.
     """
     sum_names, maximum_names = names
     num_sums = len(sum_names)
@@ -37,7 +37,7 @@ def reduce_metrics(
     dist.all_reduce(sums)
     dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
     gaps = sums[num_sums:].tolist()
-    totals = dict(zip(sum_names, sums.tolist()))  # as many as there are names
+    totals = dict(zip(sum_names, sums.tolist()))  # without the bins of the gaps
     num_tokens = totals.pop("num_tokens")
     metrics = {name: total / max(num_tokens, 1.0) for name, total in totals.items()}
     metrics.update(zip(maximum_names, maxima.tolist()))

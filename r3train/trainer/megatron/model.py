@@ -1,4 +1,4 @@
-"""Build the Megatron model chunks of this rank from the configuration and the HF checkpoint."""
+"""The Megatron model chunks of one rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ except ImportError:
 
 @dataclass
 class Model:
-    """The chunks of this rank (one, or one a virtual stage), wrapped for data parallelism."""
+    """The chunks of this rank, one for each virtual stage, wrapped for data parallelism."""
 
     config: TransformerConfig
     bridge: Any
@@ -78,9 +78,9 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
 
 
 def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
-    """The chunk in bfloat16, its routers' expert biases in float32 as the engine keeps them.
+    """Convert the chunk to bfloat16, but keep the routers' expert biases in float32 as SGLang does.
 
-    Megatron restores their dtype at the first forward, when the digits are gone.
+    Megatron restores their dtype at the first forward, too late: the digits are lost by then.
     """
     biases = [
         (m, m.expert_bias.detach().clone())
@@ -94,10 +94,10 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
-    """Make expert gradients reduce over the expert-data-parallel group wherever it differs.
+    """Make expert gradients reduce over the expert-data-parallel group if it is another group.
 
-    Megatron-Core 0.16.1 looks at EP alone: with EP 1 and an expert TP other than TP it reduces expert
-    gradients over the dense group, which leaves out (or mixes) tokens, silently.
+    Megatron-Core 0.16.1 looks at EP alone.  With EP 1 and an expert TP other than TP it reduces expert
+    gradients over the dense group, which silently leaves out or mixes tokens.
     """
     if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
         for name, p in chunk.named_parameters():
@@ -130,9 +130,9 @@ def _transformer_overrides(
         num_layers_in_first_pipeline_stage=parallel.decoder_first_pipeline_num_layers,
         num_layers_in_last_pipeline_stage=parallel.decoder_last_pipeline_num_layers,
         pipeline_model_parallel_layout=parallel.pipeline_model_parallel_layout,
-        # packs differ in length: stages tell one another the shape
+        # packs differ in length: stages send one another the shape
         variable_seq_lengths=True,
-        # interleaved schedules are silently wrong with batched p2p
+        # with batched p2p, interleaved schedules give wrong numbers and no error
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         # the loss is a sum; gradients are divided by the global number of loss tokens

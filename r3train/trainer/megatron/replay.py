@@ -2,16 +2,16 @@
 
 ``TopKRouter.router_replay`` is a plain attribute.  Where it is set, megatron-core asks it for the
 top-k: ``get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)``.  The manager
-hangs one ``RouterReplay`` on every router of every model chunk, keyed by ``router.layer_number``
-(1-based, global over PP and VPP), and says which microbatch is being computed:
+puts one ``RouterReplay`` on every router of every model chunk, keyed by ``router.layer_number``
+(1-based, global over PP and VPP).  It is told which microbatch is being computed:
 
 - forward: the forward step calls ``begin_forward`` before it runs the chunk;
 - recomputation: a gradient hook on the chunk's output calls ``begin_backward`` when autograd starts
   to walk that microbatch's graph back, which is before any of its recomputation.  The autograd
   graph itself names the microbatch, so no schedule (1F1B, interleaved) can mix two up.
 
-Lifecycle of a step: ``install`` once; then ``begin_pass`` / forward and backward / ``end_pass`` for
-each pass, and ``collect`` once.  ``reset`` drops everything after an exception.
+``install`` is called once.  A step then calls ``begin_pass``, forward and backward, ``end_pass`` for
+each pass, and ``collect`` once.  After an exception, ``reset`` drops everything.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from r3train.types import RankSlice, ReplayEvidence, missing_marker
 class StagedRoutes:
     """One microbatch's routes of this rank, on the device.
 
-    routes: integer[m, l, K], padding rows already filled, ``marker`` in missing slots of real rows;
-    rows_with_missing: int64[q] real rows with a missing slot in any layer; real: bool[m];
-    uids: int64[m].  Host counts: ``missing_rows_per_layer`` int[l].
+    routes: uint8 or int32 [m, l, K]; padding rows are filled, missing slots of real rows hold
+    ``marker``.  rows_with_missing: int64[q], real rows with a missing slot in any layer.
+    real: bool[m], False on padding.  uids: int64[m].  missing_rows_per_layer: l counts, on the host.
     """
 
     routes: torch.Tensor
@@ -50,7 +50,7 @@ class StagedRoutes:
 
     @classmethod
     def from_slice(cls, s: RankSlice, num_experts: int, device: torch.device) -> StagedRoutes:
-        """Move one slice's routes to the device; padding rows are dealt round the experts."""
+        """Copy a slice's routes to the device; padding rows are spread evenly over the experts."""
         assert s.routes is not None, "replay needs routes"
         marker = missing_marker(s.routes.dtype)
         real = s.route_uids >= 0
@@ -59,7 +59,7 @@ class StagedRoutes:
         if num_padding:
             filler = padding_routes(num_padding, routes.shape[2], num_experts)
             routes[~real] = filler[:, None, :]
-        # the marker is the dtype's largest value: a row's maximum tells, with no mask of all slots
+        # the marker is the dtype's largest value: a row's maximum shows it, without a mask of all slots
         highest = routes.reshape(len(routes), -1).max(axis=1, initial=0)
         rows_with_missing = np.flatnonzero(highest == marker)  # real rows only by now
         original = routes[rows_with_missing]
@@ -83,7 +83,7 @@ class StagedRoutes:
 
 
 class RouterReplay:
-    """What one router asks for its experts; Megatron sees ``get_replay_topk`` alone."""
+    """The replay object of one router.  Megatron calls ``get_replay_topk`` alone."""
 
     def __init__(self, manager: RoutingReplayManager, vp_stage: int, layer_number: int):
         self._manager = manager
@@ -124,10 +124,10 @@ class RouterReplay:
 
 
 class RoutingReplayManager:
-    """Owns the replay objects of one rank's routers and the routes they serve.
+    """The replay objects of one rank's routers, and the routes that they serve.
 
-    ``enable_check_replay_result`` is on exactly when replay is on and either the R3 check or the CI
-    invariants were asked for; when it is off the router's path carries no extra work at all.
+    ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
+    call does no extra work.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class RoutingReplayManager:
     # -- enable ------------------------------------------------------------------------------
 
     def install(self, chunks: Sequence[torch.nn.Module]) -> tuple[tuple[int, ...], ...]:
-        """Hang a replay object on every decoder router; MTP routers stay native.
+        """Put a replay object on every decoder router; routers of MTP layers choose for themselves.
 
         Returns the 1-based MoE layer numbers of each chunk.
         """
@@ -178,7 +178,7 @@ class RoutingReplayManager:
         return tuple(layers)
 
     def uninstall(self) -> None:
-        """Take the replay objects off again; the checks stay on and will miss them."""
+        """Remove the replay objects.  The checks stay on, and report calls without replay."""
         for _, router in self._routers:
             router.router_replay = None
 
@@ -196,15 +196,15 @@ class RoutingReplayManager:
             self.recorder.begin_pass(replay_pass)
 
     def begin_forward(self, vp_stage: int, microbatch_id: int) -> None:
-        """The chunk is about to run this microbatch forward."""
+        """Name the microbatch that the chunk runs forward next."""
         self._forward[vp_stage] = microbatch_id
 
     def begin_backward(self, vp_stage: int, microbatch_id: int) -> None:
-        """Autograd starts on this microbatch's graph of the chunk."""
+        """Name the microbatch whose graph of the chunk autograd walks back next."""
         self._backward[vp_stage] = microbatch_id
 
     def end_pass(self) -> None:
-        """Forget the pass's routes; nothing may be served to a later one."""
+        """Drop the routes of the pass, so that no later pass can get them."""
         self._staged.clear()
         self._forward.clear()
         self._backward.clear()
@@ -213,7 +213,7 @@ class RoutingReplayManager:
             self.recorder.end_pass()
 
     def reset(self) -> None:
-        """After an exception: drop routes and half-counted evidence alike."""
+        """Drop routes and evidence after an exception."""
         self.end_pass()
         if self.recorder is not None:
             self.recorder.clear()
@@ -221,21 +221,21 @@ class RoutingReplayManager:
     # -- served to routers -------------------------------------------------------------------
 
     def current_microbatch(self, vp_stage: int) -> int | None:
-        """The microbatch of the router call in progress, None outside a pass."""
+        """Return the microbatch of the router call in progress, None outside a pass."""
         if not self._active:
             return None
         return (self._backward if in_recomputation() else self._forward)[vp_stage]
 
     def staged(self, vp_stage: int) -> StagedRoutes | None:
-        """Routes for the router call in progress, None outside a pass."""
+        """Return the routes for the router call in progress, None outside a pass."""
         microbatch_id = self.current_microbatch(vp_stage)
         return None if microbatch_id is None else self._staged[microbatch_id]
 
     def _mask_padding(self, router: TopKRouter, args: tuple, kwargs: dict) -> tuple | None:
         """Give the router the padding mask of its rows, for auxiliary losses and bias counts.
 
-        Handed in here rather than through the model: block recompute drops the model's own.  Also
-        where every row is real: a rank without a mask takes all its peers' rows for real ones too.
+        A mask given to the model would be lost: block recompute drops it.  A rank whose rows are all
+        real gets a mask too: without one it would count its peers' padding as real.
         """
         staged = self.staged(self._vp_stage_of(router))
         counts_rows = (
@@ -266,14 +266,14 @@ class RoutingReplayManager:
     # -- evidence ----------------------------------------------------------------------------
 
     def collect(self, step: int) -> list[ReplayEvidence]:
-        """Everything recorded since the last call, in order; one device read."""
+        """Return all records since the last call, in order; reads the device once."""
         return [] if self.recorder is None else self.recorder.collect(step)
 
 
 def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
-    """The chunk's decoder routers by layer number, without those of multi-token prediction.
+    """Return the chunk's decoder routers by layer number, without those of multi-token prediction.
 
-    MTP layers count from 1 again, so their routers would be taken for the decoder's.
+    MTP layers count from 1 again: their routers would be confused with the decoder's.
     """
     mtp = {id(m) for name, m in chunk.named_modules() if "mtp" in name.split(".")}
     routers = [m for m in chunk.modules() if isinstance(m, TopKRouter) and id(m) not in mtp]
@@ -281,12 +281,12 @@ def decoder_routers(chunk: torch.nn.Module) -> list[TopKRouter]:
 
 
 def in_recomputation() -> bool:
-    """Whether the current call repeats a checkpointed forward during backward (Megatron's signal)."""
+    """Return True while Megatron repeats a checkpointed forward during backward."""
     return is_checkpointing() and torch.is_grad_enabled()
 
 
 class _RowMaskedExpertBias:
-    """Counts tokens per expert without the padding rows.
+    """Count of tokens per expert without the padding rows.
 
     megatron-core 0.16.1 masks the map [m, E] with a mask [m], which does not broadcast.
     """
@@ -301,5 +301,7 @@ class _RowMaskedExpertBias:
         self._router.local_tokens_per_expert += routing_map.sum(dim=0)
 
     def __call__(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        if torch.is_grad_enabled():  # once a token: not in evaluation, not before recomputation
+        if (
+            torch.is_grad_enabled()
+        ):  # counts a token once: not in evaluation, not before recomputation
             self._count(routing_map, padding_mask)

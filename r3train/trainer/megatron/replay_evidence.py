@@ -1,7 +1,7 @@
-"""What every router call did, counted on the device and read once a step.
+"""Counts of every router call, made on the device and read once a step.
 
 Nothing here forces a device synchronisation: each call leaves one int64 vector behind, and
-``collect`` stacks them all and copies them to the host in one go.
+``collect`` stacks them all and copies them to the host at once.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from r3train.types import ReplayEvidence
 if TYPE_CHECKING:
     from r3train.trainer.megatron.replay import StagedRoutes
 
-# A recomputed router input may differ from the first one by the kernels' own noise, not by more.
+# A recomputed router input may differ from the first by the noise of the kernels, not by more.
 _RECOMPUTE_TOLERANCE = 1e-3
-# columns of the projection by which scores are remembered until they are recomputed: all of them,
-# for every layer and microbatch of a step, would be gigabytes
+# Scores are kept until they are recomputed, as a projection on this many columns.  All columns of
+# every layer and microbatch of a step would be gigabytes.
 _SIGNATURE_COLUMNS = 4
 
 
 @dataclass
 class _Choice:
-    """What the replay object served in the call in progress."""
+    """The experts that the replay object served in the call in progress, and the router's own."""
 
     layer_number: int
-    scores: torch.Tensor
-    experts: torch.Tensor
-    own: torch.Tensor
+    scores: torch.Tensor  # float[m, E]
+    experts: torch.Tensor  # int64[m, K], served
+    own: torch.Tensor  # int64[m, K], the trainer's own top-k
 
 
 @dataclass
@@ -58,7 +58,7 @@ _COUNTERS = (
 
 
 class CallRecorder:
-    """Collects one record a router call; lives only while the R3 check is on."""
+    """Recorder of router calls, one record each; exists only if the R3 check is on."""
 
     def __init__(self, *, rank: int, topk: int, num_experts: int, counts_tokens: bool):
         self._rank = rank
@@ -68,28 +68,28 @@ class CallRecorder:
         self._calls: list[_Call] = []
         self._choice: _Choice | None = None
         self._pass = ""
-        # of the router scores of a train forward, by (microbatch, layer): a recomputation must
-        # repeat them
+        # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
+        # must repeat
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
         self._projection: torch.Tensor | None = None
 
     def begin_pass(self, replay_pass: str) -> None:
-        """Calls recorded from here on belong to this pass."""
+        """Name the pass of the calls that follow."""
         self._pass = replay_pass
 
     def end_pass(self) -> None:
-        """No score of this pass may be compared with a later one's."""
+        """Drop the scores of the pass: they must not be compared with a later one's."""
         self._signatures.clear()
         self._choice = None
 
     def clear(self) -> None:
-        """Drop what was recorded and not collected."""
+        """Drop the calls that were not collected."""
         self._calls.clear()
 
     def note_choice(
         self, layer_number: int, scores: torch.Tensor, experts: torch.Tensor, own: torch.Tensor
     ) -> None:
-        """The replay object tells what it served; ``record`` compares it with the returned map."""
+        """Keep the served experts; ``record`` compares the returned map with them."""
         self._choice = _Choice(layer_number, scores.detach(), experts, own)
 
     @torch.no_grad()
@@ -105,13 +105,13 @@ class CallRecorder:
     ) -> None:
         """Count one call from the routing map that the router returned.
 
-        routing_map: bool[m, E].  A call without a served choice was routed natively.
+        routing_map: bool[m, E].  In a call without a served choice the router chose for itself.
         """
         choice, self._choice = self._choice, None
         replayed = choice is not None and choice.layer_number == layer_number
         column = staged.column[layer_number]
         missing_rows = staged.missing_rows_per_layer[column]
-        # K largest of a 0/1 row are its ones; where there are fewer, the rest is masked out
+        # the K largest of a 0/1 row are its ones; if it has fewer, the others are masked out
         ids = routing_map.to(torch.uint8).topk(self._topk, dim=1).indices
         chosen = routing_map.gather(1, ids)
         counted = chosen & staged.real[:, None]
@@ -158,10 +158,10 @@ class CallRecorder:
     def _recompute_differ(
         self, choice: _Choice, microbatch_id: int, stage: str, zero: torch.Tensor
     ) -> torch.Tensor:
-        """Rows whose scores in a recomputation are not those of the microbatch's own forward.
+        """Count rows whose recomputed scores differ from those of the microbatch's own forward.
 
-        This is what ties a recomputation to its microbatch: routes and uids come from the same
-        staged record and would agree with each other even if both were another microbatch's.
+        This check alone ties a recomputation to its microbatch.  Routes and uids come from the same
+        staged record: they would agree with each other even if both were another microbatch's.
         """
         key, signature = (microbatch_id, choice.layer_number), self._signature(choice.scores)
         if stage == "replay_forward":
@@ -174,14 +174,14 @@ class CallRecorder:
         return ((first - signature).abs().amax(1) > _RECOMPUTE_TOLERANCE * scale).sum()
 
     def _signature(self, scores: torch.Tensor) -> torch.Tensor:
-        """float32[m, 4]: the scores [m, E] seen from four fixed directions."""
+        """Project scores [m, E] on four fixed directions, float32[m, 4]."""
         if self._projection is None:  # made on the device, so that nothing waits for a copy
             numbers = torch.arange(scores.shape[1] * _SIGNATURE_COLUMNS, device=scores.device)
             self._projection = numbers.cos().view(scores.shape[1], _SIGNATURE_COLUMNS)
         return scores.float() @ self._projection
 
     def collect(self, step: int) -> list[ReplayEvidence]:
-        """All calls since the last ``collect``; the one device read of the step."""
+        """Return the calls since the last ``collect``.  This is the one device read of a step."""
         if not self._calls:
             return []
         table = torch.stack([c.counters for c in self._calls]).cpu().tolist()
@@ -210,7 +210,7 @@ def _filled_hashes(
     layer_number: int,
     zero: torch.Tensor,
 ) -> torch.Tensor:
-    """Hashes of the slots we filled ourselves: the map holds them, the rollout never sent them."""
+    """Sum the hashes of slots that the trainer filled: the map holds them, the rollout does not."""
     if staged.rows_with_missing is None:
         return zero
     rows = staged.rows_with_missing
@@ -222,9 +222,9 @@ def _filled_hashes(
 def _controls(
     staged: StagedRoutes, choice: _Choice, column: int, whole: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Rows that would agree under a deliberate misalignment: by a token, by a layer.
+    """Count rows that agree if the routes are moved by one token or one layer on purpose.
 
-    Agreement that is no better than these says that the routes are not aligned at all.
+    If the true agreement is no better than these, the routes are not aligned at all.
     """
     num_layers = staged.routes.shape[1]
     variants = {

@@ -20,7 +20,7 @@ def _path(directory: Path, rank: int) -> Path:
 
 
 def save(directory: Path, rank: int) -> None:
-    """Write the state of torch (host, device), Megatron's trackers, numpy and Python."""
+    """Write the random state of torch (host, device), Megatron's trackers, numpy and Python."""
     tensors = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["cuda"] = torch.cuda.get_rng_state()
@@ -36,7 +36,7 @@ def save(directory: Path, rank: int) -> None:
 
 
 def load(directory: Path, rank: int) -> None:
-    """Restore what ``save`` wrote; raises ValueError where the file is missing or broken."""
+    """Restore the state that ``save`` wrote; raises ValueError for a missing or broken file."""
     path = _path(directory, rank)
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Process groups: start torch.distributed and Megatron's parallel state, say where this rank is."""
+"""Process groups of torch.distributed and Megatron, and this rank's place in them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from r3train.types import RankTopology
 
 
 def init_distributed(backend: str, timeout_minutes: float) -> None:
-    """Join torchrun's rendezvous (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT are torchrun's).
+    """Join torchrun's rendezvous; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    backend: gloo, nccl, or auto (nccl with CUDA).  Under NCCL a gloo group serves host tensors.
+    backend: gloo, nccl, or auto (nccl with CUDA).  Beside NCCL, a gloo group serves host tensors.
     """
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -25,8 +25,8 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    # torchrun keeps its store over --max-restarts (torch 2.13): without a name of their own the new
-    # ranks would look for the dead ones at the addresses that those left in it
+    # torchrun (torch 2.13) keeps its store over --max-restarts.  Without a prefix of their own, the
+    # new ranks would find the addresses of the dead ones in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -35,7 +35,7 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
 def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
     """Build Megatron's groups for the topology and seed its RNG trackers.
 
-    Returns this rank's place, without the layers it holds (those are read off the built model).
+    Returns this rank's place, without its layers: those are known once the model is built.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
@@ -69,12 +69,12 @@ def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
 def with_layers(
     topology: RankTopology, moe_layer_numbers: tuple[tuple[int, ...], ...]
 ) -> RankTopology:
-    """The topology once the model is built and its routers have been counted."""
+    """Return the topology with the MoE layers of the built model."""
     return replace(topology, moe_layer_numbers=moe_layer_numbers)
 
 
 def shutdown() -> None:
-    """Leave every process group; safe when none was joined."""
+    """Leave every process group, if any was joined."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,9 +1,9 @@
-"""What a checkpoint's forked writer tells the rank that it was forked from.
+"""The result that a checkpoint's forked writer returns to its rank.
 
-Megatron-core (0.16.1, ``filesystem_async``) makes a multiprocessing Manager for this: a process
-that every rank spawns at its first save (seconds of imports), and that outlives a rank killed with
-SIGKILL.  A pipe would not do either: the rank reads once the writer has ended, and the writer could
-not end while a full pipe waits to be read.
+Megatron-core (0.16.1, ``filesystem_async``) starts a multiprocessing Manager for this.  Every rank
+would spawn that process at its first save, with seconds of imports, and it would outlive a rank
+killed with SIGKILL.  A pipe does not work: the rank reads only after the writer has ended, and the
+writer cannot end while the pipe is full.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 
 class WriteResults:
-    """A queue of at most one entry in memory that a forked child shares with its parent."""
+    """A queue of at most one entry, in memory that a forked child shares with its parent."""
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("r3train-write-results")
 
     def put(self, value: Any) -> None:
-        """Leave the entry, in the place of any earlier one."""
+        """Store the entry; it replaces an earlier one."""
         data = memoryview(pickle.dumps(value))  # never leaves these two processes
         os.ftruncate(self._handle, 0)
         written = 0
@@ -29,7 +29,7 @@ class WriteResults:
             written += os.pwrite(self._handle, data[written:], written)
 
     def get_nowait(self) -> Any:
-        """Take the entry; raises queue.Empty where there is none."""
+        """Take the entry; raises queue.Empty if there is none."""
         size = os.fstat(self._handle).st_size
         if not size:
             raise Empty
