@@ -1,7 +1,6 @@
 """A tiny HTTP server that answers as SGLang does, for what is about the client alone."""
 
 import contextlib
-import json
 
 import numpy as np
 from aiohttp import web

@@ -3,7 +3,6 @@
 import pytest
 
 from r3train.engine.server import SGLangServer
-from r3train.loop.routes import RoutesOnRank0
 from tests.unit.own_servers import servers_of_rank_0
 
 

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.evidence_dirs import write_run
 from tests.unit.report_runs import page_of, Page, report, with_metrics
 
 GOOD = {"step": 9, "kind": "best", "reward": 0.5, "response_len": 3, "text": "a fine answer"}

@@ -256,7 +256,7 @@ def test_memory_does_not_grow_with_the_number_of_records(tmp_path, caplog, monke
 
     peak(5)  # imports
     # a step costs a few hundred bytes (index, metrics), its records of 7 KB cost nothing
-    assert peak(400) - peak(100) < 300 * 2000
+    assert peak(250) - peak(50) < 200 * 2000
 
 
 def test_a_threshold_that_is_given_replaces_the_runs_own_and_its_verdict_by_it(tmp_path):
