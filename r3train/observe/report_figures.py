@@ -159,7 +159,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 def axis_range(low: float, high: float, log: bool) -> tuple[float, float]:
     """The ends of an axis that shows values from ``low`` to ``high``."""
     if log:
-        return (low / 1.2, high * 1.2) if high > low else (low / 2, high * 2)
+        return (low / 1.2, high * 1.2) if high > low else (low / 10, high * 10)
     if low == high == 0:
         return -0.06, 1.0  # what is never negative should not look as if it could be
     largest = max(abs(low), abs(high))
@@ -191,7 +191,8 @@ def strip_figure(checks: Sequence[StepCheck]) -> dict[str, Any]:
         **{"zmin": 0, "zmax": 2, "colorscale": scale, "showscale": False},
         **{"hovertemplate": "%{text}<extra></extra>", "xgap": 1 if len(columns) < 80 else 0},
     }
-    layout = _layout(108, _step_axis(len(columns)), {"fixedrange": True, "visible": False})
+    layout = _layout(124, _step_axis(len(columns)), {"fixedrange": True, "visible": False})
+    layout["margin"]["t"] = 46  # the buttons above, the failed steps below them
     return {"data": [cells], "layout": layout | {"annotations": marks}}
 
 
@@ -222,7 +223,7 @@ def heat_figure(heat: HeatMap) -> dict[str, Any]:
 
 def _step_axis(columns: int) -> dict[str, Any]:
     every = max(1, -(-columns // 10))
-    title = {"text": "step", "standoff": 4}
+    title = {"text": "step", "standoff": 10}
     return {"type": "category", "title": title, "tickmode": "linear", "tick0": 0, "dtick": every}
 
 
@@ -230,9 +231,9 @@ def _layout(height: int, x_axis: dict[str, Any], y_axis: dict[str, Any]) -> dict
     clear = "rgba(0,0,0,0)"  # the page's own colour shows, light or dark
     return {
         **{"height": height, "showlegend": False, "paper_bgcolor": clear, "plot_bgcolor": clear},
-        "margin": {"l": 8, "r": 8, "t": 28, "b": 8},
+        "margin": {"l": 8, "r": 8, "t": 28, "b": 40},
         "modebar": {"bgcolor": clear, "color": "#94a3b8", "activecolor": "#64748b"},
         "font": {"family": "system-ui, sans-serif", "size": 12},
-        "xaxis": {"automargin": True, "zeroline": False, "showgrid": False, "ticks": ""} | x_axis,
+        "xaxis": {"zeroline": False, "showgrid": False, "ticks": ""} | x_axis,
         "yaxis": {"automargin": True, "zeroline": False, "ticks": ""} | y_axis,
     }
