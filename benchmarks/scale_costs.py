@@ -13,7 +13,7 @@ ROUTES = "rank 0's routes"
 
 @dataclass(frozen=True)
 class Model:
-    """What decides the bytes of a model's routes and weights, and its arithmetic."""
+    """The sizes of a model that decide the bytes of its routes and weights, and its arithmetic."""
 
     name: str
     layers: int  # decoder layers: SGLang sends a row of each
@@ -126,7 +126,7 @@ class Cost:
         return max(generation, training, sum(path.values()))
 
     def _path(self, leaders: bool) -> dict[str, float]:
-        """What the process of rank 0 does of the route path; it is a leader too."""
+        """Seconds that rank 0 spends on the route path, by stage; with leaders it is one of them."""
         if not leaders:
             return self.rank0
         beside = self.rank0_beside_leaders

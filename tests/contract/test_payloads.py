@@ -28,7 +28,7 @@ def read(name, routes=ROUTES):
 
 
 def test_the_record_is_of_the_installed_sglang():
-    """When this fails, run record_payloads.py and read the difference."""
+    """After an upgrade of SGLang: run record_payloads.py and read the difference."""
     assert RECORD["sglang"] == version("sglang")
 
 

@@ -1,4 +1,4 @@
-"""What run directories and checkpoints say of every prompt and sample: trained once, none lost."""
+"""Accounts of every prompt and sample in run directories and checkpoints: trained once, none lost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def buffered_samples(checkpoint: Path, step: int) -> dict[int, RolloutSample]:
 def trained_as_they_were(
     kept: Mapping[int, RolloutSample], later: Mapping[int, RolloutSample]
 ) -> None:
-    """What a buffer kept is what was trained afterwards, tokens and experts."""
+    """Assert that the kept samples were trained later with the same tokens and experts."""
     for sample_id, sample in kept.items():
         assert later[sample_id].token_ids.tolist() == sample.token_ids.tolist()
         assert (later[sample_id].routed_experts == sample.routed_experts).all()

@@ -43,7 +43,7 @@ def copied(directory: Path) -> Path:
 
 
 def add_qwen3_30b_a3b(directory: Path, tiny: Path) -> None:
-    """What configs/qwen3_30b_a3b.toml names, as far as a dry run reads it: no weights.
+    """Add the files that configs/qwen3_30b_a3b.toml names and a dry run reads; no weights.
 
     Shape: Qwen3-30B-A3B's config.json; the tokenizer is that of the tiny checkpoint.
     """

@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_flags(tiny: Path) -> list[str]:
-    """What points a job at them, and keeps it short."""
+    """Flags that give a job the tiny model and its prompts, and keep it short."""
     return [
         *("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),

@@ -16,7 +16,7 @@ _COMMAND = re.compile(rf"^(?:\w+=\S* )*(?:\.venv/bin/)?{PROGRAMS} \S")
 
 
 class Kind(Enum):
-    """What is done with a command."""
+    """The way in which the tests run a command of the pages."""
 
     RUN = "run as it is"
     JOB = "run with two rollouts and a server that is there: pages need what it leaves"

@@ -65,7 +65,9 @@ SPOILERS = ("cut", "half", *ANSWER_SPOILERS)
 
 @dataclass
 class Meddling:
-    """What a proxy does, and did; ``spoil(n)`` names a spoiler or None, ``delay_s(n)`` is a wait.
+    """Orders to a proxy and its record.
+
+    ``spoil(n)`` names the spoiler of answer n or None; ``delay_s(n)`` is the wait before it.
 
     ``told`` holds (time, request id, spoiler or None) of every answer to ``/generate``.
     """

@@ -49,7 +49,7 @@ def test_every_step_is_proved_and_no_route_comes_to_rank_0s_client(stored):
 def test_the_same_rollouts_without_stores_give_the_same_fingerprints_and_the_same_first_loss(
     stored, tmp_path, tiny_flags
 ):
-    """What the leaders found and trained is what rank 0 finds and trains of the dumped bytes."""
+    """Rank 0, replaying the dumped rollouts, finds and trains the same as the leaders did."""
     replayed = jobs.run(
         tmp_path / "run",
         *tiny_flags,

@@ -181,7 +181,10 @@ def test_servers_on_a_node_of_their_own_serve_ranks_on_another_with_a_key(
 
 
 def _processes(job_id: str) -> set[psutil.Process]:
-    """What a job has started on this machine: SGLang's title hides the environment of some of it."""
+    """Processes that a job has started on this machine.
+
+    SGLang's process titles overwrite the environment of some: they are found as children.
+    """
     found = {p for p in psutil.process_iter() if _variable(p, "SLURM_JOB_ID") == job_id}
     for process in tuple(found):
         with contextlib.suppress(psutil.Error):
@@ -229,7 +232,7 @@ def _fact(slurm: dict[str, str], job_id: str, name: str) -> str:
 
 
 def _in_queue(slurm: dict[str, str], job_id: str) -> bool:
-    """Whether the job has not ended, or its processes are being ended still."""
+    """True until the job and all its processes have ended."""
     command = ["squeue", "--noheader", "--jobs", job_id]
     return bool(subprocess.run(command, env=slurm, capture_output=True, text=True).stdout.strip())
 

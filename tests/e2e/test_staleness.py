@@ -1,4 +1,4 @@
-"""How old the trained samples are, over runs on the real server with some requests held back."""
+"""Ages of the trained samples, over runs on the real server with some requests held back."""
 
 from __future__ import annotations
 

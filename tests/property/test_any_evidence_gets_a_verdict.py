@@ -1,4 +1,4 @@
-"""Whatever value any field of any record has, check-evidence answers with a verdict.
+"""check-evidence answers with a verdict for any value in any field of any record.
 
 One field of one line is replaced or left out, or a line is torn: never a traceback, never an exit code
 of something else, and never a pass where the value cannot be right.

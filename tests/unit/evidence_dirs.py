@@ -107,7 +107,7 @@ def write_run(
 
 
 def expectation_of(step: int, ranks: Collection[int]) -> StepExpectation:
-    """What the rollout side records of a step in which these ranks call every router."""
+    """The rollout side's totals of a step in which these ranks call every router."""
     each = {(rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS} for rank in ranks}
     return StepExpectation(
         step=step,

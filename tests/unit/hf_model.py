@@ -1,4 +1,4 @@
-"""What a tiny mixture-of-experts checkpoint would say of itself."""
+"""The facts of a tiny mixture-of-experts checkpoint, without the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where an export may be written, and what it replaces."""
+"""Directories that an export may be written to, and those that it replaces."""
 
 import pytest
 import torch

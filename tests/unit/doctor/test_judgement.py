@@ -105,7 +105,7 @@ def test_rows_shifted_by_a_token_and_layers_swapped_are_found(spoil, shape, tole
 
 @each_format
 def test_a_late_layer_that_is_shifted_behind_near_ties_is_found(tolerance):
-    """Where every row has flipped at a near tie, the layers behind say something together still."""
+    """Every row flips at a near tie: the later layers still show the shift when taken together."""
     shape = "64 experts, top 6"
     logits = model(shape)
     order = np.argsort(-logits[:, 0], axis=-1)

@@ -1,4 +1,4 @@
-"""Where the servers of a job listen, by its flags; no server is started."""
+"""Addresses at which the servers of a job listen, by its flags; no server is started."""
 
 import pytest
 

@@ -77,7 +77,7 @@ def test_a_flag_that_sglang_does_not_have_is_refused_with_the_nearest_one():
 
 
 def test_every_flag_that_a_server_is_started_with_is_one_that_sglang_has(tmp_path):
-    """What is read from SGLang's source is its flags: ours, which it is known to take, are there."""
+    """Flags that every server of ours is started with are found in SGLang's source."""
     for device in ("cpu", "cuda"):
         server = SGLangServer("m", tmp_path / "log", return_routed_experts=True, device=device)
         ours = [word[2:] for word in server.command() if word.startswith("--")]

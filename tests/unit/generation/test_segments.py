@@ -66,7 +66,7 @@ def test_an_aborted_update_does_not_wait_for_the_next_segments():
 
 
 def test_an_engine_that_stops_short_of_a_segment_is_not_asked_to_go_on():
-    """Where the engine's own limit ends an answer, there is nothing to go on with."""
+    """An answer that the engine's own limit ended is complete."""
 
     class Short(SimulatedEngine):
         async def generate(self, request):

@@ -44,7 +44,7 @@ def start(length: int, routes: bool = True):
 
 
 def segment(before, count: int, source: int, finish_reason: str = "abort", start_len=None):
-    """What the engine answers: all rows from ``start_len`` on, all of them its own computation."""
+    """The engine's answer: all rows from ``start_len`` on, all computed by this answer."""
     first = rows_known(before) if start_len is None else start_len
     last = before.num_tokens + count - 1
     return Segment(
@@ -64,7 +64,7 @@ def segment(before, count: int, source: int, finish_reason: str = "abort", start
     overlap=st.lists(st.integers(0, 4), min_size=5, max_size=5),
 )
 def test_every_row_is_of_the_forward_that_made_its_log_prob(prompt_len, counts, overlap):
-    """Whatever was asked for again: the row of token t is the one that predicted token t+1."""
+    """The row of token t is the one that predicted token t+1, whichever rows came twice."""
     sample = start(prompt_len)
     for source, (count, again) in enumerate(zip(counts, overlap, strict=False)):
         first = max(0, rows_known(sample) - again)

@@ -1,4 +1,4 @@
-"""Which GPUs servers take beside ranks and beside one another; no server is started, no GPU is there."""
+"""GPUs that servers take beside ranks and beside one another; no server is started, no GPU needed."""
 
 from __future__ import annotations
 

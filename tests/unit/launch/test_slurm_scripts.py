@@ -65,7 +65,7 @@ def documented(text: str, script: str) -> tuple[dict[str, str], list[str]]:
 
 
 def render_documented(tmp_path: Path, text: str, script: str):
-    """What Slurm would run of that command: its settings, its nodes, and their GPUs."""
+    """Render the job that Slurm would make of a documented command: settings, nodes, GPUs."""
     environment, words = documented(text, script)
     at = words.index(f"slurm/{script}.sbatch")
     asked = dict(word.lstrip("-").split("=", 1) for word in words[:at])

@@ -33,7 +33,7 @@ def edit_steps(run: Path, change) -> None:
 
 
 def failed(run: Path) -> list[str]:
-    """What is found in a run that must fail, from a table and from JSON."""
+    """Findings of a run that must fail, asked for as a table and as JSON."""
     table = check(run)
     assert table.exit_code == 1 and "Traceback" not in table.output, table.output
     result = check(run, "--json")

@@ -1,4 +1,4 @@
-"""Which rank holds which layers: our arithmetic against Megatron's own."""
+"""The layers of each rank: our arithmetic against Megatron's own."""
 
 from __future__ import annotations
 

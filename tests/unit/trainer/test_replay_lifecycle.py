@@ -54,7 +54,7 @@ def make_slice(microbatch_id: int = 0) -> RankSlice:
 
 
 def choose(manager: RoutingReplayManager) -> torch.Tensor:
-    """What the router of layer 3 is served."""
+    """Return the experts that the router of layer 3 is served."""
     scores = torch.arange(NUM_ROWS * NUM_EXPERTS, dtype=torch.float32).view(NUM_ROWS, -1)
 
     def own(s, topk, num_groups=None, group_topk=None):
