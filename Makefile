@@ -10,22 +10,22 @@ PYTHON := $(shell for p in python3.11 python3.12 python3; do \
     $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null \
     && echo $$p && break; done)
 endif
-# PyPI's torch for Linux is the CUDA build (gigabytes more, and it works too): name PyTorch's index of
-# CPU wheels here, or have pip configured with one, to get the small one
+# PyPI's torch for Linux is the CUDA build: it works, but is gigabytes larger.  Name PyTorch's index of
+# CPU wheels here, or configure pip with one, to get the small build
 TORCH_INDEX ?=
 # further flags for the demo: make demo ARGS="--num-rollout 5"
 ARGS ?=
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
 PYTEST_ARGS ?=
 
-# marks of tests: a process is enough; servers, ranks or whole jobs
+# marks of tests: QUICK ones need one process, WHOLE ones servers, ranks or whole jobs
 QUICK := not e2e and not ranks and not slow and not long
 WHOLE := (e2e or ranks) and not slow and not long
 
 BIN := .venv/bin
 # -qq: errors alone
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
-# bench.txt is for a venv of its own
+# bench.txt goes into .venv-trl
 PINS := $(filter-out requirements/bench.txt,$(sort $(wildcard requirements/*.txt)))
 KEY := $(shell cat $(PINS) pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 CPU_STAMP := .venv/.cpu-$(KEY)
@@ -43,7 +43,7 @@ venv: $(CPU_STAMP)  ## Make .venv with everything that runs on a CPU machine
 
 dev: $(DEV_STAMP)  ## Add the tools of tests and style to .venv
 
-# A venv of another Python, or one that was copied from elsewhere, is made anew.
+# Make the venv again if it is of another Python or was copied from elsewhere.
 $(CPU_STAMP):
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }
 	@wanted=$$($(PYTHON) -c '$(PYTHON_VERSION)'); \
@@ -53,7 +53,7 @@ $(CPU_STAMP):
 	    $(PYTHON) -m venv --clear .venv; \
 	fi
 	@echo "installing into .venv, 1 of 3: torch (the first time takes minutes; 2.6 GB on disk in all)"
-	@# --no-deps: this index is asked for torch alone
+	@# --no-deps: only torch comes from this index
 	@$(PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c requirements/constraints.txt torch
 	@echo "installing into .venv, 2 of 3: what r3train and SGLang import"
 	@$(PIP) -c requirements/constraints.txt -r requirements/cpu.txt
@@ -77,7 +77,7 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= ad
 test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 ifneq ($(strip $(PYTEST_ARGS)),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
-else  # what starts servers and ranks wants the cores for itself
+else  # tests that start servers and ranks need the cores for themselves
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(QUICK)" --numprocesses auto --maxprocesses 4
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(WHOLE)" --durations=10
 endif
@@ -85,7 +85,7 @@ endif
 test-slow: dev  ## Run the tests that take minutes each
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m slow $(PYTEST_ARGS)
 
-test-long: dev bench-venv  ## Run the longest commands of docs/ as they stand there (an hour and a half)
+test-long: dev bench-venv  ## Run the longest commands of docs/ unchanged (an hour and a half)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m long $(PYTEST_ARGS)
 
 lint: dev  ## Check style, layers and that docs/configuration.md is up to date
@@ -102,7 +102,7 @@ docs: dev  ## Write docs/configuration.md from the models in r3train/config
 verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
 	OMP_NUM_THREADS=1 $(BIN)/r3train verify --mutations
 
-# TRL wants packages that r3train does not, and pins of its own: it never enters .venv
+# TRL needs other packages and other pins: it never enters .venv
 $(BENCH_STAMP):
 	@echo "making .venv-trl: TRL, which the benchmark compares with (1.6 GB on disk)"
 	@[ -n "$(PYTHON)" ] || { echo "Python 3.11 or 3.12 is needed: make PYTHON=/path/to/python3.11"; exit 1; }

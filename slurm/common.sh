@@ -1,8 +1,8 @@
 # Shared by the batch scripts: settings from the environment, signals, requeue, teardown.
 #
-# A job has its nodes whole (--exclusive, --mem=0): one task a node would get one core otherwise, and
+# A job takes whole nodes (--exclusive, --mem=0): otherwise Slurm gives one task a node one core, and
 # a step of two servers none.  --cpu-bind=none lets the ranks and servers of a task use all cores.
-# Sourced, never run.  R3TRAIN_ROOT is the checkout on a file system that all nodes see.
+# Source this file, do not run it.  R3TRAIN_ROOT is the checkout on a file system that all nodes see.
 
 set -uo pipefail
 
@@ -11,30 +11,30 @@ BIN=${BIN:-$R3TRAIN_ROOT/.venv/bin}
 CONFIG=${CONFIG:-configs/tiny_cpu.toml}
 RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
-# of each SGLang server: its tensor parallelism; unset, what the recipe says
+# the tensor-parallel size of each SGLang server; unset, the recipe's
 GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
 SAVE_INTERVAL=${SAVE_INTERVAL:-20}
 # the signal comes this long before the end of the job; the ranks get a little less
 SIGNAL_GRACE_S=${SIGNAL_GRACE_S:-100}
-# set: print the commands in the place of running them (a look before a big job)
+# if set, print the commands instead of running them (to check a big job)
 RENDER=${RENDER:-}
 START=${SLURM_RESTART_COUNT:-0}
 LOGS=$RUN_DIR/logs/slurm-${SLURM_JOB_ID:?}-start$START
-# the job's own number makes ports of two jobs on a node differ; below those that servers take
-# (20000 to 31999) and that the system gives to outgoing connections (from 32768 on)
+# the job's number makes the ports of two jobs on a node differ; they lie below those of servers
+# (20000 to 31999) and of outgoing connections (from 32768 on)
 RDZV_PORT=${RDZV_PORT:-$((10000 + SLURM_JOB_ID % 10000))}
 
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export R3TRAIN_ROOT BIN
-# the key of this start's servers, known to its steps by their environment alone
+# the key of this start's servers; its steps get it only by their environment
 R3TRAIN_ENGINE_API_KEY=${R3TRAIN_ENGINE_API_KEY:-$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')}
 export R3TRAIN_ENGINE_API_KEY
 
 STOPPED=""
 STEPS=()
 
-# A setting that cannot be: nothing is started.
+# Refuse an impossible setting before anything starts.
 refuse() {
     echo "$*" >&2
     exit 2
@@ -43,16 +43,16 @@ require_count() {
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
 }
 [[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
-# of this node, and so of every one; 0 where Slurm knows of none
+# GPUs of this node, and so of every node; 0 if Slurm knows of none
 node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
 node_gpus=${node_gpus##*:} # h100:8
 
-# SGLang beside the ranks of one node: train_async.py puts it on the GPUs behind theirs, and looks
-# again, for the recipe may name servers elsewhere.
+# Check that one node holds the ranks and their server.  train_async.py puts the server on the GPUs
+# behind the ranks' and checks again, because the recipe may name servers elsewhere.
 own_server_flags=()
 server_beside_ranks() {
     [[ -n $GPUS_PER_SERVER ]] || return 0
-    require_count NPROC_PER_NODE # torchrun's gpu and auto would leave the server nothing
+    require_count NPROC_PER_NODE # torchrun's gpu and auto would leave the server no GPU
     local both=$((NPROC_PER_NODE + GPUS_PER_SERVER))
     ((node_gpus == 0 || both <= node_gpus)) ||
         refuse "$NPROC_PER_NODE ranks and a server of $GPUS_PER_SERVER GPUs take $both, and a node has" \
@@ -71,8 +71,8 @@ step() {
     STEPS+=($!)
 }
 
-# What Slurm sends before it takes the job away goes to the ranks, who save and end.  By a file:
-# srun would hand a signal to every process of a step, and SGLang, which does not know it, would die.
+# Pass Slurm's warning signal on to the ranks, which save and end.  It goes by a file: srun would send
+# the signal to every process of a step, and it would kill SGLang.
 STOP_FILE=$LOGS/stop
 tell_ranks() {
     STOPPED=$1
@@ -90,7 +90,7 @@ finish() {
     done
 }
 
-# Everything that was started ends together: asked first, killed after 30 s.
+# End all started commands: SIGTERM first, SIGKILL after 30 s.
 teardown() {
     local pid waited
     for pid in "${STEPS[@]}"; do
@@ -109,7 +109,7 @@ teardown() {
     done
 }
 
-# A run that was stopped early and saved goes back into the queue, and resumes there.
+# Requeue a run that was stopped early and has saved; its next start resumes.
 requeue_if_stopped() {
     local code=$1
     if [[ $STOPPED == USR1 && $code -eq 0 ]]; then

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A real Slurm on loopback, for tests: munged, slurmctld and a slurmd a node, all files in one
-# directory, nothing of the machine's own Slurm touched.  NODES (1) nodes, named by their addresses
+# directory, apart from the machine's own Slurm.  NODES (1) nodes, named by their addresses
 # 127.0.0.1, 127.0.0.2, ..., each with all of the machine's cores.
 #
 #   slurm/local_cluster.sh install DIR   Debian's slurm-wlm and munge, where they are missing
@@ -48,7 +48,7 @@ for program in slurmctld slurmd munged sbatch; do
 done
 if [[ -n $missing ]]; then
     export DEBIAN_FRONTEND=noninteractive
-    # a package's own daemons stay off: nothing of the machine's is to run
+    # keep the packages from starting their daemons on the machine
     policy=/usr/sbin/policy-rc.d
     if [[ ! -e $policy ]]; then
         printf '#!/bin/sh\nexit 101\n' >"$policy"
@@ -81,7 +81,7 @@ ClusterName=local
 SlurmctldHost=$host(127.0.0.1)
 SlurmctldPort=$(free_port)
 AuthType=auth/munge
-# a requeued job waits until its old credential is void: two minutes by default
+# a requeued job waits until its old credential expires: two minutes by default
 AuthInfo=socket=$dir/munge/socket,cred_expire=5
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/affinity

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# One node's torchrun.  When the file $STOP_FILE appears, its ranks get SIGUSR1, and not torchrun,
-# which would cut their last words short: they save, end with 0, and torchrun with them.
+# One node's torchrun.  When the file $STOP_FILE appears, this script sends SIGUSR1 to the ranks (torchrun
+# would kill them before they have saved): they save and end with 0, and torchrun ends with them.
 #
-# Slurm's own SIGTERM (scancel, preemption) goes to every process of the step.  The ranks save on it,
-# and this script and torchrun outlive it: the step is over, and killed, when they end.
+# Slurm sends SIGTERM (scancel, preemption) to every process of the step.  The ranks save.  This script
+# and torchrun ignore it, because Slurm kills the rest of the step when they end.
 set -uo pipefail
 cd "${R3TRAIN_ROOT:?}" || exit 1
 
@@ -12,7 +12,7 @@ for arg in "$@"; do
     args+=("${arg//\$SLURM_NODEID/${SLURM_NODEID:-0}}")
 done
 (
-    trap '' TERM # inherited; the ranks take it back
+    trap '' TERM # inherited; the ranks handle TERM again
     exec "${BIN:?}/torchrun" "${args[@]}"
 ) &
 agent=$!
