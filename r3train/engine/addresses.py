@@ -22,9 +22,9 @@ def is_loopback(host: str) -> bool:
 
 
 def own_address(peer: str) -> str:
-    """This node's address on the way to a peer; nothing is sent.
+    """Return the address of this node that a connection to a peer would use; nothing is sent.
 
-    Raises OSError for a name that does not resolve, or where there is no way.
+    Raises OSError for a name that does not resolve and for a peer without a route to it.
     """
     family, _, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -60,11 +60,11 @@ def host_of(addr: str) -> str:
 
 
 def address_for(peers: Sequence[str], asked: str | None = None) -> str:
-    """One address by which all peers reach this node.
+    """Choose one address by which all peers reach this node.
 
     peers: their hosts.  asked: an address or a network interface that the user named; it wins.
-    Without it: loopback where all peers are on loopback, else the address on the way to the first
-    peer that is not.
+    Without it the address is loopback if all peers are on loopback, else the address that a
+    connection to the first other peer would use.
     """
     if asked is not None:
         return address_of_interface(asked) or asked

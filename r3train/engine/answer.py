@@ -1,7 +1,7 @@
 """Read one answer of SGLang's ``/generate``, strictly, into a ``Segment``.
 
-Pure: no network, no clock.  An answer that does not fit raises an error with the sample, what was
-got and what was expected; nothing is cut, padded or guessed.
+Pure: no network, no clock.  An answer that does not fit raises an error that names the sample, the
+value got and the value expected; nothing is cut, padded or guessed.
 
 Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 """
@@ -38,7 +38,7 @@ def read_answer(
     if not isinstance(meta, Mapping):
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
-    # aborted in SGLang's queue: an answer without counts and routes, of which nothing is kept
+    # SGLang answers a request aborted in its queue without counts and routes: keep nothing of it
     unborn = finish_reason == "abort" and "prompt_tokens" not in meta
     output_ids = _output_ids([] if unborn else answer.get("output_ids"), name)
     input_len, output_len = len(request.token_ids), len(output_ids)
@@ -125,7 +125,7 @@ def _output_ids(output_ids: Any, name: str) -> np.ndarray:
 
 
 def _log_probs(entries: Any, output_ids: np.ndarray, name: str) -> np.ndarray:
-    """``[[log_prob, token_id, text], ...]`` -> float32[R], of exactly the tokens that came."""
+    """``[[log_prob, token_id, text], ...]`` -> float32[R]; the ids must be ``output_ids``."""
     if entries is None and len(output_ids) == 0:
         return np.zeros(0, dtype=np.float32)
     if not isinstance(entries, list) or len(entries) != len(output_ids):

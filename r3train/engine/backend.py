@@ -25,7 +25,7 @@ class EngineUnreachable(EngineError):
 
 
 class AnswerLate(EngineUnreachable):
-    """No answer within the time that a request has."""
+    """No answer within ``request_timeout_s``."""
 
 
 class AnswerCutShort(EngineUnreachable):
@@ -33,12 +33,12 @@ class AnswerCutShort(EngineUnreachable):
 
 
 class BadAnswer(ValueError):
-    """An answer that contradicts itself or the request, ended early or never came: it is not used."""
+    """An answer that contradicts itself or the request, ended early or never came."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The way one response is drawn.
+    """Settings by which one response is drawn.
 
     ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables
@@ -86,26 +86,27 @@ def sample_seed(run_seed: int, sample_id: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request for tokens: all that stands before them, and the way they are drawn.
+    """One request for tokens: the tokens before them, and the way to draw them.
 
-    A prompt of 3 tokens with 2 generated before is sent with 5 tokens; under R3 their rows 0..3
-    may be known but for the last, so ``rows_start`` is 4 and the answer brings row 4 and later ones.
+    A prompt of 3 tokens and 2 tokens generated earlier are sent as 5 tokens.  Under R3 rows 0..3
+    are known then, and row 4 is not: ``rows_start`` is 4, and the answer brings row 4 and later
+    ones.
     """
 
     sample_id: int
     group_id: int  # samples of one group go to one server, where their prompt is cached
-    prompt_id: str  # for messages
+    prompt_id: str  # error messages name the sample by it
     token_ids: np.ndarray  # int32[T], prompt and all tokens that followed
     max_new_tokens: int
     sampling: SamplingParams
     rows_start: int = 0  # route rows that are known already
-    num_generated: int = 0  # the model's own among token_ids
-    weight_version: int | None = None  # that every new token must carry; None: any
+    num_generated: int = 0  # tokens of token_ids that the model generated
+    weight_version: int | None = None  # every new token must carry it; None: any version
     exact_version: bool = True  # False: weight_version is the oldest that a token may carry
 
     @property
     def name(self) -> str:
-        """The sample as messages name it."""
+        """Name of the sample in messages."""
         return f"{self.sample_id} (prompt {self.prompt_id!r})"
 
 
@@ -114,7 +115,7 @@ class Segment:
     """The checked answer to one request: O new tokens, and R route rows.
 
     Rows run from ``rows_start`` to the row before the last token's: a whole answer has
-    R = T + O - 1 - rows_start.  Without any token nothing was computed, and R is 0.
+    R = T + O - 1 - rows_start.  An answer without a token has R = 0: nothing was computed.
     """
 
     token_ids: np.ndarray  # int32[O]
@@ -126,7 +127,7 @@ class Segment:
 
 
 class RolloutBackend(Protocol):
-    """Generation, and the few control calls that generation needs around a weight update."""
+    """Generation, and the control calls that it needs around a weight update."""
 
     async def generate(self, request: Request) -> Segment:
         """Draw tokens.  Raises EngineError or ValueError naming the sample."""

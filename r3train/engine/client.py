@@ -35,7 +35,7 @@ from r3train.engine.http import SGLangHTTP
 
 logger = logging.getLogger(__name__)
 
-# errors of reading an answer that is malformed
+# errors that reading a malformed answer raises
 _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 _REMEMBERED_GROUPS = 4096
 _VERSION_POLL_S = 0.05
@@ -43,27 +43,27 @@ _ABORT_S = 3.0
 
 
 class Transport(Protocol):
-    """The way of a request to its server, and of the routes back; of one client, in its event loop."""
+    """Carries requests to their servers and routes back; one per client, in its event loop."""
 
     route_wire_bytes: int  # base64 bytes of routes that came here
 
     async def generate(
         self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
     ) -> Any:
-        """The answer of ``/generate``; raises as ``SGLangHTTP.call``."""
+        """Return the answer of ``/generate``; raises the errors of ``SGLangHTTP.call``."""
         ...
 
     def decode(
         self, payload: str, routes: RouteShape, *, num_tokens: int, start: int, sample: str
     ) -> np.ndarray:
-        """The rows of an answer: [num_tokens-1-start, *routes.row] of ``routes.dtype``."""
+        """Return the rows of an answer: ``routes.dtype`` [num_tokens-1-start, *routes.row]."""
         ...
 
     async def aclose(self) -> None: ...
 
 
 class DirectTransport:
-    """Straight to the server, which answers with the routes in base64."""
+    """Sends requests straight to the server, which answers with the routes in base64."""
 
     def __init__(self) -> None:
         self.route_wire_bytes = 0
@@ -71,16 +71,16 @@ class DirectTransport:
     async def generate(
         self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
     ) -> Any:
-        """The server's answer."""
+        """Return the server's answer."""
         return await http.call(server, "/generate", body, what=f"sample {request.sample_id}")
 
     def decode(self, payload: str, routes: RouteShape, **of_sample: Any) -> np.ndarray:
-        """The routes themselves: see ``decode_routed_experts``."""
+        """Decode the routes: see ``decode_routed_experts``."""
         self.route_wire_bytes += len(payload)
         return decode_routed_experts(payload, routes, **of_sample)
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 class SGLangClient:
@@ -88,14 +88,14 @@ class SGLangClient:
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least
     loaded one.  Use it from a single event loop.  ``routes`` is the shape of an answer's
-    rows; None means: do not ask for routed experts.  ``versions`` knows what each server holds: a
-    request never goes to one without the weights that it asks for.
-    ``cache_per_version`` keeps prefixes cached under one version from requests of another, where a
-    flush is impossible because requests are running.  ``transport`` is the way of requests
-    whose answers carry routes.  A request whose answer was bad is sent again, to another server
-    where there is one, until ``max_bad_answers`` have come; ``on_bad_answer`` is told of each.  None
-    in ``request_timeout_s`` is a bad answer where ``/health`` answers within ``health_timeout_s``.
-    On ``shared_servers`` only requests of this client are ever aborted.
+    rows; with None the client does not ask for routed experts.  ``versions`` knows what each server
+    holds: a request never goes to one without the weights that it asks for.  ``cache_per_version``
+    keeps prefixes cached under one version from requests of another, where a flush is impossible
+    because requests are running.  ``transport`` carries requests whose answers hold routes.  A
+    request whose answer was bad is sent again, to another server where there is one, until
+    ``max_bad_answers`` have come; ``on_bad_answer`` is called for each.  None in ``request_timeout_s``
+    is a bad answer where ``/health`` answers within ``health_timeout_s``.  On ``shared_servers``
+    only requests of this client are ever aborted.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SGLangClient:
         self._load = [0] * len(self.http.urls)
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
         self._requests = itertools.count()
-        # ids of its own: another job may use the same server
+        # request ids begin with it: another job may use the same server
         self._name = f"r3train-{secrets.token_hex(4)}"
         self._max_bad_answers = max_bad_answers
         self._on_bad_answer = on_bad_answer or (lambda: None)
@@ -143,7 +143,7 @@ class SGLangClient:
         return self._transport.route_wire_bytes
 
     def _server_for(self, group_id: int, allowed: Sequence[int]) -> int:
-        """The group's server while it is allowed, else the least loaded of those that are."""
+        """Return the group's server if it is allowed, else the least loaded of the allowed ones."""
         server = self._server_of_group.get(group_id)
         if server not in allowed:
             server = min(allowed, key=self._load.__getitem__)
@@ -153,13 +153,13 @@ class SGLangClient:
         return server
 
     def _move_group(self, group_id: int, server: int) -> None:
-        """Let the group's next request go to another server than this one, where there is one."""
+        """Send the group's next request to another server than this one, if there is another."""
         others = [i for i in range(len(self._load)) if i != server]
         if others and self._server_of_group.get(group_id) == server:
             self._server_of_group[group_id] = min(others, key=self._load.__getitem__)
 
     async def _allowed_servers(self, weight_version: int | None, sample_id: int) -> Sequence[int]:
-        """Servers that hold the weights that are asked for; waits while none does."""
+        """Wait until a server holds the weights that the request asks for; return all that do."""
         if self._versions is None or weight_version is None:
             return range(len(self.http.urls))
         deadline = time.monotonic() + self.http.request_timeout_s
@@ -179,11 +179,12 @@ class SGLangClient:
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
         distribution after temperature, before top-p and top-k.  Cancelling the call aborts the
-        request on its server, as no answer in time does.  Raises BadAnswer or AnswerCutShort after
-        too many of them, and AnswerLate for a server that does not tell its health either.
+        request on its server; so does a timeout.  Raises BadAnswer or AnswerCutShort after
+        too many of them, and AnswerLate for a late answer of a server whose ``/health`` is silent
+        too.
         """
         sample_id, body = request.sample_id, self._body(request)
-        asked: list[int] = []  # servers, in turn
+        asked: list[int] = []  # the servers tried so far, in order
         for count in range(1, self._max_bad_answers + 1):
             try:
                 return read_answer(
@@ -194,7 +195,7 @@ class SGLangClient:
                 )
             except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
-                    raise  # not this request alone: the server is lost
+                    raise  # its /health is silent too: the server is lost
                 self._on_bad_answer()
                 text = f"{error} (bad answer {count}, max_bad_answers {self._max_bad_answers})"
                 if not str(error).startswith("sample "):
@@ -207,7 +208,7 @@ class SGLangClient:
         raise AssertionError("max_bad_answers is below 1")
 
     def _body(self, request: Request) -> dict[str, Any]:
-        """The JSON of a request, but for its id."""
+        """Return the JSON of a request, without its id."""
         sampling = request.sampling
         params = {
             "max_new_tokens": request.max_new_tokens,
@@ -232,12 +233,12 @@ class SGLangClient:
         return body
 
     async def _ask(self, body: dict[str, Any], request: Request, asked: list[int]) -> Any:
-        """Send a request under an id of its own to a server that may serve it, the last of ``asked``."""
+        """Send a request under a new id to an allowed server, which is appended to ``asked``."""
         async with self._slots:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
             asked.append(server)
-            # a server aborts every id that begins with the given one: the end is marked
+            # a server aborts every id that begins with the given one, so an end mark closes the id
             rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
             self._load[server] += 1
             self._running[rid] = server
@@ -262,7 +263,7 @@ class SGLangClient:
         return True
 
     def _abort_later(self, server: int, rid: str) -> None:
-        """Tell a server to stop; a closed connection alone would be noticed seconds later."""
+        """Tell a server to abort a request; it would notice a closed connection seconds later."""
 
         async def abort() -> None:
             with contextlib.suppress(EngineError):

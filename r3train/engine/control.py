@@ -24,8 +24,9 @@ _ALIVE_EVERY_S = 0.5
 class ServerVersions:
     """The weight version of every server, None while it is unknown.  Thread-safe.
 
-    Unknown: before the first update of a server that this job did not start, during every update,
-    and after a failed one.  The training thread writes through ``EngineControl``, the client reads.
+    It is unknown before the first update of a server that this job did not start, during every
+    update, and after a failed one.  The training thread writes through ``EngineControl``, the
+    client reads.
     """
 
     def __init__(self, versions: Sequence[int | None]) -> None:
@@ -37,7 +38,7 @@ class ServerVersions:
         self._set(None, server)
 
     def record(self, version: int, server: int | None = None) -> None:
-        """A server, or all of them, holds the whole of ``version``."""
+        """Note that a server, or every server, holds all weights of ``version``."""
         self._set(version, server)
 
     def _set(self, version: int | None, server: int | None) -> None:
@@ -58,11 +59,11 @@ class ServerVersions:
 class EngineControl:
     """Synchronous calls to all servers, on a loop and a thread of their own.
 
-    Usable from any thread while a producer's loop runs elsewhere.  Each call is SGLang's of that name
-    and raises EngineError with the server's own message when one server refuses.  The two calls that
-    need a simultaneous partner in the trainer (joining a group, receiving a broadcast) return a
-    Future.  ``versions`` is kept true: unknown from the beginning of an update on, and the new
-    version once every server has confirmed it.
+    Any thread may use it while a producer's loop runs elsewhere.  Each method makes SGLang's call
+    of the same name and raises EngineError with the server's own message when one server refuses.
+    The two calls that need a simultaneous partner in the trainer (joining a group, receiving a
+    broadcast) return a Future.  ``versions`` is kept up to date: unknown when an update begins, and
+    the new version once every server has confirmed it.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class EngineControl:
             self._check_alive()
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        """The call's result; a server that ends or hangs meanwhile ends the wait."""
+        """Wait for the call's result; raise EngineDied if a server ends or hangs meanwhile."""
         pending = asyncio.run_coroutine_threadsafe(call, self._loop)
         while not wait([pending], timeout=_ALIVE_EVERY_S).done:
             try:
@@ -109,7 +110,7 @@ class EngineControl:
     def _post(
         self, name: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """SGLang's call of this name to every server, or one body each."""
+        """Make SGLang's call of this name on every server, with one body for all or one each."""
         self._run(self._http.call_all(f"/{name}", body, what=name))
 
     def _post_later(
@@ -123,7 +124,7 @@ class EngineControl:
         return self._run(self._http.call_all("/server_info", what="server_info", method="GET"))
 
     def model_info(self) -> list[dict[str, Any]]:
-        """Each server's model now: model_path, weight_version, ..."""
+        """Each server's current model: model_path, weight_version, ..."""
         return self._run(self._http.call_all("/model_info", what="model_info", method="GET"))
 
     def weight_versions(self) -> list[str]:
@@ -155,7 +156,7 @@ class EngineControl:
         )
 
     def require_exact_boundaries(self) -> None:
-        """Raise ValueError for a server whose version labels are off by a token at an update."""
+        """Raise ValueError for a server that mislabels the token at a weight update."""
         self._require(
             "disable_overlap_schedule",
             "with weight updates in mid-generation the version of the token at the boundary would be "
@@ -194,7 +195,9 @@ class EngineControl:
     def update_weights_from_distributed(
         self, *, weight_version: int | None = None, **arguments: Any
     ) -> Future[Any]:
-        """Receive one broadcast; only between begin and end, and the sender must broadcast.
+        """Let every server receive one broadcast, which this job must send meanwhile.
+
+        Call it between the begin and the end of an update.
 
         arguments: names, dtypes, shapes, group_name, load_format, flush_cache.
         """
@@ -216,7 +219,7 @@ class EngineControl:
         self.confirm_version(weight_version)
 
     def confirm_version(self, version: int) -> None:
-        """Ask every server for its label; those with another one stay out of use.
+        """Ask every server for its version label; servers with another label stay out of use.
 
         Raises EngineError when no server holds ``version``.
         """

@@ -14,7 +14,7 @@ declare_torchvision_ops()
 
 
 def activate() -> str | None:
-    """The qualified name of the CPU platform class, or None where SGLang's CUDA platform serves.
+    """Return the qualified name of the CPU platform class, or None if torch has CUDA.
 
     Source: ``sglang.srt.platforms``: a plugin that returns None is not active.
     """

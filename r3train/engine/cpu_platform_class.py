@@ -14,7 +14,7 @@ def _alloc_host(
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
-    """Serve with torch's native attention and no compiled kernels, triton or graph capture."""
+    """A platform with torch's native attention; no compiled kernels, triton or graph capture."""
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities()

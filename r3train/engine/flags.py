@@ -22,7 +22,7 @@ _KEY_FLAGS = ("api_key", "admin_api_key")
 
 @cache
 def known_flags() -> frozenset[str]:
-    """Names with underscores; empty where SGLang is not installed or is laid out otherwise."""
+    """SGLang's flags, with underscores; empty if SGLang or its known layout is missing."""
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
         return frozenset()

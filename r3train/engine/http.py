@@ -13,7 +13,7 @@ import orjson
 from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
-# uvicorn closes an idle connection after 5 s; leave before it does, or a request meets the close.
+# uvicorn closes an idle connection after 5 s.  Close it earlier, or a request may meet its close.
 _KEEPALIVE_S = 2.0
 _CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
 # Time for a dead engine's guard to end the rest of its tree and report an exit code.
@@ -25,7 +25,7 @@ _ROUTES_KEYS = tuple(f'"{_ROUTES}":{space}"'.encode() for space in ("", " "))
 
 
 def base_url(addr: str) -> str:
-    """``host:port`` or a URL -> a URL without a trailing slash.
+    """Turn ``host:port`` or a URL into a URL without a trailing slash.
 
     Raises ValueError for an address without a port.
     """
@@ -38,8 +38,8 @@ def base_url(addr: str) -> str:
 class SGLangHTTP:
     """Requests to one or all servers of a run.
 
-    ``check_alive`` raises EngineDied when a process this job owns has ended; it is asked after
-    every connection failure.  Must be used from one event loop.
+    ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
+    every connection failure.  Use it from one event loop.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class SGLangHTTP:
         method: str = "POST",
         timeout_s: float | None = None,
     ) -> Any:
-        """One request; returns the parsed JSON, or the text of an answer that is not JSON.
+        """Make one request; return the parsed JSON, or the text of an answer that is not JSON.
 
-        Retries only when no connection was made, so that nothing ran twice.  Raises EngineDied,
+        It retries only if no connection was made, so that nothing runs twice.  Raises EngineDied,
         EngineUnreachable without a connection, AnswerLate without an answer in time, AnswerCutShort
         for a connection that broke, and EngineError for a status of 400 and above or a JSON answer
         with ``success: false``.  Every message begins with ``what``, the name of the call.
@@ -122,7 +122,10 @@ class SGLangHTTP:
         method: str = "POST",
         timeout_s: float | None = None,
     ) -> list[Any]:
-        """The same request to every server at once, or one body each; the first failure wins."""
+        """Make the same request to every server at once, or with one body each.
+
+        Raises the first failure.
+        """
         each = bodies if isinstance(bodies, Sequence) else [bodies] * len(self.urls)
         assert len(each) == len(self.urls), f"{len(each)} bodies for {len(self.urls)} servers"
         tasks = [
@@ -171,7 +174,7 @@ class SGLangHTTP:
         return answer
 
     async def raise_if_dead(self) -> None:
-        """Give a dying engine a moment to be reported dead, with its log, instead of unreachable."""
+        """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""
         if self._check_alive is None:
             return
         end = time.monotonic() + _DEATH_REPORT_S
@@ -186,7 +189,7 @@ class SGLangHTTP:
 
 
 def _message(answer: Any) -> str:
-    """The engine's own words, wherever this kind of answer keeps them."""
+    """Return the engine's own error message, from any of the fields that SGLang puts it in."""
     if isinstance(answer, dict):
         error = answer.get("error")
         if isinstance(error, dict) and "message" in error:
@@ -201,8 +204,8 @@ def parse_answer(raw: bytes) -> Any:
     """Parse JSON; ``meta_info.routed_experts`` becomes a memoryview into ``raw``.
 
     Nearly all of an answer is that one base64 string.  A parser would copy it through a buffer and
-    look for escapes, of which base64 has none: it is cut out, and the small rest is parsed.  JSON of
-    another form (several of the field, or the field elsewhere) is parsed as it stands.
+    look for escapes, which base64 has none of.  So the string is cut out, and the small rest is
+    parsed.  Other JSON (the field twice, or elsewhere) is parsed as a whole.
     Raises orjson.JSONDecodeError.
     """
     found = _payload(raw)
@@ -218,9 +221,9 @@ def parse_answer(raw: bytes) -> Any:
 
 
 def _payload(raw: bytes) -> tuple[int, int] | None:
-    """(start, end) of the string of the one such field, or None.
+    """Return (start, end) of the string in the only routed_experts field, or None.
 
-    Inside another string the field's quotes would be escaped, and it would not be found.
+    The same text inside another string has escaped quotes and is not found.
     """
     for key in _ROUTES_KEYS:
         at = raw.find(key)
@@ -228,7 +231,7 @@ def _payload(raw: bytes) -> tuple[int, int] | None:
             continue
         start = at + len(key)
         end = raw.find(b'"', start)
-        # a backslash would have to be undone: that is no base64, and the decoder will say so
+        # a string with a backslash is no base64: parsed as JSON, and refused by the decoder
         if end < 0 or raw.find(key, end) >= 0 or raw.find(b"\\", start, end) >= 0:
             return None
         return start, end

@@ -1,4 +1,4 @@
-"""The key that servers ask for.  It travels by the environment, never by a command line.
+"""The API key of the servers.  It is passed in the environment, never on a command line.
 
 Only its user and root can read a process' environment; everybody on the node can read its command
 line.
@@ -13,10 +13,10 @@ _LEAST_LEN = 16
 
 
 def engine_api_key(environ: Mapping[str, str]) -> str | None:
-    """The key of all servers of the job, or None where none is set.
+    """Return the API key of all servers of the job, or None if it is not set.
 
-    Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does not
-    show the key.
+    Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does
+    not show the key.
     """
     key = environ.get(ENGINE_KEY_VARIABLE)
     if key is None:

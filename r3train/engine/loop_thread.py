@@ -32,9 +32,9 @@ class LoopThread:
             self.loop.close()
 
     def soon(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Make a call in the loop; nothing happens once it has ended."""
+        """Schedule a call in the loop; do nothing if the loop has ended."""
         if not self.loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # it ended in between
+            with contextlib.suppress(RuntimeError):  # the loop ended since the check
                 self.loop.call_soon_threadsafe(call, *arguments)
 
     def join(self, timeout_s: float) -> None:

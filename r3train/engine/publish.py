@@ -119,7 +119,7 @@ class DistributedPublisher:
         self._interface = interface
         self._timeout = timedelta(seconds=timeout_s)
         self._flush_cache = flush_cache
-        # Servers may outlive this trainer and refuse a name that they have seen.
+        # A new name: servers may outlive this trainer, and refuse a group name that they know.
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._group: dist.ProcessGroup | None = None
         self._failed: dist.ProcessGroup | None = None
@@ -177,7 +177,7 @@ class DistributedPublisher:
                 num_tensors += len(bucket)
                 num_buckets += 1
         except BaseException:
-            if self._group is not None:  # nothing was cut short: the servers can still listen
+            if self._group is not None:  # no broadcast was cut short: the group can be used again
                 with contextlib.suppress(RuntimeError):
                     self._engine.end_weight_update()
             raise
@@ -195,7 +195,7 @@ class DistributedPublisher:
             group_name=self._group_name,
             load_format="flattened_bucket",
             weight_version=version,
-            # The cache is dropped once, with the version; a flush a bucket would be waste.
+            # The cache is dropped once, with the version; one flush per bucket would be waste.
             flush_cache=self._flush_cache and version is not None,
         )
         try:
@@ -203,13 +203,13 @@ class DistributedPublisher:
             self._wait(work.is_completed, loaded, "a bucket was not loaded")
             work.wait()
         except BaseException:
-            # out of step with the servers: never used again
+            # this group is out of step with the servers: never use it again
             self._failed, self._group, self._store = self._group, None, None
             raise
         return flat.nbytes
 
     def _wait(self, ours: Callable[[], bool], theirs: Future[None], failure: str) -> None:
-        """Until both sides are done; a server that refuses or dies ends the wait at once."""
+        """Wait until both sides are done; raise at once if a server refuses or dies."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         next_alive = time.monotonic() + _ALIVE_EVERY_S
         while not (theirs.done() and ours()):
@@ -225,9 +225,9 @@ class DistributedPublisher:
         theirs.result()
 
     def reconnect(self) -> None:
-        """Forget servers that have been started anew: the next ``publish`` makes a new group."""
+        """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
         self.close()
-        # Only now: with a broadcast to a server that hangs, gloo lets go of a group at its timeout.
+        # Not earlier: gloo frees a group that broadcasts to a hanging server at its timeout.
         failed, self._failed = self._failed, None
         if failed is not None:
             dist.destroy_process_group(failed)
@@ -246,16 +246,15 @@ class DistributedPublisher:
 
 
 def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """The store at which a group's ranks meet, listening at this address alone.
+    """Open the store at which a group's ranks meet, listening at this address alone.
 
-    Made by hand rather than by rendezvous("tcp://..."): under torchrun the latter looks for an
-    agent's store instead of opening one.  TCPStore itself would listen at every address; it asks
-    nobody for a key.
+    ``rendezvous("tcp://...")`` would not do: under torchrun it looks for an agent's store instead
+    of opening one.  TCPStore listens at every address by default, and serves anybody who connects.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family)
     try:
-        listener.bind((address, 0))  # no race for a free port
+        listener.bind((address, 0))  # port 0: the system chooses a free one, without a race
         listener.listen()
     except OSError as error:
         listener.close()
@@ -276,9 +275,9 @@ def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPSt
 
 @contextlib.contextmanager
 def _gloo_on(interface: str | None) -> Iterator[None]:
-    """Let groups made meanwhile talk over this interface.
+    """Make gloo groups that are created meanwhile use this network interface.
 
-    By the environment because torch 2.13 passes gloo no options; it is read when a group is made.
+    torch 2.13 passes gloo no options, so this sets the variable that gloo reads for a new group.
     """
     if interface is None or _GLOO_INTERFACE in os.environ:
         yield
@@ -293,10 +292,10 @@ def _gloo_on(interface: str | None) -> Iterator[None]:
 def _join_as_rank_0(
     store: dist.Store, world_size: int, group_name: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """A process group beside the trainer's default one, made as SGLang makes its side.
+    """Make a process group beside the trainer's default one, as SGLang makes its side.
 
-    Source: SGLang 0.5.23, ``init_custom_process_group``: both sides must prefix the store alike,
-    and torch has no public call that does.
+    Both sides must prefix the store alike, and torch has no public call that does.
+    Source: SGLang 0.5.23, ``init_custom_process_group``.
     """
     from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
@@ -315,7 +314,7 @@ def _join_as_rank_0(
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
-    """Every item, with True beside the last one."""
+    """Yield each item with False, the last one with True."""
     iterator = iter(items)
     try:
         held = next(iterator)

@@ -1,6 +1,6 @@
 """The disk transport: a checkpoint of each version, which every server loads by itself.
 
-Needs a directory that the trainer and all servers see under the same path.
+It needs a directory that the trainer and all servers see under the same path.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DiskPublisher:
         self._flush_cache = flush_cache
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
-        """Write one version, have it loaded, drop the older ones.
+        """Write one version, let every server load it, and remove the older ones.
 
         Raises EngineError from the engine and ValueError for a fused expert name or no tensor.
         """
@@ -55,7 +55,7 @@ class DiskPublisher:
         num_tensors, num_bytes, num_shards = write_shards(
             named_tensors, partial, shard_bytes=self._bucket_bytes
         )
-        # A reader sees a whole checkpoint or none.
+        # Renamed at the end: a reader sees a whole checkpoint or none.
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
         self._engine.update_weights_from_disk(
@@ -67,7 +67,7 @@ class DiskPublisher:
         return Published(version, num_tensors, num_bytes, num_shards, time.monotonic() - began)
 
     def reconnect(self) -> None:
-        """Nothing is held that a new server would miss."""
+        """Do nothing: no connection to the servers is kept."""
 
     def close(self) -> None:
-        """Nothing is held; the newest version stays on disk."""
+        """Do nothing; the newest version stays on disk."""

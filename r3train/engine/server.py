@@ -33,10 +33,10 @@ _TORCHRUN_NAMES = frozenset(
 
 
 def free_port(host: str) -> int:
-    """A TCP port that nobody on ``host`` listened on a moment ago.
+    """Find a TCP port on ``host`` that nobody listens on, below 32768.
 
-    A server binds it only seconds later.  The system gives ports from 32768 on (its default) to
-    outgoing connections, which may have taken such a port by then: this one is below.
+    The server binds it seconds later.  By default the system gives ports from 32768 on to outgoing
+    connections, which could take such a port in the meantime.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in random.SystemRandom().sample(_PORTS, 100):
@@ -89,9 +89,9 @@ class SGLangServer:
     """One ``python -m sglang.launch_server`` and everything that it starts.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
-    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every request
-    but ``/health`` must carry it.  Raises ValueError for a host other than loopback without a key.
-    Not thread-safe, except ``check_alive``.
+    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
+    request but ``/health`` must carry it.  Raises ValueError for a host other than loopback without
+    a key.  Not thread-safe, except ``check_alive``.
     """
 
     def __init__(
@@ -141,12 +141,12 @@ class SGLangServer:
 
     @property
     def addr(self) -> str:
-        """``host:port``, as clients and ``--rollout-external-engine-addrs`` write it."""
+        """Address of the server: ``host:port``, as ``--rollout-external-engine-addrs`` takes it."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     @property
     def pid(self) -> int | None:
-        """Process id of the guard, whose descendants are all of the server."""
+        """Process id of the guard; all processes of the server are its descendants."""
         return self._guard.pid if self._guard else None
 
     def command(self) -> list[str]:
@@ -156,7 +156,7 @@ class SGLangServer:
             "dtype": self.dtype,
             "random_seed": self.seed,
             "weight_version": str(self.weight_version),
-            # Tokens in, tokens out: the trainer owns the tokenizer.
+            # The trainer owns the tokenizer; servers get tokens and return tokens.
             "skip_tokenizer_init": True,
             # With overlap the version label of the token at a weight update is off by one.
             "disable_overlap_schedule": True,
@@ -168,11 +168,11 @@ class SGLangServer:
                 "device": "cpu",
                 "mem_fraction_static": 0.3,
                 "max_total_tokens": 32768,
-                "sleep_on_idle": True,  # else an idle scheduler burns a core
+                "sleep_on_idle": True,  # without it an idle scheduler keeps a core busy
             }
         args |= self.server_args
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
-        # the key is in the environment: a command line is read by everybody on the node
+        # this program reads the key from the environment: everybody can read a command line
         module = "r3train.engine.keyed_server" if self.api_key else "sglang.launch_server"
         return [sys.executable, "-m", module, *server_flags(args)]
 
@@ -193,7 +193,7 @@ class SGLangServer:
             env[ENGINE_KEY_VARIABLE] = self.api_key
         interface = None if is_loopback(self.host) else interface_of(self.host)
         if interface is not None:
-            # gloo would take the interface of the host's name: loopback on many nodes
+            # gloo would choose the interface of the host name, which is loopback on many nodes
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
             env["OMP_NUM_THREADS"] = "1"
@@ -208,7 +208,7 @@ class SGLangServer:
         with open(self.log_path, "ab") as log:
             self._guard = subprocess.Popen(
                 guard + self.command(),
-                stdin=subprocess.PIPE,  # its end of file tells the guard that the owner is gone
+                stdin=subprocess.PIPE,  # its end of file tells the guard that the owner ended
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self.environment(),
@@ -285,7 +285,7 @@ class SGLangServer:
         except subprocess.TimeoutExpired:
             guard.kill()
             guard.wait()
-        for process in tree:  # nothing, unless the guard was killed
+        for process in tree:  # finds nothing unless the guard was killed
             try:
                 process.kill()
             except psutil.Error:

@@ -1,11 +1,9 @@
 """A small process between the trainer and a server, so that the server dies with its owner.
 
-``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND.  It ends COMMAND
-and everything that COMMAND started when
-- the owner is gone: stdin reaches its end, or the guard's parent changes,
-- the guard gets SIGTERM or SIGINT,
-- COMMAND itself or one of its worker processes ends.
-The guard exits with COMMAND's exit status.
+``python -m r3train.engine.server_guard --owner-pid PID -- COMMAND...`` runs COMMAND.  It ends
+COMMAND and everything that COMMAND started when - the owner is gone: stdin reaches its end, or the
+guard's parent changes, - the guard gets SIGTERM or SIGINT, - COMMAND itself or one of its worker
+processes ends.  The guard exits with COMMAND's exit status.
 
 Why a process: PR_SET_PDEATHSIG follows the *thread* that forked, a trainer forks from many, and a
 SIGKILL of the trainer runs no handler.  On Linux the guard is a child subreaper, so a helper that
@@ -35,8 +33,8 @@ _POLL_S = 0.5
 _SIGHTINGS = 3
 _SCAN_S = 5.0
 _REPORT_GRACE_S = 3.0
-# Helpers remove shared memory once its users are gone, then end by themselves, at once on an idle
-# machine.  Killed before that, they leave semaphores behind.
+# Helpers remove shared memory once its users are gone, and end.  On an idle machine that takes no
+# time.  Helpers that are killed earlier leave semaphores behind.
 _HELPER_GRACE_S = 10.0
 _HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
 # SGLang renames its workers; the server cannot serve without any one of them.
@@ -91,7 +89,7 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _shared_memory_files(processes: list[psutil.Process]) -> set[str]:
-    """SGLang's files under /dev/shm that these processes map; a killed server leaves them."""
+    """List SGLang's files under /dev/shm that these processes map; a killed server leaves them."""
     found: set[str] = set()
     for process in processes:
         try:
@@ -106,8 +104,8 @@ def _shared_memory_files(processes: list[psutil.Process]) -> set[str]:
 def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
     """Kill the child and every descendant, helpers last, and remove ``leftovers`` (files).
 
-    SGLang's own shutdown is a SIGKILL of its tree after a drain, so nothing is lost by not asking
-    first.  Runs until nothing is left.
+    SGLang's own shutdown is a SIGKILL of its tree after a drain, so no cleanup is lost here.
+    Returns when nothing is left.
     """
     tree = _descendants()
     leftovers |= _shared_memory_files(tree)
@@ -121,7 +119,7 @@ def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
         time.sleep(0.05)
     child.wait()
     for orphan in psutil.Process().children():
-        os.waitpid(orphan.pid, os.WNOHANG)  # adopted as a subreaper: reap it
+        os.waitpid(orphan.pid, os.WNOHANG)  # orphans became children of this subreaper: reap them
     for path in leftovers:
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -139,10 +137,11 @@ def _watch(
 ) -> int | None:
     """Wait for a reason to end; returns the child's status if that is the reason, else None.
 
-    Notes the files to remove in ``leftovers`` while their users live: a crash leaves nobody to ask.
+    It adds files to remove to ``leftovers`` while their users live: after a crash no process shows
+    them any more.
     """
     workers: dict[int, psutil.Process] = {}
-    seen: dict[psutil.Process, int] = {}  # how often in a row
+    seen: dict[psutil.Process, int] = {}  # scans in a row that found it
     next_scan = 0.0
     while not stopping:
         if time.monotonic() > next_scan:
@@ -153,14 +152,14 @@ def _watch(
         status = child.poll()
         if status is not None:
             return status
-        # A helper that a worker forks has the worker's name until it runs its own program: only what
-        # keeps the name is a worker, whose end matters.
+        # A helper that a worker forks has the worker's name until it runs its own program.  A process
+        # that keeps the name over several scans is a worker, and the server needs all workers.
         marked = [p for p in _descendants() if _command_line(p).startswith(_WORKER_MARK)]
         seen = {p: seen.get(p, 0) + 1 for p in marked}
         workers |= {p.pid: p for p, times in seen.items() if times >= _SIGHTINGS}
         dead = [process for process in workers.values() if not _alive([process])]
         if dead:
-            # SGLang writes the cause to its log when it notices; give it the time to.
+            # SGLang writes the cause to its log when it notices: wait for that.
             _wait_until(lambda: child.poll() is not None, _REPORT_GRACE_S)
             print(f"server_guard: worker process {dead[0].pid} has ended", flush=True)
             return child.poll() or 1

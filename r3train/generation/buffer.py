@@ -1,8 +1,9 @@
-"""The bookkeeping of groups: in flight, waiting, too old, trained; and their state on disk.
+"""Bookkeeping of groups that are in flight, waiting, too old or trained, and their saved state.
 
 Pure: no loop, no clock, no network.  A group is all samples of one prompt; group g is the g-th
-prompt drawn.  The staleness of a group at step s is s less the oldest weight version that generated
-any of its tokens; a version counts completed train steps, so step s follows version s.
+prompt drawn.  The staleness of a group at step s is s minus the oldest weight version that
+generated any of its tokens.  A version counts completed train steps, so the newest one at step s is
+s.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from r3train.config.rollout import RolloutSection
 from r3train.generation.stitch import oldest_version
 from r3train.types import Prompt, Scored
 
-OUTCOMES_FILE = "outcomes.jsonl"  # one line a prompt that was drawn, an ``Outcome``
+OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was drawn
 
-# a filter that drops this many batches in a row for one step will not stop at the next
+# after so many dropped batches in a row for one step the run ends: the filter drops everything
 _MAX_DROPPED_BATCHES = 64
 
 
@@ -51,12 +52,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ProducerState:
-    """The cursor of a producer and every group that nobody trained yet: what a restart needs.
+    """State that a restart needs: the prompt cursor and every group that is not trained yet.
 
-    samples: the complete ones.  facts: JSON-able, ``next_step``, ``next_group`` (the prompt
+    samples: the finished ones.  facts: JSON-able, ``next_step``, ``next_group`` (the prompt
     cursor) and ``groups``, each with its ``group_id``, ``prompt_id``, ``attempt`` and ``places``
-    [[place, samples], ...], whose samples stand in ``samples`` in that order.  A place that is
-    missing is generated again.
+    [[place, samples], ...], whose samples stand in ``samples`` in that order.  A missing
+    place is generated again.
     """
 
     samples: list[Scored]
@@ -113,14 +114,14 @@ class GroupBuffer:
         return group
 
     def current(self, group_id: int, attempt: int) -> Group | None:
-        """The group, while this attempt at it is still wanted."""
+        """Return the group if this attempt at it is still wanted, else None."""
         group = self._groups.get(group_id)
         return group if group is not None and group.attempt == attempt else None
 
     # -- completion --------------------------------------------------------------------------
 
     def finish(self, group: Group, place: int, scored: Sequence[Scored]) -> bool:
-        """One of the group's rollouts is done; True when that made the group complete or gone."""
+        """Add a finished rollout to its group; True if the group is now complete or dropped."""
         group.samples[place] = list(scored)
         if not self._complete(group):
             return False
@@ -138,7 +139,7 @@ class GroupBuffer:
         return True
 
     def _complete(self, group: Group) -> bool:
-        """Note whether all of the group's rollouts are done."""
+        """Set ``complete`` and ``oldest`` if all rollouts of the group are done."""
         if len(group.samples) == self._rollout.n_samples_per_prompt:
             group.complete = True
             group.oldest = _oldest(group)
@@ -159,7 +160,10 @@ class GroupBuffer:
     # -- staleness ---------------------------------------------------------------------------
 
     def _too_stale(self, group: Group, step: int) -> bool:
-        """At ``step`` or later; by its tokens when complete, else by what it may hold already."""
+        """True if the group is too stale for ``step``.
+
+        A complete group counts by its oldest token, another by the version that it started with.
+        """
         oldest = group.oldest if group.complete else group.started_version
         return oldest is not None and step - oldest > self._rollout.max_weight_staleness
 
@@ -190,7 +194,7 @@ class GroupBuffer:
     # -- training ----------------------------------------------------------------------------
 
     def _candidates(self) -> list[Group]:
-        """The groups that the next step would train, fewer than a batch while it must wait."""
+        """The groups that the next step would train; fewer than a batch while it must wait."""
         batch = self._rollout.rollout_batch_size
         if (
             self._rollout.groups_per_rollout == batch
@@ -223,21 +227,21 @@ class GroupBuffer:
     # -- accounts ----------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Account for what is left when the run ends."""
+        """Record the groups that are left at the end of the run as unused."""
         for group in [*self._groups.values(), *self._again]:
             self._record(group, "unused")
         self._groups.clear()
         self._again.clear()
 
     def drain_log(self) -> list[Outcome]:
-        """The fates of prompts since the last call."""
+        """Return the outcomes of prompts since the last call."""
         log, self._log = self._log, []
         return log
 
     # -- over a restart ----------------------------------------------------------------------
 
     def snapshot(self) -> ProducerState:
-        """All groups that are neither trained nor dropped, in order of group id."""
+        """Return the state with all groups that are neither trained nor dropped, by group id."""
         samples: list[Scored] = []
         groups = []
         for group in sorted([*self._groups.values(), *self._again], key=lambda g: g.group_id):
@@ -257,9 +261,9 @@ class GroupBuffer:
         return ProducerState(samples, facts)
 
     def restore(self, state: ProducerState, prompt_for: Callable[[int], Prompt]) -> list[Group]:
-        """Fill a new buffer; returns the incomplete groups, in order of group id.
+        """Fill a new buffer from a saved state; return the incomplete groups, in order of group id.
 
-        Raises ValueError where the state is of another rollout or its prompts are others now.
+        Raises ValueError if the state is of another rollout or its prompts have changed.
         """
         facts = state.facts
         if facts["next_step"] != self.next_rollout:

@@ -1,8 +1,8 @@
 """Rollouts of several turns: the model, then the environment, on one growing list of tokens.
 
-Token-in, token-out: what the model generated goes back as the tokens that it was, and only what
-the environment says is tokenised.  Each turn asks the engine for the rows that are not there yet,
-and after each the rows must be without a gap.
+Token-in, token-out: the model's tokens are sent back unchanged, and only the environment's
+observations are tokenised.  Each turn asks the engine for the rows that the sample lacks, and
+after each turn the rows must have no gap.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Conversation:
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
     ) -> tuple[list[RolloutSample], float | None]:
-        """Play to the end.
+        """Play the episode; return its samples and its reward, None if no step gave one.
 
         Raises ValueError naming the sample for a reward that is no finite number, and for an
         observation that is neither text nor tokens.
@@ -47,7 +47,7 @@ class Conversation:
         rollout = self._rollout
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
-        # of each turn the beginning and the end of its own tokens, and the answers until then
+        # for each turn: the begin and end of its own tokens, and the number of answers so far
         ends: list[tuple[int, int, int]] = []
         rewards: list[float] = []
         for index in range(rollout.environment_max_turns):
@@ -103,7 +103,7 @@ def _finite(reward: float, sample_id: int) -> float:
 def _one_turn(
     sample: RolloutSample, index: int, start: int, end: int, num_answers: int, *, is_last: bool
 ) -> RolloutSample:
-    """One turn as a sample: all that stood before it is its prompt."""
+    """Cut out one turn as a sample whose prompt is all that precedes the turn."""
     own = np.zeros(end, dtype=bool)
     own[start:] = True
     routes = sample.routed_experts

@@ -10,7 +10,7 @@ from r3train.types import Prompt, RolloutSample
 
 
 class Generate(Protocol):
-    """One answer of the engine, whatever weight updates come in between."""
+    """Generates one answer of the engine, resumed after each weight update that interrupts it."""
 
     async def __call__(
         self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
@@ -18,7 +18,7 @@ class Generate(Protocol):
 
 
 class Episode(Protocol):
-    """Makes one rollout: its samples and its reward, None where the text is to be scored."""
+    """Makes one rollout: its samples and its reward, None if the text is to be scored."""
 
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
@@ -28,5 +28,5 @@ class Episode(Protocol):
 async def generate_once(
     generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
 ) -> tuple[list[RolloutSample], float | None]:
-    """One turn."""
+    """Make a rollout of one turn."""
     return [stitch.finished(await generate())], None

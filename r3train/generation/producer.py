@@ -1,4 +1,4 @@
-"""Rollouts made while the actor trains: the engines stay as busy as the staleness allows.
+"""The producer makes rollouts while the actor trains, as many as the staleness limit allows.
 
 Generation is one event loop on a thread of its own.  The producer's state (buffer, tasks, requests
 in flight, weight version, counts, failure) is touched in that loop alone, so nothing is locked: the
@@ -12,7 +12,7 @@ training thread posts calls into the loop and waits for their results.
         publish weights            (nothing is sent)
         set_version(n + 1)  -->    go on
 
-The bookkeeping (what may be submitted, what is too old, what a rollout takes) is ``buffer``'s.
+``buffer`` decides which groups are submitted, too old, or part of a rollout.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CLOSE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RolloutItem:
-    """One rollout to make, or to resume: place ``place`` of one attempt at a group."""
+    """One rollout to make or to resume: sample number ``place`` of one attempt at a group."""
 
     group: Group
     attempt: int
@@ -66,17 +66,17 @@ class Producer:
     """Continuous generation beside training; the public methods are the training thread's.
 
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
-    ``score`` gives a sample's reward where its episode gave none; without it that is 0.
-    ``make_episode`` makes the course of one rollout, one turn without it.  ``decode`` gives the
-    text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer answer
-    comes in several, and those that came outlive their server.  ``check_alive`` raises when an
-    engine process has ended.  ``on_outcome`` is told the fate of each prompt.  ``state`` is an
-    earlier run's ``snapshot``.  With ``keep_decoded`` samples keep their answers' rows as they were
-    decoded, for the evidence.  Rollouts run from ``start_rollout`` (also the first weight version)
-    up to, not including, ``num_rollout``.
+    ``score`` gives a sample's reward if its episode gave none; without ``score`` that is 0.
+    ``make_episode`` makes one rollout's ``Episode``; without it a rollout is one turn.  ``decode``
+    gives the text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer
+    answer takes several requests, and the tokens of finished ones survive a lost server.
+    ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
+    outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
+    samples keep the decoded rows of each answer, for the evidence.  Rollouts run from
+    ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
-    A failure anywhere in the producer is raised by every later call that waits; requests in flight
-    are not cut off by it, so that ``snapshot`` still finds the samples that were complete.
+    A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
+    requests in flight, so ``snapshot`` still finds the samples that were complete.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Producer:
         self._keep_decoded = keep_decoded
         self._check_alive = check_alive or (lambda: None)
         self._on_outcome = on_outcome or (lambda outcome: None)
-        # a frozen request goes on under another version
+        # True: a frozen request continues under a newer version
         self._freezes = rollout.pause_generation_mode in ("in_place", "retract")
 
         self._loop = asyncio.new_event_loop()
@@ -117,10 +117,10 @@ class Producer:
         self._buffer = GroupBuffer(rollout, start_rollout=start_rollout)
         self._items: deque[RolloutItem] = deque()  # to be sent
         self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}
-        self._scoring: set[int] = set()  # ids of rollouts that are complete but for their reward
+        self._scoring: set[int] = set()  # ids of rollouts that lack only their reward
         self._rates = Rates()
         self._in_flight = 0  # places taken, each for one rollout's requests
-        self._going_on = 0  # rollouts that wait for a place to go on
+        self._going_on = 0  # resumed rollouts that wait for a place in flight
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
         self._aborting = False  # requests are aborted by an update, to be resumed after it
@@ -135,42 +135,42 @@ class Producer:
     # ---- the training thread's side ------------------------------------------------------------
 
     def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
-        """The groups of one rollout, in order of group id, once enough are complete.
+        """Wait until enough groups are complete; return one rollout's, in order of group id.
 
         ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
         own failure, or EngineDied, at once.
         """
         self._wait(self._batch_ready(rollout_id), on_wait)
-        return self._call(self._take())  # at once: nothing may come between groups and their owner
+        return self._call(self._take())  # in one call: nothing may happen between
 
     @contextlib.contextmanager
     def quiesced(self) -> Iterator[None]:
-        """Nothing is generated inside; ``pause_generation_mode`` says how requests are stopped.
+        """Stop generation inside the context, in the way that ``pause_generation_mode`` says.
 
-        Without an error all goes on afterwards, under the version that ``set_version`` said.  After
-        one nothing more is sent: nobody knows which weights the servers hold.
+        Generation continues after it, under the version given to ``set_version``.  After an error
+        nothing more is sent: nobody knows which weights the servers hold.
         """
         self._wait(self._pause())
         try:
             yield
         except BaseException:
-            with contextlib.suppress(Exception):  # somebody else's servers must not stay paused
+            with contextlib.suppress(Exception):  # servers of another job must not stay paused
                 self._call(self._thaw())
             raise
         self._call(self._go_on())
 
     def set_version(self, version: int) -> None:
-        """Say which weights the servers hold from now on; call it inside ``quiesced``."""
+        """Set the weight version that the servers hold; call it inside ``quiesced``."""
         self._call(self._set_version(version))
 
     def resume(self) -> None:
-        """Go on after a failed ``quiesced``: new servers hold the version of ``set_version``."""
+        """Continue after a failed ``quiesced``; new servers hold the version of ``set_version``."""
         self._call(self._resume())
 
     def snapshot(self) -> ProducerState:
-        """All that is neither trained nor dropped, for a later run's ``state``.
+        """Return the groups that are neither trained nor dropped, for a later run's ``state``.
 
-        Samples that wait for their reward are waited for, a while: they are complete.
+        Waits a limited time for samples that lack only their reward.
         """
         return self._call(self._snapshot())
 
@@ -184,7 +184,7 @@ class Producer:
         return self._call(self._failure()) if self._thread.is_alive() else self._error
 
     def close(self) -> None:
-        """Cancel what runs, close the backend and end the thread. Idempotent."""
+        """Cancel all rollouts, close the backend and end the thread. Idempotent."""
         if not self._thread.is_alive():
             return
         try:
@@ -207,11 +207,11 @@ class Producer:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Run a call in the loop to its end; it works after a failure too."""
+        """Run a call in the loop and return its result; it works after a failure too."""
         return self._post(call).result()
 
     def _wait(self, call: Coroutine[Any, Any, None], on_wait: OnWait | None = None) -> None:
-        """Run a call that waits for the engines, and give it up when one has ended."""
+        """Run a call that waits for the engines; cancel it if an engine has ended."""
         future, next_alive = self._post(call), 0.0
         try:
             while not future.done():
@@ -264,7 +264,7 @@ class Producer:
     async def _take(self) -> list[list[Scored]]:
         groups = self._buffer.take()
         self._expire()
-        if self._buffer.next_rollout == self._rollout.num_rollout:  # nothing more will be taken
+        if self._buffer.next_rollout == self._rollout.num_rollout:  # no rollout is left
             self._items.clear()
             self._cancel(*self._tasks)
         self._tell_outcomes()
@@ -272,7 +272,7 @@ class Producer:
         return [group.scored() for group in groups]
 
     async def _pause(self) -> None:
-        """Stop sending, and bring what is in flight to a stop."""
+        """Stop sending, and drain, freeze or abort the requests in flight."""
         self._pauses += 1
         self._expire()
         self._raise_failure()
@@ -282,7 +282,7 @@ class Producer:
         elif self._rollout.pause_generation_mode == "abort":
             self._aborting = True
             while self._in_flight:
-                # again and again: a request on its way to a server is not aborted by the first call
+                # repeated: an abort misses a request that is still on its way to the server
                 await self._backend.abort()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_ABORT_EVERY_S):
@@ -308,11 +308,11 @@ class Producer:
 
     async def _resume(self) -> None:
         self._pauses = 0
-        self._frozen = self._aborting = False  # the servers that were held are gone
+        self._frozen = self._aborting = False  # the paused servers have ended
         self._advance()
 
     async def _snapshot(self) -> ProducerState:
-        await asyncio.sleep(0)  # an answer that is just being handed on comes through
+        await asyncio.sleep(0)  # let answers that have already arrived be delivered
         due = set(self._scoring)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_REWARDS_AWAITED_S):
@@ -340,14 +340,14 @@ class Producer:
         self._cancel(*self._tasks)
         await asyncio.gather(*running, return_exceptions=True)
         if self._backend is not None:
-            with contextlib.suppress(EngineError):  # it ends in the middle of an update
+            with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._thaw()
             await self._backend.aclose()
 
-    # ---- the loop: what runs in it ---------------------------------------------------------------
+    # ---- the loop: its own work ------------------------------------------------------------------
 
     def _advance(self) -> None:
-        """Send what may be sent, and wake whoever waits for a change; after every change."""
+        """Send all rollouts that may be sent, and wake all waiters; called after every change."""
         try:
             while (item := self._next_item()) is not None:
                 task = self._loop.create_task(self._one(item))
@@ -359,7 +359,7 @@ class Producer:
         changed.set_result(None)
 
     async def _until(self, done: Callable[[], bool], *, though_failed: bool = False) -> None:
-        """Wait for a condition; raises the producer's failure unless that does not matter."""
+        """Wait for a condition; raise the producer's failure unless ``though_failed``."""
         while not done():
             if not though_failed:
                 self._raise_failure()
@@ -377,7 +377,7 @@ class Producer:
         """The next rollout to send, with its place in flight taken; None while it must wait."""
         if self._error is not None or self._closing or self._backend is None or self._pauses:
             return None
-        # a rollout that goes on comes before a new one
+        # a resumed rollout comes before a new one
         if self._in_flight + self._going_on >= self._rollout.rollout_max_concurrency:
             return None
         while True:
@@ -410,7 +410,7 @@ class Producer:
                 )
 
     async def _one(self, item: RolloutItem) -> None:
-        """Make one rollout, score it, and put it into its group; a failure is the producer's."""
+        """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
             await self._make(item)
         except asyncio.CancelledError:
@@ -440,7 +440,7 @@ class Producer:
             self._tell_outcomes()
 
     async def _reward(self, sample: RolloutSample, own: float | None) -> float:
-        """The episode's ``own`` reward, else the scored text's."""
+        """Return the episode's ``own`` reward, or if that is None the reward of the text."""
         if own is not None:
             return own
         return 0.0 if self._score is None else await self._score(sample)
@@ -455,7 +455,7 @@ class Producer:
         self._advance()
 
     async def _place_to_go_on(self) -> None:
-        """Wait for a place in flight, for a rollout that was sent before."""
+        """Wait for a place in flight, for a rollout that is resumed."""
         self._going_on += 1
         limit = self._rollout.rollout_max_concurrency
         try:
@@ -467,7 +467,7 @@ class Producer:
             self._going_on -= 1
 
     def _expire(self) -> None:
-        """Take out what would be too stale at the next rollout."""
+        """Drop or regenerate the groups that would be too stale for the next rollout."""
         stale = self._buffer.expire(self._buffer.next_rollout)
         self._cancel(*((group.group_id, group.attempt) for group in stale))
         self._tell_outcomes()
@@ -489,7 +489,7 @@ class Producer:
 
 
 class _Turns:
-    """The turns of one rollout (a ``Generate``); made with its first place in flight taken."""
+    """The turns of one rollout (a ``Generate``); its first place in flight is already taken."""
 
     def __init__(self, producer: Producer, item: RolloutItem) -> None:
         self._producer = producer
@@ -497,7 +497,7 @@ class _Turns:
         self._held = True
 
     def release(self) -> None:
-        """Give the place in flight back, where it is still held."""
+        """Give the place in flight back if it is still held."""
         if self._held:
             self._held = False
             self._producer._leave_place()
@@ -505,10 +505,10 @@ class _Turns:
     async def __call__(
         self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
     ) -> RolloutSample:
-        """One answer, resumed after every update that aborted it.
+        """Generate one answer, resumed after every update that aborted it.
 
-        While an update is under way the place in flight is given back, and between the segments of
-        an answer it is kept.
+        The place in flight is kept between the segments of an answer, and given back during an
+        update.
         """
         p, item = self._producer, self._item
         sample = resume_from or stitch.begin(
@@ -543,7 +543,7 @@ class _Turns:
                     and count == min(limits, default=None)
                     and left > 0
                 )
-                # asked while it is still in flight: afterwards the update may be over
+                # checked while the place is held: once it is given back, the update may end
                 interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
                 goes_on = unfinished and not interrupted
             finally:

@@ -17,7 +17,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.resumed = 0  # rollouts resumed after an update aborted them
-        self.waiting_s = 0.0  # the training thread waited for a batch
+        self.waiting_s = 0.0  # time that the training thread waited for batches
         self._generated_tokens = 0
         self._finished_samples = 0
         self._aborted_samples = 0
@@ -27,7 +27,7 @@ class Rates:
         self._idle_since: float | None = self._began
 
     def in_flight(self, count: int) -> None:
-        """The number of requests in flight has changed."""
+        """Note that ``count`` requests are in flight now."""
         now = time.monotonic()
         if count == 0 and self._idle_since is None:
             self._idle_since = now
@@ -36,7 +36,7 @@ class Rates:
             self._idle_since = None
 
     def tokens(self, count: int) -> None:
-        """An answer brought ``count`` tokens."""
+        """Count the tokens of an answer."""
         now = time.monotonic()
         self._generated_tokens += count
         self._recent.append((now, count))
@@ -48,7 +48,7 @@ class Rates:
         self._aborted_samples += sum(sample.finish_reason == "abort" for sample in samples)
 
     def stats(self) -> dict[str, Any]:
-        """The counts; tokens_per_s is the rate of the last ten seconds."""
+        """Return the counts; tokens_per_s is the rate of the last ten seconds."""
         now = time.monotonic()
         recent = [(at, tokens) for at, tokens in self._recent if at >= now - _WINDOW_S]
         span_s = max(now - recent[0][0], 1.0) if recent else 1.0

@@ -1,10 +1,10 @@
-"""One sample from several answers of the engine: rollouts resumed after an abort, and turns.
+"""Join several answers of the engine into one sample: after an abort, and turn by turn.
 
-Pure.  Row t of a sample's routes was computed when token t was the input.  An answer to T tokens
-in and O tokens out can hold rows 0..T+O-2; the request asks for those from ``rows_known`` on, so
-the row of the last token of one segment, which that segment never computed, is the first row of
-the next.  The first write wins: a row that came with its log-probs is never replaced by one that
-other weights recomputed, and a row that never came stays marked as missing.
+Pure.  Row t of a sample's routes was computed when token t was the input.  An answer with T
+input tokens and O output tokens can hold rows 0..T+O-2, and the request asks for the rows from
+``rows_known`` on.  A segment does not compute the row of its own last token: that row is the first
+of the next segment.  The first write wins: a row that came with its log-probs is never replaced by
+a row that other weights recomputed.  A row that never came stays marked as missing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from r3train.types import Prompt, RolloutSample, missing_marker
 
 
 def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
-    """A sample that holds its prompt alone, and no row yet."""
+    """Make a sample that holds its prompt alone, without rows."""
     token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
     length = len(token_ids)
     return RolloutSample(
@@ -37,12 +37,12 @@ def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
 
 
 def rows_known(sample: RolloutSample) -> int:
-    """The number of rows that the sample holds: the next request asks for those from here on."""
+    """The number of rows that the sample holds; the next request asks for the rows after them."""
     return 0 if sample.routed_experts is None else int(sample.routed_experts.shape[0])
 
 
 def tokens_left(sample: RolloutSample, sampling: SamplingParams) -> int:
-    """Tokens that may still follow; raises ValueError for a prompt that fills the context."""
+    """The number of tokens that may follow; raises ValueError if the prompt fills the context."""
     budget = sampling.response_budget(sample.prompt_len, sample.prompt.prompt_id)
     return budget - sample.response_len
 
@@ -73,18 +73,20 @@ def next_request(
 
 
 def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
-    """The sample with one more answer; one without a token changes the finish reason alone.
+    """Append an answer to the sample; an answer without a token changes the finish reason alone.
 
-    Raises ValueError naming the sample where one side has routes and the other has none, and for
-    rows that leave a gap or end elsewhere than before the last token.
+    Raises ValueError naming the sample if only one of the two has routes, if the rows leave a gap,
+    and if they do not end just before the last token.
     """
     known = sample.routed_experts
     if known is None and segment.rows is not None and not sample.loss_mask.any():
-        known = segment.rows[:0]  # the first answer says that there are routes, and their shape
+        known = segment.rows[:0]  # the first answer shows that there are routes, and their shape
     if len(segment.token_ids) == 0:
         return replace(sample, routed_experts=known, finish_reason=segment.finish_reason)
     if (known is None) != (segment.rows is None):
-        raise ValueError(f"sample {sample.sample_id}: routes on one side of a seam alone")
+        raise ValueError(
+            f"sample {sample.sample_id}: of the sample and its next answer only one has routes"
+        )
     generated = np.ones(len(segment.token_ids), dtype=bool)
     rows, decoded, num_rows = None, sample.decoded, sample.num_tokens + len(generated) - 1
     if known is not None:
@@ -97,7 +99,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         rows = merge_rows(
             known, segment.rows, start=start, num_rows=num_rows, sample=str(sample.sample_id)
         )
-        # the first write wins: rows that were known already count as they came the first time
+        # rows that were known already are recorded as they came the first time
         decoded = (*decoded, (len(known), segment.rows[len(known) - start :]))
     return replace(
         sample,
@@ -114,7 +116,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
 def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
     """Add tokens that the model did not generate: no loss, no log-prob, no version.
 
-    Their rows come with the next answer, which computes them.
+    The next answer computes their rows and brings them.
     """
     count = len(token_ids)
     return replace(
@@ -134,11 +136,11 @@ def merge_rows(
     num_rows: int,
     sample: str,
 ) -> np.ndarray:
-    """Rows 0..num_rows-1, first write wins; a row in neither is marked missing.
+    """Merge rows; the first write wins, and a row in neither array is marked missing.
 
-    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1.  Returns [num_rows, L, K]: ``new`` itself where it is all of it.
-    Raises ValueError for rows of another shape or dtype, and for rows past ``num_rows``: one of the
-    two counts tokens otherwise.
+    known: uint8/uint16 [k, L, K], rows 0..k-1; new: [r, L, K], rows start..start+r-1.  Returns
+    rows 0..num_rows-1, [num_rows, L, K]; this is ``new`` itself if it holds them all.
+    Raises ValueError for rows of another shape or dtype, and for rows past ``num_rows``.
     """
     if known.shape[1:] != new.shape[1:] or known.dtype != new.dtype:
         raise ValueError(
@@ -159,7 +161,7 @@ def merge_rows(
 
 
 def finished(sample: RolloutSample) -> RolloutSample:
-    """The sample with a row for every token but the last, missing ones marked (an aborted one)."""
+    """Mark the missing rows of an aborted sample: a row for every token but the last."""
     if sample.routed_experts is None or rows_known(sample) == sample.num_tokens - 1:
         return sample
     rows = merge_rows(
@@ -173,6 +175,6 @@ def finished(sample: RolloutSample) -> RolloutSample:
 
 
 def oldest_version(sample: RolloutSample) -> int | None:
-    """The oldest weights that generated any of the sample's tokens, None where it has none."""
+    """The oldest weight version among the sample's generated tokens, None if there are none."""
     versions = sample.weight_versions[sample.loss_mask]
     return int(versions.min()) if len(versions) else None
