@@ -1,4 +1,4 @@
-"""The engine and the trainer disagree a little about every token: measure it, and correct for it.
+"""Measure how far the log-probs of engine and trainer differ, and correct for it.
 
 All tensors are flat over the rows of a microbatch, n of them.  Nothing here reads a value back to
 the host.  Metrics are sums (and maxima, keys ending in ``_max``), so that microbatches and ranks
@@ -80,7 +80,7 @@ def log_prob_gap_sums(
 def log_prob_gap_stats(
     actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:
-    """The gap of one whole set of rows, as means: what ``log_prob_gap_sums`` gives, divided.
+    """The gap of one whole set of rows as means: the sums of ``log_prob_gap_sums``, divided.
 
     Returns detached scalars ``mean``, ``k3``, ``far_share`` and ``max``; 0 where no row is masked
     in.

@@ -1,4 +1,4 @@
-"""The rows that a policy loss is given, and what it gives back."""
+"""Input and result of a policy loss, row by row."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class LossRows:
 
 @dataclass(frozen=True, slots=True)
 class RowLoss:
-    """A policy loss for each row, and what is worth knowing about it.
+    """A policy loss for each row, and metrics about it.
 
     ``sums`` and ``maxima`` are detached scalars on the rows' device, over the masked rows.  They
     are added up (maxima: compared) over microbatches and ranks; a sum is then divided by the

@@ -1,4 +1,4 @@
-"""A fingerprint of the prompt file, to see that it is still the one that the run began with."""
+"""A fingerprint of the prompt file, which shows if the file changed since the run began."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class FileFingerprint:
 
     @classmethod
     def of(cls, path: Path) -> FileFingerprint:
-        """Read the file; raises OSError as reading does."""
+        """Fingerprint a file; raises OSError if it cannot be read."""
         marks = _marks(path)
         with path.open("rb") as file:
             return cls(path, hashlib.file_digest(file, "sha256").hexdigest(), marks)
 
     def changed(self) -> bool:
-        """True where the content differs by now or the file is gone; reads it only if touched."""
+        """True if the content has changed or the file is gone; read only if its marks changed."""
         try:
             if _marks(self.path) == self.marks:
                 return False

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, which a crash may cut short and a later run goes on with."""
+"""Files with one JSON object a line, which a later run can append to after a crash."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _BLOCK = 1 << 16
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON-able records in one write; the file is made where it is missing.
 
-    What a crash left behind the last newline is cut off first.  Raises OSError (a full disk) with
-    none of the records in the file.
+    A truncated line that a crash left at the end is cut off first.  Raises OSError (a full disk)
+    with none of the records in the file.
     """
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
     cut_truncated_line(path)
@@ -27,14 +27,14 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         try:
             written = file.write(content)
             if written < len(content):
-                file.write(content[written:])  # raises what cut the first one short
+                file.write(content[written:])  # raises the error that cut the first write short
         except OSError:
             os.truncate(path, before)
             raise
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The records of a file; a last line without its end was cut short by a crash and is left out.
+    """Read the records of a file; a last line without a newline, left by a crash, is left out.
 
     Raises ValueError, with file and line, for any other line that is no JSON object.
     """
@@ -53,9 +53,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cut_truncated_line(path: Path) -> None:
-    """Cut off what a crash left behind the last newline, so that appending starts a line.
+    """Cut off a truncated last line, which a crash left, so that appending starts a line.
 
-    Reads no more of the file than that.
+    Reads the file from its end to the last newline only.
     """
     if not path.exists():
         return

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One line or row: where it is (for errors), its 0-based number, and what it holds."""
+    """One line or row: its place (for errors), its 0-based number, and its content."""
 
     where: str
     index: int

@@ -14,7 +14,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a local checkpoint directory; nothing is fetched, no code is run.
 
-    Raises ValueError naming the directory where there is none or it cannot be loaded.
+    Raises ValueError naming the directory if it holds no tokenizer or a broken one.
     """
     directory = Path(path)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):

@@ -1,4 +1,4 @@
-"""Environments: what answers a model between its turns, by name or by import path."""
+"""Environments, by name or by import path: they answer a model between its turns."""
 
 from r3train.environments.base import Environment, StepResult, Turn
 from r3train.environments.registry import ENVIRONMENTS, get_environment

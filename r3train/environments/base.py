@@ -1,4 +1,4 @@
-"""An environment sees a turn of a rollout and answers it."""
+"""The interface of an environment, which answers each turn of a rollout."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from r3train.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of the model.  ``token_ids`` are what it generated; ``text`` is for reading alone:
-    the conversation goes on from the tokens, never from the text."""
+    """One turn of the model.
+
+    ``token_ids`` are the generated tokens, and the conversation continues from them.  ``text`` is
+    for reading alone.
+    """
 
     index: int  # 0-based
     token_ids: list[int]
@@ -24,7 +27,7 @@ class StepResult:
     """The environment's answer.
 
     An observation of text is tokenised by itself and appended; one of token ids is appended as it
-    is.  The rewards of all turns add up to the episode's; where none gives one, --rm-type scores
+    is.  The rewards of all turns add up to the episode's; if no turn gives one, --rm-type scores
     the text.
     """
 
@@ -34,10 +37,10 @@ class StepResult:
 
 
 class Environment(Protocol):
-    """One episode: made with its prompt, told every turn in order."""
+    """One episode: created with its prompt; ``step`` gets every turn in order."""
 
     def __init__(self, prompt: Prompt) -> None: ...
 
     async def step(self, turn: Turn) -> StepResult:
-        """Answer one turn; may await (a tool, a service).  Raises what ends the run."""
+        """Answer one turn; may await (a tool, a service).  An exception ends the run."""
         ...

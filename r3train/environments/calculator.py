@@ -2,7 +2,7 @@
 
 The model presses keys: a number word is added (subtracted after ``minus``), ``clear`` starts from
 0, ``done`` ends.  After every turn the calculator shows ``total <number>``.  The prompt asks for a
-total; what is rewarded is coming closer to it.
+total, and each step towards it is rewarded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Calculator:
         self._total = 0
 
     def _closeness(self) -> float:
-        """1 at the asked total, 0 at nothing and at twice as much or more."""
+        """Return 1 at the asked total, 0 at a total of 0 and at twice the asked total or more."""
         return max(0.0, 1.0 - abs(self._asked - self._total) / self._asked)
 
     async def step(self, turn: Turn) -> StepResult:

@@ -1,4 +1,4 @@
-"""Samples to microbatches: how many, and which sample goes where."""
+"""Bin packing: the number of microbatches, and the samples of each."""
 
 from __future__ import annotations
 

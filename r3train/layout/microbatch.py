@@ -1,4 +1,4 @@
-"""Train samples to microbatches (flat streams) and to one rank's slice of them."""
+"""Build microbatches (flat streams) from train samples, and cut one rank's slice of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def build_microbatch(
         return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
     def shifted(streams: list[np.ndarray], dtype: type) -> np.ndarray:
-        # row t predicts token t+1: bring what belongs to token t+1 back by one
+        # row t predicts token t+1: values of token t+1 move back by one
         return flat([np.append(s[1:], np.zeros(1, s.dtype)) for s in streams], dtype)
 
     routes = None
@@ -66,7 +66,7 @@ def build_microbatch(
 def route_places(
     lengths: np.ndarray, route_shape: RouteShape
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Routes of a microbatch to be filled in: [F, L, K], and of it each sample's [T-1, L, K].
+    """Make a microbatch's empty routes, [F, L, K], and a view [T-1, L, K] for each sample.
 
     lengths: int[B], F is their sum.  A sample's last token was never an input: its row is marked
     missing.
@@ -78,7 +78,7 @@ def route_places(
 
 
 def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray:
-    """The sample's routes; raises ValueError naming it where they are absent or misshapen."""
+    """Return the sample's routes; raise ValueError naming it if they are absent or misshapen."""
     sample = s.sample
     expected = (sample.num_tokens - 1, *route_shape.row)
     if sample.routed_experts is None:
@@ -96,7 +96,7 @@ def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray:
 
 
 def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlice:
-    """Cut out what one rank needs: its CP rows of the streams, its SP rows and layers of the routes.
+    """Cut out one rank's share: its CP rows of the streams, its SP rows and layers of the routes.
 
     Streams are cut by CP only (Megatron scatters the embeddings over TP itself); routes by CP, SP
     and by the layers that the rank's chunks hold, so that nothing else is sent to it.

@@ -1,8 +1,8 @@
-"""Index maps: which token sits in which padded row, on which rank.
+"""Index maps: the token of each padded row, on each rank.
 
 Packing, context-parallel zigzag and sequence-parallel chunking all act on one integer array,
 ``rows``.  Every stream (tokens, labels, routes, uids, ...) then goes through the same
-``take_rows``, so a misalignment has one place to live.
+``take_rows``, so rows can be misaligned in one place only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from r3train.types import TokenLayout
 
 PADDING = -1
-# rows a copy must move on average to be worth its call
+# runs must hold this many rows on average for one copy a run to be faster
 _LONG_RUN = 16
 
 

@@ -9,13 +9,13 @@
     other ranks            | wait   | receive    | train n | send weights | wait     | ...
 
 Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between the
-two lines is a collective, and all ranks pass them in the same order.  Generation waits in two cases
+two lines is a collective, and all ranks make them in the same order.  Generation waits in two cases
 alone: during a weight update (as --pause-generation-mode says), and when its buffer is full because
-newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those of
-its own rollout.
+newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
+of its own rollout.
 
-Weight versions up to n generate rollout n, and training it makes version n+1, which the servers hold
-before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
+Weight versions up to n generate rollout n, and training it makes version n+1, which the servers
+hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
 
-    rank_zero: None on other ranks; evidence: None with the R3 check off; routes: the way
-    of routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
+    rank_zero: None on other ranks; evidence: None with the R3 check off; routes: brings
+    routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AsyncLoop:
             metrics.update(self._route_metrics())
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
-                if not verdict.passed:  # what was seen is written before the run ends over it
+                if not verdict.passed:  # the metrics are written before the run ends
                     self._report(rollout_id, metrics)
                     verdict.raise_if_failed()
             try:
@@ -121,7 +121,7 @@ class AsyncLoop:
                 raise
             trained = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
-            # nobody draws from the last weights, but --check-weight-update-equal looks at them
+            # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
                 metrics.update(self._publish(rollout_id + 1))
             published = time.monotonic()
@@ -191,7 +191,7 @@ class AsyncLoop:
     def _wait_for_groups(
         self, rollout_id: int
     ) -> tuple[list[list[Scored]] | None, dict[str, Any] | None, BaseException | None]:
-        """Rank 0: the rollout's groups; else what to tell all ranks, or what a restart mends."""
+        """Rank 0: wait for groups; (groups, plan for all ranks, error that a restart mends)."""
         recovery = self._recovery
         if recovery.fatal is None:
             try:
@@ -205,7 +205,7 @@ class AsyncLoop:
         return None, {"failed": str(recovery.fatal)}, None
 
     def _next_groups(self, rollout_id: int) -> list[list[Scored]]:
-        """Rank 0: wait for the rollout, showing how it comes along."""
+        """Rank 0: wait for the rollout and show its progress."""
         display, batch_size = self._rank_zero.display, self._config.rollout.rollout_batch_size
         display.rollout_begin(rollout_id, batch_size)
         display.train_update("waiting for rollout")
@@ -297,7 +297,9 @@ class AsyncLoop:
         metrics, failure = self._send_weights(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
-        gap = self._check_servers(weight_version)  # a server that is frozen would not answer
+        gap = self._check_servers(
+            weight_version
+        )  # after the pause, because a paused server would not answer
         if gap is not None:
             metrics["train/weight_probe_gap"] = gap
         return metrics
@@ -305,10 +307,10 @@ class AsyncLoop:
     def _send_weights(
         self, weight_version: int, quiet: AbstractContextManager[None]
     ) -> tuple[dict[str, Any], BaseException | None]:
-        """Send the weights while nothing is generated; drain elsewhere.
+        """Rank 0 sends the weights while nothing is generated; the other ranks give theirs.
 
-        Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  When the
-        source has failed meanwhile nothing is sent.
+        Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  Nothing
+        is sent if the source has failed meanwhile.
         """
         weights = self._actor.hf_weights()
         if self._rank_zero is None:
@@ -349,7 +351,7 @@ class AsyncLoop:
                 self._keeper.save(weight_version)
                 self._keeper.finish()
                 raise failure
-            # new servers have nothing in flight; what waits for them is sent afterwards
+            # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._send_weights(weight_version, nullcontext())
             if not self._recovery.needed(failure):
                 self._recovery.restored(weight_version)

@@ -1,6 +1,6 @@
-"""The keeper lets a run survive: checkpoints, stops, bad steps, and accounts of what was trained.
+"""The keeper saves checkpoints, heeds stops, counts bad steps and logs the trained prompts.
 
-The loop asks it between rollouts.  Methods that say so are collectives.  Rank 0 alone holds the
+The loop calls it between rollouts.  Methods that say so are collectives.  Rank 0 alone holds the
 source and the files; they are None elsewhere.
 """
 
@@ -29,9 +29,9 @@ HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 class Keeper:
     """Keeps a run; see the module.
 
-    run_facts: JSON-able, saved with a checkpoint and compared when it is resumed; prompt_file: as
-    the run read it; checkpointer: None without --save; note: shows a line to people; with_routes: a
-    sample with its routes, as files hold it, from one of rank 0's records.
+    run_facts: JSON-able, saved with a checkpoint and compared on resuming; prompt_file: fingerprint
+    of the file that the run read; checkpointer: None without --save; note: shows a line to people;
+    with_routes: turns a sample of rank 0's records into one with its routes, for files.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Keeper:
         self._prompts_changed = False
 
     def watch(self, source: Any) -> WatchedSource:
-        """Wrap rank 0's source of rollouts: a stop ends its waits, and its rollouts are kept."""
+        """Wrap rank 0's source of rollouts: a stop ends its waits, and rollouts are dumped."""
         dump = self._dump if self._config.checkpoint.dump_rollouts else None
         self._source = WatchedSource(source, self._stop, dump)
         return self._source
@@ -99,12 +99,12 @@ class Keeper:
         return self._stop.agreed()
 
     def due(self, next_rollout_id: int) -> bool:
-        """True where ``--save-interval`` asks for a checkpoint now."""
+        """True if ``--save-interval`` asks for a checkpoint now."""
         interval = self._config.checkpoint.save_interval
         return bool(interval and self._checkpointer and next_rollout_id % interval == 0)
 
     def save(self, next_rollout_id: int) -> None:
-        """Save a checkpoint that goes on at ``next_rollout_id`` (--save); a collective."""
+        """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective."""
         if self._checkpointer is None:
             return
         write_extra, facts = None, {"run": self._run_facts}
@@ -114,7 +114,7 @@ class Keeper:
 
             def write_extra(directory: Path) -> None:
                 config = directory / CONFIG_FILE
-                if not config.exists():  # a whole checkpoint may only have its buffer renewed
+                if not config.exists():  # of a complete checkpoint only the buffer may be replaced
                     config.write_text(self._config.to_toml(), encoding="utf-8")
                 if state is not None:
                     [samples] = self._whole([state.samples])
@@ -135,7 +135,7 @@ class Keeper:
     def failed(self, next_rollout_id: int, cause: str) -> None:
         """Save and say why no further rollout will come; a collective.
 
-        Where the save fails too, its error is raised after the first cause has been shown.
+        If the save fails too, its error is raised after the first cause has been shown.
         """
         try:
             self.save(next_rollout_id)
@@ -188,7 +188,7 @@ class BadSteps:
         return text
 
     def raise_if_too_many(self, text: str) -> None:
-        """End the run after ``max_in_a_row``: its weights or its data are beyond repair."""
+        """Raise FloatingPointError after ``max_in_a_row`` bad rollouts in a row."""
         if self._in_a_row >= self._max:
             raise FloatingPointError(text)
 
@@ -210,7 +210,7 @@ class WatchedSource:
     def next_batch(
         self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
     ) -> list[list[Scored]]:
-        """As the source's; raises StopRequested when the run was told to stop meanwhile."""
+        """Return the source's next batch; raise StopRequested once the run is told to stop."""
 
         def waiting(stats: dict[str, Any]) -> None:
             if self._stop.received is not None:
@@ -224,5 +224,5 @@ class WatchedSource:
         return self.last
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else is the source's own."""
+        """Pass everything else on to the source."""
         return getattr(self._inner, name)

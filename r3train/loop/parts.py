@@ -1,4 +1,4 @@
-"""The loop's view of what is built around it: engines or dumped rollouts, and rank 0's own parts."""
+"""Interfaces of the parts that the loop uses: a source of rollouts, and rank 0's own parts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RolloutSide(Protocol):
     """The servers of a run, or with --replay-rollouts the files in their place; on rank 0 alone."""
 
     @property
-    def publisher(self) -> WeightPublisher | None: ...  # None without servers
+    def publisher(self) -> WeightPublisher | None: ...  # None if there are no servers
 
     def start_producer(self) -> RolloutSource: ...
 

@@ -24,7 +24,7 @@ from r3train.proof.check import StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
 
-# the samples of an optimizer step, [data-parallel rank][microbatch][sample]
+# samples of one optimizer step: [data-parallel rank][microbatch][sample]
 StepSamples = Sequence[Sequence[Sequence[TrainSample]]]
 # (rollout id, samples) -> samples with a deliberate bug, to see a check fail
 Plant = Callable[[int, Sequence[TrainSample]], list[TrainSample]]
@@ -38,7 +38,7 @@ class Prepared:
     steps: Sequence[StepSamples]  # as they are trained
     microbatches: list[list[MicroBatch]]  # [dp][microbatches of all steps]
     counts: list[int]  # microbatches of one data-parallel rank, for each optimizer step
-    # with the check on: the totals of the recorded routes -> what the evidence must show
+    # with the check on: totals of the recorded routes -> the expected evidence
     expectation: Callable[[Recorded], StepExpectation] | None
 
 
@@ -56,7 +56,8 @@ def prepare(
     """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
 
     row_shape: of a row of the samples' routes, None without R3; topologies: every rank's, by rank;
-    passes: those that run the routers; plant: spoils what is trained, after the fingerprints' samples.
+    passes: the passes that run the routers; plant: spoils the trained samples, not those that the
+    fingerprints are taken of.
     """
     trained = samples if plant is None else plant(rollout_id, samples)
     place = topologies[0]
@@ -113,7 +114,7 @@ def train_samples(
 
 
 def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
-    """Step-wise samples are told by having either field; a batch is all of them or none."""
+    """Check step-wise samples, which have either field set; a batch has all of them or none."""
     if any(s.trajectory_id is not None or s.is_last_step is not None for s in samples):
         validate_trajectories(
             [s.sample_id for s in samples],
@@ -125,12 +126,12 @@ def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
 def deal_samples(
     samples: Sequence[TrainSample], place: RankTopology, max_tokens_per_gpu: int
 ) -> StepSamples:
-    """Decide which samples of an optimizer step share a microbatch, and which data rank trains them.
+    """Deal the samples of an optimizer step to data-parallel ranks and microbatches.
 
-    place: of any rank, for the sizes of the topology.
+    place: the topology of any rank, for the sizes of the topology.
     """
     lengths = [s.sample.num_tokens for s in samples]
-    # an interleaved schedule wants a multiple of the pipeline size
+    # an interleaved schedule needs a multiple of the pipeline size
     multiple = place.dp_size * (place.pp_size if place.vpp_size > 1 else 1)
     bins = pack_bins(lengths, max_tokens_per_gpu * place.cp_size, num_bins_multiple=multiple)
     dealt = deal_bins(bins, lengths, place.dp_size)
@@ -185,7 +186,7 @@ def record_samples(
     recorded = Recorded(num_data_ranks, moe_layers)
     for sample in samples:
         assert sample.routed_experts is not None
-        # a sample that nobody trains counts too: the check must miss it
+        # a sample that nobody trains is counted too, so that the check finds it missing
         data_rank = data_rank_of.get(sample.sample_id, 0)
         for position, rows in decoded_rows(sample):
             recorded.add(data_rank, sample.sample_id, rows, first_position=position)

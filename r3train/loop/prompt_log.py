@@ -1,7 +1,7 @@
-"""A log of trained prompts, a line a rollout, and its audit: none lost, none twice.
+"""A log of trained prompts, one line a rollout, and its audit: none lost, none trained twice.
 
-A rollout that was trained again after a crash (from an older checkpoint) has a second line, and
-the later one counts: the weights of the first are gone.
+A rollout that is trained again after a crash, from an older checkpoint, has a second line.  The
+later line counts, because the weights of the first are lost.
 """
 
 from __future__ import annotations

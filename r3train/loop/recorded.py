@@ -1,7 +1,7 @@
-"""The rollout's side of the evidence: fingerprints and whole rows of the rows as they were decoded.
+"""The rollout's side of the evidence: fingerprints and counts of the rows as they were decoded.
 
-On rank 0 from its samples, or with --route-stores on every leader from the rows that it holds;
-sums of the leaders' tables are what rank 0 would have found.
+Rank 0 takes them from its samples.  With --route-stores every leader takes them from the rows in
+its store, and the sum of the leaders' tables is the table that rank 0 would have found.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from r3train.types import RolloutSample
 
 
 def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
-    """The rows that a sample's answers brought, each with the position of the first.
+    """The rows that a sample's answers brought, each part with the position of its first row.
 
-    They are taken as they came, before they were stitched and cut into turns: a mistake there must
-    not fingerprint alike on both sides.  A sample out of a file has its rows there.
+    These are the rows before stitching and cutting into turns, so that a mistake there shows as
+    different fingerprints.  A sample read from a file has its stored rows instead.
     """
     if sample.decoded or sample.routed_experts is None:
         yield from sample.decoded
@@ -27,7 +27,7 @@ def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
 
 
 class Recorded:
-    """Of each data-parallel rank's samples, a number a MoE layer.
+    """Totals of each data-parallel rank's samples, one number a MoE layer.
 
     fingerprints: uint64[dp, l]; whole_rows: int64[dp, l], rows whose every slot was reported.
     """
@@ -40,7 +40,7 @@ class Recorded:
     def add(
         self, data_rank: int, sample_id: int, rows: np.ndarray, first_position: int = 0
     ) -> None:
-        """Rows of a sample, uint8/uint16 [R, L, K], from token ``first_position`` on."""
+        """Add rows of a sample, uint8/uint16 [R, L, K], from token ``first_position`` on."""
         self.fingerprints[data_rank] += rollout_fingerprint(
             sample_id, rows, self.layers, first_position
         )

@@ -1,4 +1,4 @@
-"""Engines that were lost: started again by rank 0, while all ranks wait to send the weights."""
+"""Rank 0 restarts lost engines, while all ranks wait to send the weights."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LOST = (EngineDied, EngineUnreachable, WeightUpdateError)
 
 
 class Recovery:
-    """All ranks' part in a restart; ``engines`` is None but on rank 0.
+    """Each rank's part in a restart; ``engines`` is None on ranks other than 0.
 
-    Without ``enabled`` nothing is caught and nothing is agreed upon.  ``fatal`` is what no restart
-    mends: rank 0 keeps it until all ranks come together for the next rollout.
+    Without ``enabled`` it catches nothing and makes no collective.  ``fatal`` is an error that no
+    restart mends; rank 0 keeps it until all ranks come together for the next rollout.
     """
 
     def __init__(self, engines: RolloutSide | None, *, enabled: bool):

@@ -1,4 +1,4 @@
-"""Rollouts are written to disk, and read from disk in the engines' place."""
+"""Write rollouts to disk, and read them from disk instead of generating."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def dump_rollout(directory: Path, rollout_id: int, groups: Sequence[Sequence[Sco
 
 
 def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
-    """One dumped rollout; raises ValueError where it is missing, broken, or another's."""
+    """Read one dumped rollout; raise ValueError if it is missing, broken or of another run."""
     path = rollout_path(directory, rollout_id)
     samples, facts = read_samples(path)
     sizes = facts.get("group_sizes")
@@ -90,19 +90,19 @@ class DumpedRollouts:
 
     @contextmanager
     def quiesced(self) -> Iterator[None]:
-        """Nothing is ever in flight."""
+        """Do nothing: no request is ever in flight."""
         yield
 
     def set_version(self, version: int) -> None:
-        """Dumped samples say themselves which weights made them."""
+        """Do nothing: dumped samples hold their weight versions."""
 
     def snapshot(self) -> None:
-        """Nothing is buffered."""
+        """Return an empty state: nothing is buffered."""
         return None
 
     @property
     def failure(self) -> None:
-        """Nothing runs that could fail while nobody asks."""
+        """None: nothing runs in the background that could fail."""
         return None
 
     def stats(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ class RolloutReport:
 def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> dict[str, Any]:
     """Rewards, lengths, staleness of one rollout."""
     lengths = np.array([s.sample.response_len for s in samples])
-    # -1 stands on tokens that no weights generated: the prompt's and an environment's
+    # tokens of the prompt and of an environment have version -1: no weights generated them
     oldest = [
         int(s.sample.weight_versions[s.sample.loss_mask].min(initial=1 << 30)) for s in samples
     ]
@@ -63,9 +63,9 @@ def _num_versions(s: TrainSample) -> int:
 def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Metrics of the source since the last step's batch, from its counts then and now.
 
-    ``rollout_s`` are the seconds between in which a request was in flight.  The two shares are of the
-    wall time between: training waited for a batch, and generation had nothing in flight.  A source
-    without these counts (dumped rollouts) gives none.
+    ``rollout_s`` is the time, in seconds since then, with a request in flight.  The two shares of
+    the wall time are those in which training waited for a batch and generation had nothing in
+    flight.  A source without these counts (dumped rollouts) gives no metrics.
     """
     if "wall_s" not in now:
         return {}
@@ -120,13 +120,13 @@ _NAMES = {
     "log_prob_gap_far": "log_prob_gap_far_share",
 }
 _LAST = ("lr",)
-# the p99.9 too: of all tokens of the rollout it is that at most, and not known
+# the p99.9 too: this is an upper bound of the p99.9 over all tokens of the rollout
 _MAX = ("log_prob_gap_max", "log_prob_gap_p999")
 _SUM = ("num_loss_tokens", "skipped_steps")
 
 
 def train_metrics(reports: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """One set of numbers from the optimizer steps of a rollout: means, but for maxima and sums."""
+    """Join the numbers of a rollout's optimizer steps: means, except for maxima and sums."""
     out: dict[str, Any] = {}
     for name in reports[0]:
         values = [r[name] for r in reports]

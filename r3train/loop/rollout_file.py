@@ -22,7 +22,10 @@ from r3train.types import Prompt, RolloutSample, Scored
 
 
 _FORMAT = "r3train-samples-1"
-_NOT_IN_FILES = ("prompt", "decoded")  # prompts are written once each; here the file's rows count
+_NOT_IN_FILES = (
+    "prompt",
+    "decoded",
+)  # each prompt is written once; its fields are arrays over the file's prompts
 
 
 def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:
@@ -50,7 +53,7 @@ def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any
 def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
     """The samples, in the order they were written, and the facts.
 
-    Raises ValueError naming the file where there is none, or it is truncated or was altered.
+    Raises ValueError naming the file if it is missing, truncated or altered.
     """
     try:
         content = path.read_bytes()

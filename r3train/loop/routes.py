@@ -1,4 +1,4 @@
-"""The way of routes between the engines' answers and the slices of every rank.
+"""Bring routes from the engines' answers to the slices of every rank.
 
 Rank 0's records hold an array with a row for each token, and cut, merge and pack it without knowing
 its meaning.  Rows are the routes themselves (``RoutesOnRank0``), or with --route-stores tickets for
@@ -19,7 +19,7 @@ from r3train.types import RankSlice, RankTopology, RolloutSample, RouteShape, Tr
 
 
 class Routes(Protocol):
-    """One object on every rank; ``prepared`` is None but on rank 0."""
+    """One object on every rank; ``prepared`` is None on ranks other than 0."""
 
     @property
     def row_shape(self) -> RouteShape | None:
@@ -27,27 +27,27 @@ class Routes(Protocol):
         ...
 
     def open(self, topology: RankTopology) -> None:
-        """Begin, once the actor is built; a collective."""
+        """Start it, once the actor is built; a collective."""
         ...
 
     def transport(self) -> Transport:
-        """The client's way to the servers; call it on rank 0, in the client's event loop."""
+        """Make the client's transport; call it on rank 0, in the client's event loop."""
         ...
 
     def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
-        """Raise ValueError where a server cannot be reached by whoever asks it; on rank 0."""
+        """Raise ValueError if a node that must reach a server cannot; on rank 0."""
         ...
 
     def keep(self, sample: RolloutSample) -> RolloutSample:
-        """The sample as rank 0's records hold it, from one with its routes; on rank 0."""
+        """Turn a sample with its routes into the form of rank 0's records; on rank 0."""
         ...
 
     def read(self, sample: RolloutSample) -> RolloutSample:
-        """The sample with its routes, from one of rank 0's records; the inverse of ``keep``."""
+        """Return a sample of rank 0's records with its routes; the inverse of ``keep``."""
         ...
 
     def ended(self, group_id: int) -> None:
-        """Let go of a group that is neither trained nor waiting any more; thread-safe."""
+        """Free the routes of a group that is trained or dropped; thread-safe."""
         ...
 
     def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
@@ -80,11 +80,11 @@ class RoutesOnRank0:
         self._topologies = gather_topologies(topology)
 
     def transport(self) -> Transport:
-        """Straight to the servers."""
+        """Make a transport straight to the servers."""
         return DirectTransport()
 
     def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
-        """Rank 0 alone talks to the servers, and waited for them."""
+        """Do nothing: rank 0 alone talks to the servers, and it has waited for them."""
 
     def keep(self, sample: RolloutSample) -> RolloutSample:
         """The sample as it is."""
@@ -95,10 +95,10 @@ class RoutesOnRank0:
         return sample
 
     def ended(self, group_id: int) -> None:
-        """Arrays go by themselves."""
+        """Do nothing: the arrays are freed with the records."""
 
     def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
-        """Cut on rank 0, sent to the others; a collective."""
+        """Cut slices on rank 0 and send the others theirs; a collective."""
         microbatches = prepared.microbatches if prepared is not None else None
         return scatter_slices(microbatches, self._topologies, count)
 
@@ -114,15 +114,15 @@ class RoutesOnRank0:
         )
 
     def metrics(self) -> dict[str, Any]:
-        """Nothing beyond what rank 0's client counts."""
+        """Return no metrics: rank 0's client counts them."""
         return {}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: nothing is open."""
 
 
 def planted_in_routes(plant: Plant, routes: Routes) -> Plant:
-    """A bug that is planted in the routes themselves, whatever rank 0's records hold."""
+    """Wrap a planted bug so that it gets samples with their routes, not with tickets."""
 
     def planted(rollout_id: int, samples: Sequence[TrainSample]) -> list[TrainSample]:
         whole = [replace(s, sample=routes.read(s.sample)) for s in samples]

@@ -1,4 +1,4 @@
-"""Microbatches and slices to the ranks that need them, and small facts between all ranks.
+"""Send microbatches and slices to the ranks that need them, and small facts between all ranks.
 
 Nothing is pickled: a message is a JSON header and the raw bytes of its arrays, over the default
 group's CPU (gloo) side.
@@ -64,7 +64,7 @@ def unpack_records(message: np.ndarray) -> list[Any]:
 
 
 class PendingMessages:
-    """Messages on their way; held until ``wait``."""
+    """Messages being sent; it holds their bytes until ``wait``."""
 
     def __init__(self, message_of_rank: Mapping[int, np.ndarray]):
         self._pending = []
@@ -74,7 +74,7 @@ class PendingMessages:
             self._pending.append((dist.isend(message, dst=rank), message))
 
     def wait(self) -> None:
-        """Return once all have been taken."""
+        """Return once all messages have been received."""
         for work, _ in self._pending:
             work.wait()
 
@@ -107,8 +107,9 @@ def send_slices(
 ) -> list[RankSlice]:
     """Cut microbatches for the ranks that train them, send each rank its own, return this rank's.
 
-    microbatches: in turn, one of each of some data-parallel ranks, by data-parallel rank; every
-    other rank of those calls ``recv_slices``.  Slices of two turns are held at most.
+    microbatches: turn by turn, one microbatch for each of some data-parallel ranks, by
+    data-parallel rank.  Every other rank of those data-parallel ranks calls ``recv_slices``.  At
+    most the slices of two turns are held.
     """
     own: list[RankSlice] = []
     before = PendingMessages({})
@@ -136,7 +137,7 @@ def scatter_slices(
     topologies: Sequence[RankTopology],
     count: int,
 ) -> list[RankSlice]:
-    """Every rank's slices from rank 0; returns this rank's ``count``.
+    """Cut and send every rank's slices on rank 0; return this rank's ``count``.
 
     microbatches: [dp][count] on rank 0, None elsewhere.
     """
@@ -147,7 +148,7 @@ def scatter_slices(
 
 
 def broadcast_json(value: Any) -> Any:
-    """Rank 0's JSON-able value on every rank."""
+    """Return rank 0's JSON-able value on every rank."""
     size = torch.zeros(1, dtype=torch.int64)
     data = torch.empty(0, dtype=torch.uint8)
     if dist.get_rank() == 0:
@@ -174,7 +175,7 @@ def recv_json() -> Any:
 
 
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:
-    """Every rank's place in the topology, by rank; all ranks get the list."""
+    """Gather every rank's topology, by rank; all ranks get the list."""
     out = []
     for facts in gather_json(asdict(topology)):
         facts["moe_layer_numbers"] = tuple(tuple(c) for c in facts["moe_layer_numbers"])
@@ -183,7 +184,7 @@ def gather_topologies(topology: RankTopology) -> list[RankTopology]:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Every rank's JSON-able value, by rank; all ranks get the list."""
+    """Gather every rank's JSON-able value, by rank; all ranks get the list."""
     mine = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(mine)]))

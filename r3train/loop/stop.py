@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: finish what can be finished inside a grace period, then leave.
+"""Handle SIGTERM and SIGUSR1: finish and save within a grace period, then exit.
 
 Slurm sends one of them before it takes a job away; torchrun sends SIGTERM to its other ranks when
 one has died.
@@ -27,7 +27,7 @@ class StopRequested(Exception):
 class StopSignal:
     """Notes a signal to stop; a context manager that restores the handlers.
 
-    Enter it when there is something to save: until then a signal had better end the process.
+    Enter it once there is something to save; earlier, a signal should end the process at once.
     After ``grace_s`` seconds the process ends with exit code 1, whatever it is doing.
     """
 
@@ -36,7 +36,7 @@ class StopSignal:
         self._received: int | None = None
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
-        # slurm/ranks.sh lets torchrun ignore it, and children inherit that
+        # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -69,7 +69,7 @@ class StopSignal:
         return signal.Signals(self._received).name if self._received is not None else None
 
     def exit_code(self, *, saved: bool) -> int:
-        """0, or what a shell says of a process that the signal ended if its work was lost."""
+        """Exit code of the process: 0, or 128 + the signal's number if its work was lost."""
         return 0 if saved or self._received is None else 128 + self._received
 
     def agreed(self) -> bool:

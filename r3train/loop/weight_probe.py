@@ -1,6 +1,6 @@
-"""After a weight update: does the server hold what the actor holds?
+"""Check after a weight update that the servers hold the actor's weights.
 
-One text goes through both; in float32 the log-probs of every token must agree closely.
+Actor and servers score the same text.  In float32 the log-probs of every token must agree closely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def probe_tokens(vocab_size: int) -> np.ndarray:
 
 
 def tolerance(*, bf16: bool) -> float:
-    """The largest gap between log-probs (nats) that rounding explains: a tight one in float32."""
+    """The largest gap between log-probs, in nats, that rounding explains."""
     return 0.5 if bf16 else 1e-4
 
 
@@ -36,7 +36,7 @@ def actor_log_probs(
 ) -> np.ndarray:
     """The actor's log-prob of each token after those before it, float32[T], entry 0 is 0.
 
-    A collective; every rank gets the result.  Natively routed, at temperature 1.
+    A collective; every rank gets the result.  The actor routes by itself, at temperature 1.
     """
     text = _as_sample(token_ids)
     mine = actor.topology

@@ -8,8 +8,8 @@ from r3train.types import Prompt
 def accepted_words(prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
     """The share of the response's words that the label accepts, in 0..1.
 
-    The label is a list of words, or words with spaces between.  ``metadata["num_words"]``, where
-    there is one, is how many words were asked for: a shorter response is measured against it.
+    The label is a list of words, or words with spaces between.  ``metadata["num_words"]`` is
+    the number of words asked for, if given; a shorter response is divided by that number.
     Raises ValueError for a label or num_words of another kind.
     """
     accepted = prompt.label.split() if isinstance(prompt.label, str) else prompt.label

@@ -13,9 +13,9 @@ from r3train.types import Prompt
 class MathReward:
     """1 where math-verify finds the response's answer equal to the label, else 0.
 
-    The comparison runs in a child process, so that it may be called from any thread, and an
-    answer that cannot be evaluated in ``timeout_s`` (9^9^9^9) costs that time and scores 0.
-    The child starts with the first call and ends with ``close`` or with its owner.
+    The comparison runs in a child process, so that any thread may call it.  An answer that cannot
+    be evaluated in ``timeout_s`` (9^9^9^9) costs that time and scores 0.  The child starts with the
+    first call and ends with ``close`` or with its owner.
     """
 
     def __init__(self, timeout_s: float = 10.0) -> None:
@@ -24,7 +24,7 @@ class MathReward:
         self._worker: subprocess.Popen[str] | None = None
 
     def __call__(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
-        """Raises ValueError naming the prompt for a label that is no mathematics."""
+        """Score one response; ValueError names the prompt of a label that is no mathematics."""
         if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
             raise ValueError(
                 f"prompt {prompt.prompt_id}: math needs a label of text, got {prompt.label!r}"
@@ -50,7 +50,7 @@ class MathReward:
             self._stop()
 
     def _ask(self, request: dict[str, str | float]) -> dict[str, bool] | None:
-        """The child's answer, or None where the kernel ended it, out of time or of memory."""
+        """The child's answer, or None if the kernel ended the child, out of time or memory."""
         worker = self._worker or self._start()
         try:
             worker.stdin.write(json.dumps(request) + "\n")

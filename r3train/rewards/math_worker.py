@@ -1,8 +1,8 @@
 """The child process behind the math reward: one JSON request a line, one JSON answer a line.
 
 Run as ``python -m r3train.rewards.math_worker``.  A request {"label", "response", "timeout_s"} is
-answered by {"equal": bool} or {"bad_label": true}.  Where a request runs over its time the kernel
-ends this process, inside C code too: that is how the caller learns of it.
+answered by {"equal": bool} or {"bad_label": true}.  If a request runs over its time, the kernel
+ends this process, even inside C code, and the caller notices its end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     # a nested power may ask for more memory than the machine has
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     import math_verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)

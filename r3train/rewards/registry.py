@@ -31,7 +31,7 @@ class Reward:
     bounds_its_time: bool  # the function itself ends a call that takes too long
 
     def __call__(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
-        """The reward of one response; raises ValueError naming the prompt where there is none."""
+        """Score one response; raise ValueError naming the prompt if the function fails."""
         try:
             value = self.function(prompt, response_text, response_ids)
         except Exception as error:  # a custom reward may raise anything; say which prompt it was
@@ -53,7 +53,7 @@ class Reward:
         return number
 
     def close(self) -> None:
-        """End whatever the reward holds open."""
+        """Close the reward function, if it can be closed."""
         if hasattr(self.function, "close"):
             self.function.close()
 
@@ -63,9 +63,10 @@ def get_reward(
 ) -> Reward:
     """Return the reward registered as ``rm_type``, or the function that "module:function" names.
 
-    Such a path stands in ``custom_rm_path``, which wins, or in ``rm_type``; the function takes (prompt, response_text,
-    response_ids) and returns a number.  Raises ValueError, naming the flag, for an unknown name,
-    for a path that cannot be imported, and for anything but a plain function of three arguments.
+    Such a path stands in ``custom_rm_path``, which wins, or in ``rm_type``; the function takes
+    (prompt, response_text, response_ids) and returns a number.  Raises ValueError, naming the flag,
+    for an unknown name, for a path that cannot be imported, and for anything but a plain function
+    of three arguments.
     """
     flag, name = "--rm-type", rm_type
     if custom_rm_path is not None:

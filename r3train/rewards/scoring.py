@@ -1,4 +1,4 @@
-"""Rewards beside the event loop: calls run on threads, a few at once, and none for ever."""
+"""Score samples on threads beside the event loop, a few at once and each with a time limit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Scorer:
         self._room = asyncio.Semaphore(_CONCURRENCY)
 
     async def __call__(self, sample: RolloutSample) -> float:
-        """The reward of a sample's text.
+        """Score a sample's text.
 
-        Raises ValueError naming the prompt and the function where there is none, or none in time.
+        Raises ValueError naming the prompt and the function if it fails or takes too long.
         """
         prompt, ids = sample.prompt, sample.token_ids[sample.prompt_len :].tolist()
         async with self._room:

@@ -1,4 +1,4 @@
-"""Microbatches with tickets to the ranks that train them, with their rows.
+"""Bring microbatches to the ranks that train them, and replace tickets by rows on the way.
 
     rank 0:  sends every leader its microbatches, which hold tickets
     leader:  fetches their rows from the stores, and sends every rank of its data-parallel group its
@@ -47,7 +47,7 @@ def leader_ranks(topologies: Sequence[RankTopology]) -> list[int]:
 
 
 class RouteExchange:
-    """One rank's part; ``node`` is None but on leaders, ``keys`` but on rank 0."""
+    """One rank's part in it; only leaders have a ``node``, only rank 0 has ``keys``."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class RouteExchange:
     def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
         """This rank's slices of a rollout's ``count`` microbatches; a collective.
 
-        prepared: None but on rank 0.
+        prepared: the rollout on rank 0, None elsewhere.
         """
         began = time.monotonic()
         if self._node is None:
@@ -85,7 +85,7 @@ class RouteExchange:
         return slices
 
     def _own_microbatches(self, prepared: Prepared | None) -> list[MicroBatch]:
-        """A leader's microbatches, with tickets; its store is told the news of rank 0."""
+        """A leader's microbatches, with tickets; its store first follows rank 0's plan."""
         if self._keys is None:
             self._follow(recv_json())
             return recv_records(0)
@@ -109,7 +109,7 @@ class RouteExchange:
         data_rank_of = data_rank_of_samples(prepared.steps)
         for s in prepared.samples if prepared.expectation is not None else ():
             sample_id = s.sample.sample_id
-            # a sample that nobody trains counts too: the check must miss it
+            # a sample that nobody trains is counted too, so that the check finds it missing
             data_rank = data_rank_of.get(sample_id, 0)
             for position, rows in decoded_rows(s.sample):
                 for first, key, start, stop in runs(rows):
@@ -119,7 +119,7 @@ class RouteExchange:
         return by_store
 
     def _follow(self, plan: dict[str, Any]) -> None:
-        """Free the rows that nobody needs any more, and begin to add up those of this rollout."""
+        """Free the released rows, and begin to add up the recorded rows of this rollout."""
         self._node.store.release(plan["release"])
         self._recorded = self._recorder.submit(self._record, plan["recorded"])
 

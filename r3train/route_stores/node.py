@@ -25,7 +25,7 @@ from r3train.types import RouteShape
 
 T = TypeVar("T")
 
-# key, first row, row after the last; and their place, uint8/uint16 [rows, L, K]
+# (key, first row, row after the last), and the array to fill: uint8/uint16 [rows, L, K]
 _Wanted = tuple[tuple[int, int, int], np.ndarray]
 
 _START_S = 30.0
@@ -58,7 +58,7 @@ class RouteNode:
         self._urls = list(urls)
 
     def reach(self) -> list[str]:
-        """Ask every other store for nothing; returns the failures of those that do not answer."""
+        """Ask every other store for no rows; return the failures of stores that do not answer."""
         return self.submit(self._reach).result()
 
     async def _reach(self) -> list[str]:
@@ -96,10 +96,10 @@ class RouteNode:
         return asyncio.run_coroutine_threadsafe(call(), self._thread.loop)
 
     def fetch(self, tickets: np.ndarray) -> tuple[np.ndarray, Future[None]]:
-        """The rows of tickets uint64[R, 1, 1], as they come from all stores at once.
+        """Begin to fetch the rows of tickets, uint64[R, 1, 1], from all stores at once.
 
-        Returns uint8/uint16 [R, L, K], whole once the future is done; that raises the failure of a
-        store.  Missing rows hold the marker.
+        Returns uint8/uint16 [R, L, K] and a future.  The array is whole once the future is done;
+        the future raises the failure of a store.  Missing rows hold the marker.
         """
         out = np.empty((len(tickets), *self._routes.row), dtype=self._routes.dtype)
         wanted: dict[int, list[_Wanted]] = defaultdict(list)
@@ -156,7 +156,7 @@ class RouteNode:
 
 
 async def _read_into(stream: aiohttp.StreamReader, places: Sequence[np.ndarray]) -> None:
-    """A body of exactly the places' bytes, put into one after the other."""
+    """Read a body into the places, one after the other; it has exactly their bytes."""
     left = [memoryview(place.reshape(-1).view(np.uint8)) for place in places if place.nbytes]
     left.reverse()
     with contextlib.suppress(aiohttp.EofStream):

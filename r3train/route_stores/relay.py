@@ -1,8 +1,8 @@
-"""Rank 0's side of the route stores: requests sent through them, and the keys of what they keep.
+"""Rank 0's side of the route stores: requests sent through them, and the keys of their rows.
 
 Rank 0 chooses the key of every answer's rows, and holds tickets in the place of the rows.  Keys are
-released group by group: once a group was trained or dropped, its keys travel to their stores with
-the plan of the rollout after the next.
+released group by group.  Once a group is trained or dropped, rank 0 sends its keys to their stores
+with the plan of the rollout after the next.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from r3train.route_stores import tickets
 from r3train.route_stores.store import FAILURES, RouteStoreError
 from r3train.types import RouteShape
 
-# The store answers when the engine has, or has had its time; then this long is left for the store.
+# The store answers after the engine, or after its timeout; it has this much longer.
 _STORE_S = 60.0
 
 
@@ -40,21 +40,22 @@ class Keys:
         self._ended_before: list[int] = []
 
     def new(self, group_id: int, store: int) -> int:
-        """A key that nobody has used, of rows that this store will keep for a group."""
+        """Make a new key for rows that ``store`` will keep for a group."""
         with self._lock:
             key = next(self._turns) * self.num_stores + store
             self._of_group[group_id].append(key)
         return key
 
     def ended(self, group_id: int) -> None:
-        """Let go of a group's keys."""
+        """Mark a group's keys to be released."""
         with self._lock:
             self._ended += self._of_group.pop(group_id, ())
 
     def take_released(self) -> list[list[int]]:
-        """By store: keys of groups that ended before the last call; call once a rollout.
+        """Return, for each store, the keys of groups that ended before the last call.
 
-        Rows of the rollout that is trained now are still needed for its evidence, and for a dump.
+        Call it once a rollout: the rows of the rollout in training are still needed, for its
+        evidence and for a dump.
         """
         with self._lock:
             released, self._ended_before, self._ended = self._ended_before, self._ended, []
@@ -65,12 +66,12 @@ class Keys:
 
 
 class RouteRelay:
-    """The client's way through the stores (a ``Transport``); use it from a single event loop.
+    """A ``Transport`` that sends the client's requests through the stores; for one event loop.
 
     A group's requests go to one store, group after group to the next.
     """
 
-    route_wire_bytes = 0  # no route comes to rank 0's client
+    route_wire_bytes = 0  # routes never reach rank 0's client
 
     def __init__(self, urls: Sequence[str], token: str, keys: Keys) -> None:
         self._urls = list(urls)
@@ -81,7 +82,7 @@ class RouteRelay:
     async def generate(
         self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
     ) -> Any:
-        """An answer of ``/generate``, with the key and the number of its rows in their place.
+        """Return the answer of ``/generate`` with ``"key:number of rows"`` in place of the rows.
 
         Raises the errors of ``SGLangHTTP.call`` and of decoding routes, in the same words, and
         RouteStoreError when the store itself fails.
@@ -104,7 +105,7 @@ class RouteRelay:
     def decode(
         self, payload: str, routes: RouteShape, *, num_tokens: int, start: int, sample: str
     ) -> np.ndarray:
-        """Tickets of an answer's rows: uint64[num_tokens-1-start, 1, 1]."""
+        """Return the tickets of an answer's rows: uint64[num_tokens-1-start, 1, 1]."""
         key, count = map(int, payload.split(":"))
         assert count == num_tokens - 1 - start, f"sample {sample}: {count} rows are kept"
         return tickets.issue(key, count)
@@ -150,7 +151,7 @@ class RouteRelay:
 
 
 def open_session(token: str) -> aiohttp.ClientSession:
-    """A client of route stores, in the running event loop."""
+    """Open an HTTP session to the route stores, in the running event loop."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0),
         headers={"Authorization": f"Bearer {token}"},
@@ -160,7 +161,7 @@ def open_session(token: str) -> aiohttp.ClientSession:
 
 
 def store_failed(store: int, url: str, why: object) -> RouteStoreError:
-    """The failure of a store itself, which is not an engine's."""
+    """Make the error for a failure of a store itself, not of an engine."""
     words = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
     return RouteStoreError(f"route store {store} (the leader's at {url}) failed: {words}")
 

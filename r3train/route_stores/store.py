@@ -2,7 +2,8 @@
 
 Every data-parallel leader runs one.  Rank 0 sends its requests through it: the store forwards a
 request to the engine, keeps the rows of the answer under the key that rank 0 chose, and returns
-the rest with ``"key:number of rows"`` in their place.  Leaders then fetch from one another the rows that their ranks train.
+the rest with ``"key:number of rows"`` in their place.  Leaders then fetch the rows that their ranks
+train from one another.
 
     POST /generate  {server, api_key, body, key, sample, what, timeout_s}
     POST /rows      [[key, start, stop], ...] -> the raw bytes of those rows, end to end
@@ -30,7 +31,7 @@ from r3train.types import RouteShape
 from r3train.engine.http import SGLangHTTP
 from r3train.routing.wire import decode_routed_experts
 
-# how an answer may fail, the special before the general: rank 0 raises the same
+# errors of an answer, subclasses first: rank 0 raises the same error again
 FAILURES: dict[str, type[Exception]] = {
     "cut_short": AnswerCutShort,
     "late": AnswerLate,
@@ -39,12 +40,12 @@ FAILURES: dict[str, type[Exception]] = {
     "value": ValueError,
 }
 _CHUNK_BYTES = 1 << 20
-# keys released before their rows came (a cancelled request): how many are remembered
+# number of remembered keys that were released before their rows came (a cancelled request)
 _REMEMBERED_KEYS = 1 << 16
 
 
 class RouteStoreError(RuntimeError):
-    """A route store cannot be reached, or does not hold what it must: the run cannot go on."""
+    """A route store cannot be reached or lacks rows that it must hold; it ends the run."""
 
 
 class RouteStore:
@@ -80,7 +81,7 @@ class RouteStore:
         return rows[start:stop]
 
     def release(self, keys: Sequence[int]) -> None:
-        """Forget keys; one whose rows have not come yet is refused when they do."""
+        """Free the rows of keys; rows that come later under such a key are not kept."""
         with self._lock:
             for key in keys:
                 rows = self._held.pop(key, None)
@@ -92,7 +93,7 @@ class RouteStore:
                     self._gone.popitem(last=False)
 
     def counts(self) -> dict[str, int]:
-        """keys and bytes held, the most bytes held so far, and base64 bytes received so far."""
+        """Keys and bytes held, the most bytes held so far, and base64 bytes received so far."""
         with self._lock:
             return {
                 "held_keys": len(self._held),
@@ -145,7 +146,7 @@ class RouteStoreApp:
         answer = await self._engine(ask).call(
             0, "/generate", ask["body"], what=ask["what"], timeout_s=ask["timeout_s"]
         )
-        # an answer of another shape goes on as it is: rank 0 refuses it, and says why
+        # a malformed answer is passed on unchanged: rank 0 refuses it, and says why
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         payload = meta.get("routed_experts") if isinstance(meta, dict) else None
         output_ids = answer.get("output_ids") if isinstance(answer, dict) else None
@@ -188,7 +189,7 @@ class RouteStoreApp:
 
 
 async def _outcome(call: Awaitable[Any]) -> web.Response:
-    """The answer of a call, or its failure in words, from which rank 0 makes the same failure."""
+    """Reply with the answer of a call, or with its error, which rank 0 raises again."""
     try:
         reply = {"answer": await call}
     except tuple(FAILURES.values()) as error:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 class RouteStores:
     """One rank's part (implements ``loop.routes.Routes``): its store if it leads a data-parallel rank.
 
-    Raises ValueError where leaders could not reach the servers.
+    Raises ValueError if leaders could not reach the servers.
     """
 
     row_shape = tickets.TICKETS
@@ -50,12 +50,12 @@ class RouteStores:
     def open(self, topology: RankTopology) -> None:
         """Start the leaders' stores and make them known to one another; a collective.
 
-        Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot reach
-        another store.
+        Raises ValueError, on all ranks, naming those that cannot bind their address, or cannot
+        reach another store.
         """
         topologies = gather_topologies(topology)
         leaders = leader_ranks(topologies)
-        # known to the ranks of this job alone, and written nowhere
+        # the ranks of this job alone know the token, and no file holds it
         self._token = broadcast_json(secrets.token_hex(32) if topology.rank == 0 else None)
         bind, address = bound_and_known(self._asked_host, os.environ)
         mine: dict[str, object] = {}
@@ -81,7 +81,7 @@ class RouteStores:
         )
 
     def transport(self) -> RouteRelay:
-        """Rank 0's way through the stores; call it in the event loop that will use it."""
+        """Make rank 0's transport through the stores, in the event loop that will use it."""
         assert self._keys is not None, "open the stores first"
         return RouteRelay(self._urls, self._token, self._keys)
 
@@ -100,7 +100,7 @@ class RouteStores:
         self._node.submit(ask).result()
 
     def keep(self, sample: RolloutSample) -> RolloutSample:
-        """The sample with tickets; its routes go into rank 0's own store."""
+        """Put the sample's routes into rank 0's own store; return the sample with tickets."""
         assert self._node is not None and self._keys is not None
         routes = sample.routed_experts
         if routes is None:  # never answered
@@ -110,7 +110,7 @@ class RouteStores:
         return replace(sample, routed_experts=tickets.issue(key, len(routes)))
 
     def read(self, sample: RolloutSample) -> RolloutSample:
-        """The sample with its routes, fetched from their stores."""
+        """Return the sample with its routes, fetched from their stores."""
         assert self._node is not None
         if sample.routed_experts is None:  # never answered
             return sample
@@ -159,11 +159,12 @@ def _raise_first(errors: Sequence[str]) -> None:
 def bound_and_known(
     asked: str | None, environ: Mapping[str, str], gather: Callable[[str], list[str]] = gather_json
 ) -> tuple[str, str]:
-    """The address to bind, and the one that other ranks reach it by; a collective.
+    """Return the address to bind, and the address by which other ranks reach it; a collective.
 
-    asked: --route-store-host; environ: torchrun's; gather: every rank's text, on all ranks.  Unset
-    means loopback where all ranks are on one node, else the address by which this node reaches the
-    rendezvous, or where that is loopback (the rendezvous is here) another node.
+    asked: --route-store-host; environ: torchrun's; gather: every rank's text, on all ranks.
+    Without ``asked`` it is loopback if all ranks are on one node, else the address that a
+    connection to the rendezvous would use.  If that is loopback (the rendezvous is here), another
+    node takes its place.
     """
     own = LOOPBACK if one_node(environ) else own_address(environ["MASTER_ADDR"])
     for other in gather(own):
@@ -176,12 +177,12 @@ def bound_and_known(
 
 
 def one_node(environ: Mapping[str, str]) -> bool:
-    """True where torchrun has all ranks on this node."""
+    """True if torchrun runs all ranks on this node."""
     return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
 
 
 def check_servers_host(host: object, *, own_servers: bool, environ: Mapping[str, str]) -> None:
-    """Raise ValueError where leaders of other nodes cannot reach the servers of this job's own.
+    """Raise ValueError if leaders on other nodes cannot reach this job's own servers.
 
     host: sglang.host, None when it is not given.
     """

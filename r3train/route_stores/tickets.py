@@ -31,7 +31,7 @@ TICKETS = TicketShape(num_layers=1, topk=1, num_experts=0)
 
 
 class Run(NamedTuple):
-    """Adjoining rows: [start, stop) of a key; key None for rows that nobody has."""
+    """Adjoining rows [start, stop) of a key; the key is None for missing rows."""
 
     first: int  # place of the first row among all tickets
     key: int | None
@@ -40,14 +40,14 @@ class Run(NamedTuple):
 
 
 def issue(key: int, count: int) -> np.ndarray:
-    """Tickets of all rows under a key: uint64[count, 1, 1]."""
+    """Make the tickets of all rows under a key: uint64[count, 1, 1]."""
     assert key > 0 and count < 1 << _ROW_BITS, (key, count)
     first = np.uint64(key << _ROW_BITS)
     return (first + np.arange(count, dtype=np.uint64)).reshape(-1, *TICKETS.row)
 
 
 def runs(tickets: np.ndarray) -> Iterator[Run]:
-    """Tickets, uint64[R, 1, 1], as few runs of adjoining rows, in order."""
+    """Split tickets, uint64[R, 1, 1], into the fewest runs of adjoining rows, in order."""
     numbers = tickets.reshape(-1)
     before, after = numbers[:-1], numbers[1:]
     missing = np.uint64(TICKETS.missing)

@@ -10,7 +10,7 @@ import torch
 def overlap_counts(
     own: torch.Tensor, replayed: torch.Tensor, counted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows in which two top-k choices are the same set, share some experts, share none.
+    """Count the rows in which two top-k choices are equal sets, share some experts, share none.
 
     own, replayed: int64[m, K], distinct within a row; counted: bool[m].
     Returns three int64 scalars on the device; they add up to counted.sum().
@@ -22,7 +22,7 @@ def overlap_counts(
 
 
 def chance_levels(num_experts: int, topk: int) -> dict[str, float]:
-    """Shares of rows that two independent uniform choices would give: equal, overlap, mismatch."""
+    """Shares of equal, overlapping and disjoint rows for two independent uniform choices."""
     total = comb(num_experts, topk)
     none = comb(num_experts - topk, topk) / total if num_experts >= 2 * topk else 0.0
     return {"equal": 1 / total, "overlap": 1 - 1 / total - none, "mismatch": none}

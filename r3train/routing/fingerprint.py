@@ -5,7 +5,8 @@ The fingerprint of a set of choices is the sum, mod 2^64, over every (token, lay
 expert, a shift by one token or layer, or two swapped samples each change the number.
 
 The rollout side (numpy, from the bytes that the engine sent) and the trainer side (torch, from the
-map that the router returned) are written apart on purpose: they meet only in the constants below.
+map that the router returned) are separate implementations on purpose: they share only the constants
+below.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The layers that each rank holds, by arithmetic alone.
 
-The trainer reads ``router.layer_number`` off the modules it built; this is the same map without a
-model, for start-up checks, for slices of shapes that do not fit on this machine, and as an oracle
-for the trainer's.
+The trainer reads ``router.layer_number`` from the modules that it built.  This module computes the
+same map without a model: for start-up checks, for slices of models that do not fit on this machine,
+and as an oracle for the trainer's map.
 """
 
 from __future__ import annotations

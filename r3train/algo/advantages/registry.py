@@ -38,7 +38,7 @@ def get_advantage_estimator(name: str) -> AdvantageEstimator:
 
 
 def check_advantages(algorithm: AlgorithmSection, samples_per_prompt: int) -> None:
-    """Refuse at start-up what the estimator cannot work with; raises ValueError."""
+    """Check at start-up that the estimator can work with the settings; raises ValueError."""
     name = algorithm.advantage_estimator
     needed = getattr(get_advantage_estimator(name), "min_samples_per_prompt", 1)
     if samples_per_prompt < needed:

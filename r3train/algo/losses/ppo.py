@@ -12,8 +12,8 @@ from r3train.config.algorithm import AlgorithmSection
 def ppo(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
     """Take ``-min(r A, clip(r, 1 - eps_clip, 1 + eps_clip_high) A)`` of each row, r = new / old.
 
-    A row is clipped where the bound is what counts, which is r > 1 + eps_clip_high with A > 0 and
-    r < 1 - eps_clip with A < 0; there the gradient is 0.  Elsewhere it is -r A.
+    A row is clipped if r > 1 + eps_clip_high and A > 0, or r < 1 - eps_clip and A < 0; its gradient
+    is 0.  Elsewhere it is -r A.
     Sums: ``clipped`` rows, ``ratio``, ``ppo_kl`` (old - new).
     Source: PPO, arXiv 1707.06347, equation 7; separate bounds from DAPO, arXiv 2503.14476.
     """

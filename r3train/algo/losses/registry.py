@@ -26,8 +26,8 @@ def get_policy_loss(name: str) -> PolicyLoss:
 def check_policy_loss(algorithm: AlgorithmSection) -> None:
     """Run the loss once on rows without values; raises ValueError, naming the flag.
 
-    Refused are a loss that raises or waits for the device, that returns anything but a ``RowLoss``
-    with one value for each row and a gradient, and that names a metric as another part does.
+    Refuses a loss that raises, that waits for the device, that returns anything but a ``RowLoss``
+    with one value for each row and a gradient, or that reuses the name of another part's metric.
     """
     name = algorithm.policy_loss
     policy_loss = get_policy_loss(name)

@@ -137,10 +137,10 @@ def test_rows_that_do_not_fit_are_refused_with_the_sample():
 
 
 def test_routes_on_one_side_of_a_seam_alone_are_refused():
-    with pytest.raises(ValueError, match="sample 7: routes on one side"):
+    with pytest.raises(ValueError, match="sample 7: .*only one has routes"):
         extend(start(2), replace(segment(start(2), 1, 0), rows=None))
     without = extend(start(2, routes=False), replace(segment(start(2), 1, 0), rows=None))
-    with pytest.raises(ValueError, match="sample 7: routes on one side"):
+    with pytest.raises(ValueError, match="sample 7: .*only one has routes"):
         extend(without, segment(without, 1, 0))
 
 
