@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: phases, live progress, one line a step, last words.
+"""The live display of a run: phases, progress, one line a step, and the last message.
 
 On a terminal the progress of rollout and training moves at the bottom and the lines scroll above
 it.  Anywhere else (CI, a scheduler's log file) there are plain lines alone, unwrapped and without
@@ -130,7 +130,7 @@ class RunDisplay:
             )
 
     def train_update(self, activity: str) -> None:
-        """What the trainer does now: "waiting for rollout", "training", "publishing weights"."""
+        """Show the trainer's phase: "waiting for rollout", "training", "publishing weights"."""
         if not self._enabled:
             return
         with self._lock:
@@ -264,7 +264,7 @@ class Phase:
 
 
 class _Pace:
-    """How long the remaining steps will take at the pace of the last ones."""
+    """The time that the remaining steps take at the pace of the last ones."""
 
     def __init__(self, total: int, clock: Callable[[], float]) -> None:
         self._total = total

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_path(run_dir: str | Path, rank: int) -> Path:
-    """Where the rank's log lies: ``run_dir/logs/rank_NNNNN.log``."""
+    """Path of the rank's log: ``run_dir/logs/rank_NNNNN.log``."""
     return Path(run_dir) / LOG_DIR / f"rank_{rank:05d}.log"
 
 
@@ -59,7 +59,7 @@ def adopt_foreign_loggers() -> None:
 
 
 class LoggingSetup:
-    """What ``setup_logging`` changed in the process, and how to undo it."""
+    """Changes that ``setup_logging`` made in the process, and their undoing."""
 
     def __init__(self, path: Path, rank: int, level: int) -> None:
         self.path = path

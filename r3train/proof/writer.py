@@ -22,7 +22,7 @@ STEPS_FILE = "steps.jsonl"
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
-    """Where a rank's records are: ``run_dir/evidence/rank_NNNNN.jsonl``."""
+    """Path of a rank's records: ``run_dir/evidence/rank_NNNNN.jsonl``."""
     return run_dir / EVIDENCE_DIR / f"rank_{rank:05d}.jsonl"
 
 
@@ -39,7 +39,7 @@ def evidence_lines(record: ReplayEvidence) -> tuple[str, str]:
 
 
 def start_line(rank: int) -> str:
-    """What a rank logs before its first call."""
+    """A rank's log line before its first call."""
     return f"R3 evidence: a start of rank {rank}"
 
 
