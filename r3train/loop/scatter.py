@@ -22,17 +22,26 @@ _RECORDS = {record.__name__: record for record in (RankSlice, MicroBatch, TokenL
 
 
 def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
-    """Encode records as uint8[bytes]: 8 bytes of header length, the JSON header, the arrays."""
+    """Encode records as uint8[bytes]: 8 bytes of header length, the JSON header, the arrays.
+
+    Header and arrays are filled up to a multiple of 8 bytes, so that each begins aligned.
+    """
     payload: list[np.ndarray] = []
-    head = json.dumps([_packed(record, payload) for record in records]).encode()
+    text = json.dumps([_packed(record, payload) for record in records])
+    head = text.ljust(_aligned(len(text))).encode()
     size = np.frombuffer(len(head).to_bytes(8, "little"), dtype=np.uint8)
     return np.concatenate([size, np.frombuffer(head, dtype=np.uint8), *payload])
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 8) * 8
 
 
 def _packed(value: Any, payload: list[np.ndarray]) -> Any:
     """A value's place in the header; its arrays are added to the payload."""
     if isinstance(value, np.ndarray):
-        payload.append(np.ascontiguousarray(value).view(np.uint8).reshape(-1))
+        data = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+        payload += [data, np.zeros(_aligned(data.size) - data.size, dtype=np.uint8)]
         return {"dtype": value.dtype.str, "shape": value.shape}
     if is_dataclass(value):
         own = {f.name: _packed(getattr(value, f.name), payload) for f in fields(value)}
@@ -41,7 +50,7 @@ def _packed(value: Any, payload: list[np.ndarray]) -> Any:
 
 
 def unpack_records(message: np.ndarray) -> list[Any]:
-    """The inverse of ``pack_records``."""
+    """The inverse of ``pack_records``; the records' arrays are views into ``message``."""
     size = int.from_bytes(message[:8].tobytes(), "little")
     header = json.loads(message[8 : 8 + size].tobytes())
     offset = 8 + size
@@ -54,9 +63,9 @@ def unpack_records(message: np.ndarray) -> list[Any]:
             values = {name: unpacked(value) for name, value in entry["fields"].items()}
             return _RECORDS[entry["record"]](**values)
         dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
-        start, offset = offset, offset + dtype.itemsize * int(np.prod(shape))
-        # a copy: the bytes need not be aligned in the message
-        return message[start:offset].copy().view(dtype).reshape(shape)
+        start, num_bytes = offset, dtype.itemsize * int(np.prod(shape))
+        offset += _aligned(num_bytes)
+        return message[start : start + num_bytes].view(dtype).reshape(shape)
 
     records = [unpacked(entry) for entry in header]
     assert offset == message.shape[0], (offset, message.shape)
