@@ -39,10 +39,10 @@ def read_answer(
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
     # SGLang answers a request aborted in its queue without counts and routes: keep nothing of it
-    unborn = finish_reason == "abort" and "prompt_tokens" not in meta
-    output_ids = _output_ids([] if unborn else answer.get("output_ids"), name)
+    never_computed = finish_reason == "abort" and "prompt_tokens" not in meta
+    output_ids = _output_ids([] if never_computed else answer.get("output_ids"), name)
     input_len, output_len = len(request.token_ids), len(output_ids)
-    if not unborn:
+    if not never_computed:
         for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
             if meta.get(key) != expected:
                 raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")

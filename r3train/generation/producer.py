@@ -267,7 +267,7 @@ class Producer:
         if self._buffer.next_rollout == self._rollout.num_rollout:  # no rollout is left
             self._items.clear()
             self._cancel(*self._tasks)
-        self._tell_outcomes()
+        self._log_outcomes()
         self._advance()
         return [group.scored() for group in groups]
 
@@ -335,7 +335,7 @@ class Producer:
     async def _close(self) -> None:
         self._closing = True
         self._buffer.close()
-        self._tell_outcomes()
+        self._log_outcomes()
         running = [task for tasks in self._tasks.values() for task in tasks]
         self._cancel(*self._tasks)
         await asyncio.gather(*running, return_exceptions=True)
@@ -437,7 +437,7 @@ class Producer:
         scored = [(sample, await self._reward(sample, own)) for sample in samples]
         if self._buffer.current(*item.key) is group:
             self._buffer.finish(group, item.place, scored)
-            self._tell_outcomes()
+            self._log_outcomes()
 
     async def _reward(self, sample: RolloutSample, own: float | None) -> float:
         """Return the episode's ``own`` reward, or if that is None the reward of the text."""
@@ -470,7 +470,7 @@ class Producer:
         """Drop or regenerate the groups that would be too stale for the next rollout."""
         stale = self._buffer.expire(self._buffer.next_rollout)
         self._cancel(*((group.group_id, group.attempt) for group in stale))
-        self._tell_outcomes()
+        self._log_outcomes()
 
     def _cancel(self, *keys: tuple[int, int]) -> None:
         for key in keys:
@@ -483,7 +483,7 @@ class Producer:
         if not left:
             del self._tasks[key]
 
-    def _tell_outcomes(self) -> None:
+    def _log_outcomes(self) -> None:
         for outcome in self._buffer.drain_log():
             self._on_outcome(outcome)
 

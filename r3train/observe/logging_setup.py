@@ -43,7 +43,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int | str = "INFO") -> 
     return LoggingSetup(path, rank, number)
 
 
-def adopt_foreign_loggers() -> None:
+def redirect_library_loggers() -> None:
     """Take the terminal handlers off other libraries' loggers, so that their words go to the file.
 
     Libraries such as transformers hang a handler of their own on their logger at import and stop it
@@ -73,7 +73,7 @@ class LoggingSetup:
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
-        adopt_foreign_loggers()
+        redirect_library_loggers()
         self._terminal = _Redirected(path) if rank != 0 else None
         sys.excepthook = self._log_uncaught
         threading.excepthook = self._log_uncaught_in_thread
