@@ -38,7 +38,8 @@ def read_answer(
     if not isinstance(meta, Mapping):
         raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
-    # SGLang answers a request aborted in its queue without counts and routes: keep nothing of it
+    # SGLang answers a request aborted in its queue without counts and routes.  A retracted one
+    # waits there too, with tokens and log-probs of its own: keep nothing of it
     never_computed = finish_reason == "abort" and "prompt_tokens" not in meta
     output_ids = _output_ids([] if never_computed else answer.get("output_ids"), name)
     input_len, output_len = len(request.token_ids), len(output_ids)
@@ -52,7 +53,8 @@ def read_answer(
         )
     if output_len == 0 and finish_reason != "abort":
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
-    log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    entries = None if never_computed else meta.get("output_token_logprobs")
+    log_probs = _log_probs(entries, output_ids, name)
     versions = _versions(meta.get("weight_versions"), output_len, name)
     _check_versions(versions, request.weight_version, request.exact_version, name)
     rows = None

@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from r3train.config.rollout import RolloutSection
@@ -140,8 +141,11 @@ class Producer:
         ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
         own failure, or EngineDied, at once.
         """
-        self._wait(self._batch_ready(rollout_id), on_wait)
-        return self._call(self._take())  # in one call: nothing may happen between
+        while True:
+            self._wait(self._batch_ready(rollout_id), on_wait)
+            groups = self._call(self._take())  # apart: a wait that ends early must take nothing
+            if groups is not None:
+                return groups
 
     @contextlib.contextmanager
     def quiesced(self) -> Iterator[None]:
@@ -261,7 +265,10 @@ class Producer:
         finally:
             self._rates.waiting_s += time.monotonic() - began
 
-    async def _take(self) -> list[list[Scored]]:
+    async def _take(self) -> list[list[Scored]] | None:
+        """Take a rollout's groups; None if an older group has been submitted again meanwhile."""
+        if self._buffer.ready() < self._rollout.rollout_batch_size:
+            return None
         groups = self._buffer.take()
         self._expire()
         if self._buffer.next_rollout == self._rollout.num_rollout:  # no rollout is left
@@ -350,9 +357,10 @@ class Producer:
         """Send all rollouts that may be sent, and wake all waiters; called after every change."""
         try:
             while (item := self._next_item()) is not None:
-                task = self._loop.create_task(self._one(item))
+                turns = _Turns(self, item)
+                task = self._loop.create_task(self._one(item, turns))
                 self._tasks.setdefault(item.key, set()).add(task)
-                task.add_done_callback(lambda done, key=item.key: self._forget(key, done))
+                task.add_done_callback(partial(self._forget, item.key, turns))
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._error = self._error or error
         changed, self._changed = self._changed, self._loop.create_future()
@@ -409,10 +417,10 @@ class Producer:
                     RolloutItem(group, group.attempt, place, sample_id, self._sampling, episode)
                 )
 
-    async def _one(self, item: RolloutItem) -> None:
+    async def _one(self, item: RolloutItem, turns: _Turns) -> None:
         """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
-            await self._make(item)
+            await self._make(item, turns)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
@@ -421,9 +429,8 @@ class Producer:
             self._scoring.discard(item.sample_id)
             self._advance()
 
-    async def _make(self, item: RolloutItem) -> None:
+    async def _make(self, item: RolloutItem, turns: _Turns) -> None:
         group = item.group
-        turns = _Turns(self, item)
         try:
             samples, own = await item.episode(
                 turns, group.prompt, sampling=item.sampling, sample_id=item.sample_id
@@ -477,7 +484,8 @@ class Producer:
             for task in self._tasks.get(key, ()):
                 task.cancel()
 
-    def _forget(self, key: tuple[int, int], task: asyncio.Task[None]) -> None:
+    def _forget(self, key: tuple[int, int], turns: _Turns, task: asyncio.Task[None]) -> None:
+        turns.release()  # a task that is cancelled before it began has not done so
         left = self._tasks[key]
         left.discard(task)
         if not left:

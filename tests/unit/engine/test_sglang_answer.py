@@ -147,6 +147,16 @@ def test_an_abort_in_the_engines_queue_comes_without_counts_and_adds_nothing():
         read({"text": "", "output_ids": [], "meta_info": meta})
 
 
+def test_a_retracted_request_aborted_in_the_queue_adds_nothing_of_what_it_had_generated():
+    """SGLang's ``_handle_abort_req`` sends its tokens and log-probs, without counts and routes."""
+    answer = copy.deepcopy(GOOD)
+    for key in ("prompt_tokens", "routed_experts"):
+        del answer["meta_info"][key]
+    answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+    sample = read(answer)
+    assert (sample.finish_reason, sample.response_len) == ("abort", 0)
+
+
 def test_an_abort_for_an_error_of_the_engine_is_an_engine_error():
     with pytest.raises(EngineError, match=r"sample 12 .*aborted it \(500\): out of memory"):
         read(aborted(status_code=500, message="out of memory"))

@@ -284,3 +284,44 @@ def test_after_an_update_that_lost_its_servers_all_goes_on_with_new_ones(mode):
         batches += train(producer, engine, [2])
     assert all(sample.response_len == 10 for b in batches for group in b for sample, _ in group)
     assert [o.outcome for o in outcomes] == ["trained"] * 3 * BATCH
+
+
+def test_a_rollout_cancelled_before_it_began_gives_its_place_back():
+    engine = SimulatedEngine(length=lambda _: 10, tick_s=0.005)
+
+    async def begin_and_cancel(producer):
+        producer._pauses = 0
+        producer._advance()
+        assert producer._tasks
+        producer._cancel(*producer._tasks)
+        producer._pauses = 1
+
+    with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=2) as producer:
+        with producer.quiesced():
+            producer._call(begin_and_cancel(producer))
+            end = time.monotonic() + 2
+            while producer.stats()["in_flight"] and time.monotonic() < end:
+                time.sleep(0.01)
+            assert producer.stats()["in_flight"] == 0  # or the next update would wait for ever
+
+
+def test_a_group_submitted_again_before_its_rollout_is_taken_is_waited_for():
+    engine, outcomes = SimulatedEngine(), []
+
+    async def regenerate_the_first(producer):
+        producer._buffer._expire(producer._buffer._groups[0])
+        producer._submit_group()
+        producer._advance()
+
+    with producer_of(engine, outcomes, stale_policy="regenerate", num_rollout=1) as producer:
+        wait = producer._wait
+
+        def wait_then_regenerate(call, on_wait=None):
+            wait(call, on_wait)
+            producer._wait = wait
+            producer._call(regenerate_the_first(producer))
+
+        producer._wait = wait_then_regenerate
+        groups = producer.next_batch(0)
+    assert [group[0][0].group_id for group in groups] == list(range(BATCH))
+    assert Counter(o.outcome for o in outcomes) == {"regenerated": 1, "trained": BATCH}
