@@ -119,7 +119,8 @@ METRICS = msgspec.json.Decoder(MetricsLine)
 class FileLine(Generic[_LineT]):
     """A line of a file: its 1-based number, first byte, and the byte behind it.
 
-    value: None where ``error`` says what is wrong with it.  torn: the file ends within it.
+    value: None where ``error`` says what is wrong with it.  torn: the file ends within it, as after
+    a kill; a whole object that is refused is not torn, even without the end of its line.
     """
 
     number: int
@@ -153,9 +154,18 @@ def read_lines(
                     yield FileLine(number, begin, offset, decoder.decode(raw))
                 except (ValueError, RecursionError) as error:
                     text = f"{error}{_got(raw, str(error))}"
-                    yield FileLine(number, begin, offset, None, text, torn=not whole)
+                    torn = not whole and not _is_json(raw)
+                    yield FileLine(number, begin, offset, None, text, torn=torn)
     except OSError as error:
         yield FileLine(number + 1, offset, offset, None, f"cannot be read: {error.strerror}")
+
+
+def _is_json(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _got(raw: bytes, error: str) -> str:

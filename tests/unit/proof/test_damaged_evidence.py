@@ -83,6 +83,19 @@ def test_a_damaged_line_is_named_with_file_line_got_and_expected(tmp_path, name,
     assert message in found
 
 
+@pytest.mark.parametrize("name", ["steps.jsonl", "rank_00001.jsonl"])
+def test_a_whole_line_that_is_refused_is_not_excused_as_torn(tmp_path, name):
+    """No kill leaves a whole JSON object, with or without the end of its line."""
+    run = write_run(tmp_path / "run")
+    (run / "metrics.jsonl").unlink()
+    path = run / "evidence" / name
+    *lines, last = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines, json.dumps({**json.loads(last), "step": "2"})]))
+    assert any(f"{name} line {len(lines) + 1}: Expected `int`" in what for what in failed(run))
+    path.write_text("".join([*lines, last[: len(last) // 2]]))
+    assert check(run).exit_code == (0 if name == "steps.jsonl" else 1)
+
+
 def test_a_step_number_out_of_the_way_is_a_gap_and_takes_no_memory(tmp_path):
     run = write_run(tmp_path / "run")
     edit_steps(run, lambda line: {**line, "step": 1 << 39} if line["step"] == 2 else line)
