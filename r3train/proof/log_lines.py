@@ -54,6 +54,7 @@ class _Lines:
 
     num_experts: int
     calls: defaultdict[tuple[int, str], _Calls] = field(default_factory=lambda: defaultdict(_Calls))
+    topks: set[int] = field(default_factory=set)  # the first 20
     errors: dict[str, bool] = field(default_factory=dict)  # text -> by the threshold
 
     def read(self, file: TextIO) -> None:
@@ -92,6 +93,8 @@ class _Lines:
 
     def _add_wrapper(self, rank: int, stage: str, rows: int, topk: int, idx_sum: int) -> None:
         low, high = expert_id_sums(rows, topk, self.num_experts)
+        if len(self.topks) < _MAX_ERRORS:
+            self.topks.add(topk)
         self.calls[rank, stage].calls += 1
         self.calls[rank, stage].impossible += not low <= idx_sum <= high
 
@@ -131,6 +134,11 @@ def audit_logs(
             audit.find(Finding(claim, f"the log says: {text}"))
     for finding in _wrong_calls(lines.calls):
         audit.find(finding)
+    topk = run.get("topk")
+    if len(lines.topks) > 1 or (topk and lines.topks - {topk}):
+        expected = "one number" if topk is None else str(topk)
+        got = ", ".join(map(str, sorted(lines.topks)))
+        audit.find(Finding("covered", "top-k of the calls", got=got, expected=expected))
     for finding in _above_threshold(lines.calls, threshold):
         if accepted_steps:
             audit.notes.append(f"accepted, with steps that were trained again: {finding}")

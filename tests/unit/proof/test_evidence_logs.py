@@ -104,6 +104,21 @@ def test_served_experts_that_cannot_be_distinct_fail(tmp_path, idx_sum):
     assert check(*flags).exit_code == (1 if idx_sum < 110 else 0)
 
 
+def test_calls_of_another_topk_fail_alone_and_beside_the_run(tmp_path):
+    log = write_log(tmp_path / "a.log", [*calls(0, 2), *calls(1, 2, topk=1)])
+    (only,) = audit_logs([log]).findings
+    assert only.what == "top-k of the calls" and only.got == "1, 2"
+    run = write_run(tmp_path / "run")
+    records = [
+        replace(r, topk=3) for rank in range(2) for n in range(3) for r in records_of(n, rank)
+    ]
+    log = write_log(tmp_path / "b.log", records)
+    assert check("--logs", log).exit_code == 0  # three, as far as lines alone can say
+    out = json.loads(check(run, "--logs", log, "--json").output)
+    (only,) = out["audits"][1]["findings"]
+    assert only["got"] == "3" and only["expected"] == "2"
+
+
 def test_a_log_of_one_rank_of_two_fails_beside_the_run(tmp_path):
     run = write_run(tmp_path / "run")
     assert check(run, *log_flags(tmp_path, range(2))).exit_code == 0
