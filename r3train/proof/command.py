@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import unicodedata
@@ -73,6 +74,8 @@ def check_evidence(
     from r3train.proof.audit import audit_run
     from r3train.proof.log_lines import audit_logs
 
+    if threshold is not None and math.isnan(threshold):  # click's range lets it through
+        raise click.BadParameter("nan is no share", param_hint="--r3-mismatch-threshold")
     if run_dir is None and not logs:
         raise click.UsageError("give a RUN_DIR, or log files with --logs")
     if run_dir is None and (min_steps or accept_superseded_failures):

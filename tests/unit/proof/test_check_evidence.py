@@ -274,6 +274,7 @@ def test_a_threshold_that_is_given_replaces_the_runs_own_and_its_verdict_by_it(t
         "by its own threshold the run judged that steps 1 failed" in note for note in loose["notes"]
     )
     assert check(run, "--r3-mismatch-threshold", "0.04").exit_code == 1
+    assert check(run, "--r3-mismatch-threshold", "nan").exit_code == 2
     # what else the run found still counts
     steps = run / "evidence" / "steps.jsonl"
     place = {"replay_pass": "train", "stage": "replay_forward", "layer_number": 2}
