@@ -13,7 +13,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import replay_warnings
 from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
-from r3train.launch.job import preflight
+from r3train.launch.job import PreflightError, preflight
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
         yield warning("configuration", text, remedy)
     try:
         job = preflight(config, world_size)
-    except ValueError as error:
-        for line in str(error).splitlines():
+    except PreflightError as error:
+        for subject, text in error.faults:
             remedy = "mend the setting or the file that it names (docs/configuration.md)"
-            yield problem("configuration", line.strip(), remedy)
+            yield problem(subject, text.strip(), remedy)
         return
     job.reward.close()
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")

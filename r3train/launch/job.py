@@ -39,45 +39,60 @@ class Job:
     prompt_file: FileFingerprint
 
 
+class PreflightError(ConfigError):
+    """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
+
+    Subjects: configuration, key of the servers, checkpoint, tokenizer, prompts, reward.
+    """
+
+    def __init__(self, faults: list[tuple[str, str]]):
+        super().__init__("\n".join(line for _, line in faults))
+        self.faults = faults
+
+
 def preflight(config: RunConfig, world_size: int) -> Job:
     """Check everything that can be checked without GPUs and servers.
 
-    Raises ConfigError with every fault that was found, one a line.
+    Raises PreflightError with every fault that was found.
     """
-    faults: list[str] = []
+    faults: list[tuple[str, str]] = []
 
-    def attempt(check: Callable[..., T], *arguments: Any) -> T | None:
+    def attempt(subject: str, check: Callable[..., T], *arguments: Any) -> T | None:
         try:
             return check(*arguments)
         except ConfigError as error:
-            faults.extend(str(error).splitlines())
+            faults.extend((subject, line) for line in str(error).splitlines())
         except ValueError as error:
-            faults.append(" ".join(str(error).split()))
+            faults.append((subject, " ".join(str(error).split())))
         return None
 
-    data, model = config.data, config.model.hf_checkpoint
-    attempt(check_static, config, world_size)
-    attempt(check_server_flags, config.rollout.sglang)
-    attempt(engine_api_key, os.environ)  # refuses a key that HTTP cannot send
+    data, model, settings = config.data, config.model.hf_checkpoint, "configuration"
+    attempt(settings, check_static, config, world_size)
+    attempt(settings, check_server_flags, config.rollout.sglang)
+    # refuses a key that HTTP cannot send
+    attempt("key of the servers", engine_api_key, os.environ)
     if config.checkpoint.save_hf is not None:
-        attempt(check_export_directory, config.checkpoint.save_hf, model)
-    attempt(check_algorithm, config.algorithm, config.rollout.n_samples_per_prompt)
-    hf = attempt(read_hf_facts, model)
-    tokenizer = attempt(load_tokenizer, model) if model.is_dir() else None
+        attempt(settings, check_export_directory, config.checkpoint.save_hf, model)
+    samples_per_prompt = config.rollout.n_samples_per_prompt
+    attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
+    hf = attempt("checkpoint", read_hf_facts, model)
+    tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
     if hf is not None:
-        attempt(check_model, config, hf, world_size)
+        attempt(settings, check_model, config, hf, world_size)
     if hf is not None and tokenizer is not None:
-        prompts = attempt(read_prompts, config, hf, tokenizer)
+        prompts = attempt("prompts", read_prompts, config, hf, tokenizer)
         if prompts and config.rollout.environment is not None:
             # the environment may refuse the prompts
-            attempt(lambda name: get_environment(name)(prompts[0]), config.rollout.environment)
+            name = config.rollout.environment
+            attempt(settings, lambda: get_environment(name)(prompts[0]))
     reward = attempt(
-        lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s)
+        "reward",
+        lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s),
     )
     if faults:
         if reward is not None:
             reward.close()
-        raise ConfigError("\n".join(faults))
+        raise PreflightError(faults)
     assert hf is not None and prompts is not None and reward is not None
     return Job(config, hf, prompts, tokenizer, reward, FileFingerprint.of(data.prompt_data))
 

@@ -100,24 +100,24 @@ def server(addr: str) -> dict:
 
 CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
     # damage of the checkpoint or fields of the configuration; level, subject, text of the finding
-    "no checkpoint": ({"hf_checkpoint": "/no"}, PROBLEM, "configuration", "no such checkpoint"),
+    "no checkpoint": ({"hf_checkpoint": "/no"}, PROBLEM, "checkpoint", "no such checkpoint"),
     "cut shard": (cut, PROBLEM, "checkpoint", "model.safetensors: not a whole"),
     "link to nowhere": (unlinked, PROBLEM, "checkpoint", "model.safetensors: cannot be read: No"),
     "index to nowhere": (index_to_nowhere, PROBLEM, "checkpoint", "index.json: cannot be read: No"),
     "directory as shard": (directory_as_shard, PROBLEM, "checkpoint", "Is a directory"),
     "missing shard": (shard_missing, PROBLEM, "checkpoint", "00002.safetensors is missing"),
     "no eos": (without_eos, WARNING, "checkpoint", "no eos_token_id"),
-    "no tokenizer": (without_tokenizer, PROBLEM, "configuration", "no tokenizer there"),
-    "bad tokenizer": (bad_tokenizer, PROBLEM, "configuration", "cannot load the tokenizer"),
+    "no tokenizer": (without_tokenizer, PROBLEM, "tokenizer", "no tokenizer there"),
+    "bad tokenizer": (bad_tokenizer, PROBLEM, "tokenizer", "cannot load the tokenizer"),
     "too many tokens": (small_vocabulary, PROBLEM, "tokenizer", "ids past them crash it"),
     "no template": (
         {"apply_chat_template": True},
         PROBLEM,
-        "configuration",
+        "prompts",
         "the chat template fails",
     ),
-    "bad prompt": (bad_prompt, PROBLEM, "configuration", "line 2"),
-    "unknown reward": ({"rm_type": "nothing"}, PROBLEM, "configuration", "nothing"),
+    "bad prompt": (bad_prompt, PROBLEM, "prompts", "line 2"),
+    "unknown reward": ({"rm_type": "nothing"}, PROBLEM, "reward", "nothing"),
     "no R3": ({"use_rollout_routing_replay": False}, WARNING, "model", "experts without R3"),
     "unknown server flag": ({"sglang": {"foo": 3}}, PROBLEM, "configuration", "--sglang-foo: "),
     "full export directory": ({"save_hf": ROOT}, PROBLEM, "configuration", "--save-hf"),
@@ -151,7 +151,7 @@ def test_a_topology_that_does_not_fit_is_found(tiny):
 def test_a_key_that_cannot_be_sent_is_found(tiny, monkeypatch):
     monkeypatch.setenv("R3TRAIN_ENGINE_API_KEY", "short")
     (found,) = worries(config_of(tiny))
-    assert "R3TRAIN_ENGINE_API_KEY" in found.text
+    assert found.subject == "key of the servers" and "R3TRAIN_ENGINE_API_KEY" in found.text
 
 
 def test_a_port_that_is_taken_is_found_until_it_is_free(tiny):
