@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -218,15 +218,14 @@ class Producer:
         """Run a call that waits for the engines; cancel it if an engine has ended."""
         future, next_alive = self._post(call), 0.0
         try:
-            while not future.done():
+            # asked first: what is ready is returned, though an engine has died or a stop has come
+            while not wait([future], timeout=_TICK_S).done:
                 now = time.monotonic()
                 if now >= next_alive:
                     next_alive = now + _ALIVE_EVERY_S
                     self._check_alive()
                 if on_wait is not None:
                     on_wait(self.stats())
-                with contextlib.suppress(TimeoutError):
-                    future.result(timeout=_TICK_S)
             future.result()
         finally:
             future.cancel()

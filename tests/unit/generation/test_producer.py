@@ -195,6 +195,16 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
         producer.next_batch(0)
 
 
+def test_a_complete_batch_is_taken_though_an_engine_has_died_or_a_stop_has_come():
+    def fail(*_):
+        raise EngineDied("nobody waits for it")
+
+    with producer_of(FakeBackend(), {"check_alive": fail}, num_rollout=1) as producer:
+        while producer.stats()["buffered_groups"] < 3:
+            time.sleep(0.01)
+        assert len(producer.next_batch(0, on_wait=fail)) == 3
+
+
 def test_a_dead_engine_is_noticed_while_waiting_though_no_request_fails():
     died = threading.Event()
 
