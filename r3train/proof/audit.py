@@ -459,7 +459,8 @@ class _RunAudit:
 
     def _conclude(self) -> None:
         audit = self.audit
-        audit.numbers = self._numbers()
+        if self._files or self._latest:
+            audit.numbers = self._numbers()
         reason = ""
         if not self._latest:
             reason = self._why_nothing()

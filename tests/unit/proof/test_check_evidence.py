@@ -205,6 +205,8 @@ def test_nothing_is_no_evidence_and_never_a_pass(tmp_path, config, reason):
         (tmp_path / "config.toml").write_text(config)
     result = check(tmp_path)
     assert result.exit_code == 3 and reason in " ".join(result.output.split())
+    assert "0 rows" not in result.output
+    assert verdict_of(tmp_path)["numbers"] == {}
 
 
 @pytest.mark.parametrize("loss", ["emptied", "removed"])
