@@ -40,7 +40,7 @@ def verify_command(
     prepare_device()
     from r3train.verify import report
     from r3train.verify.verifier import Verification, Verifier
-    from r3train.verify.mutations import MUTATIONS
+    from r3train.verify.mutations import planted_by
     from r3train.verify.topologies import TOPOLOGIES
 
     unknown = [n for n in names if n not in TOPOLOGIES]
@@ -62,7 +62,7 @@ def verify_command(
                 max_world_size=world_size,
                 report=lambda line: console.print(line, style="dim", highlight=False),
             )
-            planted = list(MUTATIONS.values()) if mutations and not use_bf16 else []
+            planted = planted_by("") if mutations and not use_bf16 else []
             results.append(verifier.verify(chosen, planted))
         report.print_report(results[-1], console)
     console.print(f"{time.monotonic() - started:.0f} s")

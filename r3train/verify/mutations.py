@@ -6,7 +6,8 @@ methods where production looks them up, for as long as its context is open.
 
 Each names the topology that shows it and the phase that must fail, by at least ten times the phase's
 threshold (phase 0 is exact: any difference fails it).  Some end in a clear error of production or of
-Megatron instead (``expect_error``).
+Megatron instead (``expect_error``).  ``r3train verify`` trains one batch of given log-probs: a bug that
+it cannot show names the test that plants it in a whole job instead (``caught_by``).
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ Patch = Callable[[RunConfig, HfModelFacts], AbstractContextManager[Any]]
 class Mutation:
     """A named bug; ``phase`` None means that nothing may fail (a null mutation).
 
+    caught_by: the test file that plants it, of a bug without a topology; it is none of verify's.
     spoil: changes the routes of all samples in place, a list of [T-1, L, K].  decoy_pass: a
     forward-only pass over another rollout runs first.  overrides: TransformerConfig fields.
     expect_error: part of the message of the error that is the catch.
@@ -55,8 +57,9 @@ class Mutation:
 
     name: str
     claim: str
-    topology: str
-    phase: int | None
+    topology: str | None = None
+    phase: int | None = None
+    caught_by: str = ""
     patch: Patch = lambda config, hf: nullcontext()
     spoil: Callable[[list[np.ndarray], HfModelFacts], None] | None = None
     decoy_pass: bool = False
@@ -96,6 +99,11 @@ def mutation(claim: str, *, role: str = "patch", **fields: Any) -> Callable[[Cal
         return plant
 
     return register
+
+
+def planted_by(test: str) -> list[Mutation]:
+    """The bugs that a test file catches, by its path in the repository."""
+    return [m for m in MUTATIONS.values() if m.caught_by == test]
 
 
 # registers a change of all samples' routes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from dataclasses import replace
 from typing import get_args
@@ -23,9 +24,10 @@ from r3train.verify.topologies import TOPOLOGIES
 
 prepare_device()
 from r3train.trainer.megatron.checkpoint import Checkpointer  # noqa: E402
-from r3train.verify.mutations import FAULTS, MUTATIONS, planted_in_job  # noqa: E402
+from r3train.verify.mutations import FAULTS, MUTATIONS, planted_by, planted_in_job  # noqa: E402
 
 VARIANT = VARIANTS["dense6"]
+ROOT = Path(__file__).parents[3]
 
 
 class Config:
@@ -127,7 +129,7 @@ def test_the_disk_is_full_from_the_second_checkpoint_on_and_never_after_the_job(
     assert len(written) == 3
 
 
-@pytest.mark.parametrize("bug", MUTATIONS.values(), ids=lambda m: m.name)
+@pytest.mark.parametrize("bug", planted_by(""), ids=lambda m: m.name)
 def test_every_bug_is_planted_where_it_says_and_changes_routes_or_code(bug, tmp_path):
     topology = TOPOLOGIES[bug.topology]
     variant = VARIANTS[topology.variant]
@@ -139,6 +141,14 @@ def test_every_bug_is_planted_where_it_says_and_changes_routes_or_code(bug, tmp_
         assert (plant is None) == (bug.spoil is None)
         if plant is not None:
             assert changed(samples, plant(0, samples)).any()
+
+
+def test_a_bug_is_verifys_or_names_the_test_that_plants_it():
+    for bug in MUTATIONS.values():
+        assert (bug.topology is None) == bool(bug.caught_by), bug.name
+        if bug.caught_by:
+            test = (ROOT / bug.caught_by).read_text()
+            assert bug.name in test or "planted_by(" in test, bug.name
 
 
 def test_a_bug_is_gone_when_its_context_ends(hf):
