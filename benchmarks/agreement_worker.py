@@ -52,7 +52,7 @@ def main() -> None:
     job = preflight(config, int(os.environ["WORLD_SIZE"]))
     topology.init_distributed("auto", config.parallel.distributed_timeout_minutes)
     groups = load_rollout(arguments.rollouts, 0)
-    samples, _ = train_samples(groups, config.algorithm)
+    samples, _ = train_samples(groups, config.algorithm, config.rollout.rollout_max_response_len)
     found: dict[str, Any] = {}
     for name, bf16 in ACTORS.items():
         model = config.model.model_copy(update={"bf16": bf16})

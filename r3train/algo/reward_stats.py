@@ -7,12 +7,25 @@ from dataclasses import dataclass
 import numpy as np
 
 
+# Rewards of one group that differ by less, in standard deviations, are taken as equal.
+_EQUAL = 1e-6
+
+
+def zero_variance(rewards: np.ndarray) -> np.ndarray:
+    """Tell which groups teach nothing, for their rewards are equal: [..., n] -> bool[...].
+
+    Equal means a standard deviation (ddof = 0) of at most 1e-6: rewards that are sums of parts differ
+    by their rounding.
+    """
+    return rewards.std(axis=-1) <= _EQUAL
+
+
 @dataclass(frozen=True, slots=True)
 class GroupStats:
     """The rewards of G groups of n episodes in numbers."""
 
     num_groups: int
-    num_zero_variance: int  # groups whose rewards are all equal: they teach nothing
+    num_zero_variance: int  # groups whose rewards are equal: they teach nothing
     num_all_best: int  # of those, the groups that sit at the batch's highest reward
     mean: float  # over all episodes
     std: float  # over all episodes, ddof = 0
@@ -27,12 +40,12 @@ def group_stats(rewards: np.ndarray) -> GroupStats:
     Raises ValueError for another shape and for a reward that is not finite, naming its place.
     """
     rewards = _checked(rewards)
-    zero_variance = rewards.max(axis=1) == rewards.min(axis=1)
+    equal = zero_variance(rewards)
     ddof = 1 if rewards.shape[1] > 1 else 0
     return GroupStats(
         num_groups=int(rewards.shape[0]),
-        num_zero_variance=int(zero_variance.sum()),
-        num_all_best=int((zero_variance & (rewards[:, 0] == rewards.max())).sum()),
+        num_zero_variance=int(equal.sum()),
+        num_all_best=int((equal & (rewards[:, 0] == rewards.max())).sum()),
         mean=float(rewards.mean()),
         std=float(rewards.std()),
         min=float(rewards.min()),

@@ -150,6 +150,17 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"tis_clip_low {algorithm.tis_clip_low} exceeds tis_clip {algorithm.tis_clip}"
+    longest = config.rollout.rollout_max_response_len
+    if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
+        yield (
+            f"overlong_buffer_len {algorithm.overlong_buffer_len} exceeds rollout_max_response_len"
+            f" {longest}"
+        )
+    own_estimator = ":" in algorithm.advantage_estimator
+    if algorithm.gamma != 1 and not (
+        own_estimator or algorithm.advantage_estimator == "reinforce_plus_plus"
+    ):
+        yield f"gamma {algorithm.gamma} needs --advantage-estimator reinforce_plus_plus"
     if config.model.ref_load is not None and not algorithm.needs_reference:
         yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
     if config.trainer.min_lr > config.trainer.lr:

@@ -13,6 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from r3train.algo.reward_stats import zero_variance
 from r3train.config.rollout import RolloutSection
 from r3train.generation.stitch import oldest_version
 from r3train.types import Prompt, Scored
@@ -152,8 +155,7 @@ class GroupBuffer:
         ):
             return "aborted"
         if "zero_variance" in self._rollout.rollout_filter:
-            rewards = {reward for _, reward in scored}
-            if len(rewards) == 1:
+            if zero_variance(np.array([reward for _, reward in scored])):
                 return "zero_variance"
         return None
 

@@ -223,7 +223,9 @@ class AsyncLoop:
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
         """Rank 0: score the rollout, deal it and pack it."""
-        samples, stats = train_samples(groups, self._config.algorithm)
+        samples, stats = train_samples(
+            groups, self._config.algorithm, self._config.rollout.rollout_max_response_len
+        )
         report = RolloutReport(rollout_id, stats)
         metrics = rollout_metrics(report, samples)
         self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))

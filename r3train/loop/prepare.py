@@ -13,7 +13,8 @@ import numpy as np
 
 from r3train.algo.advantages.registry import token_advantages
 from r3train.algo.reward_stats import GroupStats, group_stats
-from r3train.algo.trajectories import episode_rewards, validate_trajectories
+from r3train.algo.shaping import shaped_rewards, without_truncated
+from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
 from r3train.config import RunConfig
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
@@ -95,21 +96,25 @@ def prepare(
 
 
 def train_samples(
-    groups: Sequence[Sequence[Scored]], algorithm: AlgorithmSection
+    groups: Sequence[Sequence[Scored]], algorithm: AlgorithmSection, max_response_len: int
 ) -> tuple[list[TrainSample], GroupStats]:
     """Give every token of a rollout its advantage, [groups][samples] -> all samples in order.
 
-    Step-wise samples (one a turn) of an episode share one reward, which counts once.
+    Step-wise samples (one a turn) of an episode share one reward, which counts once.  The statistics
+    are those of the rewards as they were given, before penalties for length.
     """
     _check_trajectories([sample for group in groups for sample, _ in group])
     rewards = np.array([episode_rewards(group) for group in groups], dtype=np.float64)
     stats = group_stats(rewards)
     samples = [[sample for sample, _ in group] for group in groups]
+    rewards = shaped_rewards(samples, rewards, algorithm, max_response_len)
+    if algorithm.mask_truncated:
+        samples = without_truncated(samples)
     advantages = token_advantages(samples, rewards, algorithm)
     return [
-        TrainSample(sample, reward, own)
-        for group, of_group in zip(groups, advantages)
-        for (sample, reward), own in zip(group, of_group)
+        TrainSample(sample, own_rewards[place], own)
+        for group, own_rewards, of_group in zip(samples, rewards.tolist(), advantages)
+        for sample, place, own in zip(group, episode_places(group), of_group)
     ], stats
 
 

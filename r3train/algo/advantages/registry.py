@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from r3train.algo.advantages.grpo import grpo
+from r3train.algo.advantages.max_rl import max_rl
+from r3train.algo.advantages.reinforce_plus_plus import (
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+)
 from r3train.algo.advantages.rloo import rloo
+from r3train.algo.advantages.tools import whitened
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import find_plug, require_function
 from r3train.types import RolloutSample
@@ -22,6 +28,9 @@ AdvantageEstimator = Callable[
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
     "grpo": grpo,
+    "max_rl": max_rl,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "rloo": rloo,
 }
 _FLAG = "--advantage-estimator"
@@ -53,6 +62,8 @@ def token_advantages(
 ) -> list[list[np.ndarray]]:
     """Run the configured estimator: float32[T] for each sample of each group, 0 outside its mask.
 
+    With ``normalize_advantages`` they are whitened afterwards.
+
     Raises ValueError, naming the estimator and the sample, where it returns anything but a finite
     number for each token.
     """
@@ -65,9 +76,15 @@ def token_advantages(
             f"{_FLAG} {name}: returned {got}, expected a list for each group with an array for"
             f" each sample: {expected}"
         )
-    return [
+    checked = [
         [_checked(name, sample, own) for sample, own in zip(group, of_group)]
         for group, of_group in zip(groups, found)
+    ]
+    if not algorithm.normalize_advantages:
+        return checked
+    return [
+        [np.where(s.loss_mask, own, 0.0).astype(np.float32) for s, own in zip(group, of_group)]
+        for group, of_group in zip(groups, whitened(groups, checked))
     ]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from r3train.algo.reward_stats import zero_variance
 from r3train.algo.trajectories import episode_places
 from r3train.types import RolloutSample
 
@@ -17,12 +18,29 @@ def compares_samples(estimator: Callable) -> Callable:
 
 
 def centred(rewards: np.ndarray) -> np.ndarray:
-    """Subtract each group's mean, float64[G, n]; exactly 0 where a group's rewards are all equal.
+    """Subtract each group's mean, float64[G, n]; exactly 0 where a group's rewards are equal.
 
-    There the mean's rounding may leave a residue, which a division by a small std would blow up.
+    There rounding leaves a residue, which a division by a small std would blow up.
     """
-    equal = rewards.max(axis=1, keepdims=True) == rewards.min(axis=1, keepdims=True)
+    equal = zero_variance(rewards)[:, None]
     return np.where(equal, 0.0, rewards - rewards.mean(axis=1, keepdims=True))
+
+
+def whitened(
+    groups: Sequence[Sequence[RolloutSample]], advantages: Sequence[Sequence[np.ndarray]]
+) -> list[list[np.ndarray]]:
+    """Shift and scale advantages to mean 0 and variance 1 (ddof = 1) over the rollout's loss tokens.
+
+    advantages: float[T] for each sample of each group.  Of one loss token or none, as they are.
+    """
+    masks = [sample.loss_mask for group in groups for sample in group]
+    counted = np.concatenate(
+        [own[mask] for own, mask in zip((a for of in advantages for a in of), masks, strict=True)]
+    ).astype(np.float64)
+    if len(counted) < 2:
+        return [list(of_group) for of_group in advantages]
+    mean, scale = counted.mean(), 1.0 / np.sqrt(counted.var(ddof=1) + 1e-8)
+    return [[(own - mean) * scale for own in of_group] for of_group in advantages]
 
 
 def spread(

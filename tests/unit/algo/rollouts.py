@@ -40,7 +40,7 @@ def scored(rewards: Sequence[Sequence[float]]) -> list[list[Scored]]:
 
 def advantages(rewards: Sequence[Sequence[float]], **settings) -> np.ndarray:
     """Advantages as a rollout's samples get them, float32[G, n]: checked to stand on the mask."""
-    samples, _ = train_samples(scored(rewards), AlgorithmSection(**settings))
+    samples, _ = train_samples(scored(rewards), AlgorithmSection(**settings), 8)
     for s in samples:
         assert s.advantages.dtype == np.float32
         assert (s.advantages[~s.sample.loss_mask] == 0).all()

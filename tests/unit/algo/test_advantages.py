@@ -20,9 +20,10 @@ def test_grpo_equals_the_hand_worked_group_with_the_sample_std():
 
 
 def test_grpo_adds_1e_6_to_the_std_and_not_to_the_variance():
-    # std sqrt(2) * 1e-6: the sum is 2.414e-6, and 1e-6 is 41% of it
-    got = advantages([[2e-6, 0.0]])
-    np.testing.assert_allclose(got, [[1 / (1 + math.sqrt(2)), -1 / (1 + math.sqrt(2))]], rtol=1e-5)
+    # deviations of 2e-6, std 2 sqrt(2) 1e-6: 1e-6 is a quarter of the sum
+    got = advantages([[4e-6, 0.0]])
+    expected = 2 / (1 + 2 * math.sqrt(2))
+    np.testing.assert_allclose(got, [[expected, -expected]], rtol=1e-5)
 
 
 def test_grpo_without_std_normalization_is_the_distance_from_the_group_mean():
@@ -52,7 +53,7 @@ def test_a_reward_that_is_not_finite_is_named_by_group_and_sample(bad):
     rewards = np.zeros((3, 4))
     rewards[1, 2] = bad
     with pytest.raises(ValueError, match="sample 2 in group 1 is"):
-        train_samples(scored(rewards), AlgorithmSection())
+        train_samples(scored(rewards), AlgorithmSection(), 8)
 
 
 @pytest.mark.parametrize("shape", [(4,), (0, 4), (4, 0), (1, 2, 3)])
@@ -113,7 +114,7 @@ async def later(groups, rewards, algorithm):
 
 def test_an_estimator_found_by_path_sets_every_token():
     samples, _ = train_samples(
-        scored([[1.0, 10.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:by_position")
+        scored([[1.0, 10.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:by_position"), 8
     )
     assert [s.advantages.tolist() for s in samples] == [[0, 1, 2], [0, 10, 20]]
 
@@ -122,7 +123,7 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
     masked = sample(0)
     masked.loss_mask[1] = False
     samples, _ = train_samples(
-        [[(masked, 1.0)]], AlgorithmSection(advantage_estimator=f"{HERE}:by_position")
+        [[(masked, 1.0)]], AlgorithmSection(advantage_estimator=f"{HERE}:by_position"), 8
     )
     assert samples[0].advantages.tolist() == [0, 0, 2]
 
@@ -138,7 +139,9 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
 )
 def test_an_estimator_that_returns_something_else_is_named_with_the_sample(name, message):
     with pytest.raises(ValueError, match=message):
-        train_samples(scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"))
+        train_samples(
+            scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8
+        )
 
 
 @pytest.mark.parametrize(

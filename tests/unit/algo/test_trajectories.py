@@ -65,7 +65,7 @@ def test_every_step_takes_its_episodes_advantage_whatever_the_number_of_turns():
         (step(2, 0, True), 1.0),
         (step(4, 4, True), 0.0),
     ]
-    samples, stats = train_samples([group], CENTRED)
+    samples, stats = train_samples([group], CENTRED, 8)
     assert [float(s.advantages.max() + s.advantages.min()) for s in samples] == [0.5] * 3 + [-0.5]
     assert (stats.mean, stats.num_groups) == (0.5, 1), "an episode counts once"
     one_each = advantages([[1.0, 0.0]], grpo_std_normalization=False)
@@ -75,4 +75,4 @@ def test_every_step_takes_its_episodes_advantage_whatever_the_number_of_turns():
 def test_a_batch_of_step_wise_and_whole_samples_mixed_is_refused():
     group = [(step(0, 0, True), 1.0), (sample(5), 0.0)]
     with pytest.raises(ValueError, match="sample 5 has no trajectory_id"):
-        train_samples([group], CENTRED)
+        train_samples([group], CENTRED, 8)

@@ -1,0 +1,127 @@
+"""MaxRL, REINFORCE++, whitening and penalties for length, through the function that the loop calls."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.algo.rollouts import advantages, sample, scored
+
+from r3train.algo.check import check_algorithm
+from r3train.algo.reward_stats import group_stats
+from r3train.config.algorithm import AlgorithmSection
+from r3train.loop.prepare import train_samples
+
+
+def trained(groups, max_response_len=8, **settings):
+    return train_samples(groups, AlgorithmSection(**settings), max_response_len)[0]
+
+
+@pytest.mark.parametrize(
+    "rewards, expected",
+    [
+        ([1.0, 0.0, 0.0, 0.0], [3.0, -1.0, -1.0, -1.0]),  # mean 1/4: (1 - 1/4) / (1/4)
+        ([4.0, 2.0], [1 / 3, -1 / 3]),
+        ([0.0, 0.0], [0.0, 0.0]),  # nobody solved it
+        ([1.0, -3.0], [0.0, 0.0]),  # a mean below 0 gives no scale
+    ],
+)
+def test_max_rl_equals_the_hand_worked_group(rewards, expected):
+    got = advantages([rewards], advantage_estimator="max_rl")
+    np.testing.assert_allclose(got, [expected], rtol=1e-6)
+
+
+def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_and_not_over_samples():
+    # centred: 1, -1 | 2, -2; lengths 1, 1 | 3, 1 tokens: values 1, -1, 2, 2, 2, -2
+    group = [(sample(0, 2), 3.0), (sample(1, 2), 1.0)], [(sample(2, 4), 9.0), (sample(3, 2), 5.0)]
+    got = trained(group, advantage_estimator="reinforce_plus_plus_baseline")
+    values = np.array([1, -1, 2, 2, 2, -2.0])
+    mean, std = 4 / 6, np.sqrt(((values - 4 / 6) ** 2).sum() / 5)
+    for s, centred in zip(got, [1, -1, 2, -2]):
+        np.testing.assert_allclose(s.advantages[1:], (centred - mean) / std, rtol=1e-5)
+        assert s.advantages[0] == 0  # the prompt is no part of it
+    tokens = np.concatenate([s.advantages[1:] for s in got]).astype(np.float64)
+    assert abs(tokens.mean()) < 1e-7 and tokens.var(ddof=1) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_reinforce_plus_plus_discounts_the_reward_from_the_last_loss_token_back():
+    own = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
+    own.loss_mask[2] = False
+    other = sample(1, 2)
+    got = trained(
+        [[(own, 8.0)], [(other, 1.0)]], advantage_estimator="reinforce_plus_plus", gamma=0.5
+    )
+    returns = np.array([2.0, 4.0, 8.0, 1.0])  # tokens 1, 3, 4 of the first; token 1 of the other
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    assert got[0].advantages[[0, 2]].tolist() == [0, 0]
+    np.testing.assert_allclose(got[0].advantages[[1, 3, 4]], expected[:3], rtol=1e-5)
+    np.testing.assert_allclose(got[1].advantages[1], expected[3], rtol=1e-5)
+
+
+def test_reinforce_plus_plus_works_with_one_sample_a_prompt_and_its_baseline_does_not():
+    check_algorithm(AlgorithmSection(advantage_estimator="reinforce_plus_plus"), 1)
+    for name in ("reinforce_plus_plus_baseline", "max_rl"):
+        with pytest.raises(ValueError, match=f"{name} compares the samples.*at least 2, got 1"):
+            check_algorithm(AlgorithmSection(advantage_estimator=name), 1)
+
+
+def test_normalize_advantages_whitens_what_the_estimator_returned():
+    groups = scored([[3.0, 1.0], [10.0, 30.0]])
+    plain = trained(groups, grpo_std_normalization=False)
+    white = trained(groups, grpo_std_normalization=False, normalize_advantages=True)
+    values = np.array([s.advantages[1] for s in plain for _ in range(2)], np.float64)
+    for a, b in zip(plain, white):
+        expected = (a.advantages[1] - values.mean()) / values.std(ddof=1)
+        np.testing.assert_allclose(b.advantages, [0, expected, expected], rtol=1e-5)
+
+
+def test_a_rollout_without_two_loss_tokens_is_not_whitened():
+    own = sample(0, 2)
+    got = trained([[(own, 8.0)]], advantage_estimator="reinforce_plus_plus")
+    assert got[0].advantages.tolist() == [0.0, 8.0]
+
+
+def test_rewards_that_differ_by_rounding_alone_teach_nothing():
+    rewards = [0.1 + 0.2, 0.3, 0.3]
+    assert len(set(rewards)) == 2
+    assert advantages([rewards]).tolist() == [[0, 0, 0]]
+    assert group_stats(np.array([rewards, [0.3, 0.3, 0.30001]])).num_zero_variance == 1
+
+
+def test_the_overlong_penalty_grows_from_the_buffer_to_the_limit():
+    # limit 8, buffer 4: nothing up to 4 tokens, then a quarter of the factor a token
+    groups = [[(sample(i, 1 + length), 1.0) for i, length in enumerate([2, 4, 5, 8])]]
+    got = trained(groups, 8, overlong_buffer_len=4, overlong_penalty_factor=2.0)
+    assert [s.reward for s in got] == [1.0, 1.0, 0.5, -1.0]
+
+
+def test_the_length_penalty_is_a_share_of_the_longest_length():
+    groups = [[(sample(i, 1 + length), 1.0) for i, length in enumerate([2, 8])]]
+    assert [s.reward for s in trained(groups, 8, length_penalty_coef=0.5)] == [0.875, 0.5]
+
+
+def test_penalties_come_after_the_statistics_and_before_the_advantages():
+    groups = [[(sample(0, 3), 1.0), (sample(1, 9), 1.0)]]
+    samples, stats = train_samples(
+        groups, AlgorithmSection(length_penalty_coef=0.5, advantage_estimator="rloo"), 8
+    )
+    assert stats.mean == 1.0 and stats.num_zero_variance == 1
+    assert [s.advantages[1] for s in samples] == [0.375, -0.375]
+
+
+def test_all_turns_of_an_episode_pay_for_its_whole_length():
+    turns = [
+        replace(sample(i, 1 + length), trajectory_id=episode, is_last_step=last)
+        for i, (episode, length, last) in enumerate([(0, 3, False), (0, 3, True), (1, 2, True)])
+    ]
+    got = trained([[(turn, 1.0) for turn in turns]], 8, length_penalty_coef=0.8)
+    assert [s.reward for s in got] == pytest.approx([0.4, 0.4, 0.8])
+
+
+def test_a_truncated_answer_is_masked_and_its_reward_counts_for_its_group():
+    cut = replace(sample(0), finish_reason="length")
+    got = trained(
+        [[(cut, 0.0), (sample(1), 2.0)]], mask_truncated=True, grpo_std_normalization=False
+    )
+    assert not got[0].sample.loss_mask.any() and not got[0].advantages.any()
+    assert got[1].advantages.tolist() == [0, 1, 1]
+    assert cut.loss_mask.any()  # the rollout's own record stays as it was
