@@ -161,6 +161,8 @@ class RolloutSample:
     is_last_step: bool | None = None
     # seconds spent waiting for answers, over all requests of the rollout
     generation_s: float = 0.0
+    # retractions by the servers, over the answers that were kept (--retraction-policy accept)
+    num_retractions: int = 0
     # Rows as each answer brought them: (index of the first row, rows [r, L, K]).  The evidence
     # counts these, so an error in joining answers shows.  () for a sample read from a file.
     decoded: tuple[tuple[int, np.ndarray], ...] = ()

@@ -62,6 +62,10 @@ class RolloutSection(Section):
     """Treatment of requests in flight during a weight update.  drain: wait for them.  in_place:
     freeze them and continue with the new weights.  abort: abort them and resume from their tokens.
     retract: compute their cache again (not with R3)."""
+    retraction_policy: Literal["regenerate", "accept"] = "regenerate"
+    """With R3: treatment of an answer that a server retracted for lack of KV cache.  It computed the
+    rows again, in forwards that made no log-prob.  regenerate: throw the answer away and ask again.
+    accept: train it as it is."""
     flush_cache_on_update: bool = True
     """Do not let requests after an update use prefixes that were cached with older weights."""
     rollout_external_engine_addrs: tuple[str, ...] = Field(default=(), strict=False)

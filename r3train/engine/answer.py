@@ -57,6 +57,7 @@ def read_answer(
     log_probs = _log_probs(entries, output_ids, name)
     versions = _versions(meta.get("weight_versions"), output_len, name)
     _check_versions(versions, request.weight_version, request.exact_version, name)
+    retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
     rows = None
     if routes is not None:
         # a request aborted in the queue was never computed: it has no token and may have no row
@@ -72,7 +73,9 @@ def read_answer(
             if output_len
             else np.zeros((0, *routes.row), dtype=routes.dtype)
         )
-    return Segment(output_ids, log_probs, versions, rows, request.rows_start, finish_reason)
+    return Segment(
+        output_ids, log_probs, versions, rows, request.rows_start, finish_reason, retractions
+    )
 
 
 def _check_versions(
@@ -87,6 +90,14 @@ def _check_versions(
         raise ValueError(
             f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
         )
+
+
+def _retractions(meta: Mapping[str, Any], needed: bool, name: str) -> int:
+    """``num_retractions``; an answer with routes must say it."""
+    count = meta.get("num_retractions", None if needed else 0)
+    if type(count) is not int or count < 0:
+        raise ValueError(f"sample {name}: num_retractions is {count!r}, expected a count")
+    return count
 
 
 def _rows(

@@ -124,6 +124,9 @@ class Segment:
     rows: np.ndarray | None  # uint8/uint16 [R, L, K]; None without R3
     rows_start: int
     finish_reason: str  # stop | length | abort
+    # times that the server gave up the request's cache under KV pressure and computed it again: its
+    # rows are then of other forwards than its log-probs
+    num_retractions: int = 0
 
 
 class RolloutBackend(Protocol):

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from r3train.config.rollout import RolloutSection
-from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams
+from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
@@ -44,6 +44,8 @@ _ALIVE_EVERY_S = 0.5
 _ABORT_EVERY_S = 0.3
 _REWARDS_AWAITED_S = 30.0
 _CLOSE_S = 30.0
+# a request that the servers retract so often in a row ends the run: their KV pools are too small
+_MAX_RETRACTIONS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,9 @@ class Producer:
     answer takes several requests, and the tokens of finished ones survive a lost server.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
-    samples keep the decoded rows of each answer, for the evidence.  Rollouts run from
+    samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says, in an error
+    of a request that is retracted again and again, what the servers' KV pools hold and what they
+    need.  Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
@@ -96,6 +100,7 @@ class Producer:
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
         keep_decoded: bool = False,
+        pool_facts: str = "",
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -106,6 +111,7 @@ class Producer:
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._decode = decode or (lambda ids: "")
         self._keep_decoded = keep_decoded
+        self._pool_facts = pool_facts
         self._check_alive = check_alive or (lambda: None)
         self._on_outcome = on_outcome or (lambda outcome: None)
         # True: a frozen request continues under a newer version
@@ -502,6 +508,7 @@ class _Turns:
         self._producer = producer
         self._item = item
         self._held = True
+        self._retracted = 0  # answers in a row that a server retracted
 
     def release(self) -> None:
         """Give the place in flight back if it is still held."""
@@ -513,6 +520,9 @@ class _Turns:
         self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
     ) -> RolloutSample:
         """Generate one answer, resumed after every update that aborted it.
+
+        Under R3 the answer to a request that a server retracted is thrown away, and the same tokens
+        are asked for again.  Earlier answers of the rollout came with their own rows and stay.
 
         The place in flight is kept between the segments of an answer, and given back during an
         update.
@@ -537,6 +547,9 @@ class _Turns:
             try:
                 segment = await p._backend.generate(request)
                 self._check_newest(segment.weight_versions.max(initial=-1))
+                again = self._is_retracted(segment)
+                if again:
+                    segment = stitch.thrown_away(segment)
                 sample = stitch.extend(sample, segment)
                 waited_s = sample.generation_s + time.monotonic() - began
                 sample = replace(sample, generation_s=waited_s)
@@ -545,19 +558,21 @@ class _Turns:
                     turn_limit -= count
                 left = stitch.tokens_left(sample, item.sampling)
                 left = left if turn_limit is None else min(left, turn_limit)
-                unfinished = (
+                unfinished = again or (
                     segment.finish_reason == "length"
                     and count == min(limits, default=None)
                     and left > 0
                 )
                 # checked while the place is held: once it is given back, the update may end
                 interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
+                # a frozen server would take it, and its cache of the weights before the update
+                interrupted |= p._frozen and again
                 goes_on = unfinished and not interrupted
             finally:
                 if not goes_on:
                     self.release()
             p._rates.tokens(count)
-            p._rates.resumed += interrupted
+            p._rates.resumed += interrupted and not again
             if not (interrupted or goes_on):
                 break
             if left <= 0:
@@ -565,6 +580,27 @@ class _Turns:
                 break
         text = p._decode(sample.token_ids[sample.prompt_len :].tolist())
         return replace(sample, text=text)
+
+    def _is_retracted(self, segment: Segment) -> bool:
+        """Count an answer that a server retracted; True if it must not be kept.
+
+        Its rows are of the forwards that computed the request again, its log-probs of the first ones.
+        Raises EngineError after too many in a row.
+        """
+        p, item = self._producer, self._item
+        if segment.rows is None or segment.num_retractions == 0:
+            self._retracted = 0
+            return False
+        p._rates.retracted += 1
+        if p._rollout.retraction_policy == "accept":
+            return False
+        self._retracted += 1
+        if self._retracted == _MAX_RETRACTIONS:
+            raise EngineError(
+                f"sample {item.sample_id} (prompt {item.group.prompt.prompt_id!r}) was retracted by"
+                f" the server {_MAX_RETRACTIONS} times in a row{p._pool_facts}"
+            )
+        return True
 
     def _check_newest(self, newest: int) -> None:
         given = self._producer._version

@@ -17,6 +17,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.resumed = 0  # rollouts resumed after an update aborted them
+        self.retracted = 0  # answers with routes that a server retracted, kept or not
         self.waiting_s = 0.0  # time that the training thread waited for batches
         self._generated_tokens = 0
         self._finished_samples = 0
@@ -58,6 +59,7 @@ class Rates:
             "finished_samples": self._finished_samples,
             "aborted_samples": self._aborted_samples,
             "resumed_rollouts": self.resumed,
+            "retracted_answers": self.retracted,
             "mean_response_len": self._generated_tokens / max(self._finished_samples, 1),
             "tokens_per_s": sum(tokens for _, tokens in recent) / span_s,
             "waiting_s": self.waiting_s,

@@ -109,7 +109,20 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         routed_experts=rows,
         weight_versions=np.concatenate([sample.weight_versions, segment.weight_versions]),
         finish_reason=segment.finish_reason,
+        num_retractions=sample.num_retractions + segment.num_retractions,
         decoded=decoded,
+    )
+
+
+def thrown_away(segment: Segment) -> Segment:
+    """An answer in place of one that is not kept: as of a request aborted before its first token."""
+    return Segment(
+        token_ids=segment.token_ids[:0],
+        log_probs=segment.log_probs[:0],
+        weight_versions=segment.weight_versions[:0],
+        rows=None if segment.rows is None else segment.rows[:0],
+        rows_start=segment.rows_start,
+        finish_reason="abort",
     )
 
 

@@ -50,6 +50,7 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/staleness_max": max(staleness, default=0),
         "rollout/generation_s_mean": float(seconds.mean()),
         "rollout/generation_s_max": float(seconds.max()),
+        "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
         "rollout/spanning_samples": sum(_num_versions(s) > 1 for s in samples),
         **histogram,
     }
@@ -83,6 +84,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "perf/rollout_idle_share": since("idle_s") / wall_s,
         "rollout/buffered_groups": now["buffered_groups"],
         "rollout/resumed": since("resumed_rollouts"),
+        "rollout/retracted": since("retracted_answers"),
         **fates,
     }
 

@@ -17,6 +17,7 @@ from r3train.types import Prompt, RouteShape
 
 ROUTES = RouteShape(num_layers=2, topk=2, num_experts=8)
 PROMPT_LEN = 2
+RETRACTED = 7  # token of answers that were retracted
 
 
 def rollout_section(**changes: Any) -> RolloutSection:
@@ -30,13 +31,21 @@ def prompt_for(group: int) -> Prompt:
 
 
 class SimulatedEngine:
-    """Implements ``RolloutBackend``; ``length(sample_id)`` tokens a response, ``slow`` in ticks."""
+    """Implements ``RolloutBackend``; ``length(sample_id)`` tokens a response, ``slow`` in ticks.
 
-    def __init__(self, *, length=lambda _: 4, slow=lambda _: 1, tick_s=0.001):
+    ``retracted(n)`` is True for answers, counted from 0, that say that they were retracted: their
+    tokens are RETRACTED.
+    """
+
+    def __init__(
+        self, *, length=lambda _: 4, slow=lambda _: 1, tick_s=0.001, retracted=lambda n: False
+    ):
         self.version = 0  # the test says which weights are held
         self.length = length
         self.slow = slow
         self.tick_s = tick_s
+        self.retracted = retracted
+        self.answered = 0
         self.frozen = asyncio.Event()
         self.frozen.set()
         self.running: set[int] = set()
@@ -72,13 +81,16 @@ class SimulatedEngine:
             self.aborting.discard(sample_id)
         count = len(versions)
         first, last = request.rows_start, len(request.token_ids) + count - 1
+        retracted = self.retracted(self.answered)
+        self.answered += 1
         return Segment(
-            token_ids=np.full(count, 9, np.int32),
+            token_ids=np.full(count, RETRACTED if retracted else 9, np.int32),
             log_probs=np.full(count, -1.0, np.float32),
             weight_versions=np.array(versions, np.int32),
             rows=np.zeros((last - first if count else 0, *ROUTES.row), ROUTES.dtype),
             rows_start=first,
             finish_reason=reason,
+            num_retractions=int(retracted),
         )
 
     async def pause_generation(self, mode="in_place"):

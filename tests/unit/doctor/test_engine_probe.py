@@ -99,6 +99,7 @@ class Engine:
             "cached_tokens": 0 if self.faults.get("no_cache") else cached,
             "finish_reason": reason,
             "output_token_logprobs": [[float(v), t, None] for v, t in zip(values, output)],
+            "num_retractions": 0,
             "weight_versions": [{"version": "0", "start": 0, "end": len(output)}],
             "routed_experts": encode_routed_experts(rows[:, : self.faults.get("layers", LAYERS)]),
         }

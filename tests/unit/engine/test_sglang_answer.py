@@ -19,6 +19,7 @@ GOOD = {
     "meta_info": {
         "prompt_tokens": 3,
         "completion_tokens": 2,
+        "num_retractions": 0,
         "finish_reason": {"type": "length", "length": 2},
         "output_token_logprobs": [[-0.5, 9, None], [-1.5, 11, None]],
         "weight_versions": [
@@ -88,6 +89,8 @@ SPAN = {"version": "4", "start": 0, "end": 2}
         (("meta_info", "weight_versions"), [SPAN | {"end": 1}], "end at 1, expected 2"),
         (("meta_info", "weight_versions"), [SPAN | {"end": 3}], "do not cover 2"),
         (("meta_info", "weight_versions"), [SPAN | {"start": 1}], "do not cover 2"),
+        (("meta_info", "num_retractions"), KeyError, "num_retractions is None, expected a count"),
+        (("meta_info", "num_retractions"), -1, "num_retractions is -1, expected a count"),
         (("meta_info", "routed_experts"), KeyError, "carries no routed_experts"),
         (
             ("meta_info", "routed_experts"),

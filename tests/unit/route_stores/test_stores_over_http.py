@@ -52,6 +52,7 @@ def answer_to(body: dict, **meta: object) -> dict:
             "completion_tokens": 2,
             "finish_reason": {"type": "stop"},
             "output_token_logprobs": [[-0.5, 8, None], [-0.5, 9, None]],
+            "num_retractions": 0,
             "weight_versions": [{"version": "0", "start": 0, "end": 2}],
             "routed_experts": encode_routed_experts(rows),
             **meta,

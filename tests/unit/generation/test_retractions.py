@@ -1,0 +1,130 @@
+"""Answers that a server retracted under KV pressure: thrown away and asked for again, or accepted."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, rollout_section
+
+from r3train.engine.backend import EngineError, SamplingParams
+from r3train.generation.producer import Producer
+
+
+def producer_of(engine, *, segment_len=None, pool_facts="", **settings):
+    rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
+    return Producer(
+        rollout,
+        lambda: engine,
+        prompt_for,
+        SamplingParams(20),
+        segment_len=segment_len,
+        pool_facts=pool_facts,
+    )
+
+
+def every_seventh(n):
+    return n % 7 == 1
+
+
+def trained(producer, steps=1):
+    return [s for step in range(steps) for g in producer.next_batch(step) for s, _ in g]
+
+
+@pytest.mark.parametrize("segment_len", [None, 6])
+def test_no_token_of_a_retracted_answer_is_trained_and_each_is_counted(segment_len):
+    engine = SimulatedEngine(length=lambda _: 18, retracted=every_seventh)
+    with producer_of(engine, segment_len=segment_len) as producer:
+        samples = trained(producer)
+        stats = producer.stats()
+    for sample in samples:
+        assert sample.response_len == 18 and sample.finish_reason == "stop"
+        assert RETRACTED not in sample.token_ids and sample.num_retractions == 0
+        assert len(sample.routed_experts) == sample.num_tokens - 1
+        assert sum(len(rows) for _, rows in sample.decoded) in (0, sample.num_tokens - 1)
+    assert stats["retracted_answers"] == sum(map(every_seventh, range(engine.answered))) > 0
+
+
+def test_only_the_answer_that_was_retracted_is_asked_for_again():
+    """Earlier segments came with rows of their own: they stay, and nothing is asked for twice."""
+    engine = SimulatedEngine(length=lambda _: 18, retracted=lambda n: n == 1)
+    with producer_of(
+        engine, segment_len=6, rollout_max_concurrency=1, n_samples_per_prompt=1
+    ) as producer:
+        (sample, _) = trained(producer)
+    asked = [tokens for sample_id, _, tokens in engine.asked if sample_id == 0]
+    assert asked == [0, 6, 6, 12]
+    assert sample.response_len == 18 and RETRACTED not in sample.token_ids
+
+
+def test_accepted_answers_are_counted_and_trained_as_they_are():
+    engine = SimulatedEngine(retracted=every_seventh)
+    with producer_of(engine, retraction_policy="accept") as producer:
+        samples = trained(producer)
+        assert producer.stats()["retracted_answers"] > 0
+    accepted = [s for s in samples if s.num_retractions]
+    assert accepted and all(RETRACTED in s.token_ids for s in accepted)
+    assert all(RETRACTED not in s.token_ids for s in samples if not s.num_retractions)
+
+
+def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_size():
+    engine = SimulatedEngine(retracted=lambda n: n in (0, 2, 3, 4))
+    with producer_of(
+        engine, rollout_max_concurrency=1, pool_facts=": the pool holds 9 tokens"
+    ) as producer:
+        message = r"sample 1 .*retracted by the server 3 times in a row: the pool holds 9 tokens$"
+        with pytest.raises(EngineError, match=message):
+            trained(producer)
+    assert [sample_id for sample_id, _, _ in engine.asked[:5]] == [0, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort", "retract"])
+def test_a_request_is_asked_for_again_with_the_weights_that_the_servers_hold_by_then(mode):
+    """An update passes while the answers of the second rollout are under way, which were retracted."""
+    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.005, retracted=lambda n: 4 <= n < 8)
+    with producer_of(
+        engine, pause_generation_mode=mode, rollout_max_concurrency=4, max_weight_staleness=2
+    ) as producer:
+        trained(producer)
+        time.sleep(0.05)
+        with producer.quiesced():
+            if mode in ("drain", "abort"):
+                assert not engine.running
+            engine.version = 1
+            producer.set_version(1)
+        samples = [s for g in producer.next_batch(1) for s, _ in g]
+        retracted = producer.stats()["retracted_answers"]
+    assert len(samples) == 4 and retracted == 4
+    for sample in samples:
+        versions = sample.weight_versions[sample.loss_mask]
+        assert sample.response_len == 20 and RETRACTED not in sample.token_ids
+        # a draining update waits for the second answer too
+        assert np.unique(versions).tolist() == ([0] if mode == "drain" else [1])
+
+
+class AnswersAtThePause(SimulatedEngine):
+    """Every running request comes to its end while the servers are told to pause."""
+
+    async def pause_generation(self, mode="in_place"):
+        self.calls.append(f"pause {mode}")
+
+
+def test_a_retracted_answer_that_comes_in_a_pause_is_asked_for_again_after_it():
+    engine = AnswersAtThePause(length=lambda _: 20, tick_s=0.005, retracted=lambda n: 4 <= n < 8)
+    with producer_of(
+        engine,
+        pause_generation_mode="in_place",
+        rollout_max_concurrency=4,
+        max_weight_staleness=2,
+    ) as producer:
+        trained(producer)
+        time.sleep(0.05)
+        with producer.quiesced():
+            asked = len(engine.asked)
+            time.sleep(0.3)
+            assert engine.answered == 8 and len(engine.asked) == asked
+            engine.version = 1
+            producer.set_version(1)
+        samples = [s for g in producer.next_batch(1) for s, _ in g]
+    assert all(np.unique(s.weight_versions[s.loss_mask]).tolist() == [1] for s in samples)
