@@ -119,10 +119,13 @@ class MegatronActor:
     ) -> dict[str, float]:
         """Make one optimizer step over all microbatches of the global batch.
 
-        Returns the same metrics on all ranks: means over the global loss tokens, grad norm, lr.
-        If a loss or a gradient is not finite, all ranks skip the step: weights, moments and schedule
-        do not change, and ``skipped_steps`` is 1.
+        Returns the same metrics on all ranks: means over the global loss tokens, grad norm, and the
+        learning rate of this step.  If a loss or a gradient is not finite, all ranks skip the step:
+        weights, expert biases, moments and schedule do not change, and ``skipped_steps`` is 1.
         """
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        # Megatron moves the expert biases at the end of the backward pass
+        biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(slices, old_log_probs, ref_log_probs)
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
         finite = self._finite(metrics["loss"])
@@ -130,11 +133,19 @@ class MegatronActor:
         if finite:
             success, grad_norm, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
+        else:
+            for bias, before in biases:
+                bias.copy_(before)
         metrics["grad_norm"] = float(grad_norm) if grad_norm is not None else 0.0
-        metrics["lr"] = float(self.optimizer.param_groups[0]["lr"])
+        metrics["lr"] = lr
         metrics["update_successful"] = float(success)
         metrics["skipped_steps"] = float(not finite)
         return metrics
+
+    def _expert_biases(self) -> list[torch.Tensor]:
+        """The routers' expert biases, float32 [E] each; none in a family without them."""
+        routers = (r for chunk in self.model.unwrapped for r in decoder_routers(chunk))
+        return [r.expert_bias for r in routers if r.expert_bias is not None]
 
     def _finite(self, loss: float) -> bool:
         """Return True if the loss and every gradient on every rank are finite; a collective."""

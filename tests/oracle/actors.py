@@ -1,0 +1,143 @@
+"""Real actors on gloo ranks, for tests of the trainer's settings: several in turn, in one start of ranks.
+
+``in_ranks`` starts the processes.  In them ``actor_of`` builds an actor as a job does.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.types import Prompt, RankSlice, RolloutSample, TrainSample
+
+
+def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any) -> list[Any]:
+    """Call a module's function in each of ``world_size`` processes; returns what each returned.
+
+    The values travel through torch's files, so they are tensors, numbers, text and their containers.
+    """
+    scratch.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=_rank, args=(rank, world_size, str(scratch), function, arguments))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=300)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        if process.is_alive():
+            process.kill()
+    assert codes == [0] * world_size, codes
+    return [torch.load(scratch / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def _rank(rank: int, world_size: int, scratch: str, function: Callable, arguments: tuple) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    from r3train.trainer.megatron.cpu_device import prepare_device
+
+    prepare_device()
+    import torch.distributed as dist
+
+    store = f"file://{scratch}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    torch.save(function(*arguments), Path(scratch) / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def configuration(checkpoint: Path, **fields: Any) -> RunConfig:
+    """A run's configuration; ``fields`` are those of any section, by their own names."""
+    values = dict(
+        hf_checkpoint=checkpoint,
+        prompt_data="none",
+        num_rollout=10,
+        rollout_batch_size=1,
+        n_samples_per_prompt=1,
+        rollout_max_response_len=64,
+        use_distributed_optimizer=False,
+        lr=1e-3,
+    )
+    return RunConfig.from_sources(flags=values | fields)
+
+
+@contextmanager
+def actor_of(config: RunConfig, checkpoint: Path | None = None) -> Iterator[Any]:
+    """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
+    from r3train.config.hf_facts import read_hf_facts
+    from r3train.launch.actor import build_actor
+    from r3train.launch.job import Job
+    from r3train.launch.resume import ResumePoint
+    from r3train.verify.worker import drop_gradient_hooks, leave_model_parallel
+
+    hf = read_hf_facts(config.model.hf_checkpoint)
+    job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
+    actor = build_actor(job, torch.device("cpu"), ResumePoint(checkpoint))
+    try:
+        yield actor
+    finally:
+        drop_gradient_hooks(actor)
+        del actor
+        leave_model_parallel()
+
+
+def samples(
+    hf: HfModelFacts, lengths: Sequence[tuple[int, int]], *, advantage: float = 1.0, seed: int = 0
+) -> list[TrainSample]:
+    """Random samples of (prompt, response) tokens, with routes that no router would choose."""
+    generator = np.random.default_rng(seed)
+    shape, out = hf.route_shape, []
+    for i, (prompt, response) in enumerate(lengths):
+        length = prompt + response
+        tokens = generator.integers(1, hf.vocab_size, length).astype(np.int32)
+        mask = np.arange(length) >= prompt
+        scores = generator.random((length - 1, shape.num_layers, shape.num_experts))
+        routes = np.argsort(scores, axis=-1)[..., : shape.topk].astype(shape.dtype)
+        sample = RolloutSample(
+            sample_id=i,
+            group_id=i,
+            prompt=Prompt(f"prompt-{i}", i, "", tokens[:prompt], None),
+            token_ids=tokens,
+            prompt_len=prompt,
+            loss_mask=mask,
+            rollout_log_probs=np.where(mask, -1.0, 0).astype(np.float32),
+            routed_experts=routes,
+            weight_versions=np.where(mask, 0, -1).astype(np.int32),
+            finish_reason="stop",
+        )
+        sign = advantage * (-1) ** i
+        out.append(TrainSample(sample, 0.0, np.where(mask, sign, 0).astype(np.float32)))
+    return out
+
+
+def slices_of(
+    actor: Any, config: RunConfig, hf: HfModelFacts, batch: Sequence[TrainSample]
+) -> tuple[list[RankSlice], list[list[list[int]]]]:
+    """This rank's slices of one optimizer step, and the sample ids of [dp rank][microbatch]."""
+    from r3train.launch.routes import build_routes
+    from r3train.loop.prepare import prepare
+    from r3train.loop.scatter import broadcast_json, gather_topologies
+
+    topologies, prepared = gather_topologies(actor.topology), None
+    routes = build_routes(config, hf)
+    routes.open(actor.topology)
+    plan = None
+    if actor.topology.rank == 0:
+        prepared = prepare(0, batch, config, hf, routes.row_shape, topologies, passes=("train",))
+        ids = [[[s.sample.sample_id for s in m] for m in own] for own in prepared.steps[0]]
+        plan = [prepared.counts[0], ids]
+    count, ids = broadcast_json(plan)
+    return routes.slices(prepared, count), ids
