@@ -29,11 +29,12 @@ class RolloutSection(Section):
     rollout_max_context_len: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset means the model's own limit."""
     rollout_temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the actor computes log-probs at the same temperature."""
+    """Sampling temperature; the actor computes log-probs at the same temperature.  1.0 with
+    rollout_top_k 1."""
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off."""
     rollout_top_k: int = Field(default=-1, ge=-1)
-    """Sample among the k likeliest tokens; -1 is off."""
+    """Sample among the k likeliest tokens; 1 is greedy, -1 is off."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     """Tokens that end a response, beside the model's end tokens."""
     rollout_ignore_eos: bool = False
@@ -41,7 +42,8 @@ class RolloutSection(Section):
     rollout_seed: int = Field(default=42, ge=0)
     """Seed of the prompt order and of sampling."""
     max_weight_staleness: int = Field(default=1, ge=0)
-    """Rollouts by which the weights that generate may lag behind training; 0 is synchronous."""
+    """Rollouts by which the weights that generate may lag behind training, however many optimizer
+    steps each holds (a rollout makes one weight version); 0 is synchronous."""
     rollout_segment_len: int | None = Field(default=None, ge=1)
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
     loses one segment at most.  Unset: 256 with --max-engine-restarts, else no limit."""

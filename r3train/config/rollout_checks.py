@@ -9,11 +9,36 @@ from r3train.config.run import RunConfig
 
 def rollout_conflicts(config: RunConfig) -> Iterator[str]:
     """Yield a complaint for each pair of settings that contradict each other, with the reason."""
+    yield from _sampling(config)
     yield from _buffer(config)
     yield from _filters(config)
     yield from _updates(config)
     yield from _servers(config)
     yield from _environment(config)
+
+
+# SGLang 0.5.23 (sampling_params.py) takes a lower temperature for greedy decoding
+_LOWEST_TEMPERATURE = 1e-6
+
+
+def _sampling(config: RunConfig) -> Iterator[str]:
+    """Yield settings under which SGLang's log-probs are not those at rollout_temperature."""
+    rollout = config.rollout
+    top_k, temperature = rollout.rollout_top_k, rollout.rollout_temperature
+    if top_k == 0:
+        yield "rollout_top_k 0 is not a number of tokens: set 1 or more, or -1 for no limit"
+    if temperature < _LOWEST_TEMPERATURE:
+        yield (
+            f"rollout_temperature {temperature} is greedy decoding for SGLang, whose log-probs are"
+            " then those at temperature 1, while the actor would compute them at"
+            f" {temperature}: set rollout_top_k 1 and rollout_temperature 1.0"
+        )
+    elif top_k == 1 and temperature != 1.0:
+        yield (
+            f"rollout_top_k 1 is greedy decoding: SGLang ignores rollout_temperature {temperature}"
+            " and reports log-probs at temperature 1, while the actor would compute them at"
+            f" {temperature}: set rollout_temperature 1.0"
+        )
 
 
 def _buffer(config: RunConfig) -> Iterator[str]:

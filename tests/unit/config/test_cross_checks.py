@@ -116,6 +116,15 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             "transformer_overrides.context_parallel_size has a flag of its own",
             {"transformer_overrides": {"context_parallel_size": 2}},
         ),
+        (
+            "rollout_temperature 1e-07 is greedy decoding for SGLang",
+            {"rollout_temperature": 1e-7},
+        ),
+        (
+            "rollout_top_k 1 is greedy decoding: SGLang ignores rollout_temperature 0.8",
+            {"rollout_top_k": 1, "rollout_temperature": 0.8},
+        ),
+        ("rollout_top_k 0 is not a number of tokens", {"rollout_top_k": 0}),
         ("rollout_buffer_size 3 is below rollout_batch_size 4", {"rollout_buffer_size": 3}),
         (
             "rollout_buffer_size 5 is below over_sampling_batch_size 6",
