@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints as this project writes them: shards with their index, and exports.
+"""Hugging Face checkpoints: what their headers say, and shards, index and exports as we write them.
 
 Tensors have the names of a checkpoint on disk, one tensor an expert.  SGLang accepts transformers'
 fused in-memory expert names, answers "Succeeded" and leaves the experts as they were.
@@ -10,11 +10,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+
+from r3train.config.hf_facts import HfModelFacts
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -32,6 +37,137 @@ def check_name(name: str) -> str:
             "it; send per-expert names such as mlp.experts.0.gate_proj.weight"
         )
     return name
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """Shape of a tensor, and its dtype as torch names it: ``"float32"``, ``"bfloat16"``, ..."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * getattr(torch, self.dtype).itemsize
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def kind_of(tensor: torch.Tensor) -> TensorKind:
+    """Return the kind of a tensor."""
+    return TensorKind(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+# names of dtypes in safetensors headers; others do not occur among weights that are trained
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8", "I8": "int8"}
+_DTYPES |= {"I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of the index where there is one, by name.
+
+    Raises ValueError for a directory without one, a damaged index or a file that is missing.
+    """
+    index = directory / "model.safetensors.index.json"
+    there = {file.name for file in directory.glob("*.safetensors")}
+    if not os.path.lexists(index):  # a link to nowhere is there: an incomplete download
+        if not there:
+            raise ValueError(f"{directory}: no *.safetensors file")
+        return [directory / name for name in sorted(there)]
+    try:
+        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
+        missing = sorted(wanted - there)
+    except OSError as error:
+        raise ValueError(f"{index}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        text = f"{index}: not an index of weights: {type(error).__name__}: {error}"
+        raise ValueError(text) from None
+    if missing:
+        raise ValueError(f"{directory}: {missing[0]} is missing ({len(missing)} of {len(wanted)})")
+    return [directory / name for name in sorted(wanted)]
+
+
+def read_header(file: Path) -> dict[str, TensorKind]:
+    """The tensors of one safetensors file by name; no weight is read.
+
+    Raises ValueError naming a file that is cut or cannot be read.
+    """
+    try:
+        with file.open("rb"), safe_open(file, "numpy") as shard:  # open() words its errors
+            slices = {name: shard.get_slice(name) for name in shard.keys()}
+            return {
+                name: TensorKind(
+                    tuple(s.get_shape()), _DTYPES.get(s.get_dtype(), s.get_dtype().lower())
+                )
+                for name, s in slices.items()
+            }
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{file}: not a whole safetensors file, cut? {error}") from None
+
+
+def read_headers(directory: Path) -> dict[str, TensorKind]:
+    """All tensors of a checkpoint by name; raises ValueError as ``weight_files`` and ``read_header``."""
+    return {
+        name: kind for file in weight_files(directory) for name, kind in read_header(file).items()
+    }
+
+
+class WeightIndex:
+    """The tensors that every weight update must bring: those of a checkpoint's headers.
+
+    Left out are layers beyond the model's own (multi-token prediction, which no server loads as part
+    of the model), a tied output layer and rotary frequencies.  An update may be in the run's
+    ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one.
+    """
+
+    def __init__(self, hf: HfModelFacts, dtype: str) -> None:
+        self._path = hf.path
+        self._dtypes = {dtype, "float32"}
+        self._kinds = {
+            name: kind for name, kind in read_headers(hf.path).items() if _is_trained(name, hf)
+        }
+
+    def require(self, sent: Mapping[str, TensorKind], num_bytes: int, *, version: int) -> None:
+        """Raise ValueError unless an update had these names, shapes and dtypes, and so many bytes."""
+        update = f"weight update {version} does not fit {self._path}:"
+        for what, names in (
+            ("was not sent", self._kinds.keys() - sent.keys()),
+            ("was sent and is not in it", sent.keys() - self._kinds.keys()),
+        ):
+            if names:
+                first = sorted(names)[:4]
+                more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+                raise ValueError(f"{update} {', '.join(first)}{more} {what}")
+        for name, kind in self._kinds.items():
+            got = sent[name]
+            if got.shape != kind.shape or got.dtype not in self._dtypes:
+                dtypes = " or ".join(sorted(self._dtypes))
+                raise ValueError(
+                    f"{update} {name} was sent as {got}, expected {dtypes} {list(kind.shape)}"
+                )
+        expected = sum(kind.num_bytes for kind in sent.values())
+        if num_bytes != expected:
+            raise ValueError(f"{update} {num_bytes} bytes were sent, its tensors have {expected}")
+
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+def _is_trained(name: str, hf: HfModelFacts) -> bool:
+    layer = _LAYER.search(name)
+    return not (
+        (layer is not None and int(layer[1]) >= hf.num_hidden_layers)
+        or (name == "lm_head.weight" and hf.tie_word_embeddings)
+        or name.endswith("rotary_emb.inv_freq")
+    )
 
 
 def write_shards(

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Generator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from r3train.config import RunConfig
@@ -86,41 +83,14 @@ def read_weights(path: Path) -> Weights:
 
     Raises ValueError naming the file that is missing, cut or unreadable.
     """
-    from safetensors import SafetensorError, safe_open
+    from r3train.hf_checkpoint import read_header, weight_files
 
-    names = _weight_files(path)
+    files = weight_files(path)
     dense = expert = num_bytes = 0
-    for file in (path / name for name in sorted(names)):
-        try:
-            with file.open("rb"), safe_open(file, "numpy") as shard:  # open() words its errors
-                num_bytes += file.stat().st_size
-                sizes = {n: prod(shard.get_slice(n).get_shape()) for n in shard.keys()}
-        except OSError as error:
-            raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-        except SafetensorError as error:
-            raise ValueError(f"{file}: not a whole safetensors file, cut? {error}") from None
+    for file in files:
+        sizes = {name: kind.num_elements for name, kind in read_header(file).items()}
+        num_bytes += file.stat().st_size
         in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
         expert += in_experts
         dense += sum(sizes.values()) - in_experts
-    return Weights(dense, expert, num_bytes, len(names))
-
-
-def _weight_files(path: Path) -> set[str]:
-    """Names of the weight files: those of the index where there is one.  Raises ValueError."""
-    index = path / "model.safetensors.index.json"
-    there = {file.name for file in path.glob("*.safetensors")}
-    if not os.path.lexists(index):  # a link to nowhere is there: an incomplete download
-        if not there:
-            raise ValueError(f"{path}: no *.safetensors file")
-        return there
-    try:
-        wanted = set(json.loads(index.read_bytes())["weight_map"].values())
-        missing = sorted(wanted - there)
-    except OSError as error:
-        raise ValueError(f"{index}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        text = f"{index}: not an index of weights: {type(error).__name__}: {error}"
-        raise ValueError(text) from None
-    if missing:
-        raise ValueError(f"{path}: {missing[0]} is missing ({len(missing)} of {len(wanted)})")
-    return wanted
+    return Weights(dense, expert, num_bytes, len(files))

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.engine.control import EngineControl
-from r3train.hf_checkpoint import NamedTensors, check_name
+from r3train.hf_checkpoint import NamedTensors, TensorKind, check_name, kind_of
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
@@ -35,13 +35,17 @@ class WeightUpdateError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The size of one update, and its time."""
+    """One update: the tensors that were announced, the bytes that went out, and the time."""
 
     version: int
-    num_tensors: int
+    sent: dict[str, TensorKind]
     num_bytes: int
     num_buckets: int
     seconds: float
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self.sent)
 
 
 class WeightPublisher(Protocol):
@@ -169,12 +173,13 @@ class DistributedPublisher:
         """
         began = time.monotonic()
         self.connect()
-        num_tensors = num_bytes = num_buckets = 0
+        sent: dict[str, TensorKind] = {}
+        num_bytes = num_buckets = 0
         self._engine.begin_weight_update()
         try:
             for bucket, is_last in _with_last(buckets(named_tensors, self._bucket_bytes)):
                 num_bytes += self._send(bucket, version if is_last else None)
-                num_tensors += len(bucket)
+                sent |= {name: kind_of(tensor) for name, tensor in bucket}
                 num_buckets += 1
         except BaseException:
             if self._group is not None:  # no broadcast was cut short: the group can be used again
@@ -182,15 +187,15 @@ class DistributedPublisher:
                     self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
-        if not num_tensors:
+        if not sent:
             raise ValueError("there was no weight to publish")
-        return Published(version, num_tensors, num_bytes, num_buckets, time.monotonic() - began)
+        return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
 
     def _send(self, bucket: list[tuple[str, torch.Tensor]], version: int | None) -> int:
         flat = flatten(bucket, self._device)
         loaded = self._engine.update_weights_from_distributed(
             names=[name for name, _ in bucket],
-            dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+            dtypes=[kind_of(tensor).dtype for _, tensor in bucket],
             shapes=[list(tensor.shape) for _, tensor in bucket],
             group_name=self._group_name,
             load_format="flattened_bucket",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import Published
-from r3train.hf_checkpoint import NamedTensors, copy_all_but_weights, write_shards
+from r3train.hf_checkpoint import NamedTensors, copy_all_but_weights, read_headers, write_shards
 
 _VERSION_DIR = re.compile(r"v\d{6,}")
 
@@ -52,7 +52,7 @@ class DiskPublisher:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         copy_all_but_weights(self._hf_checkpoint, partial)
-        num_tensors, num_bytes, num_shards = write_shards(
+        _, num_bytes, num_shards = write_shards(
             named_tensors, partial, shard_bytes=self._bucket_bytes
         )
         # Renamed at the end: a reader sees a whole checkpoint or none.
@@ -64,7 +64,8 @@ class DiskPublisher:
         for other in self._directory.iterdir():
             if other != final and _VERSION_DIR.fullmatch(other.name):
                 shutil.rmtree(other, ignore_errors=True)
-        return Published(version, num_tensors, num_bytes, num_shards, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        return Published(version, read_headers(final), num_bytes, num_shards, seconds)
 
     def reconnect(self) -> None:
         """Do nothing: no connection to the servers is kept."""

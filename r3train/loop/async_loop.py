@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.hf_checkpoint import WeightIndex
 from r3train.proof.check import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
@@ -85,6 +86,9 @@ class AsyncLoop:
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
         self._route_wire_bytes = 0
+        self._weight_index = None
+        if rank_zero is not None and config.has_engines:
+            self._weight_index = WeightIndex(hf, config.model.dtype_name)
         self._topologies = gather_topologies(actor.topology)
         self._passes = ("old_log_prob", "train")
         if config.algorithm.needs_reference:
@@ -312,7 +316,8 @@ class AsyncLoop:
         """Rank 0 sends the weights while nothing is generated; the other ranks give theirs.
 
         Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  Nothing
-        is sent if the source has failed meanwhile.
+        is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
+        are not those of the checkpoint.
         """
         weights = self._actor.hf_weights()
         if self._rank_zero is None:
@@ -323,6 +328,9 @@ class AsyncLoop:
             with quiet:
                 published = self._rank_zero.engines.publisher.publish(
                     weights, version=weight_version
+                )
+                self._weight_index.require(
+                    published.sent, published.num_bytes, version=weight_version
                 )
                 if self._source is not None:
                     self._source.set_version(weight_version)

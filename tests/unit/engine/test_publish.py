@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from r3train.engine import publish
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
 from r3train.engine.publish_disk import DiskPublisher
-from r3train.hf_checkpoint import check_name, write_shards
+from r3train.config.hf_facts import read_hf_facts
+from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
+from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 
 
 def tensors(*shapes, dtype=torch.float32):
@@ -99,6 +102,79 @@ def test_a_name_that_comes_twice_and_no_tensor_at_all_are_refused(tmp_path):
         write_shards([], tmp_path, shard_bytes=8)
 
 
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    """A checkpoint with dense layers, shared experts and expert biases: its directory and tensors."""
+    directory = write_checkpoint(VARIANTS["glm"], tmp_path_factory.mktemp("zoo"))
+    return directory, load_file(directory / "model.safetensors")
+
+
+def require(directory, tensors, *, dtype="float32", num_bytes=None):
+    sent = {name: kind_of(tensor) for name, tensor in tensors.items()}
+    if num_bytes is None:
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    WeightIndex(read_hf_facts(directory), dtype).require(sent, num_bytes, version=7)
+
+
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
+BIAS = "model.layers.2.mlp.gate.e_score_correction_bias"
+
+
+def test_an_update_of_the_checkpoints_tensors_fits_in_the_runs_dtype_or_a_wider_one(zoo):
+    directory, tensors = zoo
+    require(directory, tensors)
+    require(directory, tensors, dtype="bfloat16")
+    narrow = {n: t if n.endswith("_bias") else t.bfloat16() for n, t in tensors.items()}
+    require(directory, narrow, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "change, complaint",
+    [
+        (lambda t: t.pop(EXPERT), f"{EXPERT} was not sent"),
+        (lambda t: t.pop(BIAS), f"{BIAS} was not sent"),
+        (
+            lambda t: [t.pop(n) for n in list(t) if ".experts.3." in n],
+            r"down_proj.weight, .* and \d+ more was not sent",
+        ),
+        (lambda t: t.update(extra=t[BIAS]), "extra was sent and is not in it"),
+        (
+            lambda t: t.update({EXPERT: t[EXPERT].t()}),
+            rf"{EXPERT} was sent as float32 \[\d+, \d+\], expected float32 \[",
+        ),
+        (
+            lambda t: t.update({EXPERT: t[EXPERT].bfloat16()}),
+            rf"{EXPERT} was sent as bfloat16 .*, expected float32 \[",
+        ),
+    ],
+)
+def test_an_update_that_does_not_fit_the_checkpoint_is_refused_by_name(zoo, change, complaint):
+    directory, tensors = zoo
+    changed = dict(tensors)
+    change(changed)
+    with pytest.raises(ValueError, match="weight update 7 does not fit .*" + complaint) as error:
+        require(directory, changed)
+    assert "\n" not in str(error.value)
+
+
+def test_fewer_bytes_than_the_tensors_have_are_refused(zoo):
+    directory, tensors = zoo
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with pytest.raises(ValueError, match=f"{total - 4} bytes were sent, its tensors have {total}"):
+        require(directory, tensors, num_bytes=total - 4)
+
+
+def test_layers_beyond_the_models_and_a_tied_output_layer_are_not_asked_for(tmp_path):
+    directory = write_checkpoint(VARIANTS["tied"], tmp_path)
+    tensors = load_file(directory / "model.safetensors")
+    surplus = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    surplus["model.layers.99.eh_proj.weight"] = torch.ones(3)
+    save_file(tensors | surplus, directory / "model.safetensors")
+    require(directory, tensors)
+    with pytest.raises(ValueError, match="lm_head.weight was sent and is not in it"):
+        require(directory, tensors | {"lm_head.weight": surplus["lm_head.weight"]})
+
+
 class Engine:
     """Records calls; ``refuse`` makes the disk call fail as a server would."""
 
@@ -145,6 +221,7 @@ def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):
     for version in (1, 2, 2):
         done = publisher.publish(tensors(4, 9), version=version)
         assert (done.version, done.num_tensors, done.num_bytes) == (version, 2, 52)
+        assert done.sent == {name: kind_of(tensor) for name, tensor in tensors(4, 9)}
     assert [call[1] for call in engine.calls] == [1, 2, 2]
     assert sorted(path.name for path in directory.iterdir()) == ["v000002", "vital_notes"]
     names = sorted(path.name for path in (directory / "v000002").iterdir())
