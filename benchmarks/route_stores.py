@@ -93,6 +93,7 @@ def answer_of(shape: Shape) -> bytes:
                 "completion_tokens": output_len,
                 "finish_reason": {"type": "length"},
                 "output_token_logprobs": [[-1.2345678, 7, None]] * output_len,
+                "num_retractions": 0,
                 "weight_versions": [{"version": "0", "start": 0, "end": output_len}],
                 "routed_experts": shape.route_payload.decode(),
             },

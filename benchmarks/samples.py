@@ -17,7 +17,8 @@ from r3train.types import Prompt, RolloutSample, TrainSample
 def route_payload(num_rows: int, num_layers: int, topk: int, num_experts: int) -> bytes:
     """Routes of ``num_rows`` tokens as SGLang sends them: base64 of int32[num_rows, L, K]."""
     generator = np.random.default_rng(0)
-    ids = generator.integers(0, num_experts, (num_rows, num_layers, topk)).astype("<i4")
+    first = generator.integers(0, num_experts, (num_rows, num_layers, 1))
+    ids = ((first + np.arange(topk)) % num_experts).astype("<i4")  # different ones, as a router's
     return pybase64.b64encode(ids.tobytes())
 
 

@@ -114,6 +114,7 @@ class RouteShape:
     num_layers: int  # L, all decoder layers, dense ones too
     topk: int  # K
     num_experts: int  # of one layer
+    dense_layer_ids: tuple[int, ...] = ()  # 0-based; the wire holds zeros for them
 
     @property
     def row(self) -> tuple[int, int]:

@@ -43,7 +43,9 @@ class HfModelFacts:
     @property
     def route_shape(self) -> RouteShape:
         """The shape of one token's routes.  It counts all decoder layers, dense ones too."""
-        return RouteShape(self.num_hidden_layers, self.num_experts_per_tok, self.num_experts)
+        layers = range(self.num_hidden_layers)
+        dense = tuple(i for i in layers if i + 1 not in self.moe_layer_numbers)
+        return RouteShape(self.num_hidden_layers, self.num_experts_per_tok, self.num_experts, dense)
 
 
 def read_hf_facts(path: Path | str) -> HfModelFacts:

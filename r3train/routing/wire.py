@@ -22,6 +22,7 @@ _WIRE_DTYPE = np.dtype("<i4")
 # ids decoded at a time, so that their int32 stay in the core's own cache; a multiple of 3 ids is a whole
 # number of base64 quads
 _BLOCK_IDS = 3 << 14
+_CHECKED_ROWS = 1 << 15  # rows of one layer that are searched for repeated experts at a time
 
 
 def decode_routed_experts(
@@ -35,8 +36,9 @@ def decode_routed_experts(
     """Decode one sample's routes into ``route_shape.dtype`` [num_tokens-1-start, L, K].
 
     -1 becomes the missing marker of that dtype.
-    Raises ValueError naming ``sample``: bytes got and expected, or the row, layer and slot of an
-    id outside [-1, num_experts).
+    Raises ValueError naming ``sample``: bytes got and expected, the row, layer and slot of an id
+    outside [-1, num_experts), or the row and layer of an expert that is named twice (dense layers
+    apart, whose rows are zeros).
     """
     rows = num_tokens - 1 - start
     if rows < 0:
@@ -71,7 +73,37 @@ def decode_routed_experts(
         # the cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker
         routes[at : at + ids.size] = ids
         at += ids.size
-    return routes.reshape(shape)
+    routes = routes.reshape(shape)
+    _refuse_repeats(routes, route_shape, start, sample)
+    return routes
+
+
+def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sample: str) -> None:
+    """Raise ValueError for an MoE layer's row that names an expert twice: no router chooses so.
+
+    Rows of nothing but zeros are such rows.  They come from a server that did not record the layer.
+    """
+    layer_ids = [i for i in range(route_shape.num_layers) if i not in route_shape.dense_layer_ids]
+    if route_shape.topk == 1 or not layer_ids:
+        return
+    step = max(1, _CHECKED_ROWS // len(layer_ids))
+    for first in range(0, len(routes), step):
+        chunk = routes[first : first + step]
+        if route_shape.dense_layer_ids:
+            chunk = chunk[:, layer_ids]
+        # slot by slot: each comparison is one of two long arrays
+        slots = np.ascontiguousarray(chunk.reshape(-1, route_shape.topk).T)
+        if not any((slots[by:] == slots[:-by]).any() for by in range(1, route_shape.topk)):
+            continue
+        ordered = np.sort(chunk, axis=-1)
+        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != route_shape.missing)
+        if twice.any():
+            row, layer, slot = np.argwhere(twice)[0].tolist()
+            raise ValueError(
+                f"sample {sample}: routed_experts row {first + row + start}, layer "
+                f"{layer_ids[layer]} names expert {ordered[row, layer, slot]} twice, "
+                f"expected {route_shape.topk} different experts"
+            )
 
 
 def _decoded(chars: str | bytes | memoryview, sample: str) -> bytes:

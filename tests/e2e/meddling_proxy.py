@@ -23,6 +23,7 @@ from aiohttp import web
 from tests.http_serving import serving
 
 FAR_EXPERT = 1_000_000
+TOPK = 2  # of the demo's model
 
 
 def fewer_routes(answer: dict[str, Any]) -> None:
@@ -38,6 +39,14 @@ def far_expert(answer: dict[str, Any]) -> None:
     meta = answer["meta_info"]
     ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).copy()
     ids[len(ids) // 2] = FAR_EXPERT
+    meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+
+
+def repeated_expert(answer: dict[str, Any]) -> None:
+    """One layer's row is all zeros, as of a server that did not record it."""
+    meta = answer["meta_info"]
+    ids = np.frombuffer(base64.b64decode(meta["routed_experts"]), dtype=np.int32).copy()
+    ids[:TOPK] = 0
     meta["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
 
 
@@ -58,7 +67,15 @@ def no_version(answer: dict[str, Any]) -> None:
 
 # "cut" is a body that ends before its Content-Length says; "half" is half of it, as the whole
 ANSWER_SPOILERS: dict[str, Callable[[dict[str, Any]], None]] = {
-    f.__name__: f for f in (fewer_routes, far_expert, fewer_log_probs, another_token, no_version)
+    f.__name__: f
+    for f in (
+        fewer_routes,
+        far_expert,
+        repeated_expert,
+        fewer_log_probs,
+        another_token,
+        no_version,
+    )
 }
 SPOILERS = ("cut", "half", *ANSWER_SPOILERS)
 

@@ -63,6 +63,8 @@ def test_a_dense_model_has_no_experts(tmp_path):
 def test_the_moe_layers_of_each_family_are_numbered_from_one(tmp_path, without, changes, numbers):
     facts = read_hf_facts(checkpoint(tmp_path, without, **changes))
     assert facts.moe_layer_numbers == numbers and facts.num_experts == 8
+    dense = facts.route_shape.dense_layer_ids
+    assert sorted([*dense, *(n - 1 for n in numbers)]) == list(range(facts.num_hidden_layers))
 
 
 def test_key_value_heads_default_to_heads(tmp_path):

@@ -16,6 +16,11 @@ def payload(ids) -> str:
     return pybase64.b64encode(np.asarray(ids, dtype="<i4").tobytes()).decode()
 
 
+def different(rng, experts, shape):
+    """Random rows of different experts."""
+    return np.argsort(rng.random((*shape[:2], experts)), axis=-1)[..., : shape[2]]
+
+
 def decode(text, tokens=3, layers=1, topk=2, experts=8, **more):
     return decode_routed_experts(text, RouteShape(layers, topk, experts), num_tokens=tokens, **more)
 
@@ -25,7 +30,7 @@ def test_what_is_encoded_decodes_to_itself(rows, layers, topk, experts, data):
     dtype = RouteShape(layers, topk, experts).dtype
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
-    routes = rng.integers(0, experts, (rows, layers, topk)).astype(dtype)
+    routes = different(rng, experts, (rows, layers, topk)).astype(dtype)
     routes[rng.random(routes.shape) < 0.2] = missing_marker(dtype)
     got = decode(encode_routed_experts(routes), rows + 1, layers, topk, experts, sample="7")
     assert got.dtype == dtype
@@ -69,7 +74,9 @@ def test_an_id_out_of_range_names_sample_row_layer_and_slot(bad):
 
 
 def test_a_payload_of_several_blocks_keeps_its_order_and_names_the_place_of_a_wrong_id():
-    ids = np.random.default_rng(0).integers(-1, 300, (1500, 12, 8))  # 3 blocks, the last one ragged
+    rng = np.random.default_rng(0)
+    ids = different(rng, 300, (1500, 12, 8))  # 3 blocks, the last one ragged
+    ids[rng.random(ids.shape) < 0.01] = -1
     got = decode(payload(ids), 1501, 12, 8, 300, sample="7")
     np.testing.assert_array_equal(np.where(got == 65535, -1, got.astype(int)), ids)
     ids[1400, 7, 3] = 300
@@ -85,6 +92,49 @@ def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
         decode(payload([1, 2, 3, 99]), 5, start=2, sample="7")
     with pytest.raises(ValueError, match="sample 7: .*start 5 lies past"):
         decode(payload([]), 5, start=5, sample="7")
+
+
+@pytest.mark.parametrize("topk, experts", [(2, 8), (3, 300), (8, 128)])
+def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts):
+    """In any two slots, and in a row of zeros alone; many missing slots are no repeated expert."""
+    rng = np.random.default_rng(1)
+    ids = different(rng, experts, (9000, 3, topk))
+    ids[rng.random(ids.shape) < 0.5] = -1
+    ids[8000] = different(rng, experts, (1, 3, topk))
+    shape = RouteShape(3, topk, experts)
+    decode_routed_experts(payload(ids), shape, num_tokens=9006, start=5, sample="7")
+    for one in range(topk):
+        for other in range(one):
+            bad = ids.copy()
+            bad[8000, 1, one] = bad[8000, 1, other]
+            message = (
+                f"sample 7: routed_experts row 8005, layer 1 names expert {bad[8000, 1, one]} twice"
+            )
+            with pytest.raises(ValueError, match=message):
+                decode_routed_experts(payload(bad), shape, num_tokens=9006, start=5, sample="7")
+    ids[8000, 1] = 0
+    with pytest.raises(
+        ValueError, match=f"names expert 0 twice, expected {topk} different experts"
+    ):
+        decode_routed_experts(payload(ids), shape, num_tokens=9006, start=5, sample="7")
+
+
+def test_dense_layers_have_rows_of_zeros_and_the_others_must_not():
+    """The checkpoint says which layers are dense, not the row."""
+    ids = different(np.random.default_rng(2), 8, (4, 4, 2))
+    ids[:, [0, 2]] = 0
+    shape = RouteShape(4, 2, 8, dense_layer_ids=(0, 2))
+    got = decode_routed_experts(payload(ids), shape, num_tokens=5, sample="7")
+    np.testing.assert_array_equal(got, ids)
+    ids[3, 3] = 0
+    with pytest.raises(ValueError, match="row 3, layer 3 names expert 0 twice"):
+        decode_routed_experts(payload(ids), shape, num_tokens=5, sample="7")
+    with pytest.raises(ValueError, match="row 0, layer 0 names expert 0 twice"):
+        decode(payload(ids), 5, 4, 2, 8, sample="7")
+
+
+def test_a_single_expert_of_a_token_cannot_repeat():
+    assert decode(payload([0, 0, 0]), 4, 1, 1, 8, sample="7").ravel().tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("text", ["!!!!", "AAA", "AAAA AAAA"])
