@@ -28,7 +28,7 @@ def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with usage_errors():
-        job = preflight(config, world_size)
+        job = preflight(config, world_size, ask_servers=rank == 0)
     if config.run.dry_run:
         if rank == 0:
             click.echo(config.to_toml())

@@ -25,10 +25,12 @@ its name. `none` unsets a field that may be unset. A list takes several values, 
 
 Two tables take names that are not ours:
 
-- `transformer_overrides`: any field of Megatron's `TransformerConfig` without a flag here. A table
-  in the file; `--transformer-override NAME=VALUE`, repeatable, on the command line.
-- `sglang`: any flag of the SGLang server. `[rollout.sglang]` in the file; `--sglang-FLAG [VALUE]`
-  on the command line (`--sglang-mem-fraction-static 0.3`). A flag without a value is on.
+- `transformer_overrides`: fields of Megatron's `TransformerConfig` without a flag here. A table
+  in the file; `--transformer-override NAME=VALUE`, repeatable, on the command line. A field that the
+  checkpoint, the actor or R3 decides is refused with the reason, and so is one that Megatron lacks.
+- `sglang`: flags of the SGLang server. `[rollout.sglang]` in the file; `--sglang-FLAG [VALUE]`
+  on the command line (`--sglang-mem-fraction-static 0.3`). A flag without a value is on. Weights,
+  their format, their version and seeds belong to the run: such flags are refused, under any alias.
 
 `r3_mismatch_threshold` may also come from the environment, as `R3_MISMATCH_THRESHOLD` or its alias
 `MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. No other variable is read.

@@ -12,7 +12,7 @@ from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
 from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError, places
+from r3train.config.sources import ConfigError
 
 
 def check_static(config: RunConfig, world_size: int) -> None:
@@ -25,7 +25,6 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_algorithm(config),
             *_recompute(config),
             *_checkpoints(config),
-            *_overrides(config),
             *replay_conflicts(config),
             *rollout_conflicts(config),
         ]
@@ -209,18 +208,6 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
         yield "--dump-rollouts would copy what --replay-rollouts reads"
     if config.faults.max_engine_restarts:
         yield "--max-engine-restarts needs a server: --replay-rollouts has none"
-
-
-def _overrides(config: RunConfig) -> Iterator[str]:
-    """Yield overrides that have a flag: they would get round the checks of that flag."""
-    known = places(RunConfig)
-    for name in config.model.transformer_overrides:
-        if name in known:
-            place = known[name]
-            yield (
-                f"transformer_overrides.{name} has a flag of its own: set {place.flag}, or"
-                f" {name} under [{place.section}]"
-            )
 
 
 def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Iterator[str]:

@@ -1,4 +1,7 @@
-"""Settings of Megatron and SGLang that routing replay refuses."""
+"""Settings of Megatron that routing replay refuses, wherever they are given.
+
+Those of SGLang's servers are in r3train/engine/refusals.py.
+"""
 
 from __future__ import annotations
 
@@ -60,21 +63,17 @@ TRAINER_REFUSALS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def replay_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a complaint for each setting that R3 refuses, with the reason.
-
-    Megatron's own replay flag is refused even with R3 off: SGLang would return no routes for it.
-    """
+    """Yield a complaint for each setting that R3 refuses, with the reason."""
     places = {
         "transformer_overrides": config.model.transformer_overrides,
         "sglang": config.rollout.sglang,
     }
-    for place, settings in places.items():
-        for own in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
-            if own in settings:
-                yield (
-                    f"{place}.{own}: set --use-rollout-routing-replay instead, which asks SGLang"
-                    " for the routed experts too"
-                )
+    for own in ("use_rollout_routing_replay", "moe_enable_routing_replay"):
+        if own in config.rollout.sglang:
+            yield (
+                f"sglang.{own}: set --use-rollout-routing-replay instead, which asks SGLang for the"
+                " routed experts too"
+            )
     yield from _route_stores(config)
     if not config.replay.use_rollout_routing_replay:
         if config.replay.plant_bug is not None:
@@ -89,7 +88,6 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
                     f"{place}.{name} = {settings[name]!r} cannot go with"
                     f" --use-rollout-routing-replay: {reason}"
                 )
-    yield from _engine_conflicts(config)
 
 
 def _route_stores(config: RunConfig) -> Iterator[str]:
@@ -102,20 +100,4 @@ def _route_stores(config: RunConfig) -> Iterator[str]:
     if config.checkpoint.replay_rollouts is not None:
         yield (
             "--route-stores stand between a server and the ranks: --replay-rollouts has no server"
-        )
-
-
-def _engine_conflicts(config: RunConfig) -> Iterator[str]:
-    server = config.rollout.sglang
-    if "enable_return_routed_experts" in server and not _on(server["enable_return_routed_experts"]):
-        yield (
-            "sglang.enable_return_routed_experts is off, and --use-rollout-routing-replay needs"
-            " the experts that SGLang chose: leave it out, it is set for you"
-        )
-    chunk = server.get("chunked_prefill_size")
-    if isinstance(chunk, int) and chunk <= 0:
-        yield (
-            f"sglang.chunked_prefill_size = {chunk} cannot go with --use-rollout-routing-replay:"
-            " SGLang then sizes its routed-experts buffer by max_running_requests, and a longer"
-            " prefill kills the server"
         )

@@ -131,22 +131,17 @@ def diagnose(
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import machine, memory, model
-    from r3train.engine.key import engine_api_key
 
     yield from model.check_job(config, node.world_size)
-    hf = weights = api_key = None
+    hf = weights = None
     with suppress(ValueError):  # check_job has said so
         hf = read_hf_facts(config.model.hf_checkpoint)
-    with suppress(ValueError):
-        api_key = engine_api_key(os.environ)
     if hf is not None:
         weights = yield from model.check_weights(config, hf)
     sglang = config.rollout.sglang
     if sglang.get("port") is not None:
         host = str(sglang.get("host", "127.0.0.1"))
         yield from machine.check_port("SGLang", host, sglang["port"])
-    for address in config.rollout.rollout_external_engine_addrs:
-        yield from machine.check_external_server(address, api_key)
     yield from memory.check_room(config, hf, weights, node)
 
 

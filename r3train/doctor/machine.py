@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import re
@@ -170,24 +169,3 @@ def check_port(subject: str, host: str, port: object) -> Findings:
         else:
             text = f"port {port} of {host} cannot be bound: {error.strerror}"
             yield problem(subject, text, "name an address of this machine, and a port above 1023")
-
-
-def check_external_server(address: str, api_key: str | None) -> Findings:
-    """A server of --rollout-external-engine-addrs must answer and take our key."""
-    from r3train.engine.backend import EngineError
-    from r3train.engine.http import SGLangHTTP
-
-    async def ask() -> None:
-        http = SGLangHTTP([address], api_key=api_key, request_timeout_s=5.0)
-        try:
-            for path in ("/health", "/model_info"):  # /health answers without a key
-                await http.call(0, path, what="GET", method="GET")
-        finally:
-            await http.aclose()
-
-    try:
-        asyncio.run(ask())
-        yield ok(f"server {address}", "answers")
-    except (EngineError, ValueError) as error:
-        remedy = "start it (r3train serve), or mend --rollout-external-engine-addrs or our key"
-        yield problem(f"server {address}", f"does not answer as it should: {error}", remedy)

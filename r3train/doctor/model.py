@@ -33,13 +33,19 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
         remedy = "add --use-rollout-routing-replay, or drop the check"
         yield warning("configuration", text, remedy)
     try:
-        job = preflight(config, world_size)
+        job = preflight(config, world_size, ask_servers=True)
     except PreflightError as error:
         for subject, text in error.faults:
             remedy = "mend the setting or the file that it names (docs/configuration.md)"
+            if subject.startswith("server "):
+                remedy = (
+                    "start it (r3train serve), or mend --rollout-external-engine-addrs or our key"
+                )
             yield problem(subject, text.strip(), remedy)
         return
     job.reward.close()
+    for address in config.rollout.rollout_external_engine_addrs:
+        yield ok(f"server {address}", "answers, and its settings go with this run")
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")
     num_tokens, longest = len(job.tokenizer), max(len(p.token_ids) for p in job.prompts)
     if num_tokens > job.hf.vocab_size:

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from r3train.config.sources import ConfigError
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
+from r3train.engine.refusals import server_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -149,25 +151,26 @@ class EngineControl:
         return sizes
 
     def require_routed_experts(self) -> None:
-        """Raise ValueError for a server that would answer without routes (external ones may)."""
-        self._require(
-            "enable_return_routed_experts",
-            "--use-rollout-routing-replay has nothing to replay",
-        )
+        """Raise ConfigError for servers that answer without routes, or with wrong ones.
+
+        A server of our own was refused by its flags; external ones are asked.
+        """
+        found = [
+            complaint
+            for url, info in zip(self._http.urls, self.server_info(), strict=True)
+            for complaint in server_conflicts(url, info)
+        ]
+        if found:
+            raise ConfigError("\n".join(found))
 
     def require_exact_boundaries(self) -> None:
         """Raise ValueError for a server that mislabels the token at a weight update."""
-        self._require(
-            "disable_overlap_schedule",
-            "with weight updates in mid-generation the version of the token at the boundary would be "
-            "wrong",
-        )
-
-    def _require(self, argument: str, consequence: str) -> None:
         for url, info in zip(self._http.urls, self.server_info(), strict=True):
-            if not info.get(argument):
-                flag = f"--{argument.replace('_', '-')}"
-                raise ValueError(f"engine {url} was started without {flag}: {consequence}")
+            if not info.get("disable_overlap_schedule"):
+                raise ValueError(
+                    f"engine {url} was started without --disable-overlap-schedule: with weight updates"
+                    " in mid-generation the version of the token at the boundary would be wrong"
+                )
 
     def init_weights_update_group(
         self, *, rank_offsets: Sequence[int], **arguments: Any

@@ -1,7 +1,8 @@
-"""The names of SGLang's server flags, read from its source so that a typo is found at once.
+"""SGLang's server flags, read from its source so that a wrong one is found at once.
 
-Importing SGLang's argument parser takes seconds and loads its kernels, so its source is parsed: the
-flags are the annotated fields of ``srt/arg_groups/fields`` and the literal ``--flags`` of parsers.
+Importing SGLang's argument parser takes seconds and loads its kernels, so its source is parsed: a flag
+is an annotated field of ``srt/arg_groups/fields`` with its aliases, or an ``add_argument`` of
+``srt/server_args.py``.
 
 Source: SGLang 0.5.23, ``ServerArgs``.
 """
@@ -10,65 +11,136 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
+from r3train.config.sources import ConfigError
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.engine.refusals import DECIDED_BY_THE_RUN, replay_refusals
 
 _KEY_FLAGS = ("api_key", "admin_api_key")
 
 
 @cache
-def known_flags() -> frozenset[str]:
-    """SGLang's flags, with underscores; empty if SGLang or its known layout is missing."""
+def known_flags() -> Mapping[str, str]:
+    """Map each of SGLang's flags, with underscores, to its field of ``ServerArgs``.
+
+    Empty if SGLang or its known layout is missing.
+    """
     spec = find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        return frozenset()
+        return MappingProxyType({})
     root = Path(spec.submodule_search_locations[0]) / "srt"
-    groups = sorted((root / "arg_groups").rglob("*.py"))
-    names = {name for file in [root / "server_args.py", *groups] for name in _names(file)}
-    return frozenset(names) if "model_path" in names else frozenset()
+    flags: dict[str, str] = {}
+    for file in sorted((root / "arg_groups" / "fields").glob("*.py")):
+        flags |= _fields(ast.parse(file.read_text(encoding="utf-8")))
+    if "model_path" not in flags:
+        return MappingProxyType({})
+    flags |= _arguments(ast.parse((root / "server_args.py").read_text(encoding="utf-8")))
+    return MappingProxyType(flags)
 
 
-def _names(file: Path) -> Iterator[str]:
-    if not file.is_file():
-        return
-    is_fields = file.parent.name == "fields"
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if is_fields and isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            yield node.target.id
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            name = node.value[2:].replace("-", "_")
-            if node.value.startswith("--") and name.isidentifier():
-                yield name
+def _fields(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the flags of annotated fields: ``name: A[type, Arg(cli_name=..., aliases=[...])]``."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        if getattr(getattr(node.annotation, "value", None), "id", None) != "A":
+            continue
+        field = node.target.id
+        given = {
+            keyword.arg: keyword.value
+            for call in ast.walk(node.annotation)
+            if isinstance(call, ast.Call) and getattr(call.func, "id", None) == "Arg"
+            for keyword in call.keywords
+        }
+        if "no_cli" in given:
+            continue
+        yield _literal(given.get("cli_name")) or field, field
+        if getattr(given.get("action"), "attr", None) == "BooleanOptionalAction":
+            yield f"no_{field}", field
+        for alias in ast.walk(given.get("aliases", ast.List([]))):
+            if _literal(alias):
+                yield _literal(alias), field
+
+
+def _arguments(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield the flags of ``add_argument("--name", dest=...)``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == "add_argument":
+            name = _literal(node.args[0]) if node.args else None
+            if name:
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                yield name, _literal(given.get("dest")) or name
+
+
+def _literal(node: ast.AST | None) -> str | None:
+    text = getattr(node, "value", None)
+    return _spelled(text) if isinstance(text, str) else None
 
 
 def _spelled(name: str) -> str:
     return name.lstrip("-").replace("-", "_")
 
 
-def check_server_flags(given: Iterable[str]) -> None:
-    """Raise ValueError for a key among the flags, and for a flag that SGLang does not have."""
-    given = list(given)
-    for name in given:
-        # SGLang's parser takes an unambiguous prefix
-        if any(key.startswith(_spelled(name)) for key in _KEY_FLAGS):
-            raise ValueError(
-                f"--sglang-{_spelled(name).replace('_', '-')}: a key among the flags is shown by ps"
-                f" and written to config.toml; set the environment variable {ENGINE_KEY_VARIABLE},"
-                " which all servers of the job take, and the trainer sends"
-            )
-    known = known_flags()
-    if not known:
-        return
-    for name in given:
+def server_fields(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags by their fields of ``ServerArgs``, whatever alias or prefix named them.
+
+    The last of two names of a field counts, as for SGLang's parser.  Without an installed SGLang the
+    names stay as they are.  Raises ConfigError for a flag that SGLang does not have.
+    """
+    flags = known_flags()
+    fields: dict[str, Any] = {}
+    problems = []
+    for name, value in given.items():
         wanted = _spelled(name)
-        # SGLang's parser takes a prefix that only one flag has (--tp)
-        if wanted in known or sum(flag.startswith(wanted) for flag in known) == 1:
+        # SGLang's parser takes a prefix that only one flag has
+        near = [wanted] if wanted in flags else [f for f in flags if f.startswith(wanted)]
+        if flags and len(near) != 1:
+            close = difflib.get_close_matches(wanted, flags, n=1)
+            hint = f" Did you mean {_flag(close[0])}?" if close else ""
+            problems.append(f"{_flag(wanted)}: the installed SGLang has no such server flag.{hint}")
             continue
-        near = difflib.get_close_matches(wanted, known, n=1)
-        hint = f" Did you mean --sglang-{near[0].replace('_', '-')}?" if near else ""
-        flag = f"--sglang-{wanted.replace('_', '-')}"
-        raise ValueError(f"{flag}: the installed SGLang has no such server flag.{hint}")
+        fields[flags[near[0]] if flags else wanted] = value
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return fields
+
+
+def _flag(name: str) -> str:
+    return f"--sglang-{name.replace('_', '-')}"
+
+
+def check_server_flags(given: Mapping[str, Any], *, replay: bool = False) -> None:
+    """Check the flags of servers of our own; raises ConfigError with a line for each that is wrong.
+
+    Wrong are a key among the flags, a flag that SGLang does not have, a setting that the run decides,
+    and with ``replay`` (routing replay is on) one whose routes would be wrong.
+    """
+    problems = [
+        # SGLang's parser takes an unambiguous prefix
+        f"{_flag(_spelled(name))}: a key among the flags is shown by ps and written to config.toml;"
+        f" set the environment variable {ENGINE_KEY_VARIABLE}, which all servers of the job take, and"
+        " the trainer sends"
+        for name in given
+        if any(key.startswith(_spelled(name)) for key in _KEY_FLAGS)
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
+    fields = server_fields(given)
+    problems = [
+        f"sglang.{field}: {DECIDED_BY_THE_RUN[field]}"
+        for field in fields
+        if field in DECIDED_BY_THE_RUN
+    ]
+    if replay:
+        problems += [
+            f"sglang.{field} = {value!r} cannot go with --use-rollout-routing-replay: {reason}"
+            for field, value, reason in replay_refusals(fields)
+        ]
+    if problems:
+        raise ConfigError("\n".join(problems))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
+from r3train.engine.flags import check_server_flags
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # on_progress(elapsed_s, last log line)
@@ -112,11 +113,7 @@ class SGLangServer:
         api_key: str | None = None,
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
-        if return_routed_experts and str(given.get("chunked_prefill_size")) == "-1":
-            raise ValueError(
-                "sglang chunked_prefill_size -1 with routed experts: SGLang then sizes its buffer of "
-                "routes by max_running_requests, and a longer prefill kills the server"
-            )
+        check_server_flags(given, replay=return_routed_experts)
         self.model_path = str(model_path)
         self.log_path = Path(log_path)
         self.dtype = dtype

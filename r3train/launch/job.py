@@ -19,12 +19,18 @@ from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
 from r3train.rewards.registry import Reward, get_reward
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
+from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt
 from r3train.hf_checkpoint import check_export_directory
 
 T = TypeVar("T")
+
+# a server that others use too may take a while
+_ANSWER_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Job:
 class PreflightError(ConfigError):
     """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
 
-    Subjects: configuration, key of the servers, checkpoint, tokenizer, prompts, reward.
+    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, prompts, reward.
     """
 
     def __init__(self, faults: list[tuple[str, str]]):
@@ -50,10 +56,12 @@ class PreflightError(ConfigError):
         self.faults = faults
 
 
-def preflight(config: RunConfig, world_size: int) -> Job:
-    """Check everything that can be checked without GPUs and servers.
+def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) -> Job:
+    """Check everything that can be checked before a server or an actor is built.
 
-    Raises PreflightError with every fault that was found.
+    The training command, its dry run and the doctor all come through here.  ask_servers: ask those of
+    --rollout-external-engine-addrs too, which one rank does for all.  Raises PreflightError with every
+    fault that was found.
     """
     faults: list[tuple[str, str]] = []
 
@@ -68,9 +76,14 @@ def preflight(config: RunConfig, world_size: int) -> Job:
 
     data, model, settings = config.data, config.model.hf_checkpoint, "configuration"
     attempt(settings, check_static, config, world_size)
-    attempt(settings, check_server_flags, config.rollout.sglang)
+    attempt(settings, check_overrides, config)
+    replay = config.replay.use_rollout_routing_replay
+    attempt(settings, lambda: check_server_flags(config.rollout.sglang, replay=replay))
     # refuses a key that HTTP cannot send
-    attempt("key of the servers", engine_api_key, os.environ)
+    api_key = attempt("key of the servers", engine_api_key, os.environ)
+    if ask_servers and config.has_engines:
+        for address in config.rollout.rollout_external_engine_addrs:
+            attempt(f"server {address}", check_external_server, config, address, api_key)
     if config.checkpoint.save_hf is not None:
         attempt(settings, check_export_directory, config.checkpoint.save_hf, model)
     samples_per_prompt = config.rollout.n_samples_per_prompt
@@ -95,6 +108,19 @@ def preflight(config: RunConfig, world_size: int) -> Job:
         raise PreflightError(faults)
     assert hf is not None and prompts is not None and reward is not None
     return Job(config, hf, prompts, tokenizer, reward, FileFingerprint.of(data.prompt_data))
+
+
+def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:
+    """Raise ValueError for a server that does not answer, or that the run refuses."""
+    try:
+        with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
+            control.model_info()
+            if config.replay.use_rollout_routing_replay:
+                control.require_routed_experts()
+            if config.rollout.pause_generation_mode != "drain":
+                control.require_exact_boundaries()
+    except EngineError as error:
+        raise ValueError(f"{address}: does not answer as it should: {error}") from None
 
 
 def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:

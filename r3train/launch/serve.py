@@ -72,7 +72,7 @@ def serve(
         num_visible = num_gpus * (local_index + 1)
     with usage_errors():
         server_args: dict[str, object] = dict(config.rollout.sglang)
-        check_server_flags(server_args)
+        check_server_flags(server_args, replay=config.replay.use_rollout_routing_replay)
         server_args |= served_gpus(
             server_args,
             num_gpus=num_gpus,

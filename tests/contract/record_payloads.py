@@ -20,11 +20,16 @@ sys.path.insert(0, str(HERE.parent / "e2e"))
 from sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, make_model  # noqa: E402
 
 from r3train.engine.http import SGLangHTTP  # noqa: E402
+from r3train.engine.refusals import REPLAY_REFUSALS  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 
 PROMPT = np.random.default_rng(0).integers(3, 500, 6).tolist()
 # They differ from run to run and mean nothing to the client.
 _DROPPED = ("e2e_latency", "response_sent_to_client_ts", "id")
+_INFO = (
+    *("tp_size", "dp_size", "random_seed", "weight_version", "max_running_requests"),
+    *("disable_overlap_schedule", "disable_radix_cache", "speculative_num_draft_tokens"),
+)
 
 
 def generate_body(max_new_tokens: int, **more) -> dict:
@@ -35,6 +40,18 @@ def generate_body(max_new_tokens: int, **more) -> dict:
         "return_logprob": True,
         "return_routed_experts": True,
     } | more
+
+
+async def record_info(addr: str) -> dict[str, object]:
+    """The settings that a server tells of itself, those that something here reads."""
+    http = SGLangHTTP([addr])
+    (info,) = await http.call_all("/server_info", what="record", method="GET")
+    await http.aclose()
+    running = "effective_max_running_requests_per_dp"
+    states = [{running: state[running]} for state in info["internal_states"]]
+    return {key: info[key] for key in sorted([*REPLAY_REFUSALS, *_INFO])} | {
+        "internal_states": states
+    }
 
 
 async def record(addr: str) -> dict[str, object]:
@@ -70,6 +87,7 @@ def main() -> None:
         log = Path(directory) / "sglang.log"
         with SGLangServer(model, log, return_routed_experts=True) as server:
             answers = asyncio.run(record(server.addr))
+            info = asyncio.run(record_info(server.addr))
     for answer in answers.values():
         for key in _DROPPED:
             answer["meta_info"].pop(key, None)
@@ -83,6 +101,7 @@ def main() -> None:
     }
     target = HERE / "payloads" / "generate.json"
     target.parent.mkdir(exist_ok=True)
+    target.with_name("server_info.json").write_text(json.dumps(info, indent=1) + "\n")
     # One answer a line: a difference then shows which one moved.
     head = {key: value for key, value in payload.items() if key != "answers"}
     lines = [f"{json.dumps(name)}: {json.dumps(answers[name])}" for name in sorted(answers)]

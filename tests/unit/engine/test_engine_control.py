@@ -99,7 +99,7 @@ async def test_on_shared_servers_only_own_requests_are_aborted(shared):
 @pytest.mark.parametrize(
     "question, message",
     [
-        ("require_routed_experts", "started without --enable-return-routed-experts"),
+        ("require_routed_experts", "enable_return_routed_experts = False.*\\n.*pp_size = 2"),
         ("update_group_sizes", "runs with pp_size 2"),
     ],
 )

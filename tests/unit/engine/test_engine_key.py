@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 from click.testing import CliRunner
+from tests.unit.config.test_config import config
 from tests.unit.fake_engine_server import Fake, client_of, one
 
-from r3train.doctor import machine
+from r3train.launch.job import check_external_server
 from r3train.launch.serve import serve
 from r3train.engine import keyed_server, server as sglang_server
 from r3train.engine.backend import EngineError
@@ -79,8 +80,8 @@ def test_a_key_that_is_short_or_no_header_is_refused_and_not_shown(key):
 @pytest.mark.parametrize("flag", ["api_key", "api-key", "admin-api-key", "api-k", "admin_api"])
 def test_a_key_among_the_flags_is_refused_with_the_way_to_give_it(flag):
     with pytest.raises(ValueError, match=f"shown by ps.*{ENGINE_KEY_VARIABLE}"):
-        check_server_flags([flag])
-    check_server_flags(["tp", "attention-backend"])
+        check_server_flags({flag: "mine"})
+    check_server_flags({"tp": 2, "attention-backend": "triton"})
 
 
 def test_a_server_that_others_reach_talks_gloo_over_the_interface_of_its_address(
@@ -113,12 +114,12 @@ async def test_a_server_that_refuses_our_key_is_told_from_one_that_fails(key, he
 
 
 @pytest.mark.parametrize("key, finding", [(None, "no one is in"), ("x" * 20, "another one is in")])
-async def test_the_doctor_finds_a_server_that_refuses_our_key(key, finding):
+async def test_preflight_finds_a_server_that_refuses_our_key(key, finding):
+    made = config()
     async with Fake(asks_for_a_key).running() as addr:
-        (found,) = await asyncio.to_thread(lambda: [*machine.check_external_server(addr, key)])
-        (well,) = await asyncio.to_thread(lambda: [*machine.check_external_server(addr, KEY)])
-    assert found.level == "problem" and f"{finding} {ENGINE_KEY_VARIABLE}" in found.text
-    assert (well.level, well.text) == ("ok", "answers")
+        await asyncio.to_thread(check_external_server, made, addr, KEY)
+        with pytest.raises(ValueError, match=f"does not answer.*{finding} {ENGINE_KEY_VARIABLE}"):
+            await asyncio.to_thread(check_external_server, made, addr, key)
 
 
 def test_serve_beyond_loopback_is_refused_without_a_key_before_it_starts(tiny, monkeypatch):

@@ -1,0 +1,163 @@
+"""Settings of SGLang that a run refuses: those that it decides itself, and those that spoil routes.
+
+Names are fields of SGLang's ``ServerArgs``; ``/server_info`` reports them under the same names, so one
+table judges a server of our own by its flags and somebody else's by what it says of itself.
+
+Source: SGLang 0.5.23; docs/r3.md says what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+_WEIGHTS = "the run sends the weights of --hf-checkpoint's model, as they are"
+_SAMPLING = "every request carries --rollout-temperature, --rollout-top-p and --rollout-top-k"
+_ONE_FILE = (
+    "settings in a file of their own would pass unchecked: write them under [rollout.sglang]"
+)
+
+# field -> the flag of ours that decides it, or the reason why no flag may
+DECIDED_BY_THE_RUN: dict[str, str] = {
+    "model_path": "set --hf-checkpoint, from which the actor starts too",
+    "tokenizer_path": "set --hf-checkpoint: servers get tokens and return tokens",
+    "revision": "set --hf-checkpoint, a directory",
+    "config": _ONE_FILE,
+    "load_format": f"set --hf-checkpoint: {_WEIGHTS}",
+    "model_loader_extra_config": f"set --hf-checkpoint: {_WEIGHTS}",
+    "custom_weight_loader": f"{_WEIGHTS}; --update-weight-transfer-mode chooses the way",
+    "json_model_override_args": "set --hf-checkpoint: its config.json is the actor's model too",
+    "model_config_parser": "set --hf-checkpoint: its config.json is the actor's model too",
+    "model_impl": f"SGLang's own models take new weights by their names; {_WEIGHTS}",
+    "decrypted_config_file": "set --hf-checkpoint: its config.json is the actor's model too",
+    "is_embedding": "a server of embeddings generates nothing",
+    "weight_version": "the run numbers the weights itself, from 0, or from the rollout it resumes",
+    "random_seed": "set --rollout-seed; each server adds its number to it",
+    "quantization": f"{_WEIGHTS}; --bf16 chooses their dtype",
+    "quantization_param_path": f"{_WEIGHTS}; --bf16 chooses their dtype",
+    "modelopt_quant": f"{_WEIGHTS}; --bf16 chooses their dtype",
+    "modelopt_checkpoint_restore_path": f"set --hf-checkpoint: {_WEIGHTS}",
+    "quantize_and_serve": f"{_WEIGHTS}; --bf16 chooses their dtype",
+    "rl_quant_profile": f"{_WEIGHTS}; --bf16 chooses their dtype",
+    "enable_lora": f"an adapter would change the model that is trained: {_WEIGHTS}",
+    "lora_paths": f"an adapter would change the model that is trained: {_WEIGHTS}",
+    "preferred_sampling_params": _SAMPLING,
+    "delete_ckpt_after_loading": "the actor, exports and restarted servers read --hf-checkpoint",
+    "checkpoint_engine_wait_weights_before_ready": (
+        "servers start from --hf-checkpoint, and are sent weights when they are ready"
+    ),
+}
+
+Settings = Mapping[str, Any]
+
+
+def _number(value: Any) -> float:
+    """Return a number as flags and JSON hold it; 0 for anything else."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def _is_on(value: Any, _: Settings) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() not in ("", "none", "null", "false", "0")
+    return bool(value)
+
+
+def _is_off(value: Any, settings: Settings) -> bool:
+    return not _is_on(value, settings)
+
+
+def _is_above_one(value: Any, _: Settings) -> bool:
+    return _number(value) > 1
+
+
+def _is_no_size(value: Any, _: Settings) -> bool:
+    return value is not None and _number(value) <= 0
+
+
+def _verifies_without_room(value: Any, settings: Settings) -> bool:
+    """Return True unless the prefill chunk is known to be larger than any batch of verify tokens."""
+    if not _is_on(value, settings):
+        return False
+    chunk, running, drafts = (
+        _number(settings.get(name))
+        for name in ("chunked_prefill_size", "max_running_requests", "speculative_num_draft_tokens")
+    )
+    known = min(chunk, running, drafts) > 0
+    return not known or chunk < running * (drafts + 1)
+
+
+_HOST_TIER = (
+    "SGLang keeps routes by device KV slot, so a prefix that comes back from a host tier or another"
+    " store has the routes of the slot's last owner"
+)
+
+# field -> (is this value refused, why)
+REPLAY_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
+    "enable_return_routed_experts": (
+        _is_off,
+        "it needs the experts that SGLang chose (a server of the run's own is told so, another needs"
+        " --enable-return-routed-experts)",
+    ),
+    "chunked_prefill_size": (
+        _is_no_size,
+        "SGLang then sizes its routed-experts buffer by max_running_requests, and a longer prefill"
+        " kills the server",
+    ),
+    "enable_hierarchical_cache": (_is_on, _HOST_TIER),
+    "hicache_storage_backend": (_is_on, _HOST_TIER),
+    "enable_hisparse": (_is_on, _HOST_TIER),
+    "enable_lmcache": (_is_on, _HOST_TIER),
+    "enable_flexkv": (_is_on, _HOST_TIER),
+    "enable_unified_cache_external_linker": (_is_on, _HOST_TIER),
+    "radix_cache_backend": (_is_on, _HOST_TIER),
+    "pp_size": (
+        _is_above_one,
+        "each pipeline stage of a server records its own layers, and nothing adds them up: the"
+        " others' routes are zeros",
+    ),
+    "enable_two_batch_overlap": (
+        _is_on,
+        "the second half of a batch overwrites the routes of the first",
+    ),
+    "disaggregation_mode": (_is_on, "the decoding side has no routes of the prompt"),
+    "speculative_algorithm": (
+        _verifies_without_room,
+        "SGLang's buffer of routes does not count verify tokens; give chunked_prefill_size of at"
+        " least max_running_requests * (speculative_num_draft_tokens + 1), and all three",
+    ),
+}
+
+
+def replay_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
+    """Yield (field, value, reason) for each setting of a server whose routes would be wrong.
+
+    settings: fields of ``ServerArgs``; one that is missing has SGLang's default.
+    """
+    for field, (is_refused, reason) in REPLAY_REFUSALS.items():
+        if field in settings and is_refused(settings[field], settings):
+            yield field, settings[field], reason
+
+
+def server_conflicts(url: str, info: Any) -> Iterator[str]:
+    """Yield a complaint for each setting of a running server whose routes would be wrong.
+
+    info: its answer to ``/server_info``, an object of its settings.
+    """
+    info = info if isinstance(info, Mapping) else {}
+    # unset, max_running_requests follows from the server's memory
+    running = [
+        _number(state.get("effective_max_running_requests_per_dp"))
+        for state in info.get("internal_states") or ()
+        if isinstance(state, Mapping)
+    ]
+    settings = {"enable_return_routed_experts": None, **info}
+    if running:
+        settings["max_running_requests"] = max(running)
+    for field, value, reason in replay_refusals(settings):
+        yield (
+            f"engine {url} runs with {field} = {value!r}, which cannot go with"
+            f" --use-rollout-routing-replay: {reason}"
+        )

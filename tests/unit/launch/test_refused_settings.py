@@ -1,0 +1,234 @@
+"""Settings that the run decides or that spoil routes are refused by the dry run, wherever they stand."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+from aiohttp import web
+from click.testing import CliRunner
+
+import train_async
+from r3train.cli import main
+from r3train.config.run import RunConfig
+from r3train.config.sources import places
+from r3train.engine.flags import known_flags
+from r3train.engine.refusals import DECIDED_BY_THE_RUN, REPLAY_REFUSALS
+from r3train.trainer.megatron import overrides
+from tests.unit.fake_engine_server import Fake
+from tests.unit.launch.test_preflight import ROOT, start
+
+SERVER_INFO = json.loads((ROOT / "tests/contract/payloads/server_info.json").read_text())
+SPECULATION = {
+    "speculative_algorithm": "NGRAM",
+    "speculative_num_draft_tokens": 7,
+    "max_running_requests": 16,
+    "chunked_prefill_size": 127,
+}
+# field -> (settings that are refused, the same setting at its harmless value)
+ROWS: dict[str, tuple[dict, dict]] = {
+    "enable_return_routed_experts": (
+        {"enable_return_routed_experts": False},
+        {"enable_return_routed_experts": True},
+    ),
+    "chunked_prefill_size": ({"chunked_prefill_size": -1}, {"chunked_prefill_size": 2048}),
+    "enable_hierarchical_cache": ({"enable_hicache": True}, {"enable_hicache": False}),
+    "hicache_storage_backend": (
+        {"hicache_storage_backend": "mooncake"},
+        {"hicache_storage_backend": "none"},
+    ),
+    "enable_hisparse": ({"enable_hisparse": True}, {"enable_hisparse": False}),
+    "enable_lmcache": ({"enable_lmcache": True}, {"enable_lmcache": False}),
+    "enable_flexkv": ({"enable_flexkv": True}, {"enable_flexkv": False}),
+    "enable_unified_cache_external_linker": (
+        {"enable_unified_cache_external_linker": True},
+        {"enable_unified_cache_external_linker": False},
+    ),
+    "radix_cache_backend": ({"radix_cache_backend": "flexkv"}, {"disable_radix_cache": True}),
+    "pp_size": ({"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}),
+    "enable_two_batch_overlap": (
+        {"enable_two_batch_overlap": True},
+        {"enable_two_batch_overlap": False},
+    ),
+    "disaggregation_mode": ({"disaggregation_mode": "decode"}, {"disaggregation_mode": "null"}),
+    "speculative_algorithm": (SPECULATION, SPECULATION | {"chunked_prefill_size": 128}),
+}
+MEGATRON = {
+    # setting -> a part of the line that refuses it
+    "calculate_per_token_loss=false": "cannot be set: the actor's loss is a sum",
+    "hidden_dropout=0.1": "cannot be set: noise",
+    "num_layers_in_first_pipeline_stage=1": "set --decoder-first-pipeline-num-layers",
+    "num_layers=2": "set --hf-checkpoint",
+    "num_moe_experts=4": "set --hf-checkpoint",
+    "moe_router_topk=1": "set --hf-checkpoint",
+    "context_parallel_size=2": "has a flag of its own: set --context-parallel-size, or",
+    "moe_enable_routing_replay=true": "set --use-rollout-routing-replay",
+    "moe_router_topkk=1": "no field of the installed Megatron's TransformerConfig. Did you mean",
+}
+
+
+def words(output: str) -> str:
+    return " ".join(output.split())
+
+
+def server_flags(settings: dict) -> list[str]:
+    return [
+        word
+        for name, value in settings.items()
+        for word in (f"--sglang-{name.replace('_', '-')}", str(value).lower())
+    ]
+
+
+def test_every_row_of_the_table_is_tried():
+    assert ROWS.keys() == REPLAY_REFUSALS.keys()
+
+
+@pytest.mark.parametrize("field", ROWS)
+def test_a_server_of_our_own_whose_routes_would_be_wrong_is_refused_by_its_flags(field, tiny):
+    refused, harmless = ROWS[field]
+    result = start(tiny, "--dry-run", *server_flags(refused))
+    assert result.exit_code == 2, result.output
+    assert f"sglang.{field} = " in result.output
+    assert "cannot go with --use-rollout-routing-replay" in words(result.output)
+    for flags in (
+        [*server_flags(harmless)],
+        [*server_flags(refused), "--no-use-rollout-routing-replay"],
+    ):
+        result = start(tiny, "--dry-run", *flags)
+        assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("missing", ["chunked_prefill_size", "max_running_requests"])
+def test_speculation_without_a_known_room_is_refused(missing, tiny):
+    settings = SPECULATION | {"chunked_prefill_size": 4096}
+    del settings[missing]
+    result = start(tiny, "--dry-run", *server_flags(settings))
+    assert result.exit_code == 2 and "does not count verify tokens" in words(result.output)
+
+
+async def ask_external(tiny: Path, info: dict, *flags: str):
+    """The dry run with a server that says ``info`` of itself."""
+
+    async def answer(request, _body):
+        return web.json_response(
+            info if request.path == "/server_info" else {"weight_version": "0"}
+        )
+
+    async with Fake(answer).running() as addr:
+        address = ["--rollout-external-engine-addrs", addr]
+        return await asyncio.to_thread(start, tiny, "--dry-run", *address, *flags)
+
+
+@pytest.mark.parametrize("field", ROWS)
+async def test_an_external_server_is_judged_by_the_same_table(field, tiny):
+    """The answer is a real server's, with the settings of one row altered."""
+    names = {"enable_hicache": "enable_hierarchical_cache", "pipeline_parallel_size": "pp_size"}
+    refused, harmless = (
+        SERVER_INFO | {names.get(name, name): value for name, value in row.items()}
+        for row in ROWS[field]
+    )
+    # unset, as a server reports it: what its memory allows counts
+    refused["max_running_requests"] = harmless["max_running_requests"] = None
+    for info in (refused, harmless):
+        info["internal_states"] = [{"effective_max_running_requests_per_dp": 16}]
+    result = await ask_external(tiny, refused)
+    assert result.exit_code == 2, result.output
+    assert f"runs with {field} = " in words(result.output)
+    result = await ask_external(tiny, refused, "--no-use-rollout-routing-replay")
+    assert result.exit_code == 0, result.output
+    result = await ask_external(tiny, harmless)
+    assert result.exit_code == 0, result.output
+
+
+async def test_a_server_that_says_nothing_of_its_routes_is_refused(tiny):
+    info = {k: v for k, v in SERVER_INFO.items() if k != "enable_return_routed_experts"}
+    result = await ask_external(tiny, info)
+    assert result.exit_code == 2 and "enable_return_routed_experts" in result.output
+
+
+def test_the_doctor_gives_the_same_answers(tiny):
+    flags = ["--config", str(ROOT / "configs/tiny_cpu.toml"), "--world-size", "2"]
+    flags += ["--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")]
+    flags += ["--use-rollout-routing-replay", "--transformer-override", "hidden_dropout=0.1"]
+    flags += ["--sglang-pp-size", "2", "--sglang-quantization", "fp8"]
+    result = CliRunner().invoke(main, ["doctor", *flags])
+    assert result.exit_code == 1
+    for text in ("sglang.pp_size = 2", "sglang.quantization: ", "hidden_dropout cannot be set"):
+        assert text in result.output
+
+
+@pytest.mark.parametrize("setting", MEGATRON)
+def test_an_override_that_the_run_decides_is_refused_as_a_flag_and_in_the_file(
+    setting, tiny, tmp_path
+):
+    name, value = setting.split("=")
+    result = start(tiny, "--dry-run", "--transformer-override", setting)
+    assert result.exit_code == 2, result.output
+    assert f"transformer_overrides.{name} " in result.output
+    assert MEGATRON[setting] in words(result.output)
+    recipe = tomllib.loads((ROOT / "configs/tiny_cpu.toml").read_text())
+    recipe.setdefault("model", {})["transformer_overrides"] = {name: json.loads(value)}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    result = start(tiny, "--dry-run", "--config", str(tmp_path / "recipe.toml"))
+    assert result.exit_code == 2 and MEGATRON[setting] in words(result.output)
+
+
+@pytest.mark.parametrize("setting", ["moe_z_loss_coeff=0.1", "moe_router_dtype=fp32"])
+def test_an_override_that_is_the_users_own_passes(setting, tiny):
+    result = start(tiny, "--dry-run", "--transformer-override", setting)
+    assert result.exit_code == 0, result.output
+
+
+def test_every_field_of_the_measured_megatron_has_exactly_one_place():
+    """A Megatron that moves a field, or adds one, must be looked at."""
+    ours, groups = places(RunConfig), [*overrides._REFUSED.values(), overrides._FREE]
+    for field in overrides.known_fields():
+        found = [overrides._matches(field, group) for group in groups]
+        assert sum([field in ours, field in overrides._OUR_NAMES, *found]) == 1, field
+    for pattern in " ".join(groups).split():
+        assert any(
+            overrides._matches(field, pattern) for field in overrides.known_fields()
+        ), pattern
+
+
+def test_megatrons_source_tells_its_fields():
+    from r3train.trainer.megatron.cpu_device import prepare_device
+
+    prepare_device()
+    from megatron.core.transformer import TransformerConfig
+
+    real = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert overrides.known_fields() == real
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--sglang-model-path", "x"], "sglang.model_path: set --hf-checkpoint"),
+        (["--sglang-model", "x"], "sglang.model_path: set --hf-checkpoint"),
+        (["--sglang-load-format", "dummy"], "sglang.load_format: set --hf-checkpoint"),
+        (
+            ["--sglang-json-model-override-args", '{"num_hidden_layers": 2}'],
+            "sglang.json_model_override_args: set --hf-checkpoint",
+        ),
+        (["--sglang-weight-version", "7"], "sglang.weight_version: the run numbers the weights"),
+        (["--sglang-quantization", "fp8"], "sglang.quantization: the run sends the weights"),
+        (["--sglang-random-seed", "7"], "sglang.random_seed: set --rollout-seed"),
+        (["--sglang-config", "more.yaml"], "would pass unchecked"),
+    ],
+)
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_server_setting_that_the_run_decides_is_refused(flags, message, replay, tiny):
+    switch = "--use-rollout-routing-replay" if replay else "--no-use-rollout-routing-replay"
+    result = start(tiny, "--dry-run", switch, *flags)
+    assert result.exit_code == 2 and message in words(result.output), result.output
+
+
+def test_the_tables_name_what_sglang_has():
+    fields = set(known_flags().values())
+    assert not {*DECIDED_BY_THE_RUN, *REPLAY_REFUSALS} - fields
