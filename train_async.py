@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import replay_warnings
+from r3train.config.cross_checks import algorithm_warnings, replay_warnings
 from r3train.config.options import train_options, usage_errors
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job, open_run_dir, preflight, start_stamp
@@ -100,7 +100,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     parts.callback(routes.close)  # closed after the engines, whose requests may use it
     if rank == 0:
         display.note(f"run directory: {run_dir}")
-        for warning in replay_warnings(config):
+        for warning in (*replay_warnings(config), *algorithm_warnings(config)):
             display.note(f"warning: {warning}", style="yellow")
         if resume.checkpoint is not None:
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")

@@ -188,6 +188,7 @@ class TrainSample:
     sample: RolloutSample
     reward: float  # as the learning rule used it
     advantages: np.ndarray  # float32[T], 0 outside the loss mask
+    loss_weight: float = 1.0  # of each of its rows, see algo/aggregation.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +224,7 @@ class MicroBatch:
     microbatch_id: int  # from 0 within an optimizer step
     layout: TokenLayout
     sample_ids: np.ndarray  # int64[B]
+    loss_weights: np.ndarray  # float32[B]
     tokens: np.ndarray  # int64[F]
     labels: np.ndarray  # int64[F]
     positions: np.ndarray  # int64[F], from 0 within each sample
@@ -273,6 +275,7 @@ class RankSlice:
     microbatch_id: int
     cu_seqlens_padded: np.ndarray  # int32[B' + 1], of the whole pack
     max_seqlen: int  # longest padded sequence of the whole pack
+    loss_weights: np.ndarray  # float32[B'], 0 for the tail
     tokens: np.ndarray  # int64[n]
     labels: np.ndarray  # int64[n]
     positions: np.ndarray  # int64[n]

@@ -1,8 +1,9 @@
 """Measure how far the log-probs of engine and trainer differ, and correct for it.
 
-All tensors are flat over the rows of a microbatch, n of them.  Nothing here reads a value back to
-the host.  Metrics are sums (and maxima, keys ending in ``_max``), so that microbatches and ranks
-can be added up before anyone divides.
+All tensors are flat over the rows of a microbatch, n of them; d = old - rollout, the actor's log-prob
+before the update less the engine's.  Nothing here reads a value back to the host.  Metrics are sums
+(and maxima, keys ending in ``_max``), so that microbatches and ranks can be added up before anyone
+divides.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from r3train.algo.divergence import k3_kl, log_ratio, zero_outside
+from r3train.algo.divergence import MAX_LOG_RATIO, k3_kl, log_ratio, zero_outside
+from r3train.algo.rows import LossRows
+from r3train.config.algorithm import AlgorithmSection
 
 # Bins of |gap|, 32 a decade from 1e-8 to 100 nats: a quantile is known to 7.5%.
 _BINS_PER_DECADE, _LOWEST, _DECADES = 32, -8, 10
@@ -23,36 +26,120 @@ NUM_GAP_BINS = _BINS_PER_DECADE * _DECADES + 2  # and one below, one above
 TWICE_AS_LIKELY = math.log(2.0)
 
 
-def truncated_importance_weights(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    mask: Tensor,
-    clip: float,
-    clip_low: float = 0.0,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weigh each token by how likely the actor was to sample it, against how likely the engine was.
+def rollout_weights(
+    rows: LossRows, algorithm: AlgorithmSection
+) -> tuple[Tensor | None, dict[str, Tensor]]:
+    """Weigh each row by how likely the actor was to sample it, against how likely the engine was.
 
-    old_log_probs (the actor's, before the update) and rollout_log_probs (the engine's): float[n],
-    mask: bool[n].  Returns detached weights float[n], ``exp(old - rollout)`` held within
-    [clip_low, clip] and 0 outside the mask, and the sums ``tis_weight``, ``tis_ratio`` (before
-    the clip), ``tis_clipped_high`` and ``tis_clipped_low``.
-    Raises ValueError unless 0 <= clip_low < clip.
+    ``rollout_is`` says whose likelihood: of the token, exp(d); of the whole sample, exp(sum of d); or
+    the sample's geometric mean, exp(mean of d).  ``truncate`` holds the weight within [tis_clip_low,
+    tis_clip], ``mask`` makes it 0 outside.
+    Returns the weights float[n], detached and 0 outside the mask (None without ``rollout_is``), and the
+    sums ``is_ratio`` and ``is_ratio_square`` (of the ratio before the bounds, by token without
+    ``rollout_is``); with weights ``tis_weight``, ``tis_ratio`` (before the bounds), ``tis_clipped_high``
+    and ``tis_clipped_low`` too.
     Source: truncated importance sampling between rollout engine and trainer, F. Yao et al., "Your
-    Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); masks are IcePop's.
     """
-    if not 0.0 <= clip_low < clip:
-        raise ValueError(
-            f"tis_clip_low is {clip_low} and tis_clip {clip}, expected 0 <= low < clip"
-        )
-    old = zero_outside(old_log_probs.detach(), mask)
-    rollout = zero_outside(rollout_log_probs.detach(), mask)
-    ratio = log_ratio(old, rollout).exp()
-    weights = zero_outside(ratio.clamp(clip_low, clip), mask)
-    return weights, {
+    kind = algorithm.importance_level
+    d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+    if kind == "sequence":
+        d = rows.of_rows(rows.sample_sum(d).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    elif kind == "geometric":
+        d = rows.of_rows(rows.sample_mean(d))
+    ratio = zero_outside(d.exp(), rows.mask)
+    sums = {"is_ratio": ratio.sum(), "is_ratio_square": ratio.square().sum()}
+    if kind == "none":
+        return None, sums
+    low, high = algorithm.tis_clip_low, algorithm.tis_clip
+    above, below = ratio > high, (ratio < low) & rows.mask
+    if algorithm.rollout_is_mode == "mask":
+        weights = ratio.masked_fill(above | below, 0.0)
+    else:
+        weights = zero_outside(ratio.clamp(low, high), rows.mask)
+    return weights, sums | {
         "tis_weight": weights.sum(),
-        "tis_ratio": zero_outside(ratio, mask).sum(),
-        "tis_clipped_high": ((ratio > clip) & mask).sum(),
-        "tis_clipped_low": ((ratio < clip_low) & mask).sum(),
+        "tis_ratio": sums["is_ratio"],
+        "tis_clipped_high": above.sum(),
+        "tis_clipped_low": below.sum(),
+    }
+
+
+def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | None, dict]:
+    """Decide the rows whose policy loss counts: ``rollout_rs`` and ``opsm_delta`` must all keep them.
+
+    Of ``rollout_rs`` every name is LEVEL_ESTIMATE.  The estimates of a row, with d as above, are
+    k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.  Levels: the token's own; the sample's sum, mean or
+    largest.  exp(k1) must lie within its two bounds, k2 and k3 must not exceed theirs.
+    ``opsm_delta``: a row with A < 0 is dropped if the mean over its sample of old - new exceeds it.
+    Returns bool[n] (None if neither is set) and the sums ``rs_rejected``, ``opsm_dropped`` of rows.
+    Source: verl's rejection masks of these names; off-policy sequence masking of DeepSeek-V3.2.
+    """
+    keep: Tensor | None = None
+    sums: dict[str, Tensor] = {}
+    if algorithm.rollout_rs:
+        keep = torch.ones_like(rows.mask)
+        d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+        for name, (low, high) in algorithm.rejection_bounds.items():
+            level, _, estimate = name.rpartition("_")
+            value = {"k1": -d, "k2": d.square() / 2, "k3": k3_kl(-d, torch.zeros_like(d))}[estimate]
+            if level != "token":
+                reduced = {
+                    "seq_sum": rows.sample_sum,
+                    "seq_mean": rows.sample_mean,
+                    "seq_max": rows.sample_max,
+                }[level](value)
+                value = rows.of_rows(reduced)
+            keep &= (value >= low) & (value <= high)
+        sums["rs_rejected"] = (~keep & rows.mask).sum()
+    if algorithm.opsm_delta is not None:
+        moved = rows.of_rows(rows.sample_mean(rows.old_log_probs - rows.log_probs))
+        dropped = (rows.advantages < 0) & (moved > algorithm.opsm_delta)
+        sums["opsm_dropped"] = (dropped & rows.mask).sum()
+        keep = ~dropped if keep is None else keep & ~dropped
+    return keep, sums
+
+
+def mismatch_sums(rows: LossRows) -> dict[str, Tensor]:
+    """Sums from which ``mismatch_metrics`` makes the metrics of the engine's gap.
+
+    What belongs to a sample is spread over its loss rows, so that each sample counts once however its
+    rows lie over ranks.
+    """
+    d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+    ones = torch.ones_like(d)
+    sums = rows.sample_sum(torch.stack([ones, d, rows.old_log_probs, rows.rollout_log_probs]))
+    count = sums[0].clamp(min=1)
+    share = zero_outside(rows.of_rows(1.0 / count), rows.mask)
+    of_samples = {
+        "sequences": torch.ones_like(count),
+        "seq_chi2": torch.expm1((2 * sums[1]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
+        "seq_ppl_actor": (-sums[2] / count).clamp(max=MAX_LOG_RATIO).exp(),
+        "seq_ppl_rollout": (-sums[3] / count).clamp(max=MAX_LOG_RATIO).exp(),
+    }
+    return {
+        "log_prob_gap_k1": -d.sum(),
+        "chi2_token": zero_outside(torch.expm1(2 * d), rows.mask).sum(),
+        **{name: (rows.of_rows(value) * share).sum() for name, value in of_samples.items()},
+    }
+
+
+def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
+    """Turn means over tokens of the sums above into metrics; the helpers among them are taken out.
+
+    ``ess``: the effective share of the samples, mean(w)^2 / mean(w^2) of the importance ratios;
+    ``chi2_token`` mean(w^2) - 1 of tokens, ``chi2_seq`` of whole samples; ``ppl_actor``,
+    ``ppl_rollout``: mean over samples of exp(-mean log-prob), and their ratio.
+    """
+    sequences = means.pop("sequences") or 1.0
+    actor, rollout = means.pop("seq_ppl_actor"), means.pop("seq_ppl_rollout")
+    ratio, square = means.pop("is_ratio"), means.pop("is_ratio_square")
+    return {
+        "ess": ratio**2 / square if square else 0.0,
+        "chi2_seq": means.pop("seq_chi2") / sequences,
+        "ppl_actor": actor / sequences,
+        "ppl_rollout": rollout / sequences,
+        "ppl_ratio": actor / rollout if rollout else 0.0,
     }
 
 

@@ -1,4 +1,4 @@
-"""Masking that no garbage survives, and the k3 estimator: shared by losses and corrections."""
+"""Masking that no garbage survives, and estimators of KL: shared by losses and corrections."""
 
 from __future__ import annotations
 
@@ -35,3 +35,23 @@ def k3_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     difference = log_ratio(ref_log_probs, log_probs)
     # expm1: near 0 float32 would keep the rounding of exp and lose the difference
     return torch.expm1(difference) - difference
+
+
+def kl_estimate(kind: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """Estimate KL(policy || reference) for each token, float[n]; r = log_probs - ref_log_probs.
+
+    k1: r.  k2: r^2 / 2.  k3: see ``k3_kl``.  k3+: the value of k3 with the gradient of k2, for k2's
+    gradient is that of the KL itself and k3's is not.
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    ratio = log_ratio(log_probs, ref_log_probs)
+    if kind == "k1":
+        return ratio
+    if kind == "k2":
+        return ratio.square() / 2
+    k3 = k3_kl(log_probs, ref_log_probs)
+    if kind == "k3":
+        return k3
+    assert kind == "k3+", kind
+    k2 = ratio.square() / 2
+    return k3.detach() + k2 - k2.detach()

@@ -8,13 +8,18 @@ packed.  Nothing here reads a value back to the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from r3train.algo.corrections import log_prob_gap_sums, truncated_importance_weights
-from r3train.algo.divergence import k3_kl, zero_outside
+from r3train.algo.corrections import (
+    kept_rows,
+    log_prob_gap_sums,
+    mismatch_sums,
+    rollout_weights,
+)
+from r3train.algo.divergence import kl_estimate, log_ratio, zero_outside
 from r3train.algo.rows import LossRows, RowLoss
 from r3train.config.algorithm import AlgorithmSection
 
@@ -38,44 +43,51 @@ class MicrobatchLoss:
 def microbatch_loss(
     policy_loss: PolicyLoss, rows: LossRows, algorithm: AlgorithmSection
 ) -> MicrobatchLoss:
-    """Sum ``tis * policy_loss + kl_loss_coef * k3 - entropy_coef * entropy`` over the masked rows.
+    """Sum ``w (c policy_loss + kl_loss_coef KL - entropy_coef entropy)`` over the masked rows.
+
+    w: the sample's ``loss_weights``.  c: ``rollout_weights``, and 0 for rows that ``kept_rows`` drops.
 
     Rows outside the mask may hold anything, NaN and -inf included, and give neither loss nor
     gradient.  A mask without a True gives a loss of 0 that still reaches log_probs, so backward
     works on a rank that holds padding alone.
 
-    ``sums``: num_tokens, loss, pg_loss, entropy, the log_prob_gap_* of corrections.py (old against
-    rollout); kl with a reference, tis_* with use_tis, and those of the policy loss.  ``maxima``:
-    log_prob_gap_max and those of the policy loss.
+    ``sums``: num_tokens; loss, pg_loss, entropy and, with a reference, kl (each weighted by w); those
+    of corrections.py (old against rollout); those of the policy loss.  ``maxima``: log_prob_gap_max
+    and those of the policy loss.
     """
     rows, mask = rows.masked(), rows.mask
-    own = policy_loss(rows, algorithm)
+    if algorithm.ratio_anchor == "rollout":
+        own = policy_loss(replace(rows, old_log_probs=rows.rollout_log_probs), algorithm)
+    else:
+        own = policy_loss(rows, algorithm)
     sums, maxima = {"num_tokens": mask.sum(), **own.sums}, dict(own.maxima)
+    weight = rows.of_rows(rows.loss_weights)  # of a row in the step's loss
+
     pg_loss = zero_outside(own.loss, mask)
-    if algorithm.use_tis:
-        weights, tis_sums = truncated_importance_weights(
-            rows.old_log_probs,
-            rows.rollout_log_probs,
-            mask,
-            algorithm.tis_clip,
-            algorithm.tis_clip_low,
-        )
-        pg_loss = pg_loss * weights
-        sums.update(tis_sums)
-    loss = pg_loss.sum()
+    correction, correction_sums = rollout_weights(rows, algorithm)
+    keep, kept_sums = kept_rows(rows, algorithm)
+    sums |= correction_sums | kept_sums
+    if correction is not None:
+        pg_loss = pg_loss * correction
+    if keep is not None:
+        pg_loss = zero_outside(pg_loss, keep)
+    loss = (pg_loss * weight).sum()
     sums["pg_loss"] = loss.detach()
     if rows.ref_log_probs is not None:
-        kl = k3_kl(rows.log_probs, rows.ref_log_probs).sum()
+        kl = kl_estimate(algorithm.kl_loss_type, rows.log_probs, rows.ref_log_probs)
+        if algorithm.use_unbiased_kl:
+            kl = kl * log_ratio(rows.log_probs, rows.old_log_probs).exp().detach()
+        kl = (zero_outside(kl, mask) * weight).sum()
         sums["kl"] = kl.detach()
         if algorithm.kl_loss_coef:
             loss = loss + algorithm.kl_loss_coef * kl
-    entropy = rows.entropy.sum()
+    entropy = (rows.entropy * weight).sum()
     sums["entropy"] = entropy.detach()
     if algorithm.entropy_coef:
         loss = loss - algorithm.entropy_coef * entropy
     gap = log_prob_gap_sums(rows.old_log_probs, rows.rollout_log_probs, mask)
     maxima["log_prob_gap_max"] = gap.pop("log_prob_gap_max")
-    sums.update(gap)
+    sums |= gap | mismatch_sums(rows)
     sums["loss"] = loss.detach()
     return MicrobatchLoss(loss, sums, maxima)
 
@@ -103,5 +115,7 @@ def rows_without_values(algorithm: AlgorithmSection) -> LossRows:
         advantages=rows[3],
         mask=torch.empty(3, dtype=torch.bool, device="meta"),
         entropy=rows[4],
+        samples=torch.empty(3, dtype=torch.int64, device="meta"),
+        loss_weights=torch.empty(2, device="meta"),
         ref_log_probs=rows[5] if algorithm.needs_reference else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -9,42 +10,79 @@ from torch import Tensor
 
 from r3train.algo.divergence import zero_outside
 
+# (values, "sum" or "max") -> the same over all ranks that hold rows of the same samples
+OverRanks = Callable[[Tensor, str], Tensor]
+
+
+def on_this_rank(values: Tensor, operation: str) -> Tensor:
+    """The ``OverRanks`` of whole samples: no other rank holds a part of them."""
+    return values
+
 
 @dataclass(frozen=True, slots=True)
 class LossRows:
     """One rank's rows of a microbatch, n of them: row t is about the prediction of token t+1.
 
-    ``mask`` is False on prompts, on an environment's words and on padding.
+    ``mask`` is False on prompts, on an environment's words and on padding.  A sample may be cut over
+    context-parallel ranks: ``sample_sum`` and ``sample_max`` are over all of its rows, and every rank
+    of them must call these equally often.  They carry no gradient.
     """
 
     log_probs: Tensor  # float[n], the actor's, with gradient
-    old_log_probs: Tensor  # float[n], the actor's before the rollout's first optimizer step
+    # float[n], the ratio's denominator: the actor's before the rollout's first optimizer step, or
+    # with --ratio-anchor rollout the engine's
+    old_log_probs: Tensor
     rollout_log_probs: Tensor  # float[n], the engine's
     advantages: Tensor  # float[n]
     mask: Tensor  # bool[n], rows that count
     entropy: Tensor  # float[n], with gradient where entropy_coef is above 0
+    samples: Tensor  # int64[n], the row's place among the B samples of the microbatch
+    loss_weights: Tensor  # float[B], of each row of a sample in the loss (--loss-aggregation)
     ref_log_probs: Tensor | None = None  # float[n], the reference's; None without kl_loss_coef
+    over_ranks: OverRanks = on_this_rank
 
     def __post_init__(self) -> None:
         assert self.mask.dtype == torch.bool, self.mask.dtype
-        for name, rows in self._tensors().items():
+        assert self.samples.shape == self.log_probs.shape, tuple(self.samples.shape)
+        for name, rows in self._streams().items():
             assert rows.shape == self.log_probs.shape, (name, tuple(rows.shape))
 
-    def _tensors(self) -> dict[str, Tensor]:
-        names = [name for name in self.__slots__ if getattr(self, name) is not None]
-        return {name: getattr(self, name) for name in names}
+    def _streams(self) -> dict[str, Tensor]:
+        names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "entropy")
+        streams = {name: getattr(self, name) for name in names}
+        return streams | ({} if self.ref_log_probs is None else {"ref": self.ref_log_probs})
 
     def masked(self) -> LossRows:
         """The same rows with 0 outside the mask and no gradient but the actor's own."""
         carries_gradient = ("log_probs", "entropy")
-        return replace(
-            self,
-            **{
-                name: zero_outside(rows if name in carries_gradient else rows.detach(), self.mask)
-                for name, rows in self._tensors().items()
-                if name != "mask"
-            },
-        )
+        streams = {
+            name: zero_outside(rows if name in carries_gradient else rows.detach(), self.mask)
+            for name, rows in self._streams().items()
+        }
+        reference = streams.pop("ref", None)
+        return replace(self, ref_log_probs=reference, **streams)
+
+    def sample_sum(self, values: Tensor) -> Tensor:
+        """Add up each sample's masked rows: float[..., n] -> float[..., B], detached."""
+        values = zero_outside(values.detach(), self.mask)
+        sums = values.new_zeros(*values.shape[:-1], self.loss_weights.shape[0])
+        return self.over_ranks(sums.index_add_(-1, self.samples, values), "sum")
+
+    def sample_max(self, values: Tensor) -> Tensor:
+        """Find the largest of each sample's masked rows, of values from 0 up: float[n] -> float[B]."""
+        values = zero_outside(values.detach(), self.mask)
+        largest = values.new_zeros(self.loss_weights.shape[0])
+        return self.over_ranks(largest.scatter_reduce_(0, self.samples, values, "amax"), "max")
+
+    def sample_mean(self, values: Tensor) -> Tensor:
+        """Average each sample's masked rows: float[..., n] -> float[..., B]; 0 without any."""
+        ones = torch.ones_like(self.log_probs).expand_as(values)
+        both = self.sample_sum(torch.stack([values, ones]))
+        return both[0] / both[1].clamp(min=1)
+
+    def of_rows(self, per_sample: Tensor) -> Tensor:
+        """Give every row its sample's value: [B] -> [n]."""
+        return per_sample[self.samples]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from r3train.config.section import Section
+
+
+Rejection = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+
+def _bounds(name: str, text: str) -> tuple[float, float]:
+    """Read a bound of ``rollout_rs_threshold``."""
+    is_ratio = name.endswith("k1")
+    try:
+        numbers = [float(part) for part in text.split("_")]
+    except ValueError:
+        numbers = []
+    usable = len(numbers) in ((1, 2) if is_ratio else (1,))
+    if not usable or not all(0 < n < math.inf for n in numbers):
+        expected = "LOWER_UPPER or a number" if is_ratio else "a number"
+        raise ValueError(f"rollout_rs_threshold {text!r} of {name}: expected {expected} above 0")
+    if not is_ratio:
+        return -math.inf, numbers[0]
+    low, high = numbers if len(numbers) == 2 else sorted((1 / numbers[0], numbers[0]))
+    if low > high:
+        raise ValueError(f"rollout_rs_threshold {text!r} of {name}: the lower bound is the larger")
+    return math.log(low), math.log(high)
 
 
 class AlgorithmSection(Section):
@@ -34,25 +69,84 @@ class AlgorithmSection(Section):
     mask_truncated: bool = False
     """Do not train on answers that were cut at their longest length; their rewards still count for
     their group."""
-    eps_clip: float = Field(default=0.2, ge=0, lt=1)
-    """Lower clip: a ratio below 1 - eps_clip counts as 1 - eps_clip."""
+    loss_aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"
+    ] = "token-mean"
+    """Mean that makes the step's loss of its rows: over all tokens; over samples of their token
+    means; over samples of their token sums; or of these sums divided by rollout_max_response_len."""
+    eps_clip: float = Field(default=0.2, ge=0)
+    """Lower clip: a ratio below 1 - eps_clip counts as 1 - eps_clip; from 1 on there is none."""
     eps_clip_high: float | None = Field(default=None, ge=0)
     """Upper clip: a ratio above 1 + eps_clip_high counts as that; unset means eps_clip."""
+    eps_clip_c: float | None = Field(default=None, ge=1)
+    """ppo, gspo: a row with a negative advantage A loses at most -eps_clip_c A (dual clip)."""
+    dppo_delta: float = Field(default=0.2, gt=0)
+    """dppo_tv, dppo_kl: divergence from the engine beyond which a row that moves away is dropped."""
+    ratio_anchor: Literal["old", "rollout"] = "old"
+    """Denominator of the loss's ratio: the actor before the rollout's first optimizer step, or the
+    engine."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the k3 KL divergence from the reference; 0 loads no reference."""
+    """Weight of the KL divergence from the reference; 0 loads no reference."""
+    kl_loss_type: Literal["k1", "k2", "k3", "k3+"] = "k3"
+    """Estimator of that KL; k3+ has the value of k3 and the gradient of k2."""
+    use_unbiased_kl: bool = False
+    """Weight that KL by the ratio new / old, for tokens that an older policy sampled."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     use_tis: bool = False
-    """Truncated importance sampling (TIS): weight each token by actor over rollout probability."""
+    """Truncated importance sampling (TIS): an alias of --rollout-is token."""
+    rollout_is: Literal["none", "token", "sequence", "geometric"] = "none"
+    """Weight each token by actor over engine probability: its own, that of its whole sample, or the
+    sample's geometric mean."""
+    rollout_is_mode: Literal["truncate", "mask"] = "truncate"
+    """Treatment of a weight outside tis_clip_low and tis_clip: hold it at the bound, or make it 0."""
     tis_clip: float = Field(default=2.0, gt=0)
-    """Upper bound of the TIS weight."""
+    """Upper bound of that weight."""
     tis_clip_low: float = Field(default=0.0, ge=0)
-    """Lower bound of the TIS weight."""
+    """Lower bound of that weight."""
+    rollout_rs: tuple[Rejection, ...] = Field(default=(), strict=False)
+    """Reject rows by the gap between actor and engine; all masks must keep a row.  A rejected row has
+    no policy loss, and still counts in the loss's mean."""
+    rollout_rs_threshold: tuple[str, ...] = Field(default=(), strict=False)
+    """Bound of each rollout_rs, or one for all: LOWER_UPPER of the ratio for k1 (a single number b
+    means 1/b to b), the largest estimate for k2 and k3."""
+    opsm_delta: float | None = Field(default=None, gt=0)
+    """Drop rows with a negative advantage if their sample's mean of old - new log-prob exceeds this."""
+    min_ess: float = Field(default=0.0, ge=0, le=1)
+    """Skip an optimizer step whose effective share of samples (train/ess) is lower."""
 
     @property
     def clip_high(self) -> float:
         """eps_clip_high with its default resolved."""
         return self.eps_clip if self.eps_clip_high is None else self.eps_clip_high
+
+    @property
+    def importance_level(self) -> str:
+        """rollout_is with its alias use_tis resolved."""
+        return "token" if self.use_tis else self.rollout_is
+
+    @property
+    def rejection_bounds(self) -> dict[str, tuple[float, float]]:
+        """Lowest and highest estimate that each of rollout_rs keeps; raises ValueError naming it."""
+        texts = self.rollout_rs_threshold
+        if len(texts) == 1:
+            texts = texts * len(self.rollout_rs)
+        if len(texts) != len(self.rollout_rs):
+            raise ValueError(
+                f"rollout_rs_threshold has {len(texts)} entries for {len(self.rollout_rs)} of"
+                " rollout_rs, expected one each or one for all"
+            )
+        return {name: _bounds(name, text) for name, text in zip(self.rollout_rs, texts)}
+
+    @property
+    def corrects_rollouts(self) -> bool:
+        """True when anything holds the gap between the engine's log-probs and the actor's."""
+        return (
+            self.importance_level != "none"
+            or bool(self.rollout_rs)
+            or self.ratio_anchor == "rollout"
+            or self.policy_loss.startswith("dppo")
+        )
 
     @property
     def needs_reference(self) -> bool:

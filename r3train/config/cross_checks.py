@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
@@ -68,6 +69,24 @@ def replay_warnings(config: RunConfig) -> list[str]:
             " no R3 evidence will be written"
         ]
     return []
+
+
+def algorithm_warnings(config: RunConfig) -> list[str]:
+    """Return warnings about a learning rule that works and seldom learns, to show at start-up."""
+    algorithm, rollout = config.algorithm, config.rollout
+    warnings = []
+    if rollout.max_weight_staleness > 0 and not algorithm.corrects_rollouts:
+        warnings.append(
+            "rollouts may be"
+            f" {rollout.max_weight_staleness} weight versions old (--max-weight-staleness), and nothing"
+            " corrects for it: see --rollout-is, --rollout-rs, --ratio-anchor rollout"
+        )
+    if algorithm.policy_loss == "gspo" and max(algorithm.eps_clip, algorithm.clip_high) > 1e-2:
+        warnings.append(
+            f"gspo with eps_clip {algorithm.eps_clip} and eps_clip_high {algorithm.clip_high} hardly"
+            " ever clips: a sample's ratio is near 1; usual are 3e-4 and 4e-4"
+        )
+    return warnings
 
 
 def _raise_all(complaints: Iterable[str]) -> None:
@@ -149,6 +168,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"tis_clip_low {algorithm.tis_clip_low} exceeds tis_clip {algorithm.tis_clip}"
+    yield from _corrections(algorithm)
     longest = config.rollout.rollout_max_response_len
     if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
         yield (
@@ -164,6 +184,39 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
     if config.trainer.min_lr > config.trainer.lr:
         yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
+
+
+def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
+    against_engine = algorithm.policy_loss.startswith("dppo")
+    if algorithm.use_tis and algorithm.rollout_is not in ("none", "token"):
+        yield f"--use-tis is --rollout-is token, and --rollout-is is {algorithm.rollout_is}"
+    if algorithm.importance_level != "none":
+        if algorithm.ratio_anchor == "rollout":
+            yield (
+                "--ratio-anchor rollout cannot go with --rollout-is or --use-tis: its ratio is against"
+                " the engine, and would be corrected twice"
+            )
+        if against_engine:
+            yield (
+                f"--policy-loss {algorithm.policy_loss} cannot go with --rollout-is or --use-tis: its"
+                " ratio is against the engine, and would be corrected twice"
+            )
+    elif algorithm.rollout_is_mode == "mask":
+        yield "--rollout-is-mode mask needs --rollout-is"
+    if algorithm.eps_clip_c is not None and algorithm.policy_loss in (
+        "cispo",
+        "dppo_tv",
+        "dppo_kl",
+    ):
+        yield f"--eps-clip-c has no effect on --policy-loss {algorithm.policy_loss}"
+    if algorithm.use_unbiased_kl and not algorithm.needs_reference:
+        yield "--use-unbiased-kl needs --kl-loss-coef above 0"
+    if algorithm.rollout_rs_threshold and not algorithm.rollout_rs:
+        yield "--rollout-rs-threshold needs --rollout-rs"
+    try:
+        algorithm.rejection_bounds
+    except ValueError as error:
+        yield str(error)
 
 
 def _recompute(config: RunConfig) -> Iterator[str]:

@@ -50,6 +50,7 @@ def build_microbatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
         sample_ids=np.array([s.sample.sample_id for s in samples], dtype=np.int64),
+        loss_weights=np.array([s.loss_weight for s in samples], dtype=np.float32),
         tokens=flat([s.sample.token_ids for s in samples], np.int64),
         labels=shifted([s.sample.token_ids for s in samples], np.int64),
         positions=flat([np.arange(n) for n in lengths], np.int64),
@@ -103,6 +104,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     """
     layout = microbatch.layout
     rows, route_rows = _rows_of(layout, topology)
+    sequences = len(layout.cu_seqlens_padded) - 1
     routes = None
     if microbatch.routes is not None:
         own = take_layers(microbatch.routes, _layer_numbers(topology))
@@ -111,6 +113,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
         max_seqlen=int(np.diff(layout.cu_seqlens_padded).max()),
+        loss_weights=np.pad(microbatch.loss_weights, (0, sequences - len(microbatch.loss_weights))),
         tokens=take_rows(microbatch.tokens, rows, 0),
         labels=take_rows(microbatch.labels, rows, 0),
         positions=take_rows(microbatch.positions, rows, 0),

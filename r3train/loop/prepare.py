@@ -6,12 +6,13 @@ Pure, and done by rank 0 alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
 from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.aggregation import loss_weights
 from r3train.algo.reward_stats import GroupStats, group_stats
 from r3train.algo.shaping import shaped_rewards, without_truncated
 from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
@@ -67,9 +68,12 @@ def prepare(
     steps: list[StepSamples] = []
     share = len(trained) // config.steps_per_rollout
     for start in range(0, share * config.steps_per_rollout, share):
-        dealt = deal_samples(
-            trained[start : start + share], place, config.trainer.max_tokens_per_gpu
+        weighted = weigh(
+            trained[start : start + share],
+            config.algorithm,
+            config.rollout.rollout_max_response_len,
         )
+        dealt = deal_samples(weighted, place, config.trainer.max_tokens_per_gpu)
         built = build_microbatches(
             dealt,
             place,
@@ -126,6 +130,15 @@ def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
             [s.trajectory_id for s in samples],
             [s.is_last_step for s in samples],
         )
+
+
+def weigh(
+    samples: Sequence[TrainSample], algorithm: AlgorithmSection, max_response_len: int
+) -> list[TrainSample]:
+    """Give the samples of an optimizer step their weights in its loss (--loss-aggregation)."""
+    lengths = np.array([s.sample.loss_mask.sum() for s in samples], dtype=np.int64)
+    weights = loss_weights(lengths, algorithm, max_response_len)
+    return [replace(s, loss_weight=weight) for s, weight in zip(samples, weights.tolist())]
 
 
 def deal_samples(

@@ -120,11 +120,13 @@ _NAMES = {
     "clipped": "clip_share",
     "log_prob_gap_abs": "log_prob_gap_mean",
     "log_prob_gap_far": "log_prob_gap_far_share",
+    "rs_rejected": "rs_rejected_share",
+    "opsm_dropped": "opsm_dropped_share",
 }
 _LAST = ("lr",)
 # the p99.9 too: this is an upper bound of the p99.9 over all tokens of the rollout
 _MAX = ("log_prob_gap_max", "log_prob_gap_p999")
-_SUM = ("num_loss_tokens", "skipped_steps")
+_SUM = ("num_loss_tokens", "skipped_steps", "low_ess_steps")
 
 
 def train_metrics(reports: Sequence[dict[str, float]]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/response_len_mean, rollout/tokens | response tokens a sample; tokens generated |
 | rollout/zero_variance_groups | groups that taught nothing |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
-| train/log_prob_gap_mean, _max, _p999, _k3, _far_share | actor against engine, of a token |
+| train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
+| train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |
 | rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
 | r3/passed | the step's verdict, true or false; absent when the check is off |
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |

@@ -44,6 +44,7 @@ def make_slice(rank: int) -> RankSlice:
         microbatch_id=0,
         cu_seqlens_padded=np.array([0, ROWS], dtype=np.int32),
         max_seqlen=ROWS,
+        loss_weights=np.ones(1, dtype=np.float32),
         tokens=zeros,
         labels=zeros,
         positions=zeros,

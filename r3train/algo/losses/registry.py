@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from r3train.algo.losses.ppo import ppo
+from r3train.algo.losses.cispo import cispo
+from r3train.algo.losses.dppo import dppo_kl, dppo_tv
+from r3train.algo.losses.ppo import gspo, ppo
 from r3train.algo.policy_loss import PolicyLoss, metric_names, rows_without_values
 from r3train.algo.rows import LossRows, RowLoss
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import find_plug, require_function
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
+    "cispo": cispo,
+    "dppo_kl": dppo_kl,
+    "dppo_tv": dppo_tv,
+    "gspo": gspo,
     "ppo": ppo,
 }
 _FLAG = "--policy-loss"

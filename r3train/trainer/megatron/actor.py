@@ -121,7 +121,8 @@ class MegatronActor:
 
         Returns the same metrics on all ranks: means over the global loss tokens, grad norm, and the
         learning rate of this step.  If a loss or a gradient is not finite, all ranks skip the step:
-        weights, expert biases, moments and schedule do not change, and ``skipped_steps`` is 1.
+        weights, expert biases, moments and schedule do not change, and ``skipped_steps`` is 1.  So they
+        do below ``min_ess``, and ``low_ess_steps`` is 1.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
         # Megatron moves the expert biases at the end of the backward pass
@@ -129,8 +130,9 @@ class MegatronActor:
         results = self.backward(slices, old_log_probs, ref_log_probs)
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
         finite = self._finite(metrics["loss"])
+        enough = metrics["ess"] >= self._algorithm.min_ess
         success, grad_norm = False, math.nan
-        if finite:
+        if finite and enough:
             success, grad_norm, _ = self.optimizer.step()
             self.scheduler.step(increment=1)
         else:
@@ -140,6 +142,7 @@ class MegatronActor:
         metrics["lr"] = lr
         metrics["update_successful"] = float(success)
         metrics["skipped_steps"] = float(not finite)
+        metrics["low_ess_steps"] = float(finite and not enough)
         return metrics
 
     def _expert_biases(self) -> list[torch.Tensor]:

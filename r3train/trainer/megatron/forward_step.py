@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -33,6 +34,8 @@ class DeviceSlice:
     loss_mask: torch.Tensor
     rollout_log_probs: torch.Tensor
     advantages: torch.Tensor
+    samples: torch.Tensor  # int64[n], the row's sequence in the pack, the tail among them
+    loss_weights: torch.Tensor  # float32[sequences]
     packed: PackedSeqParams
 
     @classmethod
@@ -43,6 +46,9 @@ class DeviceSlice:
             return torch.from_numpy(x).to(device, non_blocking=True)
 
         cu_seqlens = move(s.cu_seqlens_padded)
+        # every context-parallel rank holds the same share of each sequence
+        padded = np.diff(s.cu_seqlens_padded)
+        own = padded // (int(s.cu_seqlens_padded[-1]) // s.num_rows)
         return cls(
             microbatch_id=s.microbatch_id,
             tokens=move(s.tokens),
@@ -51,6 +57,8 @@ class DeviceSlice:
             loss_mask=move(s.loss_mask),
             rollout_log_probs=move(s.rollout_log_probs),
             advantages=move(s.advantages),
+            samples=move(np.repeat(np.arange(len(own)), own)),
+            loss_weights=move(s.loss_weights),
             # Padding rows count as the tail of their sequence.  Attention is causal: no real token
             # sees them, and all attention backends use the same lengths.
             packed=PackedSeqParams(
@@ -127,6 +135,15 @@ def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return _VocabParallelEntropy.apply(logits[0].float() / temperature)
 
 
+def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
+    """The ``OverRanks`` of rows that context parallelism has cut."""
+    if parallel_state.get_context_parallel_world_size() > 1:
+        reduce = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}
+        group = parallel_state.get_context_parallel_group()
+        torch.distributed.all_reduce(values, op=reduce[operation], group=group)
+    return values
+
+
 def make_log_prob_step(
     batches: dict[int, DeviceSlice], replay: RoutingReplayManager | None, temperature: float
 ) -> Callable:
@@ -167,7 +184,10 @@ def make_train_step(
             advantages=batch.advantages,
             mask=batch.loss_mask,
             entropy=entropy,
+            samples=batch.samples,
+            loss_weights=batch.loss_weights,
             ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,
+            over_ranks=_over_context_ranks,
         )
         result = microbatch_loss(policy_loss, rows, algorithm)
         report = {

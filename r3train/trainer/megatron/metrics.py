@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from r3train.algo.corrections import NUM_GAP_BINS, gap_quantile
+from r3train.algo.corrections import NUM_GAP_BINS, gap_quantile, mismatch_metrics
 from r3train.types import RankTopology
 
 
@@ -41,6 +41,7 @@ def reduce_metrics(
     num_tokens = totals.pop("num_tokens")
     metrics = {name: total / max(num_tokens, 1.0) for name, total in totals.items()}
     metrics.update(zip(maximum_names, maxima.tolist()))
+    metrics.update(mismatch_metrics(metrics))
     metrics["log_prob_gap_p999"] = gap_quantile(gaps, 0.999, metrics["log_prob_gap_max"])
     metrics["num_loss_tokens"] = num_tokens
     return metrics

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.prepare import train_samples
 from r3train.types import Prompt, RolloutSample, Scored
@@ -46,3 +48,18 @@ def advantages(rewards: Sequence[Sequence[float]], **settings) -> np.ndarray:
         assert (s.advantages[~s.sample.loss_mask] == 0).all()
         assert len(set(s.advantages[s.sample.loss_mask].tolist())) == 1
     return np.array([s.advantages[1] for s in samples]).reshape(np.shape(rewards))
+
+
+def loss_rows(log_probs, old, advantages, mask=None, samples=None, **streams) -> LossRows:
+    """Rows whose other streams say nothing: the engine agrees, there is no reference.
+
+    samples: the sample of each row, from 0; unset: all rows are of one.
+    """
+    mask = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask
+    samples = torch.zeros(log_probs.shape, dtype=torch.int64) if samples is None else samples
+    streams = {
+        "rollout_log_probs": old,
+        "entropy": torch.zeros_like(old),
+        "loss_weights": old.new_ones(1 + max(samples.tolist(), default=0)),
+    } | streams
+    return LossRows(log_probs, old, advantages=advantages, mask=mask, samples=samples, **streams)

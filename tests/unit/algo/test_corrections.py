@@ -1,15 +1,21 @@
 import math
+from typing import get_args
 
 import pytest
 import torch
+from tests.unit.algo.rollouts import loss_rows
 
 from r3train.algo.corrections import (
     gap_quantile,
+    kept_rows,
     log_prob_gap_histogram,
     log_prob_gap_stats,
     log_prob_gap_sums,
-    truncated_importance_weights,
+    mismatch_metrics,
+    mismatch_sums,
+    rollout_weights,
 )
+from r3train.config.algorithm import AlgorithmSection, Rejection
 
 
 def logs(*probabilities):
@@ -20,56 +26,196 @@ def values(tensors):
     return {key: tensor.item() for key, tensor in tensors.items()}
 
 
+def rows_of(old, rollout, mask=None, samples=None, advantages=None, new=None):
+    samples = None if samples is None else torch.tensor(samples)
+    advantages = torch.ones_like(old) if advantages is None else advantages
+    rows = loss_rows(
+        old if new is None else new, old, advantages, mask, samples, rollout_log_probs=rollout
+    )
+    return rows.masked()
+
+
+def weights_of(rows, **settings):
+    return rollout_weights(rows, AlgorithmSection(**settings))
+
+
 def test_truncated_weights_equal_the_hand_worked_ratios():
     # ratios 1, 3 (cut to 2), 0.1 (raised to 0.5), and a masked row
-    weights, sums = truncated_importance_weights(
+    rows = rows_of(
         logs(0.5, 0.6, 0.05, 0.9),
         logs(0.5, 0.2, 0.5, 0.1),
         torch.tensor([True, True, True, False]),
-        clip=2.0,
-        clip_low=0.5,
     )
+    weights, sums = weights_of(rows, use_tis=True, tis_clip_low=0.5)
     torch.testing.assert_close(weights, torch.tensor([1.0, 2.0, 0.5, 0.0], dtype=torch.float64))
     assert values(sums) == pytest.approx(
-        {"tis_weight": 3.5, "tis_ratio": 4.1, "tis_clipped_high": 1, "tis_clipped_low": 1}
+        {
+            "is_ratio": 4.1,
+            "is_ratio_square": 1 + 9 + 0.01,
+            "tis_weight": 3.5,
+            "tis_ratio": 4.1,
+            "tis_clipped_high": 1,
+            "tis_clipped_low": 1,
+        }
     )
+    weights, sums = weights_of(rows, rollout_is="token", rollout_is_mode="mask", tis_clip_low=0.5)
+    assert weights.tolist() == pytest.approx([1.0, 0.0, 0.0, 0.0])
+    assert sums["tis_weight"] == pytest.approx(1.0) and sums["tis_clipped_low"] == 1
+
+
+# two samples, the second row of the second masked: ratios 2, 3 | 1/2, -, 1/4
+OLD, ROLLOUT = logs(0.4, 0.9, 0.1, 0.9, 0.1), logs(0.2, 0.3, 0.2, 0.1, 0.4)
+OF_TWO = dict(mask=torch.tensor([True, True, True, False, True]), samples=[0, 0, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "level, expected",
+    [
+        ("token", [2, 3, 0.5, 0, 0.25]),
+        ("sequence", [6, 6, 0.125, 0, 0.125]),
+        ("geometric", [6**0.5, 6**0.5, 0.125**0.5, 0, 0.125**0.5]),
+    ],
+)
+def test_a_weight_is_of_the_token_of_the_sample_or_of_its_mean(level, expected):
+    rows = rows_of(OLD, ROLLOUT, **OF_TWO)
+    weights, _ = weights_of(rows, rollout_is=level, tis_clip=100.0)
+    assert weights.tolist() == pytest.approx(expected)
+    # as by hand from the same ratios: bounds 0.3 and 2.2, held or masked
+    held, _ = weights_of(rows, rollout_is=level, tis_clip=2.2, tis_clip_low=0.3)
+    assert held.tolist() == pytest.approx(
+        [min(max(w, 0.3), 2.2) if m else 0.0 for w, m in zip(expected, OF_TWO["mask"])]
+    )
+    masked, _ = weights_of(
+        rows, rollout_is=level, tis_clip=2.2, tis_clip_low=0.3, rollout_is_mode="mask"
+    )
+    assert masked.tolist() == pytest.approx([w if 0.3 <= w <= 2.2 else 0.0 for w in expected])
 
 
 def test_without_a_low_clip_small_weights_stay_small():
-    weights, sums = truncated_importance_weights(
-        logs(0.01), logs(1.0), torch.tensor([True]), clip=2.0
-    )
+    weights, sums = weights_of(rows_of(logs(0.01), logs(1.0)), use_tis=True)
     assert weights.item() == pytest.approx(0.01) and sums["tis_clipped_low"].item() == 0
 
 
 def test_weights_carry_no_gradient():
-    old = logs(0.5).requires_grad_()
-    weights, sums = truncated_importance_weights(old, logs(0.4), torch.tensor([True]), clip=2.0)
+    weights, sums = weights_of(rows_of(logs(0.5).requires_grad_(), logs(0.4)), use_tis=True)
     assert not weights.requires_grad
     assert not any(tensor.requires_grad for tensor in sums.values())
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_garbage_weighs_nothing(garbage):
-    weights, sums = truncated_importance_weights(
-        torch.tensor([garbage, 0.0]),
-        torch.tensor([garbage, 0.0]),
-        torch.tensor([False, True]),
-        clip=2.0,
-    )
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_masked_garbage_weighs_nothing(garbage, level):
+    dirty = torch.tensor([garbage, 0.0])
+    rows = rows_of(dirty, dirty, torch.tensor([False, True]))
+    weights, sums = weights_of(rows, rollout_is=level)
     assert weights.tolist() == [0.0, 1.0]
-    assert values(sums) == {
-        "tis_weight": 1.0,
-        "tis_ratio": 1.0,
-        "tis_clipped_high": 0,
-        "tis_clipped_low": 0,
-    }
+    assert sums["tis_weight"] == 1.0 and sums["tis_clipped_high"] == 0
 
 
-@pytest.mark.parametrize("low, high", [(2.0, 2.0), (3.0, 2.0), (-0.1, 2.0), (0.0, 0.0)])
-def test_clips_that_leave_no_room_are_refused(low, high):
-    with pytest.raises(ValueError, match="tis_clip"):
-        truncated_importance_weights(logs(0.5), logs(0.5), torch.tensor([True]), high, low)
+def by_hand(name):
+    """k1, k2, k3 of every row, then the sample's sum, mean or largest, row by row in Python."""
+    d = [math.log(r) for r in (2, 3, 0.5, 0.25)]
+    k = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
+    level, _, estimate = name.rpartition("_")
+    values = [k[estimate](x) for x in d]
+    join = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}
+    if level == "token":
+        return values
+    return [join[level](v) for v in (values[:2], values[:2], values[2:], values[2:])]
+
+
+@pytest.mark.parametrize("name", get_args(Rejection))
+def test_a_rejection_mask_keeps_the_rows_whose_estimate_is_within_its_bound(name):
+    rows = rows_of(OLD, ROLLOUT, **OF_TWO)
+    by_row = by_hand(name)
+    for bound in sorted(set(by_row)):
+        # just above each estimate, so that this one is kept and the next larger is not
+        if name.endswith("k1"):
+            text, low = f"0.001_{math.exp(bound) * 1.001}", math.log(0.001)
+        else:
+            text, low = f"{bound * 1.001}", -math.inf
+        keep, sums = kept_rows(
+            rows, AlgorithmSection(rollout_rs=[name], rollout_rs_threshold=[text])
+        )
+        expected = [low <= value <= bound + 1e-9 for value in by_row]
+        assert [keep[i].item() for i in (0, 1, 2, 4)] == expected, (name, text)
+        assert sums["rs_rejected"] == expected.count(False)
+
+
+def test_all_rejection_masks_must_keep_a_row():
+    rows = rows_of(OLD, ROLLOUT, **OF_TWO)
+    # ratios engine / actor 1/2, 1/3, 2, 4: within a half and 2 are the first and the third
+    algorithm = AlgorithmSection(
+        rollout_rs=["token_k1", "token_k2"], rollout_rs_threshold=["0.49_2.01", "0.2"]
+    )
+    assert kept_rows(rows, algorithm)[0].tolist() == [False] * 3 + [True, False]
+    algorithm = AlgorithmSection(rollout_rs=["token_k1"], rollout_rs_threshold=["2.01"])
+    assert kept_rows(rows, algorithm)[0].tolist() == [True, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"rollout_rs": ["token_k1"]}, "has 0 entries for 1"),
+        (
+            {"rollout_rs": ["token_k2"], "rollout_rs_threshold": ["0.5_2"]},
+            "expected a number above",
+        ),
+        (
+            {"rollout_rs": ["token_k1"], "rollout_rs_threshold": ["2_0.5"]},
+            "lower bound is the larg",
+        ),
+        ({"rollout_rs": ["token_k1"], "rollout_rs_threshold": ["x"]}, "'x' of token_k1"),
+        ({"rollout_rs": ["token_k3"], "rollout_rs_threshold": ["-1"]}, "'-1' of token_k3"),
+    ],
+)
+def test_a_bound_that_says_nothing_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        AlgorithmSection(**settings).rejection_bounds
+
+
+def test_opsm_drops_bad_samples_that_the_actor_has_left():
+    old = torch.full((6,), -1.0)
+    # the actor moved down by 0.3 on the first two samples, up on the third
+    new = torch.tensor([-1.5, -1.1, -1.5, -1.1, -0.5, -0.5])
+    rows = rows_of(
+        old,
+        old,
+        samples=[0, 0, 1, 1, 2, 2],
+        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]),
+        new=new,
+    )
+    keep, sums = kept_rows(rows, AlgorithmSection(opsm_delta=0.29))
+    assert keep.tolist() == [False, False, True, True, True, True]
+    assert sums["opsm_dropped"] == 2
+    assert kept_rows(rows, AlgorithmSection(opsm_delta=0.31))[0].all()
+    assert kept_rows(rows, AlgorithmSection()) == (None, {})
+
+
+def test_mismatch_metrics_equal_the_hand_worked():
+    rows = rows_of(OLD, ROLLOUT, **OF_TWO)
+    sums = weights_of(rows)[1] | mismatch_sums(rows)
+    means = {name: float(value) / 4 for name, value in sums.items()}
+    found = mismatch_metrics(means)
+    w = [2, 3, 0.5, 0.25]
+    squares = sum(x * x for x in w) / 4
+    assert found["ess"] == pytest.approx((sum(w) / 4) ** 2 / squares)
+    assert means["chi2_token"] == pytest.approx(squares - 1)
+    assert means["log_prob_gap_k1"] == pytest.approx(-sum(math.log(x) for x in w) / 4)
+    assert found["chi2_seq"] == pytest.approx((36 + 1 / 64) / 2 - 1)
+    actor = ((0.4 * 0.9) ** -0.5 + (0.1 * 0.1) ** -0.5) / 2
+    engine = ((0.2 * 0.3) ** -0.5 + (0.2 * 0.4) ** -0.5) / 2
+    assert found["ppl_actor"] == pytest.approx(actor)
+    assert found["ppl_rollout"] == pytest.approx(engine)
+    assert found["ppl_ratio"] == pytest.approx(actor / engine)
+    assert set(means) == {"log_prob_gap_k1", "chi2_token"}  # helpers are no metrics
+
+
+def test_mismatch_metrics_of_no_row_are_zero():
+    nothing = torch.zeros(2)
+    rows = rows_of(nothing, nothing, torch.tensor([False, False]))
+    means = {k: float(v) for k, v in (weights_of(rows)[1] | mismatch_sums(rows)).items()}
+    assert set(mismatch_metrics(means).values()) == {0.0}
 
 
 def test_gap_sums_equal_the_hand_worked():
@@ -123,7 +269,6 @@ def test_a_live_gap_that_is_not_finite_is_not_hidden():
 def test_nothing_is_read_back_to_the_host():
     a, b = torch.empty(5, device="meta"), torch.empty(5, device="meta")
     mask = torch.empty(5, device="meta", dtype=torch.bool)
-    truncated_importance_weights(a, b, mask, clip=2.0)
     log_prob_gap_stats(a, b, mask)
 
 

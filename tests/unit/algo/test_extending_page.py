@@ -69,6 +69,8 @@ def test_the_policy_loss():
         advantages=torch.tensor([2.0, -1.0, 5.0]),
         mask=torch.tensor([True, True, False]),
         entropy=torch.zeros(3),
+        samples=torch.tensor([0, 0, 0]),
+        loss_weights=torch.ones(1),
     )
     out = microbatch_loss(get_policy_loss(algorithm.policy_loss), rows, algorithm)
     out.loss.backward()

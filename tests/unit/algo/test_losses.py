@@ -2,12 +2,15 @@ import math
 
 import pytest
 import torch
+from tests.unit.algo.rollouts import loss_rows
 
-from r3train.algo.divergence import k3_kl
-from r3train.algo.losses.ppo import ppo
+from r3train.algo.divergence import k3_kl, kl_estimate
+from r3train.algo.losses.cispo import cispo
+from r3train.algo.losses.dppo import dppo_kl, dppo_tv
+from r3train.algo.losses.ppo import gspo, ppo
 from r3train.algo.losses.registry import check_policy_loss, get_policy_loss
 from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
-from r3train.algo.rows import LossRows, RowLoss
+from r3train.algo.rows import RowLoss
 from r3train.config.algorithm import AlgorithmSection
 
 CLIP = AlgorithmSection(eps_clip=0.2, eps_clip_high=0.3)
@@ -29,13 +32,6 @@ def leaf(*values):
     return vector(*values).requires_grad_()
 
 
-def rows_of(log_probs, old, advantages, mask=None, **streams):
-    """Rows whose other streams say nothing: the engine agrees, there is no reference."""
-    mask = torch.ones(log_probs.shape, dtype=torch.bool) if mask is None else mask
-    streams = {"rollout_log_probs": old, "entropy": torch.zeros_like(old)} | streams
-    return LossRows(log_probs, old, advantages=advantages, mask=mask, **streams)
-
-
 # ratio, advantage, loss, gradient to log_probs (= -r A unless clipped), clipped?
 CLIP_CASES = {
     "good_token_made_likelier_is_clipped_at_1_plus_eps_high": (1.5, 2.0, -2.6, 0.0, True),
@@ -53,7 +49,7 @@ def test_asymmetric_clip_equals_the_hand_worked(case):
     ratio, advantage, expected_loss, expected_grad, expected_clipped = CLIP_CASES[case]
     old = vector(-3.0)
     new = (old + math.log(ratio)).requires_grad_()
-    out = ppo(rows_of(new, old, vector(advantage)), CLIP)
+    out = ppo(loss_rows(new, old, vector(advantage)), CLIP)
     out.loss.sum().backward()
     assert out.loss.item() == pytest.approx(expected_loss, abs=1e-12)
     assert new.grad.item() == pytest.approx(expected_grad, abs=1e-12)
@@ -61,15 +57,198 @@ def test_asymmetric_clip_equals_the_hand_worked(case):
     assert out.sums["ratio"].item() == pytest.approx(ratio)
 
 
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_the_dual_clip_bounds_the_loss_of_a_bad_token(name):
+    # r = 5, A = -2: without the bound 10, with c = 3 it is 6, and no gradient
+    algorithm = AlgorithmSection(eps_clip_c=3.0)
+    new = leaf(math.log(5.0), math.log(2.5), math.log(5.0))
+    rows = loss_rows(new, vector(0, 0, 0), vector(-2, -2, 2), samples=torch.tensor([0, 1, 2]))
+    out = get_policy_loss(name)(rows, algorithm)
+    out.loss.sum().backward()
+    assert out.loss.tolist() == pytest.approx([6.0, 5.0, -2.4])
+    assert new.grad.tolist() == pytest.approx([0.0, 5.0, 0.0])
+    assert out.sums["clipped"] == 2
+
+
+def test_gspo_clips_by_the_geometric_mean_of_a_sample_and_each_token_keeps_its_gradient():
+    # sample 0: ratios 1.1 and 1.3, mean sqrt(1.43) = 1.196; sample 1: 2 and 2, beyond 1.3
+    new = leaf(*(math.log(r) for r in (1.1, 1.3, 9.0, 2.0, 2.0)))
+    rows = loss_rows(
+        new,
+        vector(0, 0, 0, 0, 0),
+        vector(2, 2, 2, 3, 3),
+        torch.tensor([True, True, False, True, True]),
+        torch.tensor([0, 0, 0, 1, 1]),
+    ).masked()
+    out = gspo(rows, CLIP)
+    out.loss[rows.mask].sum().backward()
+    s = math.sqrt(1.43)
+    assert out.loss[rows.mask].tolist() == pytest.approx([-2 * s, -2 * s, -3.9, -3.9])
+    assert new.grad.tolist() == pytest.approx([-2 * s, -2 * s, 0, 0, 0])
+    assert out.sums["clipped"] == 2 and out.sums["ratio"] == pytest.approx(2 * s + 4)
+
+
+def test_gspo_of_one_token_a_sample_is_ppo():
+    torch.manual_seed(1)
+    new, old, advantages = (torch.randn(8, dtype=torch.float64) for _ in range(3))
+    one_each = loss_rows(new, old, advantages, samples=torch.arange(8))
+    torch.testing.assert_close(gspo(one_each, CLIP).loss, ppo(one_each, CLIP).loss)
+
+
+def test_cispo_holds_the_weight_and_never_the_gradient():
+    # ratios 1.5 (held to 1.3), 0.5 (held to 0.8), 1.1: gradient -weight A everywhere
+    ratios, advantages = (1.5, 0.5, 1.1), (2.0, 3.0, -1.0)
+    new = leaf(*(math.log(r) - 1 for r in ratios))
+    rows = loss_rows(new, vector(-1, -1, -1), vector(*advantages))
+    out = cispo(rows, CLIP)
+    out.loss.sum().backward()
+    weights = (1.3, 0.8, 1.1)
+    assert new.grad.tolist() == pytest.approx([-w * a for w, a in zip(weights, advantages)])
+    assert out.loss.tolist() == pytest.approx(
+        [-w * a * (math.log(r) - 1) for w, a, r in zip(weights, advantages, ratios)]
+    )
+    assert out.sums["clipped"] == 2
+    no_lower = cispo(rows, AlgorithmSection(eps_clip=1.0, eps_clip_high=0.3))
+    assert no_lower.loss[1].item() == pytest.approx(-0.5 * 3.0 * (math.log(0.5) - 1))
+
+
+def test_dppo_tv_drops_rows_that_move_away_from_the_engine_by_more_than_delta():
+    # p, q, A -> dropped?  delta 0.2
+    cases = [
+        (0.75, 0.5, 1.0, True),
+        (0.65, 0.5, 1.0, False),
+        (0.75, 0.5, -1.0, False),  # comes back
+        (0.25, 0.5, -1.0, True),
+        (0.25, 0.5, 1.0, False),
+    ]
+    p, q, advantages = (vector(*column) for column in list(zip(*cases))[:3])
+    new = p.log().requires_grad_()
+    nowhere = vector(*[-7.0] * 5)  # the actor before the update plays no part
+    rows = loss_rows(new, nowhere, advantages, rollout_log_probs=q.log())
+    out = dppo_tv(rows, AlgorithmSection())
+    out.loss.sum().backward()
+    for i, (p, q, advantage, dropped) in enumerate(cases):
+        gap = math.log(p / q)
+        surrogate = 0.0 if dropped else -advantage * p / q
+        assert out.loss[i].item() == pytest.approx(surrogate + 1e-3 * gap**2)
+        assert new.grad[i].item() == pytest.approx(surrogate + 2e-3 * gap)
+    assert out.sums["clipped"] == 2
+
+
+def test_dppo_kl_measures_the_divergence_of_the_token_against_all_others():
+    cases = [(0.75, 0.5), (0.65, 0.5), (0.02, 0.001), (0.9999999, 0.5)]
+    for p, q in cases:
+        divergence = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
+        rows = loss_rows(
+            vector(math.log(p)), vector(0.0), vector(1.0), rollout_log_probs=vector(math.log(q))
+        )
+        for delta, dropped in ((divergence * 0.99, 1), (divergence * 1.01, 0)):
+            out = dppo_kl(rows, AlgorithmSection(dppo_delta=delta))
+            assert out.sums["clipped"] == dropped, (p, q)
+
+
+def test_dppo_kl_is_finite_where_a_token_is_certain():
+    new = torch.zeros(2, requires_grad=True)
+    rollout = torch.tensor([0.0, -1.0])
+    rows = loss_rows(new, rollout, torch.ones(2), rollout_log_probs=rollout)
+    out = dppo_kl(rows, AlgorithmSection())
+    out.loss.sum().backward()
+    assert torch.isfinite(out.loss).all() and torch.isfinite(new.grad).all()
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo", "cispo"])
+def test_the_anchor_is_the_ratio_s_denominator(name):
+    policy_loss = get_policy_loss(name)
+    streams = dict(new=leaf(-1.0, -1.2), advantages=vector(1.0, -2.0))
+
+    def of(old, rollout, **settings):
+        rows = loss_rows(streams["new"], old, streams["advantages"], rollout_log_probs=rollout)
+        return microbatch_loss(policy_loss, rows, AlgorithmSection(**settings))
+
+    old, rollout = vector(-1.1, -1.1), vector(-0.9, -1.25)
+    anchored = of(old, rollout, ratio_anchor="rollout")
+    assert anchored.loss.item() == pytest.approx(of(rollout, rollout).loss.item())
+    assert anchored.loss.item() != pytest.approx(of(old, rollout).loss.item())
+    # the gap is still that of the actor before the update
+    assert anchored.sums["log_prob_gap_abs"].item() == pytest.approx(0.2 + 0.15)
+
+
+def test_kl_estimates_equal_the_hand_worked_values_and_gradients():
+    r = math.log(2.0)  # policy twice as likely: r = ln 2
+    k3 = 0.5 - 1 + r
+    expected = {"k1": (r, 1.0), "k2": (r * r / 2, r), "k3": (k3, 0.5), "k3+": (k3, r)}
+    for kind, (value, gradient) in expected.items():
+        new = leaf(-1.0)
+        kl = kl_estimate(kind, new, vector(-1.0 - r))
+        kl.sum().backward()
+        assert (kl.item(), new.grad.item()) == pytest.approx((value, gradient)), kind
+
+
+def test_the_kind_of_kl_and_its_ratio_reach_the_loss():
+    old, ref = vector(-1.5, -1.0), vector(-2.0, -1.0)
+    for kind in ("k1", "k2", "k3", "k3+"):
+        for unbiased in (False, True):
+            new = leaf(-1.0, -1.0)
+            algorithm = AlgorithmSection(
+                kl_loss_coef=0.5, kl_loss_type=kind, use_unbiased_kl=unbiased
+            )
+            rows = loss_rows(new, old, vector(0, 0), ref_log_probs=ref)
+            out = microbatch_loss(ppo, rows, algorithm)
+            out.loss.backward()
+            again = leaf(-1.0)
+            kl_estimate(kind, again, ref[:1]).sum().backward()
+            weight = math.exp(0.5) if unbiased else 1.0
+            assert new.grad[0].item() == pytest.approx(0.5 * weight * again.grad.item())
+
+
+def test_a_sample_s_weight_scales_its_share_of_every_part_of_the_loss():
+    new, entropy = leaf(-1.0, -1.0, -1.0), leaf(0.5, 0.5, 0.5)
+    algorithm = AlgorithmSection(kl_loss_coef=0.1, entropy_coef=0.01)
+    rows = loss_rows(
+        new,
+        vector(-1.0, -1.0, -1.0),
+        vector(1.0, 1.0, 1.0),
+        samples=torch.tensor([0, 1, 1]),
+        entropy=entropy,
+        ref_log_probs=vector(-2.0, -2.0, -2.0),
+        loss_weights=vector(3.0, 0.75),
+    )
+    out = microbatch_loss(ppo, rows, algorithm)
+    out.loss.backward()
+    assert (new.grad[0] / new.grad[1]).item() == pytest.approx(4.0)
+    assert entropy.grad.tolist() == pytest.approx([-0.03, -0.0075, -0.0075])
+    total = out.sums["pg_loss"] + 0.1 * out.sums["kl"] - 0.01 * out.sums["entropy"]
+    assert out.loss.item() == pytest.approx(total.item())
+    assert out.sums["pg_loss"].item() == pytest.approx(-4.5)
+
+
+@pytest.mark.parametrize("level", ["seq_mean_k2", "token_k2"])
+def test_a_rejected_row_has_no_policy_loss_and_still_counts(level):
+    new = leaf(-1.0, -1.0, -1.0)
+    algorithm = AlgorithmSection(rollout_rs=[level], rollout_rs_threshold=["0.4"])
+    rows = loss_rows(
+        new,
+        vector(-1.0, -1.0, -1.0),
+        vector(1.0, 1.0, 1.0),
+        samples=torch.tensor([0, 0, 1]),
+        rollout_log_probs=vector(-2.0, -1.0, -1.0),  # estimates .5, 0 | 0: a mean of .25
+    )
+    out = microbatch_loss(ppo, rows, algorithm)
+    out.loss.backward()
+    rejected = level == "token_k2"
+    assert new.grad.tolist() == [0.0 if rejected else -1.0, -1.0, -1.0]
+    assert out.sums["rs_rejected"] == rejected and out.sums["num_tokens"] == 3
+
+
 def test_swapping_the_two_bounds_would_be_seen():
-    rows = rows_of(vector(math.log(1.5)), vector(0.0), vector(2.0))
+    rows = loss_rows(vector(math.log(1.5)), vector(0.0), vector(2.0))
     swapped = AlgorithmSection(eps_clip=0.3, eps_clip_high=0.2)
     assert ppo(rows, CLIP).loss.item() != pytest.approx(ppo(rows, swapped).loss.item())
 
 
 def test_a_ratio_beyond_float32_stays_finite():
     new = torch.tensor([0.0], requires_grad=True)
-    loss = ppo(rows_of(new, torch.tensor([-200.0]), torch.tensor([-1.0])), CLIP).loss
+    loss = ppo(loss_rows(new, torch.tensor([-200.0]), torch.tensor([-1.0])), CLIP).loss
     loss.sum().backward()
     assert torch.isfinite(loss).all() and torch.isfinite(new.grad).all()
 
@@ -94,7 +273,7 @@ def test_k3_is_an_unbiased_estimate_of_the_divergence():
 def test_the_loss_adds_its_parts_and_reports_their_sums():
     new, old = leaf(math.log(0.5), math.log(0.25)), vector(math.log(0.5), math.log(0.5))
     entropy = leaf(0.7, 0.9)
-    rows = rows_of(
+    rows = loss_rows(
         new,
         old,
         vector(1.0, 2.0),
@@ -124,7 +303,7 @@ def test_the_loss_adds_its_parts_and_reports_their_sums():
         "tis_clipped_high": 0,
         "tis_clipped_low": 1,
     }
-    assert {k: v.item() for k, v in out.sums.items()} == pytest.approx(expected)
+    assert {k: v.item() for k, v in out.sums.items() if k in expected} == pytest.approx(expected)
     assert out.maxima["log_prob_gap_max"].item() == pytest.approx(math.log(4.0))
     assert out.loss.item() == pytest.approx(expected["loss"])
     # -r A w + coef (1 - ref/p)
@@ -133,15 +312,40 @@ def test_the_loss_adds_its_parts_and_reports_their_sums():
     assert not any(v.requires_grad for v in (*out.sums.values(), *out.maxima.values()))
 
 
-def test_the_loss_is_a_sum_so_splitting_rows_over_microbatches_changes_nothing():
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        CLIP,
+        AlgorithmSection(policy_loss="gspo", rollout_is="sequence"),
+        AlgorithmSection(
+            policy_loss="dppo_kl", rollout_rs=["seq_mean_k3"], rollout_rs_threshold=["0.5"]
+        ),
+    ],
+    ids=["ppo", "gspo", "dppo_kl"],
+)
+def test_the_loss_is_a_sum_so_splitting_samples_over_microbatches_changes_nothing(algorithm):
     torch.manual_seed(0)
-    new, old, advantages = (torch.randn(10, dtype=torch.float64) for _ in range(3))
+    new, old, rollout, advantages = (-torch.rand(10, dtype=torch.float64) for _ in range(4))
     mask = torch.rand(10) > 0.4
-    whole = microbatch_loss(ppo, rows_of(new, old, advantages, mask), CLIP)
-    parts = [
-        microbatch_loss(ppo, rows_of(new[s], old[s], advantages[s], mask[s]), CLIP)
-        for s in (slice(0, 3), slice(3, 10))
-    ]
+    policy_loss = get_policy_loss(algorithm.policy_loss)
+
+    def of(rows, samples, weights):
+        streams = {"rollout_log_probs": rollout[rows], "loss_weights": vector(*weights)}
+        return microbatch_loss(
+            policy_loss,
+            loss_rows(
+                new[rows],
+                old[rows],
+                advantages[rows],
+                mask[rows],
+                torch.tensor(samples),
+                **streams,
+            ),
+            algorithm,
+        )
+
+    whole = of(slice(0, 10), [0] * 3 + [1] * 7, [0.5, 2.0])
+    parts = of(slice(0, 3), [0] * 3, [0.5]), of(slice(3, 10), [0] * 7, [2.0])
     for key, value in whole.sums.items():
         torch.testing.assert_close(value, parts[0].sums[key] + parts[1].sums[key])
 
@@ -156,7 +360,7 @@ def careless(rows, algorithm):
 def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage, policy_loss):
     def build(first):
         new, entropy = leaf(first, -1.0), leaf(first, 0.5)
-        rows = rows_of(
+        rows = loss_rows(
             new,
             vector(first, -1.1),
             vector(first, 2.0),
@@ -182,7 +386,7 @@ def test_masked_rows_with_garbage_give_zero_loss_and_zero_gradient(garbage, poli
 
 
 def test_garbage_in_a_live_row_is_not_hidden():
-    rows = rows_of(vector(math.nan, -1.0), vector(-1.0, -1.0), vector(1.0, 1.0))
+    rows = loss_rows(vector(math.nan, -1.0), vector(-1.0, -1.0), vector(1.0, 1.0))
     assert math.isnan(microbatch_loss(ppo, rows, CLIP).loss.item())
 
 
@@ -190,7 +394,7 @@ def test_garbage_in_a_live_row_is_not_hidden():
 def test_a_rank_that_holds_padding_alone_can_still_run_backward(rows):
     new = torch.full((rows,), -1.0, requires_grad=True)
     zeros = torch.zeros(rows)
-    out = microbatch_loss(ppo, rows_of(new, zeros, zeros, zeros.bool()), CLIP)
+    out = microbatch_loss(ppo, loss_rows(new, zeros, zeros, zeros.bool()), CLIP)
     out.loss.backward()
     assert out.loss.item() == 0.0 and torch.equal(new.grad, torch.zeros(rows))
     assert out.maxima["log_prob_gap_max"].item() == 0.0
@@ -198,7 +402,7 @@ def test_a_rank_that_holds_padding_alone_can_still_run_backward(rows):
 
 def test_a_part_without_a_coefficient_is_reported_and_carries_no_gradient():
     new, entropy = leaf(-1.0), leaf(0.5)
-    rows = rows_of(new, vector(-1.0), vector(0.0), ref_log_probs=vector(-3.0), entropy=entropy)
+    rows = loss_rows(new, vector(-1.0), vector(0.0), ref_log_probs=vector(-3.0), entropy=entropy)
     out = microbatch_loss(ppo, rows, CLIP)
     out.loss.backward()
     assert out.sums["kl"] > 0 and out.sums["entropy"].item() == 0.5
@@ -207,7 +411,7 @@ def test_a_part_without_a_coefficient_is_reported_and_carries_no_gradient():
 
 def test_streams_of_unequal_length_are_our_own_bug():
     with pytest.raises(AssertionError):
-        rows_of(vector(1, 2), vector(1), vector(1, 2))
+        loss_rows(vector(1, 2), vector(1), vector(1, 2))
 
 
 def test_nothing_is_read_back_to_the_host():
@@ -268,7 +472,7 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
     algorithm = AlgorithmSection(policy_loss=f"{HERE}:reinforce", use_tis=True)
     check_policy_loss(algorithm)
     found = get_policy_loss(algorithm.policy_loss)
-    rows = rows_of(
+    rows = loss_rows(
         vector(-1.0, -2.0),
         vector(-1.0, -2.0),
         vector(1.0, 2.0),
@@ -285,7 +489,7 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("ppa", r"^--policy-loss ppa: unknown, expected one of ppo.*mean ppo\?$"),
+        ("ppa", r"^--policy-loss ppa: unknown, expected one of cispo.*mean ppo\?$"),
         (f"{HERE}:absent", f"{HERE} has no absent"),
         (f"{HERE}:CLIP", "expected a function"),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from r3train.config.cross_checks import (
+    algorithm_warnings,
     check_model,
     check_static,
     prompt_limit,
@@ -106,6 +107,14 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ("tis_clip_low 3.0 exceeds tis_clip 2.0", {"tis_clip_low": 3.0}),
         ("overlong_buffer_len 99 exceeds rollout_max_resp", {"overlong_buffer_len": 99}),
         ("gamma 0.5 needs --advantage-estimator reinforce_plus_plus", {"gamma": 0.5}),
+        ("--use-tis is --rollout-is token", {"use_tis": True, "rollout_is": "sequence"}),
+        ("be corrected twice", {"use_tis": True, "ratio_anchor": "rollout"}),
+        ("dppo_tv cannot go with", {"rollout_is": "token", "policy_loss": "dppo_tv"}),
+        ("mask needs --rollout-is", {"rollout_is_mode": "mask"}),
+        ("no effect on --policy-loss cispo", {"eps_clip_c": 3.0, "policy_loss": "cispo"}),
+        ("--use-unbiased-kl needs", {"use_unbiased_kl": True}),
+        ("threshold needs --rollout-rs", {"rollout_rs_threshold": ["2"]}),
+        ("has 0 entries for 1", {"rollout_rs": ["token_k1"]}),
         ("--ref-load needs --kl-loss-coef", {"ref_load": "ref"}),
         ("min_lr 1.0 exceeds lr", {"min_lr": 1.0}),
         ("full needs --recompute-method", {"recompute_granularity": "full"}),
@@ -351,3 +360,22 @@ def test_the_prompt_limit_is_the_tightest_one_and_named(fields, limit):
 def test_the_buffer_is_by_default_what_the_staleness_can_use():
     assert config(max_weight_staleness=2).rollout.buffer_groups == 12
     assert config(max_weight_staleness=2, over_sampling_batch_size=7).rollout.buffer_groups == 15
+
+
+def test_staleness_without_a_correction_and_a_wide_gspo_clip_are_warned_about():
+    def warnings(**fields):
+        return " ".join(algorithm_warnings(config(**fields)))
+
+    assert "1 weight versions old" in warnings(max_weight_staleness=1)
+    assert warnings(max_weight_staleness=0) == ""
+    for fields in (
+        {"use_tis": True},
+        {"rollout_is": "geometric"},
+        {"ratio_anchor": "rollout"},
+        {"policy_loss": "dppo_kl"},
+        {"rollout_rs": ["seq_mean_k1"], "rollout_rs_threshold": ["1.01"]},
+    ):
+        assert warnings(max_weight_staleness=1, **fields) == ""
+    assert "gspo with eps_clip 0.2" in warnings(policy_loss="gspo", max_weight_staleness=0)
+    narrow = {"eps_clip": 3e-4, "eps_clip_high": 4e-4, "max_weight_staleness": 0}
+    assert warnings(policy_loss="gspo", **narrow) == ""

@@ -40,6 +40,7 @@ def make_slice(microbatch_id: int = 0) -> RankSlice:
         microbatch_id=microbatch_id,
         cu_seqlens_padded=np.array([0, 4, 6], dtype=np.int32),
         max_seqlen=4,
+        loss_weights=np.array([1, 0], dtype=np.float32),
         tokens=zeros,
         labels=zeros,
         positions=zeros,
