@@ -31,12 +31,22 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router as megatron_router
 
 from r3train import types
+from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.generation import conversation
 from r3train.layout import microbatch
 from r3train.loop import prepare, scatter
 from r3train.loop.prepare import Plant
-from r3train.trainer.megatron import actor, checkpoint, hf_bridge, model, replay
+from r3train.trainer.megatron import (
+    actor,
+    checkpoint,
+    forward_step,
+    hf_bridge,
+    model,
+    optimizer,
+    replay,
+)
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.types import TrainSample
 from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
@@ -627,3 +637,84 @@ def tp_mean_instead_of_sum(original, chunks, config, *args):
         for p in chunk.parameters():
             if getattr(p, "sequence_parallel", False):
                 p.main_grad /= size
+
+
+@mutation(
+    "a turn's sample takes the routes of earlier positions",
+    caught_by="tests/unit/loop/test_recorded.py",
+)
+@replaces(conversation, "_one_turn")
+def routes_of_earlier_positions(original, *args, **kwargs):
+    step = original(*args, **kwargs)
+    return replace(step, routed_experts=np.roll(step.routed_experts, 1, axis=0))
+
+
+# -- the learning rule, in whole jobs ----------------------------------------------------------
+
+plants_rule = partial(mutation, caught_by="tests/oracle/test_algorithm.py")
+
+
+def _actor_without(section: str, **settings: Any) -> Patch:
+    """A patch: the actor is built from a configuration in which these settings have other values."""
+
+    def init(original, self, config, *args):
+        other = getattr(config, section).model_copy(update=settings)
+        original(self, config.model_copy(update={section: other}), *args)
+
+    return lambda config, hf: patched(actor.MegatronActor, "__init__", init)
+
+
+@plants_rule("the gradients are not clipped")
+@replaces(optimizer, "OptimizerConfig")
+def clip_grad_off(original, **settings):
+    return original(**settings | {"clip_grad": 0.0})
+
+
+@plants_rule("the KL reference is the actor itself")
+@replaces(actor.MegatronActor, "_reference_weights")
+def reference_is_the_actor(original, self):
+    return nullcontext()
+
+
+@plants_rule("each optimizer step takes its old log-probs from the actor as it has become")
+@replaces(forward_step, "LossRows")
+def old_log_probs_move(original, **rows):
+    return original(**rows | {"old_log_probs": rows["log_probs"].detach()})
+
+
+@plants_rule("the actor does not know the sampling temperature")
+def temperature_not_handed_over(config, hf):
+    return _actor_without("rollout", rollout_temperature=1.0)(config, hf)
+
+
+@plants_rule("the upper clip is the lower one")
+def eps_clip_high_not_handed_over(config, hf):
+    return _actor_without("algorithm", eps_clip_high=None)(config, hf)
+
+
+@plants_rule("no importance weights between engine and actor")
+@replaces(policy_loss, "truncated_importance_weights")
+def use_tis_not_handed_over(original, old, rollout, mask, *bounds):
+    # the metrics stay: a missing one would be found too easily
+    weights, sums = original(old, rollout, mask, *bounds)
+    return mask.to(weights.dtype), sums
+
+
+@plants_rule("advantages are divided by their group's std though the setting is off")
+@replaces(prepare, "token_advantages")
+def std_normalization_not_handed_over(original, groups, rewards, algorithm):
+    on = algorithm.model_copy(update={"grpo_std_normalization": True})
+    return original(groups, rewards, on)
+
+
+@plants_rule("the learning rate decays over rollouts, not optimizer steps")
+@replaces(actor, "build_scheduler")
+def decay_counted_in_rollouts(original, config, optimizer):
+    one_step = config.trainer.model_copy(update={"global_batch_size": None})
+    return original(config.model_copy(update={"trainer": one_step}), optimizer)
+
+
+@plants_rule("a gradient that is not finite is not seen where the loss is")
+@replaces(actor.MegatronActor, "_finite")
+def nan_gradients_unseen(original, self, loss):
+    return math.isfinite(loss)

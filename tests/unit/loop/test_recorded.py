@@ -20,7 +20,11 @@ from r3train.generation import conversation, stitch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.trainer.megatron.cpu_device import prepare_device
 from r3train.types import RankTopology, RolloutSample, TrainSample
+
+prepare_device()
+from r3train.verify.mutations import MUTATIONS  # noqa: E402
 
 LAYERS = (1, 2)
 HF = facts(
@@ -130,18 +134,15 @@ def of_a_later_row(cut: Callable) -> Callable:
     return wrong
 
 
-def shifted(cut: Callable) -> Callable:
-    def wrong(*arguments, **options):
-        step = cut(*arguments, **options)
-        return replace(step, routed_experts=np.roll(step.routed_experts, 1, axis=0))
-
-    return wrong
-
-
-@pytest.mark.parametrize("mistake", [of_a_later_row, shifted])
-def test_a_wrong_cut_into_turns_is_caught(mistake, monkeypatch):
-    monkeypatch.setattr(conversation, "_one_turn", mistake(conversation._one_turn))
+def test_a_cut_from_later_rows_is_caught(monkeypatch):
+    monkeypatch.setattr(conversation, "_one_turn", of_a_later_row(conversation._one_turn))
     expected, dispatched, _, _ = expected_and_dispatched(play(sample_a_turn=True))
+    assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
+
+
+def test_the_planted_cut_from_earlier_positions_is_caught():
+    with MUTATIONS["routes_of_earlier_positions"].patch(CONFIG, HF):
+        expected, dispatched, _, _ = expected_and_dispatched(play(sample_a_turn=True))
     assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
 
 

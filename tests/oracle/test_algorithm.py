@@ -1,0 +1,407 @@
+"""Whole jobs with every setting of the learning rule off its default, held against float64.
+
+Recorded rollouts go through ``train_async.py --replay-rollouts`` in several topologies: unequal lengths,
+holes in the loss mask, an empty answer, a group whose rewards are equal, routes that were never
+recorded, a KL reference that is another checkpoint.  The oracle (``algorithm.py``) shares no code with
+them.  Then each bug of the learning rule is planted, and the same comparison must find it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3train.loop.replay_source import dump_rollout
+from r3train.observe.metrics import read_metrics
+from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.types import Prompt, RolloutSample
+from r3train.verify.model_zoo import VARIANTS, VOCAB_SIZE, ModelVariant, write_checkpoint
+from tests.oracle.algorithm import (
+    Expected,
+    Rollout,
+    Rule,
+    Sample,
+    predictions,
+    rollout_metrics,
+    train,
+)
+
+prepare_device()
+from r3train.verify.mutations import planted_by  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 2
+# of the weights' movement; and six digits of a metric
+DELTA, DIGITS = 2e-4, 5e-6
+
+EVERYTHING = Rule(
+    rollout_temperature=0.7,
+    grpo_std_normalization=False,
+    eps_clip=0.02,
+    eps_clip_high=0.12,
+    kl_loss_coef=0.3,
+    entropy_coef=0.05,
+    use_tis=True,
+    tis_clip=1.3,
+    tis_clip_low=0.6,
+    global_batch_size=4,
+    lr=2e-3,
+    min_lr=4e-4,
+    lr_decay_style="cosine",
+    lr_warmup_iters=1,
+    weight_decay=0.2,
+    clip_grad=0.5,
+    adam_beta1=0.8,
+    adam_beta2=0.9,
+    adam_eps=1e-5,
+    mask_truncated=True,
+)
+RULES = {
+    "everything": EVERYTHING,
+    "sgd": replace(
+        EVERYTHING,
+        optimizer="sgd",
+        lr=0.5,
+        min_lr=0.1,
+        lr_decay_style="linear",
+        lr_warmup_iters=0,
+        grpo_std_normalization=True,
+        length_penalty_coef=0.4,
+        overlong_buffer_len=8,
+        overlong_penalty_factor=0.7,
+    ),
+    "rloo": replace(EVERYTHING, advantage_estimator="rloo", normalize_advantages=True),
+    "max_rl": replace(EVERYTHING, advantage_estimator="max_rl", use_tis=False, clip_grad=0.0),
+    "reinforce_plus_plus": replace(
+        EVERYTHING, advantage_estimator="reinforce_plus_plus", gamma=0.9, mask_truncated=False
+    ),
+    "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job by its name: a rule, a model, a topology and at most one bug."""
+
+    name: str
+    world_size: int = 1
+    rule: str = "everything"
+    variant: str = "moe4"
+    parallel: tuple[str, ...] = ()
+    bug: str | None = None
+
+
+JOBS = [
+    Job("one"),
+    Job("sgd", rule="sgd"),
+    Job("rloo", rule="rloo"),
+    Job("max_rl", rule="max_rl"),
+    Job("reinforce_plus_plus", rule="reinforce_plus_plus"),
+    Job("nan_gradient", rule="nan_gradient"),
+    Job("null", bug="null"),
+]
+# a bug shows under the first rule unless it needs another
+RULE_OF_BUG = {"nan_gradients_unseen": "nan_gradient"}
+BUGS = [
+    Job(bug.name, rule=RULE_OF_BUG.get(bug.name, "everything"), bug=bug.name)
+    for bug in planted_by("tests/oracle/test_algorithm.py")
+]
+ALL_JOBS = {job.name: job for job in [*JOBS, *BUGS]}
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
+
+
+# -- what is trained ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model, its reference and the recorded rollouts, and the files that a job reads them from."""
+
+    variant: ModelVariant
+    directory: Path
+    start: dict[str, torch.Tensor]  # float64
+    reference: dict[str, torch.Tensor]
+    rollouts: list[Rollout]
+
+    def flags(self) -> list[str]:
+        files = {
+            "hf-checkpoint": "model",
+            "ref-load": "reference",
+            "prompt-data": "prompts.jsonl",
+            "replay-rollouts": "rollouts",
+        }
+        return [
+            x for flag, file in files.items() for x in (f"--{flag}", str(self.directory / file))
+        ]
+
+
+def give(variant: ModelVariant, directory: Path) -> Given:
+    """Write checkpoint, reference, tokenizer, prompts and rollouts."""
+    model = write_checkpoint(variant, directory / "model")
+    write_tokenizer(model)
+    start = load_file(model / "model.safetensors")
+    noise = torch.Generator().manual_seed(1)
+    other = {n: t + 0.02 * torch.randn(t.shape, generator=noise) for n, t in start.items()}
+    reference = directory / "reference"
+    reference.mkdir()
+    (reference / "config.json").write_text((model / "config.json").read_text())
+    save_file(other, reference / "model.safetensors", {"format": "pt"})
+    line = {"input": "w5 w6", "label": "w7"}
+    (directory / "prompts.jsonl").write_text((json.dumps(line) + "\n") * GROUPS)
+    exact = {n: t.double() for n, t in start.items()}
+    generator = np.random.default_rng(0)
+    rollouts = [record(i, variant, exact, generator) for i in range(ROLLOUTS)]
+    for rollout_id, groups in enumerate(rollouts):
+        dump_rollout(directory / "rollouts", rollout_id, as_recorded(rollout_id, groups, variant))
+    return Given(variant, directory, exact, {n: t.double() for n, t in other.items()}, rollouts)
+
+
+def write_tokenizer(model: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", unk_token="w0")
+    fast.save_pretrained(model)
+
+
+def record(
+    rollout_id: int,
+    variant: ModelVariant,
+    weights: dict[str, torch.Tensor],
+    generator: np.random.Generator,
+) -> Rollout:
+    """Answers of 0 to 24 tokens with the holes that the engines and environments leave."""
+    groups = []
+    for group in range(GROUPS):
+        samples = []
+        for member in range(GROUP_SIZE):
+            prompt_len, answer = 3 + group, int(generator.integers(2, 25))
+            if (group, member) == (1, 2):
+                answer = 0
+            length = prompt_len + answer
+            mask = np.arange(length) >= prompt_len
+            if group == 2 and answer > 4:
+                mask[prompt_len + 2 : prompt_len + 4] = False  # an environment's words
+            scores = generator.random((length - 1, variant.num_layers, variant.num_experts))
+            routes = np.argsort(scores, axis=-1)[..., : variant.topk]
+            routes[generator.random(routes.shape) < 0.03] = -1  # single slots
+            routes[generator.random(length - 1) < 0.05] = -1  # whole rows
+            versions = np.where(mask, rollout_id, -1)
+            if member == 0:  # the update came in the middle of this answer
+                versions[mask.nonzero()[0][:2]] = max(rollout_id - 1, 0)
+            sample = Sample(
+                tokens=generator.integers(2, VOCAB_SIZE, length).astype(np.int32),
+                prompt_len=prompt_len,
+                mask=mask,
+                routes=routes,
+                rollout_log_probs=np.zeros(length, np.float32),
+                weight_versions=versions.astype(np.int32),
+                # all of the last group's are equal
+                reward=0.1 if group == GROUPS - 1 else float(generator.normal()),
+                finish_reason="abort" if not answer else "length" if answer > 20 else "stop",
+            )
+            own, _, _ = predictions(weights, variant, sample, EVERYTHING.rollout_temperature)
+            near = own.numpy() + 0.4 * generator.standard_normal(length - 1)
+            near = np.append(0, np.minimum(near, -1e-3))
+            drawn = np.where(mask, near, 0).astype(np.float32)
+            samples.append(replace(sample, rollout_log_probs=drawn))
+        groups.append(samples)
+    return groups
+
+
+def as_recorded(
+    rollout_id: int, groups: Rollout, variant: ModelVariant
+) -> list[list[tuple[RolloutSample, float]]]:
+    """The rollout as --dump-rollouts writes it."""
+    out = []
+    for group_id, group in enumerate(groups):
+        prompt = Prompt(f"p{group_id}", group_id, "", group[0].tokens[: group[0].prompt_len], "w7")
+        scored = []
+        for s in group:
+            marker = variant.route_shape.missing
+            recorded = RolloutSample(
+                sample_id=100 * rollout_id + GROUP_SIZE * group_id + len(scored),
+                group_id=GROUPS * rollout_id + group_id,
+                prompt=prompt,
+                token_ids=s.tokens,
+                prompt_len=s.prompt_len,
+                loss_mask=s.mask,
+                rollout_log_probs=s.rollout_log_probs,
+                routed_experts=np.where(s.routes < 0, marker, s.routes).astype(np.uint8),
+                weight_versions=s.weight_versions,
+                finish_reason=s.finish_reason,
+            )
+            scored.append((recorded, s.reward))
+        out.append(scored)
+    return out
+
+
+# -- what is run -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A job that is over: its error, and the directory with its run and its exported weights."""
+
+    error: str
+    directory: Path
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        (file,) = (self.directory / "hf").glob("*.safetensors")
+        return load_file(file)
+
+
+class Jobs:
+    """Runs jobs, all of a world size under one torchrun, when the first of them is asked for."""
+
+    def __init__(self, scratch: Path):
+        self._scratch = scratch
+        self.given = cache(lambda name: give(VARIANTS[name], scratch / name))
+        self.expected = cache(self._expected)
+        self._launch = cache(self._launch)
+
+    def _expected(self, variant: str, rule: str) -> Expected:
+        given = self.given(variant)
+        rollouts = given.rollouts
+        return train(given.variant, given.start, given.reference, rollouts, RULES[rule])
+
+    def ended(self, job: Job) -> Ended:
+        self._launch(job.world_size)
+        directory = self._scratch / job.name
+        end = directory / "ended.json"
+        log = self._scratch / f"ranks{job.world_size}.log"
+        assert end.is_file(), log.read_text(errors="replace")[-3000:]
+        return Ended(json.loads(end.read_text())["error"], directory)
+
+    def _launch(self, world_size: int) -> None:
+        jobs = [job for job in ALL_JOBS.values() if job.world_size == world_size]
+        plan = self._scratch / f"jobs{world_size}.json"
+        plan.write_text(json.dumps([self._planned(job) for job in jobs]))
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", str(world_size), "-m", "tests.oracle.algorithm_worker"]
+        with (self._scratch / f"ranks{world_size}.log").open("w") as log:
+            subprocess.run(
+                [*command, str(plan)],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=log,
+                stderr=log,
+                timeout=400,
+            )
+
+    def _planned(self, job: Job) -> dict:
+        directory = self._scratch / job.name
+        directory.mkdir()
+        overrides = VARIANTS[job.variant].overrides
+        flags = [
+            *self.given(job.variant).flags(),
+            *RULES[job.rule].flags(),
+            *job.parallel,
+            *(f"--transformer-override={n}={v}" for n, v in overrides.items()),
+            *("--run-dir", str(directory / "run"), "--save-hf", str(directory / "hf")),
+            *("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(GROUPS)),
+            *("--n-samples-per-prompt", str(GROUP_SIZE)),
+            *("--max-tokens-per-gpu", "48", "--rm-type", "exact_match"),
+            *("--use-rollout-routing-replay", "--enable-r3-correctness-check"),
+            # the routes are no router's choice: agreement says nothing here
+            *("--r3-mismatch-threshold", "1.0"),
+            *("--no-plot", "--no-tensorboard", "--no-progress"),
+        ]
+        return {"flags": flags, "bug": job.bug, "directory": str(directory)}
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    torch.set_num_threads(1)
+    return Jobs(tmp_path_factory.mktemp("algorithm"))
+
+
+# -- what is compared --------------------------------------------------------------------------
+
+
+def errors(ended: Ended, expected: Expected, given: Given, rule: Rule) -> dict[str, float]:
+    """Each tensor's and each metric's error, over what it may be: 1 is the bound."""
+    out = {}
+    got = ended.weights()
+    for name, wanted in expected.weights.items():
+        moved = (wanted - given.start[name]).norm()
+        out[name] = factor(float((got[name].double() - wanted).norm()), DELTA * float(moved))
+    records = read_metrics(ended.directory / "run")
+    assert len(records) == ROLLOUTS
+    for i, (record, metrics, scales) in enumerate(
+        zip(records, expected.metrics, expected.scales, strict=True)
+    ):
+        for name, wanted in metrics.items():
+            off = difference(record.get(f"train/{name}"), wanted)
+            size = max(abs(wanted), scales[name]) if scales[name] else 0.0
+            out[f"train/{name} of rollout {i}"] = factor(off, DIGITS * size)
+        for name, wanted in rollout_metrics(i, given.rollouts[i], rule).items():
+            off = difference(record.get(f"rollout/{name}"), wanted)
+            out[f"rollout/{name} of rollout {i}"] = factor(off, 1e-12 * max(1.0, abs(wanted)))
+        assert record["r3/passed"] is True
+    return out
+
+
+def difference(got: float | None, wanted: float) -> float:
+    """The error of a metric; a missing one is infinitely wrong, and NaN is right where it is wanted."""
+    if got is None:
+        return math.inf
+    return 0.0 if math.isnan(got) and math.isnan(wanted) else got - wanted
+
+
+def factor(error: float, bound: float) -> float:
+    """The error over its bound; anything is far beyond a bound of 0, and so is NaN."""
+    if error == 0:
+        return 0.0
+    return abs(error) / bound if bound and math.isfinite(error) else math.inf
+
+
+def worst(found: dict[str, float]) -> str:
+    """The largest errors of metrics and of tensors, in words."""
+    words = []
+    for is_metric, count in ((True, 3), (False, 2)):
+        of_kind = [name for name in found if ("rollout" in name) == is_metric]
+        largest = sorted(of_kind, key=found.get, reverse=True)[:count]
+        words += [f"{name}: {found[name]:.2g} times its bound" for name in largest]
+    return ", ".join(words)
+
+
+def compared(jobs: Jobs, job: Job) -> dict[str, float]:
+    ended = jobs.ended(job)
+    assert not ended.error, ended.error
+    expected = jobs.expected(job.variant, job.rule)
+    return errors(ended, expected, jobs.given(job.variant), RULES[job.rule])
+
+
+# -- tests -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Jobs):
+    found = compared(jobs, job)
+    print(f"{job.name}: {len(found)} compared; {worst(found)}")
+    assert max(found.values()) <= 1, worst(found)
+
+
+@pytest.mark.parametrize("job", BUGS, ids=lambda job: job.name)
+def test_a_planted_bug_is_found(job: Job, jobs: Jobs):
+    ended = jobs.ended(job)
+    assert not ended.error, ended.error
+    found = compared(jobs, job)
+    print(f"{job.name}: {worst(found)}")
+    assert max(found.values()) >= 10, worst(found)
