@@ -115,7 +115,8 @@ def measure(
 
     def step_of(actor: MegatronActor) -> Callable[[], None]:
         def step() -> None:
-            actor.train_step(slices, actor.compute_log_probs(slices, "old_log_prob"), None)
+            old = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
+            actor.train_step(slices, old, None, weight_version=0)
             actor.collect_evidence(0)
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

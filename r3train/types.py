@@ -154,7 +154,7 @@ class RolloutSample:
     loss_mask: np.ndarray  # bool[T], True on the model's own tokens
     rollout_log_probs: np.ndarray  # float32[T], 0 on prompt tokens
     routed_experts: np.ndarray | None  # uint8 or uint16 [T-1, L, K]
-    weight_versions: np.ndarray  # int32[T], -1 on prompt tokens
+    weight_versions: np.ndarray  # int32[T], -1 on tokens that no weights generated
     finish_reason: str  # stop | length | abort
     text: str = ""  # the response, decoded
     # set for --environment-samples turn alone: the episode's id, and True on its last turn
@@ -232,6 +232,7 @@ class MicroBatch:
     rollout_log_probs: np.ndarray  # float32[F]
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
+    row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
     routes: np.ndarray | None  # uint8 or uint16 [F, L, K]; None without R3
 
 
@@ -286,6 +287,7 @@ class RankSlice:
     layer_numbers: np.ndarray  # int32[l], 1-based
     routes: np.ndarray | None  # uint8 or uint16 [m, l, K]; None without R3
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
+    route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
 
     @property
     def num_rows(self) -> int:
@@ -341,3 +343,8 @@ class ReplayEvidence:
     control_layer_minus: Amount
     control_layer_plus: Amount
     counts_tokens: bool = True  # False on a rank that sees a copy of another rank's tokens
+    # real rows of the weight version that the actor holds in this call, and how many of them are in
+    # rows_equal and in rows_mismatch; None in a record of a version that did not tell
+    rows_current: Amount | None = None
+    rows_current_equal: Amount | None = None
+    rows_current_mismatch: Amount | None = None

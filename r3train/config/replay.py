@@ -19,7 +19,8 @@ class ReplaySection(Section):
     enable_r3_correctness_check: bool = False
     """Write evidence of every router call; the run fails if replay is not exact."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
-    """The check fails if a larger share of token rows has no expert in common."""
+    """The check fails if a larger share of the rows has no expert in common.  It counts rows that the
+    actor's own weight version computed; of staler rows a larger share is a warning."""
     route_stores: bool = False
     """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
     share and fetches the rest that its ranks train from the others."""

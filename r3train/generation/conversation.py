@@ -115,7 +115,7 @@ def _one_turn(
         loss_mask=own,
         rollout_log_probs=np.where(own, sample.rollout_log_probs[:end], np.float32(0)),
         routed_experts=None if routes is None else routes[: end - 1],
-        weight_versions=np.where(own, sample.weight_versions[:end], np.int32(-1)),
+        weight_versions=sample.weight_versions[:end],  # of the earlier turns too: rows have them
         finish_reason=sample.finish_reason if is_last else "stop",
         trajectory_id=sample.sample_id,
         is_last_step=is_last,

@@ -12,6 +12,7 @@ from r3train.types import (
     MicroBatch,
     RankSlice,
     RankTopology,
+    RolloutSample,
     RouteShape,
     TokenLayout,
     TrainSample,
@@ -26,10 +27,12 @@ def build_microbatch(
     cp_size: int,
     tp_size: int,
     route_shape: RouteShape | None,
+    fresh_prefixes: bool = True,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
-    ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism.
+    ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
+    ``fresh_prefixes`` see ``row_versions``.
     Raises ValueError naming the sample whose routes are absent or misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
@@ -60,8 +63,27 @@ def build_microbatch(
         row_uids=flat(
             [token_uids(s.sample.sample_id, s.sample.num_tokens) for s in samples], np.int64
         ),
+        row_versions=flat(
+            [row_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
+        ),
         routes=routes,
     )
+
+
+def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.ndarray:
+    """Find the weight version that computed the routes of each row, int32[T], -1 where not known.
+
+    Row t predicts token t+1 and is of that token's version.  The rows before a token that no weights
+    generated (of a prompt, of an environment) were computed by the request that generated the next
+    token.  fresh_prefixes: no prefix is cached over a weight update.  If False, those rows may be
+    older than the request, and are not known.  The last token has no row.
+    """
+    versions = np.append(sample.weight_versions[1:], np.int32(-1)).astype(np.int32)
+    if not fresh_prefixes:
+        return versions
+    last = len(versions) - 1
+    known = np.where(versions >= 0, np.arange(len(versions)), last)
+    return versions[np.minimum.accumulate(known[::-1])[::-1]]
 
 
 def route_places(
@@ -124,6 +146,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         layer_numbers=_layer_numbers(topology),
         routes=routes,
         route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
+        route_versions=take_rows(microbatch.row_versions, route_rows, -1),
     )
 
 

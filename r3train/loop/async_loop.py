@@ -20,6 +20,7 @@ hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
 
 
+logger = logging.getLogger(__name__)
+
+
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
 
@@ -80,6 +84,7 @@ class AsyncLoop:
         self._evidence = evidence
         self._keeper = keeper
         self._routes = routes
+        self._warned_of_staleness = False
         self._plant = planted_in_routes(plant, routes) if plant is not None else None
         engines = rank_zero.engines if rank_zero is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
@@ -114,15 +119,23 @@ class AsyncLoop:
             metrics.update(self._route_metrics())
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
-                if not verdict.passed:  # the metrics are written before the run ends
-                    self._report(rollout_id, metrics)
-                    verdict.raise_if_failed()
+                self._warn_of_staleness(verdict)
+            failed = self._failed_claim(verdict)
+            if failed:  # the metrics are written before the run ends
+                self._report(rollout_id, metrics)
+            if failed == "replay" and verdict is not None:
+                verdict.raise_if_failed()
             try:
                 keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
             except FloatingPointError:
                 self._report(rollout_id, metrics)
                 dist.barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
                 raise
+            if failed == "threshold":  # every route was replayed: the weights are as they should be
+                cause = verdict.threshold_error if verdict is not None else ""
+                keeper.failed(rollout_id + 1, cause, what="the R3 check failed")
+                if verdict is not None:
+                    verdict.raise_if_failed()
             trained = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
             # the last weights generate nothing; only --check-weight-update-equal compares them
@@ -257,12 +270,15 @@ class AsyncLoop:
             self._rank_zero.display.train_update("training")
         began = time.monotonic()
         everything = [s for step in steps for s in step]
-        old = self._actor.compute_log_probs(everything, "old_log_prob")
+        old = self._actor.compute_log_probs(everything, "old_log_prob", weight_version=rollout_id)
         ref = None
         if self._config.algorithm.needs_reference:
             ref = self._actor.compute_log_probs(everything, "ref_log_prob")
         log_prob_s = time.monotonic() - began
-        reports = [self._actor.train_step(step, old, ref) for step in steps]
+        reports = [
+            self._actor.train_step(step, old, ref, rollout_id if i == 0 else None)
+            for i, step in enumerate(steps)
+        ]
         if self._config.trainer.ci_test and rollout_id == 0:
             _check_first_step(reports[0])
         return {**train_metrics(reports), "perf/log_prob_s": log_prob_s}
@@ -281,6 +297,22 @@ class AsyncLoop:
             passes=self._passes,
             mismatch_threshold=self._config.replay.r3_mismatch_threshold,
         )
+
+    def _failed_claim(self, verdict: StepVerdict | None) -> str:
+        """ "replay" if it was not exact, "threshold" if only that was exceeded, else ""; on all ranks."""
+        if self._evidence is None:
+            return ""
+        failed = ""
+        if verdict is not None and not verdict.passed:
+            failed = "replay" if verdict.failures else "threshold"
+        return broadcast_json(failed)
+
+    def _warn_of_staleness(self, verdict: StepVerdict) -> None:
+        """Log that stale rows are above the threshold; the terminal hears of it once."""
+        if verdict.stale_warning:
+            level = logging.INFO if self._warned_of_staleness else logging.WARNING
+            logger.log(level, verdict.stale_warning)
+            self._warned_of_staleness = True
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""

@@ -132,7 +132,7 @@ class Keeper:
         if self._checkpointer is not None:
             self._checkpointer.finish()
 
-    def failed(self, next_rollout_id: int, cause: str) -> None:
+    def failed(self, next_rollout_id: int, cause: str, what: str = "generation failed") -> None:
         """Save and say why no further rollout will come; a collective.
 
         If the save fails too, its error is raised after the first cause has been shown.
@@ -141,10 +141,10 @@ class Keeper:
             self.save(next_rollout_id)
             self.finish()
         except Exception:
-            self._note(f"generation failed after {next_rollout_id} rollouts: {cause}")
+            self._note(f"{what} after {next_rollout_id} rollouts: {cause}")
             raise
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
-        self._note(f"generation failed after {next_rollout_id} rollouts; {kept}: {cause}")
+        self._note(f"{what} after {next_rollout_id} rollouts; {kept}: {cause}")
 
     def stopped(self, next_rollout_id: int) -> None:
         """Save because the run was told to stop, and say so; a collective."""

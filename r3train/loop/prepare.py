@@ -20,7 +20,7 @@ from r3train.config import RunConfig
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import deal_bins, pack_bins
-from r3train.layout.microbatch import build_microbatch
+from r3train.layout.microbatch import build_microbatch, row_versions
 from r3train.loop.recorded import Recorded, decoded_rows
 from r3train.proof.check import StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
@@ -79,6 +79,7 @@ def prepare(
             place,
             row_shape,
             first_microbatch_id=sum(counts),
+            fresh_prefixes=config.rollout.flush_cache_on_update,
         )
         steps.append(dealt)
         counts.append(len(built[0]))
@@ -90,6 +91,7 @@ def prepare(
             step_expectation,
             rollout_id,
             num_rows=sum(s.sample.num_tokens for s in samples),
+            rows_current=_rows_current(rollout_id, samples, config, passes),
             passes=passes,
             moe_layers=hf.moe_layer_numbers,
             recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
@@ -162,11 +164,12 @@ def build_microbatches(
     route_shape: RouteShape | None,
     *,
     first_microbatch_id: int,
+    fresh_prefixes: bool = True,
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
-    ``route_shape`` they hold no routes.
+    ``route_shape`` they hold no routes.  fresh_prefixes: as for ``row_versions``.
     """
     return [
         [
@@ -176,11 +179,29 @@ def build_microbatches(
                 cp_size=place.cp_size,
                 tp_size=place.tp_size if place.sequence_parallel else 1,
                 route_shape=route_shape,
+                fresh_prefixes=fresh_prefixes,
             )
             for j, group in enumerate(groups)
         ]
         for groups in samples
     ]
+
+
+def _rows_current(
+    rollout_id: int, samples: Sequence[TrainSample], config: RunConfig, passes: Sequence[str]
+) -> dict[str, int]:
+    """Rows whose routes the actor's own weights computed, for each pass.
+
+    The actor holds weight version ``rollout_id`` in the old-log-prob pass and in the first optimizer
+    step.  After that step it holds weights that no server ever held.
+    """
+    fresh = config.rollout.flush_cache_on_update
+    of_sample = [
+        int((row_versions(s.sample, fresh_prefixes=fresh) == rollout_id).sum()) for s in samples
+    ]
+    first_step = len(samples) // config.steps_per_rollout
+    counts = {"old_log_prob": sum(of_sample), "train": sum(of_sample[:first_step])}
+    return {replay_pass: counts.get(replay_pass, 0) for replay_pass in passes}
 
 
 def data_rank_of_samples(steps: Sequence[StepSamples]) -> dict[int, int]:
@@ -216,6 +237,7 @@ def step_expectation(
     recorded: Recorded,
     *,
     num_rows: int,
+    rows_current: Mapping[str, int],
     passes: tuple[str, ...],
     moe_layers: Sequence[int],
     recomputed: Sequence[int],
@@ -224,7 +246,8 @@ def step_expectation(
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 
-    num_rows: tokens of all samples; num_microbatches: of one rank, over all optimizer steps.
+    num_rows: tokens of all samples; rows_current: as in ``StepExpectation``; num_microbatches: of
+    one rank, over all optimizer steps.
     """
     whole = recorded.whole_rows.sum(axis=0)
     return StepExpectation(
@@ -232,6 +255,7 @@ def step_expectation(
         fingerprints=dict(zip(moe_layers, recorded.fingerprints.sum(axis=0).tolist())),
         rows_replayed=dict(zip(moe_layers, whole.tolist())),
         rows_filled=dict(zip(moe_layers, (num_rows - whole).tolist())),
+        rows_current=dict(rows_current),
         num_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,

@@ -39,7 +39,7 @@ _CONFIG_FILE = "config.toml"
 _RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.jsonl", re.ASCII)
 _MAX_UNJUDGED = 1000
 # A call that is missing takes these with it.
-_OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled")
+_OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled", "rows_current")
 # The claim that fails, and the quantity in words.
 _QUANTITIES = {
     "num_calls": ("covered", "router calls"),
@@ -51,7 +51,12 @@ _QUANTITIES = {
     "map_deviation": ("covered", "entries of the routing map beyond rows x top-k"),
     "rows_recompute_differ": ("applied", "recomputed rows that differ from the forward"),
     "rows_compared": ("covered", "rows that agree, overlap and mismatch"),
-    "rows_mismatch": ("agreement", "rows that share no expert with the trainer's own choice"),
+    "rows_current": ("covered", "rows of the weight version that the actor holds"),
+    "rows_current_mismatch": (
+        "agreement",
+        "rows of the actor's own weight version that share no expert with its own choice",
+    ),
+    "rows_current_off": ("covered", "rows of the actor's version beyond those that there are"),
     "row_kinds_off": (
         "covered",
         "the kinds of rows do not add up to the rows of a call: the excess",
@@ -64,6 +69,10 @@ _QUANTITIES = {
 }
 _LOST = "records are missing of the first time that steps {} were trained"
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
+_STALE = (
+    "at steps {} more rows of other weights than the threshold share no expert with the trainer's own "
+    "choice: it judges the rows of the weight version that the actor holds"
+)
 _WAIVED = "by its own threshold the run judged that steps {} failed; another one replaces it"
 
 
@@ -78,7 +87,8 @@ def audit_run(
     """Judge a run directory.
 
     threshold: the largest share of rows without a common expert; None takes the one that the run
-    recorded, and the run's own verdict by it.  min_steps: fewer judged steps fail.
+    recorded, and the run's own verdict by it.  It judges the rows of the weight version that the actor
+    held; in evidence that does not tell versions, all rows.  min_steps: fewer judged steps fail.
     accept_superseded: a failure at a step that a later start trained again becomes a note.
     keep_steps: fill ``Audit.steps``.
     Raises ValueError where ``run_dir`` is no directory.
@@ -256,6 +266,8 @@ class _RunAudit:
                 self._failed_before.add(line.step)
             return
         self._add(step)
+        if step.verdict.stale_warning:
+            self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
             native = {n: step.totals.counters((*NATIVE, n)) for n in line.expected_fingerprints}
             layers = {n: (v["rows_equal"], v["rows_replayed"]) for n, v in native.items()}
@@ -280,6 +292,7 @@ class _RunAudit:
             line.expected_rows_replayed,
             line.expected_rows_filled,
             line.expected_calls,
+            line.expected_rows_current,
         )
         limit = line.mismatch_threshold if self._threshold is None else self._threshold
         verdict = judge(totals, expectation, shape, mismatch_threshold=limit)
@@ -307,9 +320,13 @@ class _RunAudit:
             return
         yield from self._own_verdict(step)
         for name, got in step.verdict.counts.items() if not lost else ():
-            if (said := getattr(step.line.counts, name)) != got:
+            if (said := getattr(step.line.counts, name)) not in (None, got):
                 what = f"{name} of the step's records, against the count of the run itself,"
                 yield step.finding("covered", what, got=str(got), expected=str(said))
+        warned, tells = step.line.stale_warning, step.line.expected_rows_current is not None
+        if tells and self._threshold is None and bool(warned) != bool(step.verdict.stale_warning):
+            what = f"stale_warning of the run is {warned!r:.200}, not as the records have it"
+            yield step.finding("agreement", what)
 
     def _own_verdict(self, step: _Step) -> Iterator[Finding]:
         """The run's own failure, where the records do not show it."""
@@ -454,6 +471,7 @@ class _RunAudit:
             "records": self._num_records,
             "calls_expected": self._calls_expected,
             "mismatch_threshold": self._highest_threshold,
+            "rows_stale_mismatch": sums["rows_mismatch"] - sums["rows_current_mismatch"],
             **sums,
         }
 
@@ -500,7 +518,7 @@ def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:
     got, expected = str(f.got), str(f.expected)
     if f.what == "fingerprint":
         got, expected = f"{f.got:#018x}", f"{f.expected:#018x}"
-    elif f.what == "rows_mismatch":
+    elif f.what == "rows_current_mismatch":
         expected = f"at most {f.expected:g}"
     return step.finding(claim, what, ranks, *_cell(f), got=got, expected=expected)
 

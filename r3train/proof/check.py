@@ -39,9 +39,14 @@ COUNTS = (
     "control_token_plus",
     "control_layer_minus",
     "control_layer_plus",
+    "rows_current",
+    "rows_current_equal",
+    "rows_current_mismatch",
 )
+# Those of ``COUNTS`` that evidence of an earlier version lacks: by weight version.
+CURRENT = COUNTS[-3:]
 # Values that no call can have, in excess of those that it can: must be 0.
-_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off")
+_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "rows_current_off")
 # A cell's sums, in this order.
 COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)
 ERRORS = (
@@ -58,7 +63,7 @@ _COUNTED_ON_COPIES = {
 }
 _KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
 _BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
-_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 :])
+_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(CURRENT)])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
 
@@ -78,15 +83,18 @@ class StepTotals:
         """Add one call."""
         topk = self._shape.topk
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
+        current = _current(call)
         values = [
             1,
             call.fingerprint,
             *_BEFORE(call),
             abs(call.map_sum - call.num_rows * call.topk),
             *_BEHIND(call),
+            *current,
             abs(rows - call.num_rows),
             abs(call.topk - topk),
             self._idx_sum_off(call),
+            _current_off(call, *current),
         ]
         if not call.counts_tokens:
             values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
@@ -141,6 +149,20 @@ class StepTotals:
         return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
 
 
+def _current(call: ReplayEvidence) -> tuple[int, int, int]:
+    """The ``CURRENT`` counts of a call; where it does not tell versions, every row is current."""
+    if call.rows_current is None:
+        return call.rows_replayed, call.rows_equal, call.rows_mismatch
+    return call.rows_current, call.rows_current_equal or 0, call.rows_current_mismatch or 0
+
+
+def _current_off(call: ReplayEvidence, rows: int, equal: int, mismatch: int) -> int:
+    """The excess of current rows over the rows of which they are a part."""
+    real = call.rows_replayed + call.rows_filled
+    excess = (rows - real, equal + mismatch - rows, equal - call.rows_equal)
+    return max(0, *excess, mismatch - call.rows_mismatch)
+
+
 def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
     """The least and the largest sum of expert ids 0..num_experts-1 in rows of ``topk`` distinct ones."""
     low = topk * (topk - 1) // 2
@@ -160,6 +182,8 @@ class StepExpectation:
     rows_replayed: dict[int, int]  # rows whose every slot was recorded
     rows_filled: dict[int, int]  # real rows with at least one slot missing
     num_calls: dict[str, dict[str, dict[int, int]]]
+    # rows of the weight version that the actor holds, by pass: not known of old evidence
+    rows_current: dict[str, int] | None = None
     # the same fingerprints for the ranks that share a data-parallel rank: where to look
     fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
@@ -191,8 +215,9 @@ class Failure:
 class StepVerdict:
     """The outcome of one step.
 
-    counts: ``COUNTS`` and calls over all passes and layers.  above_threshold: rows without a common
-    expert, where there are more than may be; ``expected`` is the most.
+    counts: ``COUNTS`` and calls over all passes and layers.  above_threshold: current rows without a
+    common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
+    rows of other weights are above the threshold, which fails nothing.
     """
 
     step: int
@@ -201,6 +226,7 @@ class StepVerdict:
     threshold_error: str | None
     counts: dict[str, int]
     agreement: dict[str, float] = field(default_factory=dict)
+    stale_warning: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -226,11 +252,13 @@ def judge(
 ) -> StepVerdict:
     """Judge the totals of all ranks.
 
-    mismatch_threshold: the largest share of rows without a common expert in any place.
+    mismatch_threshold: the largest share of current rows without a common expert in any place.  Rows
+    of other weights may disagree though replay and trainer are right.
     """
     failures: list[Failure] = []
     above: list[Failure] = []
     threshold_error = None
+    stale: list[tuple[float, str]] = []
     counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
     places = [
         (replay_pass, stage, layer)
@@ -245,19 +273,33 @@ def judge(
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
         failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
-        allowed = mismatch_threshold * got["rows_replayed"]
-        if got["rows_mismatch"] > allowed:
-            above.append(Failure(*cell, "rows_mismatch", got["rows_mismatch"], allowed))
+        # the current rows with a missing slot are not compared: there are at most those replayed
+        current = min(got["rows_current"], got["rows_replayed"])
+        mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
+        older, of_older = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
+        place = f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}"
+        if mismatch > allowed:
+            above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
             threshold_error = threshold_error or (
-                f"R3 mismatch tokens ({got['rows_mismatch']}) > threshold ({allowed:g}) "
-                f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}, of "
-                f"{got['rows_replayed']} rows"
+                f"R3 mismatch tokens ({mismatch}) > threshold ({allowed:g}) {place}, of {current} rows "
+                f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
+                f"rows of other weights, which are not judged, {older} mismatch)"
             )
+        if older > mismatch_threshold * of_older and cell[0] != "ref_log_prob":
+            stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
     agreement = agreement_shares(totals, expectation.fingerprints, shape)
-    return StepVerdict(expectation.step, failures, above, threshold_error, counts, agreement)
+    warning = None
+    if stale:
+        warning = (
+            f"R3 staleness: {max(stale)[1]}, share no expert with the trainer's own choice, more than the "
+            "threshold; older weights computed them, or optimizer steps came before: they are not judged"
+        )
+    return StepVerdict(
+        expectation.step, failures, above, threshold_error, counts, agreement, warning
+    )
 
 
 def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
@@ -270,6 +312,8 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         # recorded rows that were left over would be missing here
         wanted["rows_replayed"] = expectation.rows_replayed[layer]
         wanted["rows_filled"] = expectation.rows_filled[layer]
+        if expectation.rows_current is not None:
+            wanted["rows_current"] = expectation.rows_current[replay_pass]
     return {**wanted, "rows_compared": got["rows_replayed"]}
 
 
@@ -278,7 +322,8 @@ def agreement_shares(
 ) -> dict[str, float]:
     """Shares of rows in the old-log-prob pass, beside chance and the misaligned controls.
 
-    Empty where no row was replayed in these layers.
+    ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the
+    others, where there are any.  Empty where no row was replayed in these layers.
     """
     layers = [totals.counters((*NATIVE, layer)) for layer in layer_numbers]
     rows = sum(values["rows_replayed"] for values in layers)
@@ -289,6 +334,15 @@ def agreement_shares(
         for name in COUNTS
         if name in ("rows_equal", "rows_overlap", "rows_mismatch") or name.startswith("control_")
     }
+    sums = {name: sum(min(v[name], v["rows_replayed"]) for v in layers) for name in CURRENT}
+    current = sums["rows_current"]
+    for name in ("equal", "mismatch"):
+        own = sums[f"rows_current_{name}"]
+        if current:
+            shares[f"current_{name}"] = own / current
+        if rows > current:
+            others = sum(values[f"rows_{name}"] for values in layers) - own
+            shares[f"stale_{name}"] = others / (rows - current)
     chance = chance_levels(shape.num_experts, shape.topk)
     return {**shares, **{f"chance_{name}": share for name, share in chance.items()}}
 
@@ -324,12 +378,14 @@ def step_line(
         "expected_fingerprints": hexadecimal(expectation.fingerprints),
         "expected_rows_replayed": expectation.rows_replayed,
         "expected_rows_filled": expectation.rows_filled,
+        "expected_rows_current": expectation.rows_current,
         "expected_calls": expectation.num_calls,
         **({} if verdict.passed else {"places": places}),
         "counts": verdict.counts,
         "agreement": verdict.agreement,
         "failures": [asdict(f) for f in verdict.failures],
         "threshold_error": verdict.threshold_error,
+        "stale_warning": verdict.stale_warning,
     }
 
 

@@ -45,7 +45,8 @@ _CLAIM_WORDS = {
     "--r3-mismatch-threshold",
     "threshold",
     type=click.FloatRange(0, 1),
-    help="Share of rows without a common expert that may be, in the place of the run's own threshold "
+    help="Share of rows (of the actor's own weight version, where evidence tells versions) without a "
+    "common expert that may be, in the place of the run's own threshold "
     "and of its verdict by it.  [default: the run's own, else 0.01]",
 )
 @click.option(
@@ -162,6 +163,11 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             f"same experts in {a['equal']:.2%} of rows (chance {a['chance_equal']:.1%}), "
             f"none shared in {a['mismatch']:.3%}"
         )
+        if "stale_mismatch" in a:
+            own = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no row"
+            facts[
+                "agreement"
+            ] += f"; of the actor's own weight version {own}, of others {a['stale_mismatch']:.3%}"
     return facts
 
 

@@ -31,8 +31,8 @@ _RECORD = re.compile(
 _ERROR = re.compile(r"R3 check failed at step |(?P<threshold>AssertionError: R3 mismatch tokens )")
 _STEP = re.compile(r"at step (\d{1,15})", re.ASCII)
 _CANNOT_SHOW = (
-    "log lines show neither fingerprints nor layers nor how many ranks there are: only evidence/ shows "
-    "that every expert was the rollout's"
+    "log lines show neither fingerprints nor layers nor weight versions nor how many ranks there are: "
+    "only evidence/ shows that every expert was the rollout's, and which rows are stale"
 )
 
 
@@ -109,7 +109,8 @@ def audit_logs(
 ) -> Audit:
     """Judge log files by their R3 lines, in bounded memory.
 
-    The share of mismatching rows, over all ranks, may not exceed ``threshold``.
+    The share of mismatching rows, over all ranks, may not exceed ``threshold``.  Lines do not tell the
+    weight versions of rows: where the run's evidence has mismatching stale rows, it alone judges.
     run: ``Audit.numbers`` of the same run's evidence: its ranks and calls must be in the lines.
     threshold_replaced: errors by the run's own threshold become notes.
     accepted_steps: errors of these steps become notes: they were trained again by a later start.
@@ -140,7 +141,9 @@ def audit_logs(
         got = ", ".join(map(str, sorted(lines.topks)))
         audit.find(Finding("covered", "top-k of the calls", got=got, expected=expected))
     for finding in _above_threshold(lines.calls, threshold):
-        if accepted_steps:
+        if run.get("rows_stale_mismatch"):
+            audit.notes.append(f"not judged, the evidence tells which rows are stale: {finding}")
+        elif accepted_steps:
             audit.notes.append(f"accepted, with steps that were trained again: {finding}")
         else:
             audit.find(finding)
@@ -174,7 +177,8 @@ def _above_threshold(calls: Mapping[tuple[int, str], _Calls], threshold: float) 
             ranks = tuple(sorted(r for r, c in own.items() if c.mismatch > threshold * c.rows))
             place = (None, ranks, "any pass", stage, None)
             values = (f"{mismatch} of {rows}", f"at most {threshold:g} of them")
-            found.append(Finding("agreement", "mismatching rows", *place, *values))
+            what = "mismatching rows, of whatever weight version,"
+            found.append(Finding("agreement", what, *place, *values))
     return found
 
 

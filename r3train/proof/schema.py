@@ -15,7 +15,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 from msgspec import Meta
 
-from r3train.proof.check import COUNTS, Failure
+from r3train.proof.check import COUNTS, CURRENT, Failure
 from r3train.types import (
     Amount,
     Fingerprint,
@@ -41,6 +41,10 @@ class RecordLine(ReplayEvidence):
 
     attempt: Attempt = ""
 
+    def __post_init__(self) -> None:
+        if len({getattr(self, name) is None for name in CURRENT}) > 1:
+            raise ValueError(f"of {', '.join(CURRENT)} some are missing")
+
 
 class Place(msgspec.Struct, frozen=True):
     """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
@@ -49,9 +53,13 @@ class Place(msgspec.Struct, frozen=True):
     fingerprints: dict[LayerNumber, Fingerprint]
 
 
+_Count = Annotated[int, Meta(ge=0)]
 Counts = msgspec.defstruct(
     "Counts",
-    [(name, Annotated[int, Meta(ge=0)]) for name in (*COUNTS, "num_calls", "num_calls_expected")],
+    [
+        (name, _Count | None, None) if name in CURRENT else (name, _Count)
+        for name in ("num_calls", "num_calls_expected", *COUNTS)
+    ],
     frozen=True,
 )
 
@@ -70,12 +78,14 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     expected_fingerprints: dict[LayerNumber, Fingerprint]
     expected_rows_replayed: dict[LayerNumber, Amount]
     expected_rows_filled: dict[LayerNumber, Amount]
+    expected_rows_current: dict[ReplayPass, Amount] | None = None
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
     counts: Counts
     agreement: dict[str, float]
     failures: list[Failure]
     threshold_error: str | None
+    stale_warning: str | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -88,6 +98,13 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"{name} has not the layers of expected_fingerprints")
         if sorted(self.expected_calls) != sorted(self.passes):
             raise ValueError(f"expected_calls has not the passes {self.passes}")
+        current = self.expected_rows_current
+        if current is not None and sorted(current) != sorted(self.passes):
+            raise ValueError(f"expected_rows_current has not the passes {self.passes}")
+        if {getattr(self.counts, name) is None for name in CURRENT} != {current is None}:
+            raise ValueError(
+                f"of expected_rows_current and counts of {', '.join(CURRENT)} some are missing"
+            )
         for stages in self.expected_calls.values():
             if len(stages) != 2 or any(of.keys() - layers for of in stages.values()):
                 raise ValueError(

@@ -7,16 +7,23 @@ from math import comb
 import torch
 
 
+def shared_experts(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
+    """Count the experts that two top-k choices share in each row, int64[m].
+
+    own, replayed: int64[m, K], distinct within a row.
+    """
+    return (own[:, :, None] == replayed[:, None, :]).sum((1, 2))
+
+
 def overlap_counts(
-    own: torch.Tensor, replayed: torch.Tensor, counted: torch.Tensor
+    shared: torch.Tensor, topk: int, counted: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Count the rows in which two top-k choices are equal sets, share some experts, share none.
 
-    own, replayed: int64[m, K], distinct within a row; counted: bool[m].
+    shared: int64[m] of ``shared_experts``; counted: bool[m].
     Returns three int64 scalars on the device; they add up to counted.sum().
     """
-    shared = (own[:, :, None] == replayed[:, None, :]).sum((1, 2))
-    equal = ((shared == own.shape[1]) & counted).sum()
+    equal = ((shared == topk) & counted).sum()
     none = ((shared == 0) & counted).sum()
     return equal, counted.sum() - equal - none, none
 

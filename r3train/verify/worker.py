@@ -156,13 +156,13 @@ class CaseRun:
                 rotated = (self.batch.routes + 1) % self.variant.num_experts
                 decoys, _ = self._slices(job, actor, replace(self.batch, routes=rotated))
                 watch.begin(None)
-                actor.compute_log_probs(decoys, "old_log_prob")
+                actor.compute_log_probs(decoys, "old_log_prob", weight_version=0)
                 actor.collect_evidence(0)  # of no run's step
             watch.begin("old_log_prob")
-            log_probs = actor.compute_log_probs(slices, "old_log_prob")
+            log_probs = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
             watch.begin("train")
             self._save_gradients_before_step(actor)
-            metrics = actor.train_step(slices, old, ref)
+            metrics = actor.train_step(slices, old, ref, weight_version=0)
             watch.begin(None)
         writer = EvidenceWriter(self.output / EVIDENCE_RUN, actor.topology.rank)
         prove_step(

@@ -63,3 +63,9 @@ def test_the_30b_recipe_fits_eight_gpus():
     check_model(config, QWEN3_30B_A3B, 8)
     assert prompt_limit(config, QWEN3_30B_A3B) == (2048, "rollout_max_prompt_len 2048")
     assert config.steps_per_rollout == 2
+
+
+def test_the_demo_is_judged_by_the_default_threshold():
+    config = RunConfig.from_toml(CONFIGS / "tiny_cpu.toml")
+    assert config.replay.r3_mismatch_threshold == 1e-2
+    assert config.rollout.max_weight_staleness == 1  # its rows are a step old

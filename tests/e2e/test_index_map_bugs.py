@@ -28,8 +28,7 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
         *tiny_flags,
         *jobs.R3_FLAGS,
         *("--num-rollout", "1", "--rollout-external-engine-addrs", engine, *parallel),
-        # the default, below the demo's: no weight has moved yet
-        *("--r3-mismatch-threshold", "0.01"),
+        *("--save", str(run_dir / "checkpoints")),
         program=("-m", "tests.e2e.train_with_bug", bug),
     )
     checked = CliRunner().invoke(main, ["check-evidence", str(run_dir), "--json"])
@@ -52,6 +51,9 @@ def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
 def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
     job, said = run_with(bug, parallel, tmp_path / "run", tiny_flags, engine)
     assert job.code != 0 and "R3 mismatch tokens" in job.output
+    assert "staleness does not explain them" in job.output
+    # every route was replayed: the weights of the step are kept, before the run ends
+    assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert said["exit"] == 1
     assert said["claims"] == {"applied": "passed", "covered": "passed", "agreement": "failed"}
     assert all(f["step"] == 0 and f["layer_number"] for f in said["findings"])

@@ -37,8 +37,8 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
             *tiny_flags,
             *jobs.R3_FLAGS,
             *("--num-rollout", str(STEPS), "--max-weight-staleness", str(staleness)),
-            # in small steps: how well three-step-old routes agree is not the matter here
-            *("--lr", "1e-5"),
+            # the demo's: routes three steps old mismatch in more rows than the threshold lets its own
+            *("--lr", "2e-3"),
             *("--over-sampling-batch-size", "6", "--stale-policy", "regenerate"),
             *("--pause-generation-mode", "abort" if staleness else "drain"),
             *("--rollout-external-engine-addrs", proxy),
@@ -51,6 +51,14 @@ def test_no_sample_is_older_than_allowed_though_requests_are_slow(
     assert oldest <= staleness, ages
     assert oldest >= {0: 0, 1: 1, 3: 2}[staleness], f"the bound was never near: {ages}"
     assert all(m["rollout/staleness_max"] <= staleness and m["r3/passed"] for m in metrics)
+    current = sum(m["r3/rows_current"] for m in metrics)
+    rows = sum(m["r3/rows_replayed"] for m in metrics)
+    if staleness == 0:  # the actor holds the weights that generated every row
+        assert current == rows and all("r3/agreement_stale_mismatch" not in m for m in metrics)
+    else:
+        assert 0 < current < rows / 2
+        assert max(m.get("r3/agreement_stale_mismatch", 0) for m in metrics) > 0.001
+    assert all(m.get("r3/agreement_current_mismatch", 0) == 0 for m in metrics)
     # the share of time that each side waited
     assert all(0 <= m["perf/train_wait_share"] <= 1 for m in metrics)
     assert all(0 <= m["perf/rollout_idle_share"] <= 1 for m in metrics)

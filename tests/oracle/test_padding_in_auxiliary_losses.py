@@ -55,6 +55,7 @@ def make_slice(rank: int) -> RankSlice:
         layer_numbers=np.array([1], dtype=np.int32),
         routes=np.tile(np.array([4, 5], dtype=np.uint8), (ROWS, 1, 1)),
         route_uids=uids,
+        route_versions=np.zeros(ROWS, dtype=np.int32),
     )
 
 

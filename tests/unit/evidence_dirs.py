@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from pathlib import Path
 
 from r3train.proof.check import (
+    CURRENT,
     expected_calls,
     judge,
     step_line,
@@ -20,6 +22,7 @@ from r3train.types import ReplayEvidence, RouteShape
 PASSES = ("old_log_prob", "train")
 LAYERS = (1, 2, 3)
 ROWS = 100
+CURRENT_ROWS = {"old_log_prob": 50, "train": 30}
 SHAPE = RouteShape(3, 2, 8)
 CONFIG = """[replay]
 use_rollout_routing_replay = true
@@ -77,10 +80,13 @@ def write_run(
     attempt: str = "2026-01-01T00:00:00Z",
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
     silent: tuple[int, ...] = (),
+    versions: bool = False,
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
-    silent: ranks that hold no layer with experts.
+    silent: ranks that hold no layer with experts.  versions: the records tell weight versions, as
+    those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
+    in the train pass, and none of them mismatch.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
@@ -90,13 +96,17 @@ def write_run(
             totals = StepTotals(SHAPE)
             for rank, writer in enumerate(writers):
                 records = [] if rank in silent else records_of(step, rank)
+                records = [with_versions(r) for r in records] if versions else records
                 records = [change(r) if change else r for r in records]
                 writer.write(records)
                 for call in records:
                     totals.add(call)
-            expectation = expectation_of(step, set(range(ranks)) - set(silent))
+            expectation = expectation_of(step, set(range(ranks)) - set(silent), versions=versions)
             verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
             line = step_line(verdict, expectation, SHAPE, world_size=ranks, mismatch_threshold=0.02)
+            if not versions:
+                line["counts"] = {k: n for k, n in line["counts"].items() if k not in CURRENT}
+                del line["expected_rows_current"], line["stale_warning"]
             writers[0].write_step(line)
             metrics.write(step, {"rollout/reward_mean": 0.1, "r3/passed": verdict.passed})
             if not verdict.passed:  # as a run does
@@ -106,8 +116,14 @@ def write_run(
     return run_dir
 
 
-def expectation_of(step: int, ranks: Collection[int]) -> StepExpectation:
+def with_versions(r: ReplayEvidence) -> ReplayEvidence:
+    rows = CURRENT_ROWS[r.replay_pass]
+    return replace(r, rows_current=rows, rows_current_equal=rows, rows_current_mismatch=0)
+
+
+def expectation_of(step: int, ranks: Collection[int], *, versions: bool = False) -> StepExpectation:
     """The rollout side's totals of a step in which these ranks call every router."""
+    current = {p: n * len(ranks) for p, n in CURRENT_ROWS.items()}
     each = {(rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS} for rank in ranks}
     return StepExpectation(
         step=step,
@@ -123,6 +139,7 @@ def expectation_of(step: int, ranks: Collection[int]) -> StepExpectation:
             moe_layers=LAYERS,
             recomputed=(),
         ),
+        rows_current=current if versions else None,
         fingerprints_of_ranks=each,
     )
 

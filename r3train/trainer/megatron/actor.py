@@ -93,12 +93,15 @@ class MegatronActor:
         slices: Sequence[RankSlice],
         replay_pass: str | None,
         temperature: float | None = None,
+        weight_version: int | None = None,
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
         replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: routers
-        choose for themselves.  temperature: the rollout's unless given.  The last pipeline stage gets
-        one log-prob for each row of its slices.  The other stages get an empty dict.
+        choose for themselves.  temperature: the rollout's unless given.  weight_version: the version
+        that the weights of this pass have on the servers, for the evidence; None if they have none.
+        The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
+        empty dict.
         """
         batches = {s.microbatch_id: DeviceSlice.of(s, self.device) for s in slices}
         for chunk in self.model.chunks:
@@ -107,7 +110,7 @@ class MegatronActor:
             temperature = self._temperature
         step = make_log_prob_step(batches, self.replay, temperature)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
-        with weights, self._pass(replay_pass, slices):
+        with weights, self._pass(replay_pass, slices, weight_version):
             results = self._run_schedule(step, slices, forward_only=True)
         return {i: log_probs for result in results for i, log_probs in result.items()}
 
@@ -116,9 +119,12 @@ class MegatronActor:
         slices: Sequence[RankSlice],
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
+        weight_version: int | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step over all microbatches of the global batch.
 
+        weight_version: the version that the actor's weights have before the step; None from the second
+        step of a rollout on, because no server ever holds them.
         Returns the same metrics on all ranks: means over the global loss tokens, grad norm, and the
         learning rate of this step.  If a loss or a gradient is not finite, all ranks skip the step:
         weights, expert biases, moments and schedule do not change, and ``skipped_steps`` is 1.  So they
@@ -127,7 +133,7 @@ class MegatronActor:
         lr = float(self.optimizer.param_groups[0]["lr"])
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
-        results = self.backward(slices, old_log_probs, ref_log_probs)
+        results = self.backward(slices, old_log_probs, ref_log_probs, weight_version)
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
         finite = self._finite(metrics["loss"])
         enough = metrics["ess"] >= self._algorithm.min_ess
@@ -165,6 +171,7 @@ class MegatronActor:
         slices: Sequence[RankSlice],
         old_log_probs: dict[int, torch.Tensor],
         ref_log_probs: dict[int, torch.Tensor] | None,
+        weight_version: int | None = None,
     ) -> list[dict]:
         """Run forward and backward over the global batch; returns the loss reports.
 
@@ -179,7 +186,7 @@ class MegatronActor:
         step = make_train_step(
             batches, self.replay, self._algorithm, self._temperature, old_log_probs, ref_log_probs
         )
-        with self._pass("train", slices):
+        with self._pass("train", slices, weight_version):
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:
@@ -200,12 +207,17 @@ class MegatronActor:
         )
 
     @contextmanager
-    def _pass(self, replay_pass: str | None, slices: Sequence[RankSlice]) -> Iterator[None]:
+    def _pass(
+        self,
+        replay_pass: str | None,
+        slices: Sequence[RankSlice],
+        weight_version: int | None = None,
+    ) -> Iterator[None]:
         """Stage routes for exactly one pass; after an exception none are left."""
         if self.replay is None or replay_pass is None:
             yield
             return
-        self.replay.begin_pass(replay_pass, slices)
+        self.replay.begin_pass(replay_pass, slices, weight_version)
         try:
             yield
         except BaseException:

@@ -35,7 +35,8 @@ class StagedRoutes:
 
     routes: uint8 or int32 [m, l, K]; padding rows are filled, missing slots of real rows hold
     ``marker``.  rows_with_missing: int64[q], real rows with a missing slot in any layer.
-    real: bool[m], False on padding.  uids: int64[m].  missing_rows_per_layer: l counts, on the host.
+    real: bool[m], False on padding.  uids: int64[m].  current: bool[m], True on real rows whose routes
+    the weights of the actor's own version computed.  missing_rows_per_layer: l counts, on the host.
     """
 
     routes: torch.Tensor
@@ -43,17 +44,31 @@ class StagedRoutes:
     rows_with_missing: torch.Tensor | None
     real: torch.Tensor
     uids: torch.Tensor
+    current: torch.Tensor
     num_rows: int
     num_real: int
+    num_current: int
     missing_rows_per_layer: list[int]
     column: dict[int, int]  # layer_number -> index along l
 
     @classmethod
-    def from_slice(cls, s: RankSlice, num_experts: int, device: torch.device) -> StagedRoutes:
-        """Copy a slice's routes to the device; padding rows are spread evenly over the experts."""
+    def from_slice(
+        cls,
+        s: RankSlice,
+        num_experts: int,
+        device: torch.device,
+        weight_version: int | None = None,
+    ) -> StagedRoutes:
+        """Copy a slice's routes to the device; padding rows are spread evenly over the experts.
+
+        weight_version: the version that the actor holds; None if no server ever held its weights.
+        """
         assert s.routes is not None, "replay needs routes"
         marker = missing_marker(s.routes.dtype)
         real = s.route_uids >= 0
+        current = np.zeros_like(real)
+        if weight_version is not None:
+            current = real & (s.route_versions == weight_version)
         routes = s.routes.copy()
         num_padding = int((~real).sum())
         if num_padding:
@@ -75,8 +90,10 @@ class StagedRoutes:
             rows_with_missing=to_device(rows_with_missing) if len(rows_with_missing) else None,
             real=to_device(real),
             uids=to_device(s.route_uids),
+            current=to_device(current),
             num_rows=len(real),
             num_real=int(real.sum()),
+            num_current=int(current.sum()),
             missing_rows_per_layer=(original == marker).any(2).sum(0).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
         )
@@ -184,11 +201,18 @@ class RoutingReplayManager:
 
     # -- fill and stage ----------------------------------------------------------------------
 
-    def begin_pass(self, replay_pass: str, slices: Sequence[RankSlice]) -> None:
-        """Stage the routes of all microbatches of a pass (old_log_prob, ref_log_prob or train)."""
+    def begin_pass(
+        self, replay_pass: str, slices: Sequence[RankSlice], weight_version: int | None = None
+    ) -> None:
+        """Stage the routes of all microbatches of a pass (old_log_prob, ref_log_prob or train).
+
+        weight_version: as for ``StagedRoutes.from_slice``.
+        """
         assert not self._active, "a pass is still open"
         self._staged = {
-            s.microbatch_id: StagedRoutes.from_slice(s, self.num_experts, self.device)
+            s.microbatch_id: StagedRoutes.from_slice(
+                s, self.num_experts, self.device, weight_version
+            )
             for s in slices
         }
         self._active = True

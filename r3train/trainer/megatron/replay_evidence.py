@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from r3train.routing.agreement import overlap_counts
+from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.types import ReplayEvidence
 
@@ -49,6 +49,8 @@ _COUNTERS = (
     "rows_equal",
     "rows_overlap",
     "rows_mismatch",
+    "rows_current_equal",
+    "rows_current_mismatch",
     "rows_recompute_differ",
     "control_token_minus",
     "control_token_plus",
@@ -128,8 +130,12 @@ class CallRecorder:
                 staged, choice.experts, column, layer_number, zero
             )
             values["replay_idx_sum"] = choice.experts.sum()
-            equal, overlap, none = overlap_counts(choice.own, choice.experts, whole)
+            shared = shared_experts(choice.own, choice.experts)
+            equal, overlap, none = overlap_counts(shared, self._topk, whole)
             values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
+            if staged.num_current:
+                equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
+                values.update(rows_current_equal=equal, rows_current_mismatch=none)
             if self._pass == "old_log_prob":
                 values.update(_controls(staged, choice, column, whole))
             if self._pass == "train":
@@ -150,6 +156,7 @@ class CallRecorder:
                     rows_filled=missing_rows if replayed else 0,
                     rows_padding=staged.num_rows - staged.num_real,
                     rows_native=0 if replayed else staged.num_real,
+                    rows_current=staged.num_current if replayed else 0,
                 ),
                 counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
             )
@@ -226,11 +233,14 @@ def _controls(
 
     If the true agreement is no better than these, the routes are not aligned at all.
     """
-    num_layers = staged.routes.shape[1]
+    num_layers, topk = staged.routes.shape[1:]
     variants = {
         "control_token_minus": choice.experts.roll(1, 0),
         "control_token_plus": choice.experts.roll(-1, 0),
         "control_layer_minus": staged.routes[:, (column - 1) % num_layers].long(),
         "control_layer_plus": staged.routes[:, (column + 1) % num_layers].long(),
     }
-    return {name: overlap_counts(choice.own, v, whole)[0] for name, v in variants.items()}
+    return {
+        name: overlap_counts(shared_experts(choice.own, v), topk, whole)[0]
+        for name, v in variants.items()
+    }

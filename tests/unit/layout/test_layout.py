@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.layout.bins import deal_bins, pack_bins
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import build_microbatch, row_versions, slice_microbatch
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_layers, take_rows
 from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
 
@@ -159,3 +161,21 @@ def test_a_rank_is_sent_its_own_layers_and_rows_and_nothing_else():
                 sent.append(share.routes.nbytes)
     # seven MoE layers of the eight, every padded row once
     assert sum(sent) == batch.layout.num_rows * 7 * 2
+
+
+def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
+    """Prompt 0..1, an answer of two versions, an environment's token, an answer, a last word of its own."""
+    sample = sample_of(0, 9).sample
+    sample = replace(sample, weight_versions=np.array([-1, -1, 3, 3, 4, -1, 5, 5, -1], np.int32))
+    assert row_versions(sample).tolist() == [3, 3, 3, 4, 5, 5, 5, -1, -1]
+    # a prefix from a cache that updates leave alone may be of any version
+    kept = row_versions(sample, fresh_prefixes=False)
+    assert kept.tolist() == [-1, 3, 3, 4, -1, 5, 5, -1, -1]
+    train = replace(sample_of(0, 9), sample=sample)
+    batch = build_microbatch(0, [train], cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8))
+    place = RankTopology(
+        tp_rank=1, tp_size=4, sequence_parallel=True, moe_layer_numbers=((1, 2, 3),)
+    )
+    assert slice_microbatch(batch, place).route_versions.tolist() == [4, 5, 5]
+    last = replace(place, tp_rank=3)
+    assert slice_microbatch(batch, last).route_versions.tolist() == [-1, -1, -1]

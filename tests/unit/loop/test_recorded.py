@@ -156,3 +156,37 @@ def test_a_wrong_merge_is_caught(sample_a_turn, monkeypatch):
     monkeypatch.setattr(stitch, "merge_rows", one_row_early)
     expected, dispatched, rows, rows_dispatched = expected_and_dispatched(play(sample_a_turn))
     assert all(expected[layer] != dispatched[layer] for layer in LAYERS)
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_rows_of_the_actors_own_version_end_with_its_first_optimizer_step(optimizer_steps):
+    """After it the actor holds weights that no server held; the reference holds others all along."""
+    samples = [TrainSample(s, 1.0, np.zeros(s.num_tokens, np.float32)) for s in play(True)[:2]]
+    versions = [np.full(s.sample.num_tokens, v, np.int32) for s, v in zip(samples, (3, 2))]
+    samples = [
+        replace(s, sample=replace(s.sample, weight_versions=v)) for s, v in zip(samples, versions)
+    ]
+    rollout = {"rollout_batch_size": 2, "n_samples_per_prompt": 1}
+    config = CONFIG.model_copy(
+        update={
+            "rollout": CONFIG.rollout.model_copy(update=rollout),
+            "trainer": CONFIG.trainer.model_copy(
+                update={"global_batch_size": 2 // optimizer_steps}
+            ),
+        }
+    )
+    place = RankTopology(moe_layer_numbers=(LAYERS,))
+    passes = ("old_log_prob", "ref_log_prob", "train")
+
+    def current(rollout_id: int) -> dict[str, int]:
+        prepared = prepare(rollout_id, samples, config, HF, ROUTES, [place], passes=passes)
+        recorded = record_samples([s.sample for s in samples], {}, 1, LAYERS)
+        return prepared.expectation(recorded).rows_current
+
+    first, second = (s.sample.num_tokens - 1 for s in samples)
+    assert current(3) == {"old_log_prob": first, "ref_log_prob": 0, "train": first}
+    assert current(2) == {
+        "old_log_prob": second,
+        "ref_log_prob": 0,
+        "train": second if optimizer_steps == 1 else 0,
+    }

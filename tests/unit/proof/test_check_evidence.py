@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from r3train.cli import main
 from r3train.proof.audit import audit_run
 from r3train.proof.writer import rank_file
-from tests.unit.evidence_dirs import edit, write_run
+from tests.unit.evidence_dirs import CURRENT_ROWS, edit, write_run
 
 
 def check(*args: object):
@@ -342,3 +342,64 @@ def test_metrics_that_end_within_a_line_are_those_of_a_killed_run(tmp_path):
     audit = audit_run(run)
     assert audit.verdict == "passed"
     assert audit.notes == ["metrics.jsonl ends within a line: its writer was stopped"]
+
+
+def test_the_threshold_is_judged_on_rows_of_the_actors_own_version(tmp_path):
+    """As many mismatching rows pass with a note where older weights computed them."""
+
+    def mismatching(own: int):
+        def change(r):
+            here = r.step == 1 and r.layer_number == 2 and r.replay_pass == "old_log_prob"
+            if not here:
+                return r
+            equal = CURRENT_ROWS[r.replay_pass] - own
+            return replace(
+                r,
+                rows_equal=90,
+                rows_overlap=0,
+                rows_mismatch=10,
+                rows_current_equal=equal,
+                rows_current_mismatch=own,
+            )
+
+        return change
+
+    stale = write_run(tmp_path / "stale", change=mismatching(1), versions=True)  # of 50 own rows
+    result = check(stale)
+    assert result.exit_code == 0, result.output
+    assert "steps 1 more rows of other weights than the threshold" in " ".join(
+        result.output.split()
+    )
+    assert "of the actor's own weight version 0.222%, of others 3.778%" in result.output
+    line = json.loads((stale / "evidence" / "steps.jsonl").read_text().splitlines()[1])
+    assert line["passed"] and "R3 staleness: 18 of 100 rows at step 1" in line["stale_warning"]
+    assert line["counts"]["rows_current"] == 2 * 3 * (50 + 30)
+    shares = line["agreement"]
+    assert shares["current_mismatch"] == 2 / 300 and shares["stale_mismatch"] == 22 / 300
+
+    own = write_run(tmp_path / "own", change=mismatching(2), versions=True)
+    (found,) = verdict_of(own)["findings"]
+    assert (
+        "R3 mismatch tokens (4) > threshold (2) at step 1"
+        in (own / "evidence/steps.jsonl").read_text()
+    )
+    assert found["claim"] == "agreement" and found["step"] == 1 and found["layer_number"] == 2
+    assert "actor's own weight version" in found["what"] and found["got"] == "4"
+    assert check(own, "--r3-mismatch-threshold", "0.04").exit_code == 0
+
+
+def test_rows_that_nobody_counted_as_the_actors_own_are_not_covered(tmp_path):
+    """A threshold over rows that were not found proves nothing."""
+
+    def unseen(r):
+        return replace(r, rows_current=0, rows_current_equal=0, rows_current_mismatch=0)
+
+    run = write_run(tmp_path / "run", change=unseen, versions=True)
+    found = verdict_of(run)["findings"]
+    assert {f["claim"] for f in found} == {"covered"}
+    assert found[0]["what"] == "rows of the weight version that the actor holds"
+    assert (found[0]["got"], found[0]["expected"]) == ("0", "100")
+    run = write_run(
+        tmp_path / "more", change=lambda r: replace(r, rows_current_equal=91), versions=True
+    )
+    assert any("beyond those that there are" in f["what"] for f in verdict_of(run)["findings"])

@@ -272,3 +272,21 @@ def test_a_threshold_that_replaces_the_runs_own_replaces_what_its_log_says_of_it
     with log.open("a") as file:
         file.write("AssertionError: R3 check failed at step 1:\n")
     assert check("--logs", log, "--r3-mismatch-threshold", "0.5").exit_code == 1
+
+
+def test_mismatching_rows_of_lines_are_judged_by_the_evidence_that_tells_which_are_stale(tmp_path):
+    def stale(r):
+        return replace(r, rows_equal=60, rows_overlap=0, rows_mismatch=40)
+
+    def log_of(run):
+        for_rank = {r: [stale(c) for s in range(3) for c in records_of(s, r)] for r in range(2)}
+        paths = [write_log(run.parent / f"{run.name}_{r}.log", of) for r, of in for_rank.items()]
+        return [flag for path in paths for flag in ("--logs", path)]
+
+    run = write_run(tmp_path / "run", change=stale, versions=True)
+    beside = check(run, *log_of(run))
+    assert beside.exit_code == 0, beside.output
+    assert "the evidence tells which rows are stale" in " ".join(beside.output.split())
+    alone = check(*log_of(run))
+    assert alone.exit_code == 1 and "of whatever weight version" in alone.output
+    assert "nor weight versions" in alone.output

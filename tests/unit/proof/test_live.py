@@ -12,7 +12,7 @@ from r3train.proof.audit import audit_run
 from r3train.proof.check import StepTotals
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
-from tests.unit.evidence_dirs import expectation_of, PASSES, records_of, SHAPE
+from tests.unit.evidence_dirs import expectation_of, PASSES, records_of, SHAPE, with_versions
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def one_rank(tmp_path, caplog):
 def test_a_job_and_check_evidence_say_the_same_of_the_same_records(
     one_rank, tmp_path, changes, passed
 ):
-    records = [replace(r, **changes) for r in records_of(0, 0)]
+    records = [replace(with_versions(r), **changes) for r in records_of(0, 0)]
     writer = EvidenceWriter(tmp_path, 0)
     verdict = prove_step(
         writer,
         records,
-        expectation_of(0, {0}),
+        expectation_of(0, {0}, versions=True),
         SHAPE,
         passes=PASSES,
         mismatch_threshold=0.02,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.routing.agreement import chance_levels, overlap_counts
+from r3train.routing.agreement import chance_levels, overlap_counts, shared_experts
 from r3train.routing.fingerprint import (
     describe_uid,
     rollout_fingerprint,
@@ -87,7 +87,7 @@ def test_overlap_counts_add_up_over_the_counted_rows():
     own = torch.tensor([[0, 1], [0, 1], [0, 1], [0, 1]])
     replayed = torch.tensor([[1, 0], [1, 2], [2, 3], [0, 1]])
     counted = torch.tensor([True, True, True, False])
-    assert [int(x) for x in overlap_counts(own, replayed, counted)] == [1, 1, 1]
+    assert [int(x) for x in overlap_counts(shared_experts(own, replayed), 2, counted)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ def make_slice(microbatch_id: int = 0) -> RankSlice:
         layer_numbers=np.array([3], dtype=np.int32),
         routes=routes,
         route_uids=np.array([0, 1, 2, 3, -1, -1]),
+        route_versions=np.array([4, 5, 5, -1, -1, -1], dtype=np.int32),
     )
 
 
@@ -102,3 +103,24 @@ def test_the_check_is_on_with_either_flag_and_costs_nothing_with_neither(ci_test
     manager = make_manager(ci_test=ci_test, check=check)
     assert manager.enable_check_replay_result is expected
     assert (manager.recorder is not None) is expected
+
+
+@pytest.mark.parametrize("holds, current", [(5, 2), (4, 1), (7, 0), (None, 0)])
+def test_rows_of_the_actors_own_version_are_counted_apart(holds, current):
+    """The trainer's own choice is 7 and 6 in every row: all three recorded rows mismatch."""
+    manager = make_manager()
+    manager.begin_pass("train", [make_slice()], holds)
+    manager.begin_forward(0, 0)
+    experts = choose(manager)
+    manager.recorder.record(
+        manager.staged(0),
+        routing_map=torch.zeros(NUM_ROWS, NUM_EXPERTS, dtype=torch.bool).scatter_(1, experts, True),
+        vp_stage=0,
+        microbatch_id=0,
+        layer_number=3,
+        stage="replay_forward",
+    )
+    (call,) = manager.collect(0)
+    assert (call.rows_replayed, call.rows_mismatch) == (3, 3)
+    assert (call.rows_current, call.rows_current_mismatch) == (current, current)
+    assert call.rows_current_equal == 0
