@@ -106,6 +106,34 @@ class RolloutSection(Section):
         allowed = (self.max_weight_staleness + 1) * self.rollout_batch_size + surplus
         return self.rollout_buffer_size or allowed
 
+    @property
+    def most_in_flight(self) -> int:
+        """Most requests that can be in flight at once."""
+        return min(self.rollout_max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
+
+    def pool_needed(self, longest_prompt: int) -> int:
+        """Tokens of KV cache for all requests in flight at their full length, as nobody shares."""
+        return self.most_in_flight * self._longest(longest_prompt)
+
+    def pool_facts(self, pool_tokens: int | None, longest_prompt: int) -> str:
+        """Size of the servers' KV pools, None if unknown, and what requests need, in words."""
+        size = "are of unknown size" if pool_tokens is None else f"hold {pool_tokens:,} tokens"
+        return (
+            f"the servers' KV pools {size}, and {self.most_in_flight:,} requests in flight of up to"
+            f" {self._longest(longest_prompt):,} tokens need {self.pool_needed(longest_prompt):,}"
+        )
+
+    def pool_shortage(self, pool_tokens: int | None, longest_prompt: int) -> str | None:
+        """The warning about KV pools that are too small; None if they are not, or unknown."""
+        if pool_tokens is None or pool_tokens >= self.pool_needed(longest_prompt):
+            return None
+        facts = self.pool_facts(pool_tokens, longest_prompt)
+        return f"{facts}: SGLang will retract requests (--retraction-policy)"
+
+    def _longest(self, longest_prompt: int) -> int:
+        length = longest_prompt + self.rollout_max_response_len
+        return min(length, self.rollout_max_context_len or length)
+
     @field_validator("sglang", mode="before")
     @classmethod
     def _one_spelling(cls, value: Any) -> Any:

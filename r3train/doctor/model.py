@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +12,9 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import replay_warnings
 from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
+from r3train.engine.key import engine_api_key
 from r3train.launch.job import PreflightError, preflight
 
 
@@ -47,7 +52,7 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
     for address in config.rollout.rollout_external_engine_addrs:
         yield ok(f"server {address}", "answers, and its settings go with this run")
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")
-    num_tokens, longest = len(job.tokenizer), max(len(p.token_ids) for p in job.prompts)
+    num_tokens, longest = len(job.tokenizer), job.longest_prompt
     if num_tokens > job.hf.vocab_size:
         text = f"{num_tokens} tokens, the model has {job.hf.vocab_size}: ids past them crash it"
         remedy = "copy the tokenizer files of the model's own release beside the weights"
@@ -56,6 +61,38 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
         yield ok("tokenizer", f"{num_tokens} tokens")
     yield ok("prompts", f"{len(job.prompts)}, the longest {longest} tokens")
     yield ok("reward", job.reward.name)
+    yield from check_pools(config, longest)
+
+
+def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
+    """The servers' KV pools, where their size is known, against what the requests need under R3.
+
+    longest_prompt: its tokens.
+    """
+    if not (config.replay.use_rollout_routing_replay and config.has_engines):
+        return
+    rollout, api_key = config.rollout, None
+    addrs = rollout.rollout_external_engine_addrs
+    if addrs:
+        with suppress(ValueError):  # its own check says so
+            api_key = engine_api_key(os.environ)
+        try:
+            with closing(EngineControl(addrs, api_key=api_key, timeout_s=5.0)) as control:
+                pool = control.pool_tokens()
+        except (EngineError, ValueError):  # check_external_server says so
+            return
+    else:
+        given = rollout.sglang.get("max_total_tokens")
+        pool = int(given) * rollout.rollout_num_engines if type(given) is int else None
+    shortage = rollout.pool_shortage(pool, longest_prompt)
+    if shortage is not None:
+        remedy = (
+            "lower --rollout-max-concurrency, or raise --sglang-max-total-tokens or"
+            " --sglang-mem-fraction-static"
+        )
+        yield warning("KV pools", shortage, remedy)
+    elif pool is not None:
+        yield ok("KV pools", rollout.pool_facts(pool, longest_prompt))
 
 
 def check_weights(config: RunConfig, hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:

@@ -133,6 +133,14 @@ class EngineControl:
         """The version label that each server holds now."""
         return [str(info.get("weight_version")) for info in self.model_info()]
 
+    def pool_tokens(self) -> int | None:
+        """Tokens that the KV pools of all servers hold together; None if one does not say it."""
+        sizes = [
+            int(info.get("max_total_num_tokens") or 0) * int(info.get("dp_size") or 1)
+            for info in self.server_info()
+        ]
+        return sum(sizes) if all(sizes) else None
+
     def update_group_sizes(self) -> list[int]:
         """Ranks that each server brings into a weight-update group: its tensor-parallel size.
 

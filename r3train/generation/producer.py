@@ -44,7 +44,8 @@ _ALIVE_EVERY_S = 0.5
 _ABORT_EVERY_S = 0.3
 _REWARDS_AWAITED_S = 30.0
 _CLOSE_S = 30.0
-# a request that the servers retract so often in a row ends the run: their KV pools are too small
+# A request that is retracted so often in a row ends the run.  Each time it waits until half of the
+# places are free, so the KV pools then hold less than half of what the requests in flight need.
 _MAX_RETRACTIONS = 3
 
 
@@ -75,9 +76,9 @@ class Producer:
     answer takes several requests, and the tokens of finished ones survive a lost server.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
-    samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says, in an error
-    of a request that is retracted again and again, what the servers' KV pools hold and what they
-    need.  Rollouts run from
+    samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says what
+    the servers' KV pools hold and what they need, for the error of a request that is retracted again
+    and again.  Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
@@ -100,7 +101,7 @@ class Producer:
         on_outcome: Callable[[Outcome], None] | None = None,
         state: ProducerState | None = None,
         keep_decoded: bool = False,
-        pool_facts: str = "",
+        pool_facts: str | None = None,
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -111,7 +112,7 @@ class Producer:
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._decode = decode or (lambda ids: "")
         self._keep_decoded = keep_decoded
-        self._pool_facts = pool_facts
+        self._pool_facts = f": {pool_facts}" if pool_facts else ""
         self._check_alive = check_alive or (lambda: None)
         self._on_outcome = on_outcome or (lambda outcome: None)
         # True: a frozen request continues under a newer version
@@ -128,6 +129,7 @@ class Producer:
         self._rates = Rates()
         self._in_flight = 0  # places taken, each for one rollout's requests
         self._going_on = 0  # resumed rollouts that wait for a place in flight
+        self._short_of_room = 0  # retracted rollouts that wait, in their place, for others to end
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
         self._aborting = False  # requests are aborted by an update, to be resumed after it
@@ -390,7 +392,9 @@ class Producer:
         """The next rollout to send, with its place in flight taken; None while it must wait."""
         if self._error is not None or self._closing or self._backend is None or self._pauses:
             return None
-        # a resumed rollout comes before a new one
+        # a resumed rollout comes before a new one, and so does one that was retracted
+        if self._short_of_room:
+            return None
         if self._in_flight + self._going_on >= self._rollout.rollout_max_concurrency:
             return None
         while True:
@@ -478,6 +482,24 @@ class Producer:
         finally:
             self._going_on -= 1
 
+    async def _room_in_the_pools(self) -> None:
+        """Wait until half of the places in flight are free; nothing new is sent meanwhile.
+
+        A server retracts the request with the fewest tokens first, so one that is asked for again
+        among as many others is retracted again (seen 42 times in a row).  After the wait others that
+        are sent later have fewer tokens: pools that hold half of what all places need hold it.
+        """
+        half = max(1, self._rollout.most_in_flight // 2)
+        self._short_of_room += 1
+        try:
+            await self._until(
+                lambda: not self._frozen and self._in_flight - self._short_of_room < half,
+                though_failed=True,
+            )
+        finally:
+            self._short_of_room -= 1
+            self._advance()
+
     def _expire(self) -> None:
         """Drop or regenerate the groups that would be too stale for the next rollout."""
         stale = self._buffer.expire(self._buffer.next_rollout)
@@ -535,6 +557,8 @@ class _Turns:
             if not self._held:
                 await p._place_to_go_on()
                 self._held = True
+            if self._retracted:
+                await p._room_in_the_pools()
             limits = [n for n in (turn_limit, p._segment_len) if n is not None]
             request = stitch.next_request(
                 sample,
@@ -588,17 +612,19 @@ class _Turns:
         Raises EngineError after too many in a row.
         """
         p, item = self._producer, self._item
-        if segment.rows is None or segment.num_retractions == 0:
+        p._rates.retracted += segment.num_retractions > 0
+        if segment.num_retractions == 0 or segment.rows is None:
             self._retracted = 0
             return False
-        p._rates.retracted += 1
         if p._rollout.retraction_policy == "accept":
             return False
         self._retracted += 1
         if self._retracted == _MAX_RETRACTIONS:
             raise EngineError(
                 f"sample {item.sample_id} (prompt {item.group.prompt.prompt_id!r}) was retracted by"
-                f" the server {_MAX_RETRACTIONS} times in a row{p._pool_facts}"
+                f" its server {_MAX_RETRACTIONS} times in a row{p._pool_facts}; lower"
+                " --rollout-max-concurrency, or give the servers more memory"
+                " (--sglang-mem-fraction-static, --sglang-max-total-tokens)"
             )
         return True
 

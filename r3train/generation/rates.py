@@ -17,7 +17,7 @@ class Rates:
 
     def __init__(self) -> None:
         self.resumed = 0  # rollouts resumed after an update aborted them
-        self.retracted = 0  # answers with routes that a server retracted, kept or not
+        self.retracted = 0  # answers that a server retracted, kept or not
         self.waiting_s = 0.0  # time that the training thread waited for batches
         self._generated_tokens = 0
         self._finished_samples = 0

@@ -67,6 +67,7 @@ class Engines:
         self._versions: ServerVersions | None = None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
+        self._pool_facts: str | None = None
         self._client: SGLangClient | None = None
         self._routes = routes
         self._api_key = engine_api_key(os.environ)
@@ -178,8 +179,14 @@ class Engines:
         if self._route_shape is not None:
             self._control.require_routed_experts()
         self._routes.require_reach(self._addrs, self._api_key)
-        if self.job.config.rollout.pause_generation_mode != "drain":
+        rollout = self.job.config.rollout
+        if rollout.pause_generation_mode != "drain":
             self._control.require_exact_boundaries()
+        pool, longest = self._control.pool_tokens(), self.job.longest_prompt
+        self._pool_facts = rollout.pool_facts(pool, longest)
+        shortage = rollout.pool_shortage(pool, longest)
+        if shortage is not None and self._route_shape is not None:
+            self._display.note(f"warning: {shortage}", style="yellow")
 
     @property
     def _flush_cache(self) -> bool:
@@ -287,6 +294,7 @@ class Engines:
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
             keep_decoded=job.config.r3_check_enabled,
+            pool_facts=self._pool_facts,
         )
         return self._producer
 

@@ -44,6 +44,11 @@ class Job:
     reward: Reward
     prompt_file: FileFingerprint
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.token_ids) for prompt in self.prompts)
+
 
 class PreflightError(ConfigError):
     """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.

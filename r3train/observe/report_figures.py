@@ -49,6 +49,12 @@ PAIRS = (
         "share of wall time; solid: training waits, dashed: generation idles",
     ),
     (
+        "rollout/retracted",
+        "rollout/retracted_samples",
+        "Retractions",
+        "answers that a server retracted for lack of KV cache; dashed: samples trained with one",
+    ),
+    (
         "r3/agreement",
         "r3/agreement_chance_equal",
         "Routing agreement",

@@ -144,6 +144,26 @@ def test_a_dense_model_with_r3_is_found(dense):
     assert any("needs a mixture-of-experts model" in f.text for f in found)
 
 
+def test_kv_pools_that_are_smaller_than_the_requests_need_are_found(tiny):
+    """The demo has 128 requests in flight, of up to 4 prompt tokens and 8 of the answer."""
+    texts = {f.subject: f.text for f in diagnose(config_of(tiny), 2) if f.level == OK}
+    assert texts["prompts"].endswith("the longest 4 tokens")
+    assert "hold 8,192 tokens" in texts["KV pools"]
+    needed = 128 * (4 + 8)
+
+    def found(**fields):
+        return [f for f in worries(config_of(tiny, **fields)) if f.subject == "KV pools"]
+
+    def pools(tokens):
+        return {"sglang": {"max_total_tokens": tokens, "mem_fraction_static": 0.3}}
+
+    assert not found(**pools(needed))
+    (finding,) = found(**pools(needed - 1))
+    assert finding.level == WARNING and f"need {needed:,}" in finding.text
+    assert not found(**pools(needed // 2), rollout_num_engines=2)
+    assert not found(**pools(1), use_rollout_routing_replay=False)
+
+
 def test_a_topology_that_does_not_fit_is_found(tiny):
     assert any("does not divide" in f.text for f in worries(config_of(tiny), world_size=3))
 

@@ -43,6 +43,20 @@ async def test_log_probs_that_are_not_of_the_text_are_refused():
             await asyncio.to_thread(engine.probe_log_probs, [5, 6, 7])
 
 
+async def test_the_kv_pools_of_all_servers_and_their_ranks_add_up_where_all_are_known():
+    def of(**info):
+        async def server_info(_request, _body):
+            return web.json_response(info)
+
+        return Fake(server_info)
+
+    small, large = of(max_total_num_tokens=400), of(max_total_num_tokens=1000, dp_size=2)
+    async with control_of(small, large) as engine:
+        assert await asyncio.to_thread(engine.pool_tokens) == 2400
+    async with control_of(of(max_total_num_tokens=400), of()) as engine:
+        assert await asyncio.to_thread(engine.pool_tokens) is None
+
+
 async def test_calls_reach_every_server():
     fakes = [Fake(), Fake(), Fake()]
     async with client_of(*fakes) as client:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
 
 
-def producer_of(engine, *, segment_len=None, pool_facts="", **settings):
+def producer_of(engine, *, segment_len=None, pool_facts=None, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
     return Producer(
         rollout,
@@ -71,9 +72,12 @@ def test_accepted_answers_are_counted_and_trained_as_they_are():
 def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_size():
     engine = SimulatedEngine(retracted=lambda n: n in (0, 2, 3, 4))
     with producer_of(
-        engine, rollout_max_concurrency=1, pool_facts=": the pool holds 9 tokens"
+        engine, rollout_max_concurrency=1, pool_facts="the pools hold 9 tokens"
     ) as producer:
-        message = r"sample 1 .*retracted by the server 3 times in a row: the pool holds 9 tokens$"
+        message = (
+            r"sample 1 .*retracted by its server 3 times in a row: the pools hold 9 tokens; lower"
+            " --rollout-max-concurrency, or give the servers more memory .*$"
+        )
         with pytest.raises(EngineError, match=message):
             trained(producer)
     assert [sample_id for sample_id, _, _ in engine.asked[:5]] == [0, 0, 1, 1, 1]
@@ -82,7 +86,7 @@ def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_si
 @pytest.mark.parametrize("mode", ["drain", "in_place", "abort", "retract"])
 def test_a_request_is_asked_for_again_with_the_weights_that_the_servers_hold_by_then(mode):
     """An update passes while the answers of the second rollout are under way, which were retracted."""
-    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.005, retracted=lambda n: 4 <= n < 8)
+    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.02, retracted=lambda n: 4 <= n < 8)
     with producer_of(
         engine, pause_generation_mode=mode, rollout_max_concurrency=4, max_weight_staleness=2
     ) as producer:
@@ -100,7 +104,7 @@ def test_a_request_is_asked_for_again_with_the_weights_that_the_servers_hold_by_
         versions = sample.weight_versions[sample.loss_mask]
         assert sample.response_len == 20 and RETRACTED not in sample.token_ids
         # a draining update waits for the second answer too
-        assert np.unique(versions).tolist() == ([0] if mode == "drain" else [1])
+        assert np.unique(versions).tolist() == [0 if mode == "drain" else 1]
 
 
 class AnswersAtThePause(SimulatedEngine):
@@ -111,7 +115,7 @@ class AnswersAtThePause(SimulatedEngine):
 
 
 def test_a_retracted_answer_that_comes_in_a_pause_is_asked_for_again_after_it():
-    engine = AnswersAtThePause(length=lambda _: 20, tick_s=0.005, retracted=lambda n: 4 <= n < 8)
+    engine = AnswersAtThePause(length=lambda _: 20, tick_s=0.02, retracted=lambda n: 4 <= n < 8)
     with producer_of(
         engine,
         pause_generation_mode="in_place",
@@ -122,9 +126,59 @@ def test_a_retracted_answer_that_comes_in_a_pause_is_asked_for_again_after_it():
         time.sleep(0.05)
         with producer.quiesced():
             asked = len(engine.asked)
-            time.sleep(0.3)
+            deadline = time.monotonic() + 20
+            while engine.answered < 8 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.1)
             assert engine.answered == 8 and len(engine.asked) == asked
             engine.version = 1
             producer.set_version(1)
         samples = [s for g in producer.next_batch(1) for s, _ in g]
     assert all(np.unique(s.weight_versions[s.loss_mask]).tolist() == [1] for s in samples)
+
+
+class FewTokensFirst(SimulatedEngine):
+    """At the end of each answer says that it was retracted if four others were ahead of it.
+
+    So does SGLang where four requests fit: it retracts the request with the fewest tokens.
+    """
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.order = []  # requests under way, in the order in which they came
+        self.ahead: dict[int, list[int]] = {}  # sample id -> those ahead of each request of it
+
+    async def generate(self, request):
+        ahead = len(self.order)
+        self.order.append(request.sample_id)
+        self.ahead.setdefault(request.sample_id, []).append(ahead)
+        try:
+            segment = await super().generate(request)
+        finally:
+            self.order.remove(request.sample_id)
+        return replace(segment, num_retractions=int(ahead >= 4))
+
+
+def test_a_request_that_was_retracted_waits_for_room_and_nothing_new_goes_before_it():
+    """Places for 8 requests where 4 fit, of unequal lengths: without the wait this run would end."""
+    engine = FewTokensFirst(slow=lambda sample_id: 1 + sample_id % 3)
+    with producer_of(
+        engine, rollout_batch_size=12, num_rollout=3, rollout_max_concurrency=8
+    ) as producer:
+        samples = trained(producer, steps=2)
+        assert producer.stats()["retracted_answers"] > 5
+    assert len(samples) == 48 and all(s.num_retractions == 0 for s in samples)
+    tries = [ahead for ahead in engine.ahead.values() if len(ahead) > 1]
+    assert tries and all(len(ahead) == 2 and ahead[1] < 4 for ahead in tries)
+
+
+def test_rollouts_that_wait_for_room_go_on_one_by_one_and_after_a_pause():
+    """All places are taken by requests that were retracted."""
+    engine = SimulatedEngine(length=lambda _: 20, tick_s=0.002, retracted=lambda n: n < 4)
+    with producer_of(
+        engine, pause_generation_mode="in_place", rollout_max_concurrency=4
+    ) as producer:
+        with producer.quiesced():
+            time.sleep(0.1)
+        assert len(trained(producer)) == 4
+    assert producer.failure is None
