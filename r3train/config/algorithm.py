@@ -50,9 +50,9 @@ class AlgorithmSection(Section):
     title: ClassVar[str] = "Algorithm"
 
     advantage_estimator: str = "grpo"
-    """Rule that makes advantages of rewards: a name of docs/extending.md, or module:function."""
+    """Rule that makes advantages of rewards: a name of docs/algorithms.md, or module:function."""
     policy_loss: str = "ppo"
-    """Rule that makes a loss of advantages: a name of docs/extending.md, or module:function."""
+    """Rule that makes a loss of advantages: a name of docs/algorithms.md, or module:function."""
     grpo_std_normalization: bool = True
     """grpo: divide a group's centred rewards by their standard deviation."""
     gamma: float = Field(default=1.0, gt=0, le=1)

@@ -21,6 +21,7 @@ from r3train.rewards import REWARDS, get_reward
 from r3train.types import Prompt
 
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+RULES = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +79,6 @@ def test_the_policy_loss():
     assert new.grad.tolist() == [-2.0, 1.0, 0.0]
 
 
-def test_the_page_names_everything_that_is_registered():
+def test_the_pages_name_everything_that_is_registered():
     for name in (*ADVANTAGES, *POLICY_LOSSES, *REWARDS, *ENVIRONMENTS):
-        assert f"`{name}`" in PAGE
+        assert f"`{name}`" in PAGE + RULES
