@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 
@@ -32,6 +33,8 @@ class GroupStats:
     min: float
     max: float
     group_std_mean: float  # mean over groups of the sample std (ddof = 1)
+    # {k: pass@k} for k = 1, 2, 4, ... up to n, where all rewards are within 0 and 1; else empty
+    pass_at_k: dict[int, float]
 
 
 def group_stats(rewards: np.ndarray) -> GroupStats:
@@ -51,7 +54,26 @@ def group_stats(rewards: np.ndarray) -> GroupStats:
         min=float(rewards.min()),
         max=float(rewards.max()),
         group_std_mean=float(rewards.std(axis=1, ddof=ddof).mean()),
+        pass_at_k=pass_at_k(rewards),
     )
+
+
+def pass_at_k(rewards: np.ndarray) -> dict[int, float]:
+    """Estimate, for k = 1, 2, 4, ... up to n, the chance that one of k answers has a reward of 1.
+
+    rewards: float[G, n].  Of a group with c such answers: ``1 - C(n - c, k) / C(n, k)``, averaged over
+    groups.  Empty if a reward lies outside 0 to 1: it is no share of success.
+    Source: M. Chen et al., arXiv 2107.03374, equation 1.
+
+    >>> pass_at_k(np.array([[1.0, 0.0, 0.0, 0.0]]))
+    {1: 0.25, 2: 0.5, 4: 1.0}
+    """
+    if rewards.min() < 0 or rewards.max() > 1:
+        return {}
+    n = rewards.shape[1]
+    failed = (rewards < 1).sum(axis=1).tolist()
+    powers = [1 << i for i in range(n.bit_length())]
+    return {k: float(np.mean([1 - comb(f, k) / comb(n, k) for f in failed])) for k in powers}
 
 
 def _checked(rewards: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from r3train.algo.reward_stats import GroupStats
-from r3train.types import TrainSample
+from r3train.types import RolloutSample, TrainSample
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class RolloutReport:
 def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> dict[str, Any]:
     """Rewards, lengths, staleness of one rollout."""
     lengths = np.array([s.sample.response_len for s in samples])
+    prompts = np.array([s.sample.prompt_len for s in samples])
+    truncated = sum(s.sample.finish_reason == "length" for s in samples)
     # tokens of the prompt and of an environment have version -1: no weights generated them
     oldest = [
         int(s.sample.weight_versions[s.sample.loss_mask].min(initial=1 << 30)) for s in samples
@@ -42,9 +44,16 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/zero_variance_groups": groups.num_zero_variance,
         "rollout/num_groups": groups.num_groups,
         "rollout/num_samples": len(samples),
+        **{f"rollout/pass_at_{k}": share for k, share in groups.pass_at_k.items()},
         "rollout/response_len_mean": float(lengths.mean()),
+        "rollout/response_len_median": float(np.median(lengths)),
+        "rollout/response_len_max": int(lengths.max()),
+        "rollout/prompt_len_mean": float(prompts.mean()),
+        "rollout/prompt_len_max": int(prompts.max()),
+        "rollout/repetition": float(np.mean([repetition(s.sample) for s in samples])),
         "rollout/tokens": int(lengths.sum()),
-        "rollout/truncated": sum(s.sample.finish_reason == "length" for s in samples),
+        "rollout/truncated": truncated,
+        "rollout/truncated_share": truncated / len(samples),
         "rollout/aborted": sum(s.sample.finish_reason == "abort" for s in samples),
         "rollout/staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
         "rollout/staleness_max": max(staleness, default=0),
@@ -54,6 +63,17 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/spanning_samples": sum(_num_versions(s) > 1 for s in samples),
         **histogram,
     }
+
+
+def repetition(sample: RolloutSample) -> float:
+    """The share of the response's runs of 4 tokens that stood in it before; 0 below 4 tokens."""
+    tokens = sample.token_ids[sample.prompt_len :].astype(np.uint64)
+    if len(tokens) < 4:
+        return 0.0
+    # one number a run: products wrap around mod 2^64, and two runs hardly ever meet
+    factors = np.array([1, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+    runs = (np.lib.stride_tricks.sliding_window_view(tokens + np.uint64(1), 4) * factors).sum(1)
+    return 1 - len(np.unique(runs)) / len(runs)
 
 
 def _num_versions(s: TrainSample) -> int:

@@ -5,7 +5,9 @@ Keys are grouped by a slash.  The plot and the console read these:
 | key | meaning |
 |---|---|
 | rollout/reward_mean, reward_min, reward_max | over the samples of the step |
-| rollout/response_len_mean, rollout/tokens | response tokens a sample; tokens generated |
+| rollout/pass_at_1, _2, _4, ... | of the step's groups, where rewards are within 0 and 1: a reward of 1 passes |
+| rollout/response_len_mean, _median, _max, rollout/tokens | response tokens a sample; tokens generated |
+| rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
 | rollout/zero_variance_groups | groups that taught nothing |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |

@@ -73,6 +73,7 @@ def test_group_stats_equal_the_hand_worked_batch():
         min=0.0,
         max=1.0,
         group_std_mean=pytest.approx(math.sqrt(0.5) / 3),
+        pass_at_k={1: 0.5, 2: pytest.approx(2 / 3)},
     )
 
 

@@ -1,0 +1,56 @@
+"""Numbers of a rollout, through the function that the loop calls."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.algo.rollouts import sample, scored
+
+from r3train.algo.reward_stats import group_stats
+from r3train.config.algorithm import AlgorithmSection
+from r3train.loop.prepare import train_samples
+from r3train.loop.report import RolloutReport, rollout_metrics
+
+
+def metrics(groups):
+    samples, stats = train_samples(groups, AlgorithmSection(), 8)
+    return rollout_metrics(RolloutReport(0, stats), samples)
+
+
+def test_pass_at_k_counts_answers_with_a_reward_of_1():
+    got = metrics(scored([[1.0, 0.0, 0.0, 0.5], [1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]))
+    # one of four passes: 1/4, 1/2, 1; two of four: 1/2, 5/6, 1
+    assert got["rollout/pass_at_1"] == pytest.approx((1 / 4 + 1 / 2) / 3)
+    assert got["rollout/pass_at_2"] == pytest.approx((1 / 2 + 5 / 6) / 3)
+    assert got["rollout/pass_at_4"] == pytest.approx(2 / 3)
+    assert "rollout/pass_at_8" not in got
+
+
+@pytest.mark.parametrize("other", [-0.1, 1.5])
+def test_rewards_beyond_0_to_1_are_no_passes(other):
+    assert group_stats(np.array([[1.0, other]])).pass_at_k == {}
+
+
+def test_lengths_and_truncated_answers():
+    groups = [
+        [(sample(0, 2), 0.0), (sample(1, 4), 0.0)],
+        [(sample(2, 5), 0.0), (sample(3, 9), 1.0)],
+    ]
+    cut = [(replace(s, finish_reason="length"), reward) for s, reward in groups[1]]
+    got = metrics([groups[0], cut])
+    assert (got["rollout/response_len_median"], got["rollout/response_len_max"]) == (3.5, 8)
+    assert (got["rollout/prompt_len_mean"], got["rollout/prompt_len_max"]) == (1.0, 1)
+    assert (got["rollout/truncated"], got["rollout/truncated_share"]) == (2, 0.5)
+
+
+def test_repetition_is_the_share_of_runs_of_four_that_came_before():
+    def repeated(*response):
+        tokens = np.array([99, *response], np.int32)
+        one = replace(sample(0, len(tokens)), token_ids=tokens)
+        return metrics([[(one, 0.0), (replace(one, sample_id=1), 0.0)]])["rollout/repetition"]
+
+    assert repeated(1, 2, 3) == 0.0
+    assert repeated(1, 2, 3, 4, 5, 6) == 0.0
+    assert repeated(7, 7, 7, 7, 7, 7) == pytest.approx(2 / 3)  # three runs, one kind
+    assert repeated(1, 2, 3, 4, 1, 2, 3, 4) == pytest.approx(1 / 5)
+    assert repeated(4, 3, 2, 1, 1, 2, 3, 4) == 0.0  # order matters
