@@ -84,6 +84,7 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
     attempt(settings, check_overrides, config)
     replay = config.replay.use_rollout_routing_replay
     attempt(settings, lambda: check_server_flags(config.rollout.sglang, replay=replay))
+    attempt(settings, check_layers_here, config)
     # refuses a key that HTTP cannot send
     api_key = attempt("key of the servers", engine_api_key, os.environ)
     if ask_servers and config.has_engines:
@@ -126,6 +127,16 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
                 control.require_exact_boundaries()
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None
+
+
+def check_layers_here(config: RunConfig) -> None:
+    """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
+    import torch
+
+    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+
+    if torch.cuda.is_available():  # a login node without a device is no reason to refuse
+        uses_transformer_engine(config.model.attention_backend, on_cuda=True)
 
 
 def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:

@@ -36,6 +36,31 @@ def prepare_device() -> torch.device:
     return torch.device("cpu")
 
 
+def uses_transformer_engine(attention_backend: str, *, on_cuda: bool) -> bool:
+    """Return True if the actor is built of Transformer Engine's layers.
+
+    The local layers are for a CPU: on CUDA their attention and their router fail.
+    Raises ValueError where the asked layers are not to be had on this device.
+    """
+    if attention_backend == "local" or (attention_backend == "auto" and not on_cuda):
+        if on_cuda:
+            raise ValueError(
+                "--attention-backend local: these layers run on a CPU alone, and a CUDA device is"
+                " here; take te, or hide the device (CUDA_VISIBLE_DEVICES=)"
+            )
+        return False
+    try:
+        # its core installs without the part for torch, and that part without its compiled library
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # a broken build raises whatever its loader does
+        where = " on a CUDA device" if on_cuda else ""
+        raise ValueError(
+            f"--attention-backend {attention_backend}{where} needs transformer_engine.pytorch, which"
+            f" does not import ({type(error).__name__}: {error}); docs/dependencies.md says how to install it"
+        ) from error
+    return True
+
+
 def _install() -> None:
     # The rule table of dynamo must be built from the real torch.cuda (torch.optim imports it).
     import torch._dynamo  # noqa: F401

@@ -17,13 +17,7 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel import ParallelSection
 from r3train.trainer.megatron import hf_bridge
-
-try:
-    import transformer_engine  # noqa: F401
-
-    HAVE_TE = True
-except ImportError:
-    HAVE_TE = False
+from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 
 
 @dataclass
@@ -43,11 +37,11 @@ class Model:
 def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Model:
     """Build this rank's chunks and load the weights of ``config.model.hf_checkpoint``.
 
-    Raises ValueError for --attention-backend te without Transformer Engine, and for a model family
-    that mbridge does not know.
+    Raises ValueError as ``uses_transformer_engine`` does, and for a model family that mbridge does
+    not know.
     """
     model, parallel = config.model, config.parallel
-    use_te = _use_transformer_engine(model.attention_backend, device)
+    use_te = uses_transformer_engine(model.attention_backend, on_cuda=device.type == "cuda")
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     overrides = _transformer_overrides(config, hf, use_te, device)
     bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
@@ -103,15 +97,6 @@ def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -
         for name, p in chunk.named_parameters():
             if ".mlp.experts." in name:
                 p.allreduce = False
-
-
-def _use_transformer_engine(backend: str, device: torch.device) -> bool:
-    if backend == "te" and not HAVE_TE:
-        raise ValueError(
-            "--attention-backend te: Transformer Engine is not installed; install the gpu extra or "
-            "use --attention-backend local"
-        )
-    return backend == "te" or (backend == "auto" and HAVE_TE and device.type == "cuda")
 
 
 def _transformer_overrides(

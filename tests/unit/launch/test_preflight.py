@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import train_async
@@ -81,3 +82,20 @@ def test_all_faults_are_told_at_once(tiny):
     assert result.exit_code == 2
     for fault in ("world size 3 does not divide", "--sglang-foo", "--rm-type"):
         assert fault in result.output
+
+
+@pytest.mark.parametrize("backend", ["auto", "te", "local"])
+def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
+    backend, tiny, tmp_path, monkeypatch
+):
+    # installed without its part for torch, as pip leaves it where that part was not compiled
+    (tmp_path / "transformer_engine").mkdir()
+    (tmp_path / "transformer_engine/__init__.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    flags = ["--dry-run", "--attention-backend", backend]
+    assert start(tiny, *flags).exit_code == 0  # a login node has no device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    result = start(tiny, *flags)
+    assert result.exit_code == 2, result.output
+    named = "hide the device" if backend == "local" else "transformer_engine.pytorch"
+    assert f"--attention-backend {backend}" in result.output and named in result.output

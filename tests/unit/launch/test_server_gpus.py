@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,6 +19,8 @@ from tests.unit.own_servers import servers_of_rank_0
 def node(monkeypatch):
     """``node(gpus, ranks)`` is a node with so many GPUs visible and so many ranks of torchrun."""
     monkeypatch.setattr(SGLangServer, "start", lambda self: self)
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
 
     def of(gpus: int, ranks: int | None = None) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
