@@ -1,7 +1,7 @@
 """Unmodified megatron-core on a CPU with gloo.
 
-``prepare_device()`` must run before the first ``import megatron.core``.  With CUDA it does nothing.
-Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1 by CPU equivalents.  Each function
+``prepare_device()`` must run before the first ``import megatron.core``.  With CUDA it gives this rank
+its device.  Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1 by CPU equivalents.  Each function
 here says what breaks without it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,9 +23,11 @@ _installed = False
 def prepare_device() -> torch.device:
     """Return the device of this rank; without CUDA, adapt megatron-core first.
 
-    It may be called again.  Returns ``cuda:LOCAL`` (the current device) or ``cpu``.
+    It may be called again.  Returns ``cuda:LOCAL_RANK``, which is then the current device, or ``cpu``.
+    Without torchrun's LOCAL_RANK it is ``cuda:0``.
     """
     if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
     global _installed
     if not _installed:

@@ -19,8 +19,6 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
 
     backend: gloo, nccl, or auto (nccl with CUDA).  Beside NCCL, a gloo group serves host tensors.
     """
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if backend == "auto":
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
