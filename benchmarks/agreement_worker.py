@@ -61,7 +61,7 @@ def main() -> None:
         parallel_state.destroy_model_parallel()
     if dist.get_rank() == 0:
         arguments.output.write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+    topology.shutdown()
 
 
 def measure(job: Job, samples: Sequence) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -95,7 +95,7 @@ def of_gloo_ranks(world_size: int, work: Callable[..., Any], *given: Any) -> Any
     spawn = multiprocessing.get_context("spawn")
     results = spawn.Queue()
     with tempfile.TemporaryDirectory() as directory:
-        group = (world_size, f"file://{directory}/store")
+        group = (world_size, f"{directory}/store")
         ranks = [
             spawn.Process(target=_gloo_rank, args=(rank, *group, results, work, given), daemon=True)
             for rank in range(world_size)
@@ -114,13 +114,16 @@ def _gloo_rank(
     import torch
     import torch.distributed as dist
 
+    from r3train.host_group import join_ranks, leave_ranks
+
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    files = dist.FileStore(store, world_size)
+    join_ranks("gloo", files, rank, world_size, timeout=timedelta(minutes=30))
     result = work(rank, *given)
     if rank == 0:
         results.put(result)
     dist.barrier()
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 @contextmanager
@@ -131,9 +134,9 @@ def counted_sends() -> Iterator[Counter[int]]:
     sent: Counter[int] = Counter()
     isend = dist.isend
 
-    def counting(message: Any, dst: int) -> Any:
+    def counting(message: Any, dst: int, group: Any) -> Any:
         sent[dst] += message.numel() * message.element_size()
-        return isend(message, dst=dst)
+        return isend(message, dst=dst, group=group)
 
     with mock.patch.object(dist, "isend", counting):
         yield sent

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Generator, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -190,6 +191,7 @@ def _actor_log_probs(
     """An actor's log-probs of every text, float32[T] by name; it has ended when this returns."""
     import torch
 
+    from r3train.host_group import join_ranks
     from r3train.launch.actor import build_actor
     from r3train.launch.job import preflight
     from r3train.launch.resume import ResumePoint
@@ -199,8 +201,7 @@ def _actor_log_probs(
     job = preflight(_alone(config), 1)
     with tempfile.TemporaryDirectory() as directory:
         store = torch.distributed.FileStore(str(Path(directory) / "store"), 1)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+        join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
         try:
             actor = build_actor(job, device, ResumePoint())
             return {

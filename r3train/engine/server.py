@@ -179,12 +179,15 @@ class SGLangServer:
         It holds the key, and for gloo the network interface of the server's host, unless
         GLOO_SOCKET_IFNAME names one.
         """
+        from r3train.host_group import set_nccl_defaults  # imports torch
+
         env = {
             key: value
             for key, value in os.environ.items()
             if key not in _TORCHRUN_NAMES and not key.startswith(_TORCHRUN_PREFIXES)
         }
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        set_nccl_defaults(env)  # as in the ranks, on the weight group's other side
         env.pop(ENGINE_KEY_VARIABLE, None)
         if self.api_key:
             env[ENGINE_KEY_VARIABLE] = self.api_key

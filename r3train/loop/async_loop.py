@@ -26,11 +26,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
-
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
+from r3train.host_group import host_barrier
 from r3train.proof.check import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
@@ -129,7 +128,7 @@ class AsyncLoop:
                 keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
             except FloatingPointError:
                 self._report(rollout_id, metrics)
-                dist.barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
+                host_barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
                 raise
             if failed == "threshold":  # every route was replayed: the weights are as they should be
                 cause = verdict.threshold_error if verdict is not None else ""

@@ -1,7 +1,6 @@
 """Send microbatches and slices to the ranks that need them, and small facts between all ranks.
 
-Nothing is pickled: a message is a JSON header and the raw bytes of its arrays, over the default
-group's CPU (gloo) side.
+Nothing is pickled: a message is a JSON header and the raw bytes of its arrays, over the host group.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.host_group import host_group
 from r3train.layout.microbatch import slice_microbatch
 from r3train.types import MicroBatch, RankSlice, RankTopology, TokenLayout
 
@@ -76,11 +76,11 @@ class PendingMessages:
     """Messages being sent; it holds their bytes until ``wait``."""
 
     def __init__(self, message_of_rank: Mapping[int, np.ndarray]):
-        self._pending = []
+        self._pending, group = [], host_group()
         for rank, content in message_of_rank.items():
             message = torch.from_numpy(content)
-            dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank)
-            self._pending.append((dist.isend(message, dst=rank), message))
+            dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank, group=group)
+            self._pending.append((dist.isend(message, dst=rank, group=group), message))
 
     def wait(self) -> None:
         """Return once all messages have been received."""
@@ -91,9 +91,9 @@ class PendingMessages:
 def _received(source: int) -> np.ndarray:
     """A message of ``PendingMessages``: uint8[bytes]."""
     size = torch.empty(1, dtype=torch.int64)
-    dist.recv(size, src=source)
+    dist.recv(size, src=source, group=host_group())
     message = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(message, src=source)
+    dist.recv(message, src=source, group=host_group())
     return message.numpy()
 
 
@@ -163,10 +163,10 @@ def broadcast_json(value: Any) -> Any:
     if dist.get_rank() == 0:
         data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
         size[0] = data.numel()
-    dist.broadcast(size, src=0)
+    dist.broadcast(size, src=0, group=host_group())
     if dist.get_rank() != 0:
         data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0)
+    dist.broadcast(data, src=0, group=host_group())
     return json.loads(data.numpy().tobytes())
 
 
@@ -196,9 +196,9 @@ def gather_json(value: Any) -> list[Any]:
     """Gather every rank's JSON-able value, by rank; all ranks get the list."""
     mine = json.dumps(value).encode()
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]))
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=host_group())
     longest = int(max(sizes))
     padded = torch.frombuffer(bytearray(mine.ljust(longest)), dtype=torch.uint8)
     texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(dist.get_world_size())]
-    dist.all_gather(texts, padded)
+    dist.all_gather(texts, padded, group=host_group())
     return [json.loads(text.numpy().tobytes()) for text in texts]

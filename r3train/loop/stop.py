@@ -15,6 +15,8 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from r3train.host_group import host_group
+
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -75,5 +77,5 @@ class StopSignal:
     def agreed(self) -> bool:
         """True on all ranks once any rank was told to stop; a collective."""
         flag = torch.tensor([self._received is not None], dtype=torch.int32)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=host_group())
         return bool(flag.item())

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.host_group import host_group
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
 
@@ -62,7 +63,7 @@ def actor_log_probs(
             if s.microbatch_id in log_probs and len(rows):
                 found = log_probs[s.microbatch_id].float().cpu()
                 out[torch.from_numpy(s.positions[rows]) + 1] = found[torch.from_numpy(rows)]
-    dist.all_reduce(out)
+    dist.all_reduce(out, group=host_group())
     return out.numpy()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from r3train.host_group import host_group
 from r3train.proof.check import judge, step_line, StepExpectation, StepTotals, StepVerdict
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import ReplayEvidence, RouteShape
@@ -30,7 +31,7 @@ def prove_step(
     for record in records:
         own.add(record)
     table = torch.from_numpy(own.to_table(passes))
-    dist.all_reduce(table)
+    dist.all_reduce(table, group=host_group())
     if expectation is None:
         return None
     totals = StepTotals.of_table(table.numpy(), passes, shape)

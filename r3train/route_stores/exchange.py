@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from r3train.host_group import host_group
 from r3train.loop.prepare import Prepared, data_rank_of_samples
 from r3train.loop.recorded import Recorded, decoded_rows
 from r3train.loop.scatter import (
@@ -145,7 +146,7 @@ class RouteExchange:
         if self._recorded is not None:
             own = self._recorded.result()
         table = torch.from_numpy(own.table())
-        dist.all_reduce(table)
+        dist.all_reduce(table, group=host_group())
         return Recorded.of_table(table.numpy(), self._moe_layers)
 
     def metrics(self) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class RouteExchange:
             self._before = {name: counts[name] for name in self._before}
             values = [counts["held_bytes"], *since]
         largest = torch.tensor([*values, self._exchange_s], dtype=torch.float64)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=host_group())
         held, wire, fetched, exchange_s = largest.tolist()
         return {
             "perf/route_store_held_bytes_max": int(held),

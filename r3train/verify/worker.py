@@ -38,12 +38,13 @@ from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.replay import ReplaySection  # noqa: E402
 from r3train.config.rollout import RolloutSection  # noqa: E402
 from r3train.config.trainer import TrainerSection  # noqa: E402
+from r3train.host_group import host_group  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.loop.prepare import Plant, prepare  # noqa: E402
 from r3train.loop.routes import RoutesOnRank0  # noqa: E402
-from r3train.loop.scatter import broadcast_json, gather_topologies  # noqa: E402
+from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies  # noqa: E402
 from r3train.proof.check import StepExpectation  # noqa: E402
 from r3train.proof.live import prove_step  # noqa: E402
 from r3train.proof.writer import EvidenceWriter  # noqa: E402
@@ -263,8 +264,7 @@ def run_cases(cases: Sequence[Case]) -> None:
         except Exception as e:  # noqa: BLE001 - a mutation may raise anything; it is the verdict
             error = f"{type(e).__name__}: {e}"
             traceback.print_exc()
-        errors: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(errors, error)
+        errors = gather_json(error)
         if dist.get_rank() == 0:
             status = dict(error=next(filter(None, errors), ""), seconds=time.monotonic() - started)
             (Path(case.output) / "status.json").write_text(json.dumps(status))
@@ -285,7 +285,7 @@ def drop_gradient_hooks(actor: MegatronActor) -> None:
 
 
 def leave_model_parallel() -> None:
-    """Forget the topology and close its process groups; the world stays.
+    """Forget the topology and close its process groups; those of all ranks stay.
 
     Megatron forgets its groups without closing them, and every gloo group holds threads.  Joining
     the world anew is no way out: torchrun's store still holds the addresses of the first time.
@@ -293,7 +293,7 @@ def leave_model_parallel() -> None:
     parallel_state.destroy_model_parallel()
     gc.collect()
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group not in (dist.group.WORLD, host_group()):
             dist.destroy_process_group(group)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.measure import counted_sends
 from r3train.config import RunConfig
+from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
 from r3train.loop.routes import RoutesOnRank0
@@ -219,13 +221,14 @@ def same_records(a: Recorded, b: Recorded) -> bool:
 
 def main() -> None:
     directory, corrupt = Path(sys.argv[1]), "--corrupt" in sys.argv
-    dist.init_process_group("gloo")
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    join_ranks("gloo", store, rank, world_size, timeout=timedelta(minutes=3))
     names = ["dp4"] if corrupt else list(TOPOLOGIES)
     found = {name: check(name, np.uint8, corrupt, 1) for name in names}
     if not corrupt:
         found["dp4_uint16_two_steps"] = check("dp4", np.uint16, False, 2)
     (directory / f"rank_{dist.get_rank()}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 import train_async
 from r3train.config.parallel import ParallelSection
+from r3train.engine.server import SGLangServer
 from r3train.loop import scatter
 from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -19,6 +21,7 @@ prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 from r3train.trainer.megatron import topology  # noqa: E402
 
 NUM_RANKS = 8
+CUMEM = "NCCL_CUMEM_ENABLE"
 
 
 @pytest.fixture
@@ -30,7 +33,7 @@ def node(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda d: setattr(current, "device", int(d)))
 
     def join(backend, **_):
-        current.joined.append((backend, current.device))
+        current.joined.append((backend, current.device, os.environ.get(CUMEM)))
 
     def become(local_rank):
         current.device = 0
@@ -41,6 +44,7 @@ def node(monkeypatch):
 
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(dist, "new_group", lambda **facts: join(facts["backend"]))
+    monkeypatch.delenv(CUMEM, raising=False)
     yield SimpleNamespace(become=become, joined=current.joined)
 
 
@@ -65,6 +69,10 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         node.become(rank)
         assert train_async.run(SimpleNamespace(config=config), rank) == 1
     assert trained_on == [(i, torch.device("cuda", i), i) for i in range(NUM_RANKS)]
+    # the group of the device is made when the rank has its device; the host's group is beside it
+    assert node.joined == [
+        g for i in range(NUM_RANKS) for g in (("nccl", i, "0"), ("gloo", i, "0"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -80,3 +88,17 @@ def test_every_rank_of_a_worker_has_its_own_device(module, node, monkeypatch):
     finally:
         monkeypatch.undo()
         importlib.reload(worker)
+
+
+@pytest.mark.parametrize("users", [None, "1"])
+def test_ranks_and_servers_agree_on_cumem_before_the_first_communicator(users, node, monkeypatch):
+    if users is not None:
+        monkeypatch.setenv(CUMEM, users)
+    node.become(0)
+    topology.init_distributed("auto", 1)
+    ranks_see = {value for _, _, value in node.joined}
+    monkeypatch.delenv(CUMEM)
+    if users is not None:
+        monkeypatch.setenv(CUMEM, users)
+    servers_see = SGLangServer("model", "log", device="cuda").environment()[CUMEM]
+    assert ranks_see == {servers_see} == {users or "0"}

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3train.config.checkpoint import CheckpointSection
+from r3train.host_group import host_barrier
 from r3train.trainer.megatron import rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.write_results import WriteResults
@@ -116,7 +117,7 @@ class Checkpointer:
                 if dist.get_rank() == 0 and write_extra is not None:
                     self._renew(final, write_extra)
             finally:
-                dist.barrier()  # rank 0 may read the routes of samples from the other ranks' stores
+                host_barrier()  # rank 0 may read the routes of samples from the other ranks' stores
             return
         temporary = final.with_suffix(".tmp")
         self._writing = temporary
@@ -127,7 +128,7 @@ class Checkpointer:
                 _write_state(temporary, next_rollout_id, self._actor, facts)
                 if write_extra is not None:
                     write_extra(temporary)
-            dist.barrier()
+            host_barrier()
             rng.save(temporary, dist.get_rank())
             self._actor.gather_parameters()
             request = dist_checkpointing.save(
@@ -172,7 +173,7 @@ class Checkpointer:
 
     def _switch(self, final: Path) -> None:
         """End a save: rename the checkpoint, set the pointer, remove old ones."""
-        dist.barrier()
+        host_barrier()
         if dist.get_rank() == 0:
             assert self._writing is not None
             _sync_tree(self._writing)
@@ -183,7 +184,7 @@ class Checkpointer:
                 for old in upto[:-keep_last]:
                     _remove(old)
         self._writing = None
-        dist.barrier()
+        host_barrier()
 
     def _failure(self, error: BaseException) -> CheckpointError:
         """Remove the failed checkpoint; returns the error, which names the one that is left."""
@@ -335,4 +336,4 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
             " begins from the seed",
             checkpoint,
         )
-    torch.distributed.barrier()
+    host_barrier()

@@ -48,7 +48,9 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     chunks: list[torch.nn.Module] = []
     for stage in range(parallel.virtual_pipeline_model_parallel_size or 1):
         vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
-        chunks.append(_build_chunk(bridge, vp_stage, use_te))
+        # moved first: the bridge scatters weights over the device's groups, and Megatron makes the
+        # router's on the host
+        chunks.append(_build_chunk(bridge, vp_stage, use_te).to(device))
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -62,7 +64,6 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     wrapped = []
     for i, chunk in enumerate(chunks):
         _mark_expert_parameters(chunk, parallel)
-        chunk = chunk.to(device)
         if model.bf16:
             chunk = _in_bf16(bridge.config, chunk)
         wrapped.append(

@@ -26,7 +26,7 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.shards_optimizer,
     )
-    return get_megatron_optimizer(settings, chunks)
+    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -6,28 +6,26 @@ import os
 from dataclasses import replace
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
 from r3train.config.parallel import ParallelSection
+from r3train.host_group import join_ranks, leave_ranks
 from r3train.types import RankTopology
 
 
 def init_distributed(backend: str, timeout_minutes: float) -> None:
     """Join torchrun's rendezvous; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    backend: gloo, nccl, or auto (nccl with CUDA).  Beside NCCL, a gloo group serves host tensors.
+    backend: of the default group, see ``join_ranks``.
     """
-    if backend == "auto":
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     timeout = timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     # torchrun (torch 2.13) keeps its store over --max-restarts.  Without a prefix of their own, the
     # new ranks would find the addresses of the dead ones in it.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    join_ranks(backend, store, rank, world_size, timeout=timeout)
 
 
 def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
@@ -42,6 +40,7 @@ def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        create_gloo_process_groups=False,  # nothing that we use of Megatron's asks for them
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
     return RankTopology(
@@ -75,4 +74,4 @@ def shutdown() -> None:
     """Leave every process group, if any was joined."""
     if dist.is_initialized():
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
+        leave_ranks()

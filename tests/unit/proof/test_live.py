@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
+from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
 from r3train.proof.check import StepTotals
 from r3train.proof.live import prove_step
@@ -18,10 +20,9 @@ from tests.unit.evidence_dirs import expectation_of, PASSES, records_of, SHAPE, 
 @pytest.fixture
 def one_rank(tmp_path, caplog):
     caplog.set_level(logging.CRITICAL)
-    store = f"file://{tmp_path / 'store'}"
-    dist.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    join_ranks("gloo", dist.HashStore(), 0, 1, timeout=timedelta(seconds=60))
     yield
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from r3train.trainer.megatron import checkpoint, rng  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
-    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(checkpoint, "host_barrier", lambda: None)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
