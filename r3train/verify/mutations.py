@@ -693,11 +693,11 @@ def eps_clip_high_not_handed_over(config, hf):
 
 
 @plants_rule("no importance weights between engine and actor")
-@replaces(policy_loss, "truncated_importance_weights")
-def use_tis_not_handed_over(original, old, rollout, mask, *bounds):
+@replaces(policy_loss, "rollout_weights")
+def use_tis_not_handed_over(original, rows, algorithm):
     # the metrics stay: a missing one would be found too easily
-    weights, sums = original(old, rollout, mask, *bounds)
-    return mask.to(weights.dtype), sums
+    _, sums = original(rows, algorithm)
+    return None, sums
 
 
 @plants_rule("advantages are divided by their group's std though the setting is off")

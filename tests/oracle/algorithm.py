@@ -54,7 +54,19 @@ class Rule:
     overlong_penalty_factor: float = 1.0
     length_penalty_coef: float = 0.0
     mask_truncated: bool = False
+    loss_aggregation: str = "token-mean"
     policy_loss: str = "ppo"
+    eps_clip_c: float | None = None
+    dppo_delta: float = 0.2
+    ratio_anchor: str = "old"
+    kl_loss_type: str = "k3"
+    use_unbiased_kl: bool = False
+    rollout_is: str = "none"
+    rollout_is_mode: str = "truncate"
+    rollout_rs: tuple[str, ...] = ()
+    rollout_rs_threshold: tuple[str, ...] = ()
+    opsm_delta: float | None = None
+    min_ess: float = 0.0
 
     def flags(self) -> list[str]:
         out = []
@@ -62,6 +74,8 @@ class Rule:
             flag = name.replace("_", "-")
             if isinstance(value, bool):
                 out.append(f"--{flag}" if value else f"--no-{flag}")
+            elif isinstance(value, tuple):
+                out += [f"--{flag}", *value] if value else []
             elif value is not None:
                 out += [f"--{flag}", str(value)]
         return out
@@ -101,7 +115,7 @@ class Expected:
     weights: Weights = field(default_factory=dict)
     metrics: list[dict[str, float]] = field(default_factory=list)
     scales: list[dict[str, float]] = field(default_factory=list)
-    # the smallest distance of a token's ratio or importance weight from a bound that clips it
+    # the smallest distance of a value from a bound that decides something, relative to the bound
     margin: float = math.inf
 
 
@@ -222,7 +236,7 @@ def total_norm(gradients: Weights) -> float:
 
 @dataclass
 class Rows:
-    """The trained tokens of a step, float64[N] each; ``new`` and ``entropy`` carry the gradient."""
+    """The trained tokens of one sample, float64[T] each; ``new`` and ``entropy`` carry the gradient."""
 
     new: Tensor
     entropy: Tensor
@@ -232,46 +246,189 @@ class Rows:
     advantage: Tensor
 
 
-def loss_of(rows: Rows, rule: Rule) -> tuple[Tensor, dict[str, Tensor], float]:
-    """The mean loss; every metric's terms, float64[N]; the smallest distance from a clipping bound.
+class Bounds:
+    """Notes how near a value comes to a bound that decides something."""
 
-    PPO with two bounds (arXiv 1707.06347 equation 7, 2503.14476), k3 (2402.03300 equation 4),
-    importance weights of trainer over engine held within their bounds.
+    def __init__(self):
+        self.margin = math.inf
+
+    def near(self, values: Tensor, *bounds: float) -> None:
+        for bound in bounds:
+            if 0 < abs(bound) < math.inf and values.numel():
+                nearest = float((values.detach() - bound).abs().min()) / abs(bound)
+                self.margin = min(self.margin, nearest)
+
+
+def policy_terms(rows: Rows, rule: Rule, bounds: Bounds) -> tuple[Tensor, Tensor, Tensor]:
+    """The policy loss of each row, the ratio that it takes, and the rows that it clips or drops.
+
+    ppo (arXiv 1707.06347 equation 7, two bounds as in 2503.14476, dual clip 1912.09729), gspo (the
+    token form of 2507.18071), cispo (2506.13585), dppo (2602.04879 and prime-rl's square).
     """
-    r, a = (rows.new - rows.old).exp(), rows.advantage
-    low, high = 1 - rule.eps_clip, 1 + rule.eps_clip_high
+    a, name = rows.advantage, rule.policy_loss
+    low, high = max(1 - rule.eps_clip, 0.0), 1 + rule.eps_clip_high
+    if name.startswith("dppo"):
+        p, q = rows.new.detach().exp(), rows.rollout.exp()
+        gap = rows.new - rows.rollout
+        apart = (p - q).abs()
+        if name == "dppo_kl":
+            apart = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+        away = ((a > 0) & (p > q)) | ((a < 0) & (p < q))
+        bounds.near(apart[away], rule.dppo_delta)
+        dropped = away & (apart > rule.dppo_delta)
+        kept = torch.where(dropped, 0.0, 1.0)
+        return -kept * a * gap.exp() + 1e-3 * gap**2, gap.exp(), dropped
+    anchor = rows.rollout if rule.ratio_anchor == "rollout" else rows.old
+    r = (rows.new - anchor).exp()
+    if name == "gspo":
+        whole = (rows.new - anchor).detach().mean().exp()
+        r = whole * (rows.new - rows.new.detach()).exp()
+    bounds.near(r[a != 0], low, high)
     inner = torch.where(r > high, high, torch.where(r < low, low, r))
-    surrogate = torch.where(inner * a < r * a, inner * a, r * a)
-    weight = (rows.old - rows.rollout).exp()
-    held = weight.clamp(rule.tis_clip_low, rule.tis_clip)
-    policy = -surrogate * held if rule.use_tis else -surrogate
-    kl = (rows.ref - rows.new).exp() - (rows.ref - rows.new) - 1
-    gap = (rows.old - rows.rollout).abs()
+    if name == "cispo":
+        weight = inner.detach()
+        return -weight * a * rows.new, r, weight != r
+    loss, clipped = torch.where(inner * a < r * a, -inner * a, -r * a), inner * a < r * a
+    if rule.eps_clip_c is not None:
+        bounds.near(r[a < 0], rule.eps_clip_c)
+        beyond = (a < 0) & (loss > -rule.eps_clip_c * a)
+        loss, clipped = torch.where(beyond, -rule.eps_clip_c * a, loss), clipped | beyond
+    return loss, r, clipped
+
+
+def importance(d: Tensor, rule: Rule) -> Tensor:
+    """The ratio of actor over engine that a row is weighted by, before its bounds."""
+    level = "token" if rule.use_tis else rule.rollout_is
+    if level == "sequence":
+        return torch.full_like(d, math.exp(float(d.sum())))
+    return torch.full_like(d, math.exp(float(d.mean()))) if level == "geometric" else d.exp()
+
+
+def rejected(d: Tensor, rule: Rule, bounds: Bounds) -> Tensor:
+    """The rows that --rollout-rs drops (verl's names); d = old - rollout."""
+    out = torch.zeros_like(d, dtype=torch.bool)
+    for name, text in zip(rule.rollout_rs, rule.rollout_rs_threshold, strict=True):
+        level, _, kind = name.rpartition("_")
+        value = {"k1": -d, "k2": d**2 / 2, "k3": d.exp() - 1 - d}[kind]
+        if level != "token":
+            one = {"seq_sum": value.sum(), "seq_mean": value.mean(), "seq_max": value.max()}[level]
+            value = one.expand_as(d)
+        limits = [float(part) for part in text.split("_")]
+        if kind == "k1":
+            limits = [
+                math.log(x) for x in (limits if len(limits) > 1 else (1 / limits[0], *limits))
+            ]
+        else:
+            limits = [-math.inf, *limits]
+        bounds.near(value, *limits)
+        out |= (value < limits[0]) | (value > limits[1])
+    return out
+
+
+def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
+    """The terms of one sample's rows by the name of the metric that they are the mean of."""
+    policy, ratio, clipped = policy_terms(rows, rule, bounds)
+    anchor = rows.rollout if rule.ratio_anchor == "rollout" else rows.old
+    d = rows.old - rows.rollout
+    bounds.near(d.abs(), math.log(2))
     terms = {
-        "loss": policy + rule.kl_loss_coef * kl - rule.entropy_coef * rows.entropy,
-        "pg_loss": policy,
-        "kl": kl,
-        "entropy": rows.entropy,
-        "ratio": r,
-        "ppo_kl": rows.old - rows.new,
-        "clip_share": inner * a < r * a,
+        "ratio": ratio,
+        "ppo_kl": anchor - rows.new,
+        "clip_share": clipped,
+        "log_prob_gap_mean": d.abs(),
+        "log_prob_gap_far_share": d.abs() > math.log(2),
         # of the engine's policy against the actor's: the engine drew the tokens
-        "log_prob_gap_k3": (rows.old - rows.rollout).exp() - (rows.old - rows.rollout) - 1,
-        "log_prob_gap_mean": gap,
-        "log_prob_gap_far_share": gap > math.log(2),
+        "log_prob_gap_k1": -d,
+        "log_prob_gap_k3": d.exp() - 1 - d,
+        "chi2_token": (2 * d).exp() - 1,
+        "importance": importance(d, rule),
     }
-    drawn = r.detach()[a != 0]
-    bounds = [(drawn, low), (drawn, high), (gap, math.log(2))]
-    if rule.use_tis:
-        terms |= {
-            "tis_weight": held,
-            "tis_ratio": weight,
-            "tis_clipped_high": weight > rule.tis_clip,
-            "tis_clipped_low": weight < rule.tis_clip_low,
-        }
-        bounds += [(weight, rule.tis_clip), (weight, rule.tis_clip_low)]
-    margin = min(float((x - b).abs().min()) for x, b in bounds if len(x))
-    return terms["loss"].mean(), {n: t.detach().double() for n, t in terms.items()}, margin
+    if rule.use_tis or rule.rollout_is != "none":
+        w = terms["importance"]
+        bounds.near(w, rule.tis_clip_low, rule.tis_clip)
+        above, below = w > rule.tis_clip, w < rule.tis_clip_low
+        held = w.clamp(rule.tis_clip_low, rule.tis_clip)
+        if rule.rollout_is_mode == "mask":
+            held = torch.where(above | below, 0.0, w)
+        terms |= {"tis_weight": held, "tis_ratio": w}
+        terms |= {"tis_clipped_high": above, "tis_clipped_low": below}
+        policy = policy * held
+    if rule.rollout_rs:
+        terms["rs_rejected_share"] = rejected(d, rule, bounds)
+        policy = torch.where(terms["rs_rejected_share"], 0.0, policy)
+    if rule.opsm_delta is not None:
+        moved = (rows.old - rows.new).detach().mean()
+        bounds.near(moved, rule.opsm_delta)
+        terms["opsm_dropped_share"] = (rows.advantage < 0) & (moved > rule.opsm_delta)
+        policy = torch.where(terms["opsm_dropped_share"], 0.0, policy)
+    x = rows.new - rows.ref
+    kl = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}
+    kl["k3+"] = kl["k3"].detach() + kl["k2"] - kl["k2"].detach()
+    terms["kl"] = kl[rule.kl_loss_type]
+    if rule.use_unbiased_kl:
+        terms["kl"] = (rows.new - rows.old).exp().detach() * terms["kl"]
+    terms |= {"pg_loss": policy, "entropy": rows.entropy}
+    terms["loss"] = policy + rule.kl_loss_coef * terms["kl"] - rule.entropy_coef * rows.entropy
+    return terms
+
+
+# the terms that --loss-aggregation weighs; the others are means over tokens
+_WEIGHED = ("loss", "pg_loss", "kl", "entropy")
+
+
+def loss_of(
+    samples: Sequence[Rows], rule: Rule, bounds: Bounds
+) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+    """The loss of a step, and every metric as (value, size of what it is a sum of).
+
+    samples: those with a trained token.
+    """
+    found = [sample_terms(rows, rule, bounds) for rows in samples]
+    count, tokens = len(samples), sum(len(rows.new) for rows in samples)
+    loss, metrics = torch.zeros(()), {}
+    for name in found[0]:
+        value = size = 0.0
+        for rows, terms in zip(samples, found):
+            share = 1 / tokens
+            if name in _WEIGHED:
+                share = {
+                    "token-mean": 1 / tokens,
+                    "seq-mean-token-mean": 1 / (count * len(rows.new)),
+                    "seq-mean-token-sum": 1 / count,
+                    "constant": 1 / (count * rule.rollout_max_response_len),
+                }[rule.loss_aggregation]
+            of_sample = terms[name].double() * share
+            loss = loss + of_sample.sum() if name == "loss" else loss
+            value += float(of_sample.detach().sum())
+            size += float(of_sample.detach().abs().sum())
+        metrics[name] = value, size
+    old, new, rollout = (
+        torch.cat([getattr(r, n) for r in samples]) for n in ("old", "new", "rollout")
+    )
+    # a difference of log-probs is as exact as they are
+    exactness = float((old.abs() + new.detach().abs()).mean())
+    differences = ("ppo_kl", "kl", "log_prob_gap_k1", "log_prob_gap_k3", "log_prob_gap_mean")
+    for name in differences:
+        metrics[name] = metrics[name][0], max(metrics[name][1], exactness)
+    ratios = torch.cat([terms["importance"] for terms in found])
+    del metrics["importance"]
+    perplexities = [
+        [math.exp(-float(getattr(rows, n).mean())) for rows in samples] for n in ("old", "rollout")
+    ]
+    actor, engine = (sum(p) / count for p in perplexities)
+    chi2 = [math.exp(2 * float((rows.old - rows.rollout).sum())) - 1 for rows in samples]
+    plain = {
+        "log_prob_gap_max": (float((old - rollout).abs().max()), float(old.abs().max())),
+        "ess": float(ratios.mean() ** 2 / (ratios**2).mean()),
+        "ppl_actor": actor,
+        "ppl_rollout": engine,
+        "ppl_ratio": actor / engine,
+        # the sum of a sample's gaps is as exact as its log-probs
+        "chi2_seq": (sum(chi2) / count, float(old.abs().max()) * sum(map(abs, chi2)) / count),
+        "num_loss_tokens": (tokens, 0.0),
+    }
+    metrics |= {n: v if isinstance(v, tuple) else (v, abs(v)) for n, v in plain.items()}
+    return loss, metrics
 
 
 def train(
@@ -315,7 +472,7 @@ def _step(
     rate: float,
 ) -> tuple[dict[str, tuple[float, float]], float, bool]:
     """One optimizer step: its metrics as (value, scale), its margin, and True unless it is skipped."""
-    rows, loads = [], {}
+    tables, loads, bounds = [], {}, Bounds()
     for sample, old, ref, advantage in batch:
         new, entropy, experts = predictions(weights, variant, sample, rule.rollout_temperature)
         for layer, chosen in experts.items():
@@ -324,36 +481,33 @@ def _step(
         kept = torch.from_numpy(sample.mask[1:])
         rollout = torch.from_numpy(sample.rollout_log_probs[1:]).double()
         of_token = torch.from_numpy(advantage[1:])
-        rows.append([x[kept] for x in (new, entropy, old, ref, rollout, of_token)])
-    table = Rows(*(torch.cat(column) for column in zip(*rows)))
-    loss, terms, margin = loss_of(table, rule)
+        if kept.any():
+            tables.append(Rows(*(x[kept] for x in (new, entropy, old, ref, rollout, of_token))))
+    loss, metrics = loss_of(tables, rule, bounds)
     moving = {n: w for n, w in weights.items() if w.requires_grad}
     got = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
     gradients = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(moving.items(), got)
     }
     low, high = NO_GRADIENT
-    broken = (low < table.advantage) & (table.advantage < high)
-    skipped = rule.policy_loss != "ppo" and bool(broken.any())
-    norm = math.nan if skipped else total_norm(gradients)
-    metrics = {n: (float(t.mean()), float(t.abs().mean())) for n, t in terms.items()}
-    # a difference of log-probs is as exact as they are
-    size = float((table.old.abs() + table.new.detach().abs()).mean())
-    for name in ("ppo_kl", "kl", "log_prob_gap_k3", "log_prob_gap_mean"):
-        metrics[name] = metrics[name][0], max(metrics[name][1], size)
-    largest = float((table.old - table.rollout).abs().max())
+    broken = [(low < t.advantage) & (t.advantage < high) for t in tables]
+    not_finite = ":" in rule.policy_loss and any(bool(rows.any()) for rows in broken)
+    ess = torch.tensor(metrics["ess"][0])
+    bounds.near(ess, rule.min_ess)
+    few = not not_finite and float(ess) < rule.min_ess
+    moves = not not_finite and not few
+    norm = total_norm(gradients) if moves else math.nan
     metrics |= {
-        "log_prob_gap_max": (largest, float(table.old.abs().max())),
-        "num_loss_tokens": (len(table.new), 0.0),
         "grad_norm": (norm, norm),
         "lr": (rate, rate),
-        "update_successful": (float(not skipped), 0.0),
-        "skipped_steps": (float(skipped), 0.0),
+        "update_successful": (float(moves), 0.0),
+        "skipped_steps": (float(not_finite), 0.0),
+        "low_ess_steps": (float(few), 0.0),
     }
-    if not skipped:
+    if moves:
         descent.step(weights, gradients, rate)
         _balance(weights, variant, loads)
-    return metrics, margin, not skipped
+    return metrics, bounds.margin, moves
 
 
 def _balance(weights: Weights, variant: ModelVariant, loads: dict[int, Tensor]) -> None:
@@ -374,7 +528,7 @@ def _joined(steps: Sequence[dict[str, tuple[float, float]]], which: str) -> dict
             out[name] = values[-1]
         elif name == "log_prob_gap_max":
             out[name] = max(values)
-        elif name in ("num_loss_tokens", "skipped_steps"):
+        elif name in ("num_loss_tokens", "skipped_steps", "low_ess_steps"):
             out[name] = sum(values)
         else:
             out[name] = sum(values) / len(values)

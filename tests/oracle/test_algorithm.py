@@ -66,25 +66,91 @@ EVERYTHING = Rule(
     adam_beta2=0.9,
     adam_eps=1e-5,
     mask_truncated=True,
+    loss_aggregation="seq-mean-token-mean",
+    eps_clip_c=1.04,
+    kl_loss_type="k2",
+    use_unbiased_kl=True,
+    rollout_rs=("token_k2", "seq_mean_k3"),
+    rollout_rs_threshold=("0.4", "0.12"),
+    opsm_delta=0.002,
 )
 RULES = {
     "everything": EVERYTHING,
     "sgd": replace(
         EVERYTHING,
         optimizer="sgd",
-        lr=0.5,
-        min_lr=0.1,
+        lr=0.2,
+        min_lr=0.05,
         lr_decay_style="linear",
         lr_warmup_iters=0,
         grpo_std_normalization=True,
         length_penalty_coef=0.4,
         overlong_buffer_len=8,
         overlong_penalty_factor=0.7,
+        loss_aggregation="constant",
+        clip_grad=0.0,
     ),
-    "rloo": replace(EVERYTHING, advantage_estimator="rloo", normalize_advantages=True),
-    "max_rl": replace(EVERYTHING, advantage_estimator="max_rl", use_tis=False, clip_grad=0.0),
-    "reinforce_plus_plus": replace(
-        EVERYTHING, advantage_estimator="reinforce_plus_plus", gamma=0.9, mask_truncated=False
+    "gspo": replace(
+        EVERYTHING,
+        advantage_estimator="rloo",
+        normalize_advantages=True,
+        policy_loss="gspo",
+        eps_clip=0.003,
+        eps_clip_high=0.005,
+        eps_clip_c=1.01,
+        use_tis=False,
+        rollout_is="sequence",
+        rollout_is_mode="mask",
+        tis_clip_low=0.2,
+        tis_clip=4.0,
+        rollout_rs=("seq_max_k2", "token_k3"),
+        rollout_rs_threshold=("0.5", "0.3"),
+        kl_loss_type="k1",
+    ),
+    "cispo": replace(
+        EVERYTHING,
+        advantage_estimator="max_rl",
+        policy_loss="cispo",
+        eps_clip_c=None,
+        use_tis=False,
+        rollout_is="geometric",
+        tis_clip_low=0.95,
+        tis_clip=1.05,
+        opsm_delta=None,
+        kl_loss_type="k3+",
+        loss_aggregation="seq-mean-token-sum",
+    ),
+    "anchor": replace(
+        EVERYTHING,
+        advantage_estimator="reinforce_plus_plus",
+        gamma=0.9,
+        mask_truncated=False,
+        use_tis=False,
+        ratio_anchor="rollout",
+        eps_clip=0.3,
+        eps_clip_high=0.4,
+        eps_clip_c=1.6,
+        rollout_rs=("seq_mean_k1", "seq_sum_k3"),
+        rollout_rs_threshold=("0.9_1.1", "2.5"),
+        kl_loss_type="k3",
+        use_unbiased_kl=False,
+        loss_aggregation="token-mean",
+    ),
+    "dppo_tv": replace(
+        EVERYTHING,
+        advantage_estimator="reinforce_plus_plus_baseline",
+        policy_loss="dppo_tv",
+        dppo_delta=0.002,
+        eps_clip_c=None,
+        use_tis=False,
+    ),
+    "dppo_kl": replace(
+        EVERYTHING,
+        policy_loss="dppo_kl",
+        dppo_delta=0.001,
+        eps_clip_c=None,
+        use_tis=False,
+        min_ess=0.85,
     ),
     "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
 }
@@ -103,16 +169,16 @@ class Job:
 
 
 JOBS = [
+    *(Job(name, rule=name) for name in RULES if name != "everything"),
     Job("one"),
-    Job("sgd", rule="sgd"),
-    Job("rloo", rule="rloo"),
-    Job("max_rl", rule="max_rl"),
-    Job("reinforce_plus_plus", rule="reinforce_plus_plus"),
-    Job("nan_gradient", rule="nan_gradient"),
     Job("null", bug="null"),
 ]
 # a bug shows under the first rule unless it needs another
-RULE_OF_BUG = {"nan_gradients_unseen": "nan_gradient"}
+RULE_OF_BUG = {
+    "nan_gradients_unseen": "nan_gradient",
+    # there tokens lie between the two bounds that no mask drops
+    "eps_clip_high_not_handed_over": "anchor",
+}
 BUGS = [
     Job(bug.name, rule=RULE_OF_BUG.get(bug.name, "everything"), bug=bug.name)
     for bug in planted_by("tests/oracle/test_algorithm.py")
@@ -395,6 +461,8 @@ def compared(jobs: Jobs, job: Job) -> dict[str, float]:
 def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Jobs):
     found = compared(jobs, job)
     print(f"{job.name}: {len(found)} compared; {worst(found)}")
+    # no token so near to a clipping bound that float32 may put it on the other side
+    assert jobs.expected(job.variant, job.rule).margin > 1e-5
     assert max(found.values()) <= 1, worst(found)
 
 
