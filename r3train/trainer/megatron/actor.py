@@ -249,30 +249,31 @@ class MegatronActor:
     @torch.no_grad()
     def load_reference(self, checkpoint: Path) -> None:
         """Keep a copy of the KL reference's weights on the host; the actor's do not change."""
-        actor = self._copy_parameters()
+        actor = self._copy_weights()
         hf_bridge.load_hf_weights(self.model.bridge, self.model.chunks, checkpoint)
-        self._reference = self._copy_parameters()
-        self._write_parameters(actor)
+        self._reference = self._copy_weights()
+        self._write_weights(actor)
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
         assert self._reference is not None, "load_reference first"
-        actor = self._copy_parameters()
-        self._write_parameters(self._reference)
+        actor = self._copy_weights()
+        self._write_weights(self._reference)
         try:
             yield
         finally:
-            self._write_parameters(actor)
+            self._write_weights(actor)
 
-    def _copy_parameters(self) -> dict[str, torch.Tensor]:
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters and the routers' expert biases: all that a checkpoint holds."""
+        for i, chunk in enumerate(self.model.unwrapped):
+            yield from ((f"{i}.{name}", p.data) for name, p in chunk.named_parameters())
+        yield from ((f"expert_bias.{i}", bias) for i, bias in enumerate(self._expert_biases()))
+
+    def _copy_weights(self) -> dict[str, torch.Tensor]:
         self.gather_parameters()
-        return {
-            f"{i}.{name}": p.detach().to("cpu", copy=True)
-            for i, chunk in enumerate(self.model.chunks)
-            for name, p in chunk.named_parameters()
-        }
+        return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights()}
 
-    def _write_parameters(self, weights: dict[str, torch.Tensor]) -> None:
-        for i, chunk in enumerate(self.model.chunks):
-            for name, p in chunk.named_parameters():
-                p.data.copy_(weights[f"{i}.{name}"])
+    def _write_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        for name, tensor in self._weights():
+            tensor.copy_(weights[name])
