@@ -28,7 +28,8 @@ class ModelSection(Section):
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """Dispatcher that sends tokens to the ranks of their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
-    """Weight of the router's load-balancing loss."""
+    """Weight of each MoE layer's load-balancing loss, a mean over microbatches by their rows, beside
+    the policy loss, a mean over loss tokens."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers, or the modules of recompute_modules."""
     recompute_method: Literal["uniform", "block"] | None = None

@@ -20,6 +20,7 @@ from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.trainer.megatron import hf_bridge
+from r3train.trainer.megatron.auxiliary_losses import AuxiliaryLosses
 from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
     DeviceSlice,
@@ -71,6 +72,12 @@ class MegatronActor:
                 enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
             )
             self.replay.install(self.model.unwrapped)
+        self._auxiliary_losses = AuxiliaryLosses(
+            self.model.unwrapped,
+            topology,
+            device,
+            without_padding=config.replay.use_rollout_routing_replay,
+        )
         self._reference: dict[str, torch.Tensor] | None = None
 
     def _wire_megatron(self, *, overlap_grad_reduce: bool) -> None:
@@ -183,6 +190,7 @@ class MegatronActor:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._auxiliary_losses.begin_step(slices)
         step = make_train_step(
             batches, self.replay, self._algorithm, self._temperature, old_log_probs, ref_log_probs
         )

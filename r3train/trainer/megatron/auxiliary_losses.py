@@ -1,0 +1,94 @@
+"""The weight of the routers' auxiliary losses: what was configured, whatever share of the rows is trained.
+
+Megatron multiplies an auxiliary loss by the rows of its own rank, prompts included, and divides all
+gradients by the loss tokens of the step.  The loss then weighs rows / loss tokens times what was
+configured, less the split over tensor and context ranks.  Here a load-balancing loss counts as a mean
+over the step's microbatches, weighted by their rows, and the z-loss as a mean over its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+
+from r3train.types import RankSlice, RankTopology
+
+
+class AuxiliaryLosses:
+    """Takes the place of Megatron's weighing in every router of a rank's chunks.
+
+    without_padding: the routers leave out padding rows, as they do under replay.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        topology: RankTopology,
+        device: torch.device,
+        *,
+        without_padding: bool,
+    ):
+        self._topology = topology
+        self._device = device
+        self._without_padding = without_padding
+        self._loss_tokens_per_row: torch.Tensor | None = None
+        routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+        self._routers = [
+            r for r in routers if r.is_aux_loss_enabled() or r.config.moe_z_loss_coeff is not None
+        ]
+        for router in self._routers:
+            router.attach_and_log_load_balancing_loss = self._attach
+            router.apply_z_loss = partial(self._attach_z_loss, router)
+
+    def begin_step(self, slices: Sequence[RankSlice]) -> None:
+        """Count the step's rows and loss tokens; a collective of the pipeline stage."""
+        if not self._routers:
+            return
+        rows = sum(self._num_rows(s) for s in slices)
+        # tensor ranks have rows of their own in the routers, and all the loss tokens
+        tokens = sum(int(s.loss_mask.sum()) for s in slices) / self._topology.tp_size
+        counts = torch.tensor([tokens, rows], dtype=torch.float64, device=self._device)
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(counts, group=group)
+        self._loss_tokens_per_row = (counts[0] / counts[1].clamp_min(1)).float()
+
+    def _num_rows(self, s: RankSlice) -> int:
+        return int((s.route_uids >= 0).sum()) if self._without_padding else len(s.route_uids)
+
+    def _attach(
+        self,
+        activation: torch.Tensor,
+        aux_loss_coeff: float,
+        aux_loss: torch.Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        reduce_group_has_dp: bool = False,
+        valid_token_count: int | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attach this rank's share of a load-balancing loss to its router's probabilities.
+
+        Source of the signature: megatron-core 0.16.1 TopKRouter.attach_and_log_load_balancing_loss.
+        """
+        rows = activation.shape[0] if valid_token_count is None else valid_token_count
+        rows = torch.as_tensor(rows, dtype=torch.float32, device=self._device).clone()
+        dist.all_reduce(rows, group=reduce_group)  # of the microbatch, on all ranks that share it
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * rows * self._loss_tokens_per_row)
+
+    def _attach_z_loss(
+        self, router: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Attach the z-loss of this rank's rows (arXiv 2202.08906 eq. 5) to its router's logits."""
+        coeff = router.config.moe_z_loss_coeff
+        if coeff is None or not router.training or not torch.is_grad_enabled():
+            return logits
+        losses = torch.logsumexp(logits, dim=-1).square()
+        if padding_mask is not None:
+            losses = losses.masked_fill(padding_mask, 0)
+        weighted = losses.sum() * coeff * self._loss_tokens_per_row
+        return MoEAuxLossAutoScaler.apply(logits, weighted)
