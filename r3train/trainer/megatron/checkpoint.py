@@ -29,20 +29,15 @@ from r3train.config.checkpoint import CheckpointSection
 from r3train.host_group import host_barrier
 from r3train.trainer.megatron import rng
 from r3train.trainer.megatron.actor import MegatronActor
+from r3train.trainer.megatron.optimizer_state import METADATA, OptimizerState, changed_settings
 from r3train.trainer.megatron.write_results import WriteResults
 
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
+_TENSORS = "optimizer_tensors"
 _NAME = re.compile(r"iter_\d{7}")
-
-# can be loaded with other TP, PP and DP sizes; Megatron's default type needs Transformer Engine
-_METADATA = {
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-    "distrib_optim_sharding_type": "fully_reshardable",
-}
 
 # writes further files into the checkpoint's directory, on rank 0
 WriteExtra = Callable[[Path], None]
@@ -56,19 +51,22 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written; the previous one is intact."""
 
 
-def _sharded_state(
-    actor: MegatronActor, *, is_loading: bool, with_optimizer: bool = True
-) -> dict[str, Any]:
+def _model_state(actor: MegatronActor) -> dict[str, Any]:
     chunks = actor.model.unwrapped
-    state: dict[str, Any] = {}
-    for i, chunk in enumerate(chunks):
-        state[_model_key(i, len(chunks))] = chunk.sharded_state_dict(metadata=_METADATA)
-    if with_optimizer:
-        state["optimizer"] = actor.optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=_METADATA
-        )
-        state["scheduler"] = actor.scheduler.state_dict()
-    return state
+    return {
+        _model_key(i, len(chunks)): chunk.sharded_state_dict(metadata=METADATA)
+        for i, chunk in enumerate(chunks)
+    }
+
+
+def _whole_state(actor: MegatronActor) -> dict[str, Any]:
+    state = _model_state(actor)
+    optimizer = OptimizerState(actor.optimizer, state, is_loading=False)
+    return state | {
+        _TENSORS: optimizer.tensors,
+        "optimizer": optimizer.facts(),
+        "scheduler": actor.scheduler.state_dict(),
+    }
 
 
 def _model_key(i: int, count: int) -> str:
@@ -132,7 +130,7 @@ class Checkpointer:
             rng.save(temporary, dist.get_rank())
             self._actor.gather_parameters()
             request = dist_checkpointing.save(
-                _sharded_state(self._actor, is_loading=False),
+                _whole_state(self._actor),
                 str(temporary),
                 async_sharded_save=self._settings.async_save,
             )
@@ -307,28 +305,29 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     """Load a checkpoint into the actor; a collective.
 
     model_only: leave optimizer, schedule and RNG as they are; the topology may differ.
-    Raises ValueError if the optimizer is loaded with another expert parallelism.
+    Learning rate, weight decay and their schedule are the configuration's, at the checkpoint's step;
+    a warning names those that differ from the checkpoint's.
+    Raises ValueError if another optimizer saved it.
     """
-    saved = read_state(checkpoint)["topology"]
+    topology = read_state(checkpoint)["topology"]
+    wanted, optimizer = _model_state(actor), None
     if not model_only:
-        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
-            if saved[name] != _sizes(actor)[name]:
-                raise ValueError(
-                    f"{checkpoint}: saved with {name} {saved[name]}, asked for"
-                    f" {_sizes(actor)[name]}: the optimizer cannot be reshaped over experts;"
-                    " --load-model-only takes the model alone"
-                )
-    sharded = _sharded_state(actor, is_loading=True, with_optimizer=not model_only)
-    state = dist_checkpointing.load(sharded, str(checkpoint))
+        optimizer = OptimizerState(actor.optimizer, wanted, is_loading=True)
+        optimizer.match(checkpoint)
+        wanted[_TENSORS] = optimizer.tensors
+    state = dist_checkpointing.load(wanted, str(checkpoint))
     chunks = actor.model.unwrapped
     for i, chunk in enumerate(chunks):
         chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=True)
-    if model_only:
+    if optimizer is None:
         actor.optimizer.reload_model_params()
         return
-    actor.optimizer.load_state_dict(state["optimizer"])
+    changed = changed_settings(actor.scheduler, state)
+    if changed and dist.get_rank() == 0:
+        logger.warning("%s: resumed with other settings: %s", checkpoint, "; ".join(changed))
+    optimizer.restore(state.get(_TENSORS, {}), state["optimizer"])
     actor.scheduler.load_state_dict(state["scheduler"])
-    if saved == _sizes(actor):
+    if topology == _sizes(actor):
         rng.load(checkpoint, dist.get_rank())
     elif dist.get_rank() == 0:
         logger.warning(

@@ -229,26 +229,13 @@ def _patch_uneven_collectives() -> None:
 def _patch_distributed_optimizer_checkpoint() -> None:
     """Mend the loading of a distributed optimizer that uses torch's AdamW (no TE, no apex).
 
-    torch keeps a ``step`` for each parameter, and creates its state at the first step.  Megatron's
-    load path expects neither.  It gives all parameters one shared ``step``, which AdamW would then
-    raise once for each parameter: the bias correction would be silently wrong.
+    torch keeps a ``step`` for each parameter.  Megatron's load path gives all parameters one shared
+    ``step``, which AdamW would then raise once for each parameter: the bias correction would be
+    silently wrong.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    sharded_state_dict = DistributedOptimizer.sharded_state_dict
     load_state_dict = DistributedOptimizer.load_state_dict
-
-    def with_state(self, model_sharded_state_dict, is_loading=False, *args, **kwargs):
-        if is_loading:
-            for group in self.optimizer.param_groups:
-                for p in group["params"]:
-                    if not self.optimizer.state[p]:
-                        self.optimizer.state[p].update(
-                            step=torch.zeros(()),
-                            exp_avg=torch.zeros_like(p),
-                            exp_avg_sq=torch.zeros_like(p),
-                        )
-        return sharded_state_dict(self, model_sharded_state_dict, is_loading, *args, **kwargs)
 
     @torch.no_grad()
     def set_main_state(self, model_param, tensors):
@@ -263,7 +250,6 @@ def _patch_distributed_optimizer_checkpoint() -> None:
         for state in self.optimizer.state.values():
             state["step"] = state["step"].clone()
 
-    DistributedOptimizer.sharded_state_dict = with_state
     DistributedOptimizer._set_main_param_and_optimizer_states = set_main_state
     DistributedOptimizer.load_state_dict = load_with_own_steps
 

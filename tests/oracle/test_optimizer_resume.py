@@ -1,0 +1,199 @@
+"""A resume into another topology: the moments are the same, whole, and the settings the configuration's."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from r3train.config.checkpoint import CheckpointSection
+from r3train.config.hf_facts import read_hf_facts
+from r3train.verify.model_zoo import ModelVariant, write_checkpoint
+from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+MODEL = ModelVariant("small", num_layers=2, num_experts=4)
+NUM_WEIGHTS = 3 + MODEL.num_layers * (9 + 3 * MODEL.num_experts)
+TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+SHARDED = dict(use_distributed_optimizer=True)
+# by world size; EP 1 with an expert TP other than TP makes Megatron build two optimizers
+TOPOLOGIES = {
+    1: {"one": {}, "one_sharded": SHARDED},
+    2: {
+        "dp2_sharded": SHARDED,
+        "tp2_etp2": TP2 | dict(expert_tensor_parallel_size=2),
+        "tp2_etp1_sharded": TP2 | SHARDED | dict(expert_tensor_parallel_size=1),
+        "tp2_ep2": TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
+        "dp2_etp2": dict(expert_tensor_parallel_size=2),
+        "ep2": dict(expert_model_parallel_size=2),
+        "pp2_sharded": SHARDED | dict(pipeline_model_parallel_size=2),
+    },
+}
+# also saved as checkpoints were once: with Megatron's own nesting of one or two optimizers
+AS_BEFORE = ("one", "one_sharded", "dp2_etp2", "tp2_etp1_sharded")
+
+
+def save_as_before(actor: Any, directory: Path) -> None:
+    """Write a checkpoint in the form that held the optimizers' own nested state."""
+    from megatron.core import dist_checkpointing
+
+    from r3train.trainer.megatron import checkpoint, rng
+    from r3train.trainer.megatron.optimizer_state import METADATA
+
+    rank = torch.distributed.get_rank()
+    if rank == 0:
+        directory.mkdir(parents=True)
+        checkpoint._write_state(directory, 2, actor, {})
+    torch.distributed.barrier()
+    rng.save(directory, rank)
+    state = checkpoint._model_state(actor)
+    state["optimizer"] = actor.optimizer.sharded_state_dict(state, metadata=METADATA)
+    state["scheduler"] = actor.scheduler.state_dict()
+    dist_checkpointing.save(state, str(directory))
+
+
+def whole(actor: Any) -> dict[str, torch.Tensor]:
+    """The moments, whole, by Hugging Face name; on rank 0."""
+    from r3train.trainer.megatron.export import export_hf_weights
+
+    found = {}
+    for key in ("exp_avg", "exp_avg_sq"):
+        parameters = [p for chunk in actor.model.chunks for p in chunk.parameters()]
+        gathered = {p: moment(actor.optimizer, p, key) for p in parameters}
+        moments = export_hf_weights(actor.model.bridge, actor.model.chunks, lambda p: gathered[p])
+        found |= {f"{key}.{name}": tensor.float().clone() for name, tensor in moments}
+    return found
+
+
+def moment(optimizer: Any, p: torch.Tensor, key: str) -> torch.Tensor:
+    """This rank's shard of a parameter's moment, gathered over data-parallel ranks; a collective."""
+    for part in optimizer.chained_optimizers:
+        if not hasattr(part, "gbuf_ranges"):
+            main = getattr(p, "main_param", p)
+            if main in part.optimizer.state:
+                return part.optimizer.state[main][key]
+            continue
+        if not any(p in buffer.param_index_map for buffer in part.buffers):
+            continue
+        out = torch.zeros(p.numel())
+        if p in part.model_param_gbuf_map:
+            own = part._get_model_param_range_map(p)["param"]
+            out[own.start : own.end] = part._get_main_param_and_optimizer_states(p)[key]
+        torch.distributed.all_reduce(out, group=part.data_parallel_group)
+        return out.view_as(p)
+    raise AssertionError("no optimizer holds the parameter")
+
+
+def save(model: Path, directory: Path, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+    """Two steps and a checkpoint in every topology of this size; the moments of each."""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    hf, saved = read_hf_facts(model), {}
+    for name, fields in TOPOLOGIES[world_size].items():
+        config = configuration(model, **fields)
+        with actor_of(config) as actor:
+            slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12), (6, 7)]))
+            for _ in range(2):
+                actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+            Checkpointer(actor, CheckpointSection(save=directory / name)).save(2, {})
+            saved[name] = whole(actor)
+            if name in AS_BEFORE:
+                save_as_before(actor, directory / f"{name}_before" / "iter_0000002")
+                saved[f"{name}_before"] = saved[name]
+    return saved
+
+
+def load(model: Path, directory: Path, world_size: int, sources: list[str]) -> dict[str, Any]:
+    """The moments and steps of every topology of this size, resumed from each source."""
+    loaded = {}
+    for name, fields in TOPOLOGIES[world_size].items():
+        for source in sources:
+            config = configuration(model, **fields)
+            with actor_of(config, directory / source / "iter_0000002") as actor:
+                steps = {
+                    int(state["step"])
+                    for part in actor.optimizer.chained_optimizers
+                    for state in part.optimizer.state.values()
+                }
+                assert steps == {2} and actor.scheduler.num_steps == 2
+                loaded[f"{source} -> {name}"] = whole(actor)
+    return loaded
+
+
+@pytest.mark.parametrize("world_sizes", [(1,), (1, 2)], ids=["one rank", "two ranks too"])
+def test_full_state_goes_from_every_topology_to_every_other(world_sizes, tmp_path):
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    saved, loaded = {}, {}
+    for size in world_sizes:
+        saved |= in_ranks(size, tmp_path / f"save{size}", save, model, tmp_path, size)[0]
+    for size in world_sizes:
+        scratch = tmp_path / f"load{size}"
+        loaded |= in_ranks(size, scratch, load, model, tmp_path, size, list(saved))[0]
+    assert len(loaded) == len(saved) * sum(len(TOPOLOGIES[size]) for size in world_sizes)
+    for pair, moments in loaded.items():
+        expected = saved[pair.split(" -> ")[0]]
+        assert moments.keys() == expected.keys() and len(moments) == 2 * NUM_WEIGHTS, pair
+        wrong = [n for n in moments if not torch.equal(moments[n], expected[n])]
+        assert not wrong, (pair, wrong)
+        assert all(t.abs().max() > 0 for n, t in expected.items() if ".experts." not in n)
+
+
+NEW = dict(
+    lr=2e-3,
+    min_lr=1e-4,
+    weight_decay=0.3,
+    lr_decay_style="linear",
+    num_rollout=20,
+    adam_beta2=0.9,
+    adam_eps=1e-6,
+)
+
+
+def resumed_settings(model: Path, directory: Path) -> dict[str, Any]:
+    """The parameter groups of a run that began with other settings, after a resume and a step."""
+    out: dict[str, Any] = {}
+    for source, fields in (("one", {}), ("one_sharded", SHARDED)):
+        config, hf = configuration(model, **NEW, **fields), read_hf_facts(model)
+        messages: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("r3train").addHandler(handler)
+        with actor_of(config, directory / source / "iter_0000002") as actor:
+            groups = [
+                {k: v for k, v in g.items() if k != "params"} for g in actor.optimizer.param_groups
+            ]
+            slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9)]))
+            lr = actor.train_step(slices, actor.compute_log_probs(slices, None), None)["lr"]
+            out[source] = [groups, lr, actor.optimizer.param_groups[0]["lr"], messages]
+        logging.getLogger("r3train").removeHandler(handler)
+    return out
+
+
+def test_a_resume_takes_its_settings_from_the_configuration_and_says_what_changed(tmp_path):
+    """The decay runs from 2e-3 at step 0 to 1e-4 at step 20; the resume is at step 2."""
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    in_ranks(1, tmp_path / "save", save, model, tmp_path, 1)
+    out = in_ranks(1, tmp_path / "load", resumed_settings, model, tmp_path)[0]
+    for source, (groups, used, following, messages) in out.items():
+        rate = [2e-3 - step / 20 * (2e-3 - 1e-4) for step in (2, 3)]
+        assert (used, following) == pytest.approx(tuple(rate)), source
+        assert {g["wd_mult"] for g in groups} == {0.0, 1.0}
+        for group in groups:
+            assert group["lr"] == pytest.approx(rate[0])
+            assert (group["max_lr"], group["min_lr"]) == (2e-3, 1e-4)
+            assert group["weight_decay"] == 0.3 * group["wd_mult"]
+            assert tuple(group["betas"]) == (0.9, 0.9) and group["eps"] == 1e-6
+        [text] = [m for m in messages if "other settings" in m]
+        for change in (
+            "lr was 0.001, is 0.002",
+            "min_lr was 0.0, is 0.0001",
+            "weight_decay was 0.0, is 0.3",
+            "lr_decay_style was constant, is linear",
+            "adam_beta1, adam_beta2 was (0.9, 0.98), is (0.9, 0.9)",
+            "adam_eps was 1e-08, is 1e-06",
+        ):
+            assert change in text
