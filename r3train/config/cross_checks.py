@@ -418,6 +418,8 @@ def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
             f"--use-rollout-routing-replay needs a mixture-of-experts model: {hf.path} is"
             f" {hf.model_type} without experts, so there is no routing to replay"
         )
+    if config.trainer.freeze_moe_router and not hf.is_moe:
+        yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
     every = tuple(range(1, hf.num_hidden_layers + 1))
     if hf.model_type == "qwen3_moe" and hf.is_moe and hf.moe_layer_numbers != every:
         # sglang 0.5.23 builds every qwen3_moe layer sparse and would serve garbage for the others

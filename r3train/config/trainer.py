@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from r3train.config.section import Section
 
@@ -36,6 +37,11 @@ class TrainerSection(Section):
     """Decay of Adam's second moment."""
     adam_eps: float = Field(default=1e-8, gt=0)
     """Added to Adam's denominator."""
+    freeze_moe_router: bool = False
+    """Do not train the routers: neither their weights nor their expert biases move."""
+    freeze_params: tuple[str, ...] = Field(default=(), strict=False)
+    """Do not train parameters whose name on disk (Hugging Face's, such as
+    model.layers.3.mlp.experts.7.up_proj.weight) holds a match of this regular expression."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 is off."""
     seed: int = Field(default=1234, ge=0)
@@ -51,3 +57,14 @@ class TrainerSection(Section):
     """After every weight update, check by a probe prompt that servers hold its weights."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
+
+    @field_validator("freeze_params")
+    @classmethod
+    def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse text that is no regular expression."""
+        for text in value:
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        return value

@@ -23,6 +23,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
+from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt
 from r3train.hf_checkpoint import check_export_directory
@@ -98,6 +99,7 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
     if hf is not None:
         attempt(settings, check_model, config, hf, world_size)
+        attempt(settings, check_freezing, config, hf)
     if hf is not None and tokenizer is not None:
         prompts = attempt("prompts", read_prompts, config, hf, tokenizer)
         if prompts and config.rollout.environment is not None:

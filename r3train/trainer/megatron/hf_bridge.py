@@ -131,6 +131,14 @@ def as_te_names(chunk: torch.nn.Module) -> Any:
     return _TENames(chunk) if local_spec else chunk
 
 
+def hf_names(bridge: Any, chunk: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
+    """Yield the chunk's parameters, each with the names of the tensors in it, as on disk."""
+    adapted = as_te_names(chunk)
+    global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted)
+    for name, parameter in adapted.named_parameters():
+        yield bridge._weight_name_mapping_mcore_to_hf(global_names[name]), parameter
+
+
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
     """Return the GPTModel inside DDP and Float16Module."""
     while hasattr(chunk, "module"):

@@ -18,6 +18,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel import ParallelSection
 from r3train.trainer.megatron import hf_bridge
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+from r3train.trainer.megatron.freezing import freeze
 
 
 @dataclass
@@ -52,6 +53,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         # router's on the host
         chunks.append(_build_chunk(bridge, vp_stage, use_te).to(device))
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
+    freeze(config, bridge, chunks)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -145,6 +147,8 @@ def _transformer_overrides(
         )
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
+    if config.trainer.freeze_moe_router:  # the bias is no parameter, and moves by this rate
+        fields["moe_router_bias_update_rate"] = 0.0
     fields.update(model.transformer_overrides)
     return fields
 

@@ -147,6 +147,9 @@ def override_conflicts(config: RunConfig) -> Iterator[str]:
         reason = refusal(name)
         if reason is not None:
             yield f"transformer_overrides.{name} {reason}"
+    rate = "moe_router_bias_update_rate"
+    if config.trainer.freeze_moe_router and rate in config.model.transformer_overrides:
+        yield f"transformer_overrides.{rate} moves the routers that --freeze-moe-router holds still"
 
 
 def check_overrides(config: RunConfig) -> None:

@@ -1,0 +1,78 @@
+"""Parameters that training leaves as they are: --freeze-moe-router, --freeze-params.
+
+A frozen parameter has no gradient and no place in the optimizer, so weight decay does not move it
+either.  Every weight update still sends it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.hf_checkpoint import read_headers
+from r3train.trainer.megatron.hf_bridge import hf_names
+
+
+def check_freezing(config: RunConfig, hf: HfModelFacts) -> None:
+    """Raise ValueError for a --freeze-params that no tensor of the checkpoint matches.
+
+    Reads the checkpoint's headers alone.
+    """
+    patterns = config.trainer.freeze_params
+    names = read_headers(hf.path) if patterns else {}
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            shown = ", ".join(sorted(names)[:2])
+            raise ValueError(
+                f"--freeze-params {pattern!r} matches none of the {len(names)} tensors of {hf.path} "
+                f"({shown}, ...)"
+            )
+
+
+def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    """Freeze parameters of this rank's chunks; call it before they are wrapped for data parallelism.
+
+    Raises ValueError where an expression matches some of the tensors that Megatron holds in one
+    parameter (query, key and value; gate and up), and where nothing is left to train.
+    """
+    trainer = config.trainer
+    if not (trainer.freeze_moe_router or trainer.freeze_params):
+        return
+    for chunk in chunks:
+        for names, parameter in hf_names(bridge, chunk):
+            matched = [n for n in names if any(re.search(r, n) for r in trainer.freeze_params)]
+            if matched and matched != names:
+                rest = ", ".join(n for n in names if n not in matched)
+                raise ValueError(
+                    f"--freeze-params matches {', '.join(matched)} and not {rest}: Megatron holds them "
+                    "in one parameter, match all or none of them"
+                )
+            if matched:
+                parameter.requires_grad_(False)
+        if trainer.freeze_moe_router:
+            for name, parameter in chunk.named_parameters():
+                if ".mlp.router." in name or name.endswith(".shared_experts.gate_weight"):
+                    parameter.requires_grad_(False)
+        _let_gradients_pass(chunk)
+    if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
+        raise ValueError(
+            "--freeze-params and --freeze-moe-router leave a rank without a parameter to train"
+        )
+
+
+def _let_gradients_pass(chunk: torch.nn.Module) -> None:
+    """Make the output of a frozen embedding require a gradient.
+
+    Megatron recomputes a layer only if its input requires one: behind a frozen embedding all layers of
+    the stage would silently train on no gradient at all.
+    """
+    embedding = getattr(chunk, "embedding", None)
+    if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
+        embedding.register_forward_hook(
+            lambda module, args, out: out.requires_grad_() if torch.is_grad_enabled() else None
+        )
