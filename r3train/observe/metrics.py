@@ -9,6 +9,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/response_len_mean, _median, _max, rollout/tokens | response tokens a sample; tokens generated |
 | rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
 | rollout/zero_variance_groups | groups that taught nothing |
+| rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
 | train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |

@@ -9,8 +9,11 @@ import numpy as np
 import pytest
 from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, rollout_section
 
+from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
+from r3train.loop.report import RolloutReport, rollout_metrics, source_metrics
+from r3train.types import TrainSample
 
 
 def producer_of(engine, *, segment_len=None, pool_facts=None, **settings):
@@ -59,12 +62,31 @@ def test_only_the_answer_that_was_retracted_is_asked_for_again():
     assert sample.response_len == 18 and RETRACTED not in sample.token_ids
 
 
+def test_only_the_turn_that_was_retracted_is_played_again():
+    async def two_turns(generate, prompt, *, sampling, sample_id):
+        return [await generate(await generate(None, 6), 6)], 0.0
+
+    engine = SimulatedEngine(length=lambda _: 12, retracted=lambda n: n == 1)
+    rollout = rollout_section(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1)
+    with Producer(
+        rollout, lambda: engine, prompt_for, SamplingParams(20), make_episode=lambda _: two_turns
+    ) as producer:
+        (sample,) = trained(producer)
+    assert [tokens for _, _, tokens in engine.asked] == [0, 6, 6]
+    assert sample.response_len == 12 and RETRACTED not in sample.token_ids
+
+
 def test_accepted_answers_are_counted_and_trained_as_they_are():
     engine = SimulatedEngine(retracted=every_seventh)
     with producer_of(engine, retraction_policy="accept") as producer:
         samples = trained(producer)
-        assert producer.stats()["retracted_answers"] > 0
+        counts = producer.stats()
     accepted = [s for s in samples if s.num_retractions]
+    assert source_metrics(counts, {})["rollout/retracted"] >= len(accepted)
+    groups = group_stats(np.zeros((2, 2)))
+    of_step = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
+    metrics = rollout_metrics(RolloutReport(0, groups), of_step)
+    assert metrics["rollout/retracted_samples"] == len(accepted)
     assert accepted and all(RETRACTED in s.token_ids for s in accepted)
     assert all(RETRACTED not in s.token_ids for s in samples if not s.num_retractions)
 
