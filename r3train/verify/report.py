@@ -168,7 +168,8 @@ shows the larger of the two errors, and how far below its threshold it is.
 A threshold is ten times the noise measured in the same run (microbatches permuted; float32 against
 float64), and at most 1e-5 forward, 1e-6 loss, 1e-4 gradients, 1e-3 deltas. *routes sent* is the largest
 share of the batch's routes that any rank is sent. A planted bug must miss the threshold of the phase
-it names by ten times.
+it names by ten times. The learning rule's settings are held in whole jobs, and their bugs planted there:
+`tests/oracle/test_algorithm.py`.
 
     r3train verify --topology tp2ep2 --topology cp2     # these
     r3train verify --ci --mutations                     # what continuous integration runs

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from r3train.verify.model_zoo import ModelVariant
-from r3train.verify.oracle import BIAS, Weights, forward
+from r3train.verify.oracle import BIAS, SampleTrace, Weights, forward
 
 # advantages whose rows have no finite gradient under ``nan_gradient.loss``: one step holds such
 NO_GRADIENT = (-1.2, -1.0)
@@ -67,12 +67,17 @@ class Rule:
     rollout_rs_threshold: tuple[str, ...] = ()
     opsm_delta: float | None = None
     min_ess: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_aux_loss_coeff: float = 0.0  # the oracle takes a step as one microbatch
+    max_tokens_per_gpu: int = 48
 
     def flags(self) -> list[str]:
         out = []
         for name, value in vars(self).items():
             flag = name.replace("_", "-")
-            if isinstance(value, bool):
+            if name == "moe_z_loss_coeff":
+                out += [f"--transformer-override={name}={value}"] if value else []
+            elif isinstance(value, bool):
                 out.append(f"--{flag}" if value else f"--no-{flag}")
             elif isinstance(value, tuple):
                 out += [f"--{flag}", *value] if value else []
@@ -121,13 +126,13 @@ class Expected:
 
 def predictions(
     weights: Weights, variant: ModelVariant, sample: Sample, temperature: float
-) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+) -> tuple[Tensor, Tensor, SampleTrace]:
     """Log-probs float64[T-1] of tokens 1..T-1, the entropies that they were drawn with, and the
-    experts int64[T, K] of each layer."""
+    forward that they come from."""
     logits, trace = forward(weights, variant, sample.tokens, sample.all_routes)
     log_p = (logits[:-1] / temperature).log_softmax(-1)
     drawn = torch.from_numpy(sample.tokens[1:]).long()
-    return log_p.gather(1, drawn[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), trace.experts
+    return log_p.gather(1, drawn[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1), trace
 
 
 def shaped(groups: Rollout, rule: Rule) -> list[list[Sample]]:
@@ -472,12 +477,10 @@ def _step(
     rate: float,
 ) -> tuple[dict[str, tuple[float, float]], float, bool]:
     """One optimizer step: its metrics as (value, scale), its margin, and True unless it is skipped."""
-    tables, loads, bounds = [], {}, Bounds()
+    tables, traces, bounds = [], [], Bounds()
     for sample, old, ref, advantage in batch:
-        new, entropy, experts = predictions(weights, variant, sample, rule.rollout_temperature)
-        for layer, chosen in experts.items():
-            load = torch.bincount(chosen.flatten(), minlength=variant.num_experts)
-            loads[layer] = loads.get(layer, 0) + load
+        new, entropy, trace = predictions(weights, variant, sample, rule.rollout_temperature)
+        traces.append(trace)
         kept = torch.from_numpy(sample.mask[1:])
         rollout = torch.from_numpy(sample.rollout_log_probs[1:]).double()
         of_token = torch.from_numpy(advantage[1:])
@@ -485,6 +488,8 @@ def _step(
             tables.append(Rows(*(x[kept] for x in (new, entropy, old, ref, rollout, of_token))))
     loss, metrics = loss_of(tables, rule, bounds)
     moving = {n: w for n, w in weights.items() if w.requires_grad}
+    loss = loss + rule.moe_z_loss_coeff * router_z_loss(traces)
+    loss = loss + rule.moe_aux_loss_coeff * load_balancing_loss(traces, variant)
     got = torch.autograd.grad(loss, list(moving.values()), allow_unused=True)
     gradients = {
         n: torch.zeros_like(w) if g is None else g for (n, w), g in zip(moving.items(), got)
@@ -506,16 +511,38 @@ def _step(
     }
     if moves:
         descent.step(weights, gradients, rate)
-        _balance(weights, variant, loads)
+        _balance(weights, variant, traces)
     return metrics, bounds.margin, moves
 
 
-def _balance(weights: Weights, variant: ModelVariant, loads: dict[int, Tensor]) -> None:
+def router_z_loss(traces: Sequence[SampleTrace]) -> Tensor:
+    """The mean over all rows, trained or not, of each layer's z-loss (arXiv 2202.08906, equation 5)."""
+    layers = [torch.cat([t.logits[layer] for t in traces]) for layer in traces[0].logits]
+    return sum((logits.logsumexp(-1) ** 2).mean() for logits in layers)
+
+
+def load_balancing_loss(traces: Sequence[SampleTrace], variant: ModelVariant) -> Tensor:
+    """The sum over layers of E / (K n^2) sum_e count_e sum_t p_te (arXiv 2101.03961, equations 4 to 6).
+
+    Of all n rows; count_e is of the router's own choices, whatever was replayed.
+    """
+    total = torch.zeros(())
+    for layer in traces[0].logits:
+        p = torch.cat([t.logits[layer] for t in traces]).softmax(-1)
+        own = p.topk(variant.topk, dim=-1).indices.flatten()
+        counts = torch.bincount(own, minlength=variant.num_experts).double()
+        scale = variant.num_experts / (variant.topk * len(p) ** 2)
+        total = total + scale * (counts * p.sum(0)).sum()
+    return total
+
+
+def _balance(weights: Weights, variant: ModelVariant, traces: Sequence[SampleTrace]) -> None:
     """Move the expert biases to the experts with less than the mean load (arXiv 2412.19437, 2.1.2)."""
     rate = variant.overrides.get("moe_router_bias_update_rate", 0.0)
     for name in weights:
         if name.endswith(BIAS):
-            load = loads[int(name.split(".")[2])].double()
+            chosen = torch.cat([t.experts[int(name.split(".")[2])].flatten() for t in traces])
+            load = torch.bincount(chosen, minlength=variant.num_experts).double()
             weights[name] = weights[name] + rate * torch.sign(load.mean() - load)
 
 

@@ -73,6 +73,7 @@ EVERYTHING = Rule(
     rollout_rs=("token_k2", "seq_mean_k3"),
     rollout_rs_threshold=("0.4", "0.12"),
     opsm_delta=0.002,
+    moe_z_loss_coeff=0.02,
 )
 RULES = {
     "everything": EVERYTHING,
@@ -152,6 +153,7 @@ RULES = {
         use_tis=False,
         min_ess=0.85,
     ),
+    "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
     "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
 }
 
@@ -172,6 +174,8 @@ JOBS = [
     *(Job(name, rule=name) for name in RULES if name != "everything"),
     Job("one"),
     Job("null", bug="null"),
+    # expert biases, in the actor and in the reference, moved by every step
+    Job("expert_biases", variant="glm"),
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
@@ -382,7 +386,7 @@ class Jobs:
             *("--run-dir", str(directory / "run"), "--save-hf", str(directory / "hf")),
             *("--num-rollout", str(ROLLOUTS), "--rollout-batch-size", str(GROUPS)),
             *("--n-samples-per-prompt", str(GROUP_SIZE)),
-            *("--max-tokens-per-gpu", "48", "--rm-type", "exact_match"),
+            *("--rm-type", "exact_match"),
             *("--use-rollout-routing-replay", "--enable-r3-correctness-check"),
             # the routes are no router's choice: agreement says nothing here
             *("--r3-mismatch-threshold", "1.0"),
