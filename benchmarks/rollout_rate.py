@@ -5,7 +5,8 @@
 A server records routes for every request or for none, so one server cannot be both: two are up at
 once, the idle one asleep, and they take turns round by round with the same requests, all of a round
 at once, each for ``--response`` tokens.  A third arm asks the recording server for no routes, which
-tells recording from returning.
+tells recording from returning.  A fourth has one answer of the round before computed again meanwhile,
+as --r3-audit-share does with its least, one sample a rollout.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from r3train.types import RouteShape
 MODEL = TinyOptions(
     num_layers=8, hidden_size=128, head_dim=32, num_experts=32, topk=4, moe_intermediate_size=64
 )
+AUDITED = "returned, one computed again"
 
 
 def main() -> None:
@@ -53,12 +56,14 @@ def measure(plain: str, records: str, arguments: argparse.Namespace) -> dict[str
         "no routes": SGLangClient([plain], **limit),
         "recorded, not asked for": SGLangClient([records], **limit),
         "recorded and returned": SGLangClient([records], routes=routes, **limit),
+        AUDITED: SGLangClient([records], routes=routes, **limit),
     }
     with asyncio.Runner() as runner:
 
         def arm(client: SGLangClient) -> Callable[[], None]:
             numbers = iter(range(arguments.rounds + 1))
-            return lambda: runner.run(one_round(client, next(numbers), arguments))
+            last = [] if client is clients[AUDITED] else None
+            return lambda: runner.run(one_round(client, next(numbers), arguments, last))
 
         seconds = in_turns({n: arm(client) for n, client in clients.items()}, arguments.rounds)
         for client in clients.values():
@@ -71,11 +76,21 @@ def measure(plain: str, records: str, arguments: argparse.Namespace) -> dict[str
         "response": arguments.response,
         "tokens_per_s": spreads(rates),
         "over_no_routes": {n: ratios(each, rates["no routes"]) for n, each in rates.items()},
+        "audited_over_returned": ratios(rates[AUDITED], rates["recorded and returned"]),
     }
 
 
-async def one_round(client: SGLangClient, number: int, arguments: argparse.Namespace) -> None:
-    """All requests of a round; prompts differ from round to round."""
+async def one_round(
+    client: SGLangClient,
+    number: int,
+    arguments: argparse.Namespace,
+    last: list[Request] | None = None,
+) -> None:
+    """All requests of a round; prompts differ from round to round.
+
+    last: an answer of the round before, to be computed again beside them; one of this round replaces
+    it.
+    """
     sampling = SamplingParams(arguments.response, ignore_eos=True)
 
     def request(i: int) -> Request:
@@ -83,10 +98,14 @@ async def one_round(client: SGLangClient, number: int, arguments: argparse.Names
         ids = draw.integers(3, MODEL.vocab_size, 16).astype(np.int32)
         return Request(i, i, str(i), ids, arguments.response, sampling)
 
-    answers = await asyncio.gather(
-        *(client.generate(request(i)) for i in range(arguments.requests))
-    )
+    audit = [client.rescore(complete, "whole", 0) for complete in last or ()]
+    requests = [request(i) for i in range(arguments.requests)]
+    answers = await asyncio.gather(*map(client.generate, requests), *audit)
+    answers = answers[: len(requests)]
     assert {len(a.token_ids) for a in answers} == {arguments.response}
+    if last is not None:
+        tokens = np.concatenate([requests[0].token_ids, answers[0].token_ids])
+        last[:] = [replace(requests[0], token_ids=tokens, max_new_tokens=0)]
 
 
 if __name__ == "__main__":

@@ -182,6 +182,36 @@ Scored = tuple[RolloutSample, float]
 
 
 @dataclass(frozen=True, slots=True)
+class Rescored:
+    """A part of a sample's text as its server computed it again, in one prefill without a new token.
+
+    Rows ``first_row``..T-2 of T tokens.  Log-prob i is that of token first_row + 1 + i, at temperature 1.
+    """
+
+    sample_id: int
+    part: RescoredPart
+    server: int  # index of the server
+    weight_version: int  # of the part's tokens
+    held_version: int  # that the server said it holds
+    token_ids: np.ndarray  # int32[T]
+    first_row: int
+    rows: np.ndarray  # uint8 or uint16 [T-1-first_row, L, K]
+    log_probs: np.ndarray  # float32[T-1-first_row]
+
+
+@dataclass(frozen=True, slots=True)
+class RescoredRollout:
+    """All that was computed again of one rollout, and what rounding alone does.
+
+    noise: samples that were drawn at the start of generation and computed again at once.
+    """
+
+    parts: list[Rescored]
+    missed: int  # chosen samples of which no part was computed again
+    noise: list[tuple[RolloutSample, Rescored]]
+
+
+@dataclass(frozen=True, slots=True)
 class TrainSample:
     """A rollout sample with its reward and its advantages."""
 
@@ -294,6 +324,8 @@ class RankSlice:
         return int(self.tokens.shape[0])
 
 
+# whole: all tokens; last: those behind a weight update; prompt: its rows, as the request was sent
+RescoredPart = Literal["whole", "last", "prompt"]
 # Far more than the rows of one call; the sum of millions of calls still fits 64 bits.
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]

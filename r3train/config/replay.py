@@ -21,11 +21,25 @@ class ReplaySection(Section):
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
     """The check fails if a larger share of the rows has no expert in common.  It counts rows that the
     actor's own weight version computed; of staler rows a larger share is a warning."""
+    r3_audit_share: float = Field(default=0.0, ge=0, le=1)
+    """With the check on: share of a rollout's samples, at least one, that their servers compute again,
+    to compare rows and log-probs with those delivered; 0 is off."""
     route_stores: bool = False
     """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
     share and fetches the rest that its ranks train from the others."""
     route_store_host: str | None = Field(default=None, min_length=1)
     """Address or network interface that the route stores bind.  Unset: loopback on one node; over
     several nodes, the address by which each node reaches the rendezvous."""
-    plant_bug: Literal["one_expert", "token_shift", "layer_swap", "bypass"] | None = None
-    """Plant a deliberate bug in the replay, to test that the check fails."""
+    plant_bug: (
+        Literal[
+            "one_expert",
+            "token_shift",
+            "layer_swap",
+            "bypass",
+            "answer_with_rows_of_another",
+            "answer_without_second_stage",
+        ]
+        | None
+    ) = None
+    """Plant a deliberate bug in the replay, or (answer_...) in the servers' answers, to test that the
+    check fails."""

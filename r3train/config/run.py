@@ -64,6 +64,15 @@ class RunConfig(Section):
         )
 
     @property
+    def audit_share(self) -> float:
+        """r3_audit_share; 0 with the check off, and where nothing can be computed again exactly.
+
+        That is without servers, and where prefixes of older weights stay in their caches.
+        """
+        exact = self.has_engines and self.rollout.flush_cache_on_update
+        return self.replay.r3_audit_share if self.r3_check_enabled and exact else 0.0
+
+    @property
     def samples_per_rollout(self) -> int:
         return self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
 

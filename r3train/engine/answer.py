@@ -15,7 +15,7 @@ import numpy as np
 
 from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import RouteShape
+from r3train.types import Rescored, RescoredPart, RouteShape
 
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
@@ -75,6 +75,46 @@ def read_answer(
         )
     return Segment(
         output_ids, log_probs, versions, rows, request.rows_start, finish_reason, retractions
+    )
+
+
+def read_rescored(
+    answer: Any, request: Request, part: RescoredPart, server: int, *, routes: RouteShape
+) -> Rescored:
+    """Validate and convert the answer to a text that was computed again.
+
+    Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
+    cache, and for one that contradicts itself or the request.
+    """
+    name, num_tokens = request.name, len(request.token_ids)
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    if _finish_reason(meta.get("finish_reason"), name) == "abort":
+        raise ValueError(f"sample {name}: aborted")
+    expected = {"prompt_tokens": num_tokens, "completion_tokens": 0, "cached_tokens": 0}
+    for key, value in expected.items():
+        if meta.get(key) != value:
+            raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {value}")
+    label = str(meta.get("weight_version"))
+    if not label.isdigit():
+        raise ValueError(f"sample {name}: weight version {label!r}, expected a number")
+    entries = meta.get("input_token_logprobs")
+    if isinstance(entries, list) and entries:
+        entries = [[0.0, *entries[0][1:]], *entries[1:]]  # the first token has none
+    scored = _log_probs(entries, np.asarray(request.token_ids), name)
+    start = request.rows_start
+    rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
+    return Rescored(
+        sample_id=request.sample_id,
+        part=part,
+        server=server,
+        weight_version=-1 if request.weight_version is None else request.weight_version,
+        held_version=int(label),
+        token_ids=request.token_ids,
+        first_row=start,
+        rows=rows,
+        log_probs=scored[start + 1 :],
     )
 
 

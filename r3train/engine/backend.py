@@ -11,6 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from r3train.types import Rescored, RescoredPart
+
 
 class EngineError(RuntimeError):
     """An engine refused a call, answered something malformed, or could not be reached."""
@@ -127,6 +129,7 @@ class Segment:
     # times that the server gave up the request's cache under KV pressure and computed it again: its
     # rows are then of other forwards than its log-probs
     num_retractions: int = 0
+    server: int = 0  # index of the server that answered
 
 
 class RolloutBackend(Protocol):
@@ -134,6 +137,22 @@ class RolloutBackend(Protocol):
 
     async def generate(self, request: Request) -> Segment:
         """Draw tokens.  Raises EngineError or ValueError naming the sample."""
+        ...
+
+    @property
+    def num_servers(self) -> int: ...
+
+    async def rescore(
+        self, request: Request, part: RescoredPart, server: int | None = None
+    ) -> Rescored:
+        """Compute the request's text again, without the prefix cache and without a new token.
+
+        None is the group's server.  Raises EngineError, or ValueError naming the sample.
+        """
+        ...
+
+    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rescored]:
+        """Draw tokens on a server, and compute them again there; routes come here."""
         ...
 
     async def pause_generation(self, mode: str = "in_place") -> None: ...

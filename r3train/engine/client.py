@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,9 +28,9 @@ from r3train.engine.backend import (
     Segment,
     sample_seed,
 )
-from r3train.engine.answer import read_answer
+from r3train.engine.answer import read_answer, read_rescored
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import RouteShape
+from r3train.types import Rescored, RescoredPart, RouteShape
 from r3train.engine.control import ServerVersions
 from r3train.engine.http import SGLangHTTP
 
@@ -88,7 +89,8 @@ class SGLangClient:
 
     A group's samples go to one server, where its prompt is cached; a new group goes to the least
     loaded one.  Use it from a single event loop.  ``routes`` is the shape of an answer's
-    rows; with None the client does not ask for routed experts.  ``versions`` knows what each server
+    rows; with None the client does not ask for routed experts.  ``sent_routes`` is their shape as
+    servers send them, where the transport makes something else of them.  ``versions`` knows what each server
     holds: a request never goes to one without the weights that it asks for.  ``cache_per_version``
     keeps prefixes cached under one version from requests of another, where a flush is impossible
     because requests are running.  ``transport`` carries requests whose answers hold routes.  A
@@ -103,6 +105,7 @@ class SGLangClient:
         addrs: Sequence[str],
         *,
         routes: RouteShape | None = None,
+        sent_routes: RouteShape | None = None,
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
         max_concurrency: int = 64,
@@ -121,6 +124,7 @@ class SGLangClient:
             addrs, api_key=api_key, request_timeout_s=request_timeout_s, check_alive=check_alive
         )
         self.routes = routes
+        self._sent_routes = sent_routes or routes
         self._slots = asyncio.Semaphore(max_concurrency)
         self._load = [0] * len(self.http.urls)
         self._server_of_group: OrderedDict[int, int] = OrderedDict()
@@ -187,12 +191,13 @@ class SGLangClient:
         asked: list[int] = []  # the servers tried so far, in order
         for count in range(1, self._max_bad_answers + 1):
             try:
-                return read_answer(
+                segment = read_answer(
                     await self._ask(body, request, asked),
                     request,
                     routes=self.routes,
                     decode=self._transport.decode,
                 )
+                return replace(segment, server=asked[-1])
             except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
                     raise  # its /health is silent too: the server is lost
@@ -252,6 +257,59 @@ class SGLangClient:
             finally:
                 self._load[server] -= 1
                 del self._running[rid]
+
+    @property
+    def num_servers(self) -> int:
+        return len(self.http.urls)
+
+    async def rescore(
+        self, request: Request, part: RescoredPart, server: int | None = None
+    ) -> Rescored:
+        """Compute a text again, on the group's server if none is given.
+
+        Log-probs from position 0 make the server start without a cached prefix.  A key of its own
+        keeps the request from the prefix cache for good: without it the chunks of a long prefill
+        would be given the rows of the same text that is cached.
+        """
+        assert self._sent_routes is not None, "there are no routes to compute again"
+        if server is None:
+            allowed = await self._allowed_servers(request.weight_version, request.sample_id)
+            server = self._server_for(request.group_id, allowed)
+        rid = f"{self._name}-again-{request.sample_id}-{next(self._requests)}."
+        body = {
+            "input_ids": np.asarray(request.token_ids).tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "return_routed_experts": True,
+            "routed_experts_start_len": request.rows_start,
+            "extra_key": rid,
+        }
+        answer = await self._call_here(server, rid, body, request)
+        return read_rescored(answer, request, part, server, routes=self._sent_routes)
+
+    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rescored]:
+        """Draw tokens on a server, and compute them again there."""
+        rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
+        answer = await self._call_here(server, rid, self._body(request), request)
+        drawn = read_answer(answer, request, routes=self._sent_routes)
+        tokens = np.concatenate([request.token_ids, drawn.token_ids])
+        again = replace(request, token_ids=tokens, max_new_tokens=0)
+        return drawn, await self.rescore(again, "whole", server)
+
+    async def _call_here(
+        self, server: int, rid: str, body: dict[str, Any], request: Request
+    ) -> Any:
+        """Send a request past the transport, and abort it where nobody waits for it any more."""
+        self._running[rid] = server
+        what = f"sample {request.sample_id}"
+        try:
+            return await self.http.call(server, "/generate", {**body, "rid": rid}, what=what)
+        except (asyncio.CancelledError, AnswerLate):
+            self._abort_later(server, rid)
+            raise
+        finally:
+            del self._running[rid]
 
     async def _healthy(self, server: int) -> bool:
         try:

@@ -18,7 +18,7 @@ import numpy as np
 from r3train.algo.reward_stats import zero_variance
 from r3train.config.rollout import RolloutSection
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt, Scored
+from r3train.types import Prompt, Rescored, Scored
 
 OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was drawn
 
@@ -37,6 +37,7 @@ class Group:
     samples: dict[int, list[Scored]] = field(default_factory=dict)  # place in the group -> samples
     oldest: int | None = None  # of its tokens, once complete
     complete: bool = False
+    rescored: list[Rescored] = field(default_factory=list)  # parts of its samples
 
     def scored(self) -> list[Scored]:
         return [pair for place in sorted(self.samples) for pair in self.samples[place]]

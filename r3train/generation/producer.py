@@ -34,7 +34,8 @@ from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
 from r3train.generation.rates import Rates
-from r3train.types import Prompt, RolloutSample, Scored
+from r3train.generation.rescoring import Rescoring, Unbroken
+from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
@@ -78,7 +79,8 @@ class Producer:
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
     samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says what
     the servers' KV pools hold and what they need, for the error of a request that is retracted again
-    and again.  Rollouts run from
+    and again.  The servers compute a share of the samples, ``audit_share``, again (see ``rescored``).
+    Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
@@ -102,6 +104,7 @@ class Producer:
         state: ProducerState | None = None,
         keep_decoded: bool = False,
         pool_facts: str | None = None,
+        audit_share: float = 0.0,
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -113,6 +116,10 @@ class Producer:
         self._decode = decode or (lambda ids: "")
         self._keep_decoded = keep_decoded
         self._pool_facts = f": {pool_facts}" if pool_facts else ""
+        self._audit_share = audit_share
+        self._rescoring: Rescoring | None = None
+        self._measuring: asyncio.Task[None] | None = None
+        self._last_taken: list[Group] = []
         self._check_alive = check_alive or (lambda: None)
         self._on_outcome = on_outcome or (lambda outcome: None)
         # True: a frozen request continues under a newer version
@@ -186,6 +193,13 @@ class Producer:
         """
         return self._call(self._snapshot())
 
+    def rescored(self) -> RescoredRollout | None:
+        """All that was computed again of the last batch; None without ``audit_share``.
+
+        Waits a limited time for what is under way.
+        """
+        return self._call(self._rescored())
+
     def stats(self) -> dict[str, Any]:
         """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
         return self._call(self._stats())
@@ -249,9 +263,27 @@ class Producer:
 
     def _start(self) -> None:
         try:
-            self._backend = self._make_backend()
+            backend = self._make_backend()
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
+        else:
+            if self._audit_share:
+                self._measuring = self._loop.create_task(self._measure_noise(backend))
+            else:
+                self._backend = backend
+        self._advance()
+
+    async def _measure_noise(self, backend: RolloutBackend) -> None:
+        """Measure the servers' rounding, and then let generation begin."""
+        self._rescoring = Rescoring(self._rollout, backend, self._audit_share, self._rates)
+        try:
+            first = self._buffer.next_group
+            prompts = [self._prompt_for(first + i) for i in range(self._rollout.rollout_batch_size)]
+            await self._rescoring.measure_noise(prompts, self._sampling, self._version)
+        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            self._fail(error)
+        finally:
+            self._backend = backend
         self._advance()
 
     async def _batch_ready(self, rollout_id: int) -> None:
@@ -276,7 +308,7 @@ class Producer:
         """Take a rollout's groups; None if an older group has been submitted again meanwhile."""
         if self._buffer.ready() < self._rollout.rollout_batch_size:
             return None
-        groups = self._buffer.take()
+        groups = self._last_taken = self._buffer.take()
         self._expire()
         if self._buffer.next_rollout == self._rollout.num_rollout:  # no rollout is left
             self._items.clear()
@@ -289,8 +321,10 @@ class Producer:
         """Stop sending, and drain, freeze or abort the requests in flight."""
         self._pauses += 1
         self._expire()
+        await self._until(lambda: self._backend is not None)
         self._raise_failure()
         if self._freezes:
+            await self._end_rescoring()
             self._frozen = True
             await self._backend.pause_generation(self._rollout.pause_generation_mode)
         elif self._rollout.pause_generation_mode == "abort":
@@ -303,6 +337,11 @@ class Producer:
                         await self._until(lambda: self._in_flight == 0)
         else:
             await self._until(lambda: self._in_flight == 0)
+        await self._end_rescoring()
+
+    async def _end_rescoring(self) -> None:
+        if self._rescoring is not None:
+            await self._rescoring.close()
 
     async def _thaw(self) -> None:
         if self._frozen:
@@ -313,6 +352,8 @@ class Producer:
         await self._thaw()
         self._aborting = False
         self._pauses -= 1
+        if self._rescoring is not None and not self._pauses:
+            self._rescoring.reopen()
         self._advance()
 
     async def _set_version(self, version: int) -> None:
@@ -323,6 +364,8 @@ class Producer:
     async def _resume(self) -> None:
         self._pauses = 0
         self._frozen = self._aborting = False  # the paused servers have ended
+        if self._rescoring is not None:
+            self._rescoring.reopen()
         self._advance()
 
     async def _snapshot(self) -> ProducerState:
@@ -332,6 +375,11 @@ class Producer:
             async with asyncio.timeout(_REWARDS_AWAITED_S):
                 await self._until(lambda: not due & self._scoring, though_failed=True)
         return self._buffer.snapshot()
+
+    async def _rescored(self) -> RescoredRollout | None:
+        if self._rescoring is None:
+            return None
+        return await self._rescoring.of_groups(self._last_taken)
 
     async def _stats(self) -> dict[str, Any]:
         return {
@@ -352,7 +400,11 @@ class Producer:
         self._log_outcomes()
         running = [task for tasks in self._tasks.values() for task in tasks]
         self._cancel(*self._tasks)
+        if self._measuring is not None:
+            self._measuring.cancel()
+            running.append(self._measuring)
         await asyncio.gather(*running, return_exceptions=True)
+        await self._end_rescoring()
         if self._backend is not None:
             with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._thaw()
@@ -446,6 +498,9 @@ class Producer:
             )
         finally:
             turns.release()
+        if self._rescoring is not None:
+            unbroken = turns.unbroken
+            self._rescoring.finished(group, item.place, samples[-1], unbroken, self._version)
         if not self._keep_decoded:
             samples = [replace(sample, decoded=()) for sample in samples]
         self._rates.finished(samples)
@@ -531,6 +586,7 @@ class _Turns:
         self._item = item
         self._held = True
         self._retracted = 0  # answers in a row that a server retracted
+        self.unbroken = Unbroken()
 
     def release(self) -> None:
         """Give the place in flight back if it is still held."""
@@ -567,6 +623,8 @@ class _Turns:
                 weight_version=p._version,
                 exact_version=not p._freezes,
             )
+            if p._rescoring is not None and p._freezes and not sample.loss_mask.any():
+                p._rescoring.sent(item.group, item.place, request)
             goes_on, began = False, time.monotonic()
             try:
                 segment = await p._backend.generate(request)
@@ -574,6 +632,7 @@ class _Turns:
                 again = self._is_retracted(segment)
                 if again:
                     segment = stitch.thrown_away(segment)
+                self.unbroken.answered(request, segment)
                 sample = stitch.extend(sample, segment)
                 waited_s = sample.generation_s + time.monotonic() - began
                 sample = replace(sample, generation_s=waited_s)

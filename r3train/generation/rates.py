@@ -18,6 +18,7 @@ class Rates:
     def __init__(self) -> None:
         self.resumed = 0  # rollouts resumed after an update aborted them
         self.retracted = 0  # answers that a server retracted, kept or not
+        self.rescored_tokens = 0  # of texts that servers computed again
         self.waiting_s = 0.0  # time that the training thread waited for batches
         self._generated_tokens = 0
         self._finished_samples = 0
@@ -60,6 +61,7 @@ class Rates:
             "aborted_samples": self._aborted_samples,
             "resumed_rollouts": self.resumed,
             "retracted_answers": self.retracted,
+            "rescored_tokens": self.rescored_tokens,
             "mean_response_len": self._generated_tokens / max(self._finished_samples, 1),
             "tokens_per_s": sum(tokens for _, tokens in recent) / span_s,
             "waiting_s": self.waiting_s,

@@ -254,6 +254,7 @@ class Engines:
             client = SGLangClient(
                 addrs,
                 routes=self._routes.row_shape,
+                sent_routes=self._route_shape,
                 api_key=api_key,
                 request_timeout_s=rollout.rollout_request_timeout_s,
                 max_concurrency=rollout.rollout_max_concurrency,
@@ -295,6 +296,7 @@ class Engines:
             state=self._kept_buffer(),
             keep_decoded=job.config.r3_check_enabled,
             pool_facts=self._pool_facts,
+            audit_share=job.config.audit_share,
         )
         return self._producer
 

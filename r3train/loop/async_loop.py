@@ -31,7 +31,9 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import host_barrier
 from r3train.proof.check import StepVerdict
+from r3train.proof.findings import FAILED, PASSED
 from r3train.proof.live import prove_step
+from r3train.proof.rescored import compare_rollout, RescoredRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.keeper import Keeper
@@ -288,6 +290,7 @@ class AsyncLoop:
             return None
         records = self._actor.collect_evidence(rollout_id)
         recorded = self._routes.recorded(prepared)
+        rescored, missed = self._compared(rollout_id, prepared)
         return prove_step(
             self._evidence,
             records,
@@ -295,6 +298,8 @@ class AsyncLoop:
             self._hf.route_shape,
             passes=self._passes,
             mismatch_threshold=self._config.replay.r3_mismatch_threshold,
+            rescored=rescored,
+            missed=missed,
         )
 
     def _failed_claim(self, verdict: StepVerdict | None) -> str:
@@ -303,7 +308,8 @@ class AsyncLoop:
             return ""
         failed = ""
         if verdict is not None and not verdict.passed:
-            failed = "replay" if verdict.failures else "threshold"
+            untrue = verdict.sampling is not None and verdict.sampling.failures
+            failed = "replay" if verdict.failures or untrue else "threshold"
         return broadcast_json(failed)
 
     def _warn_of_staleness(self, verdict: StepVerdict) -> None:
@@ -312,6 +318,23 @@ class AsyncLoop:
             level = logging.INFO if self._warned_of_staleness else logging.WARNING
             logger.log(level, verdict.stale_warning)
             self._warned_of_staleness = True
+
+    def _compared(
+        self, rollout_id: int, prepared: Prepared | None
+    ) -> tuple[list[RescoredRecord] | None, int]:
+        """Rank 0: compare samples with what their servers computed again; (records, missed)."""
+        rescored = self._source.rescored() if self._source is not None else None
+        if prepared is None or rescored is None:
+            return None, 0
+        records = compare_rollout(
+            rollout_id,
+            rescored,
+            [s.sample for s in prepared.samples],
+            self._routes.read,
+            self._hf.moe_layer_numbers,
+            log_probs=self._config.rollout.rollout_temperature == 1,
+        )
+        return records, rescored.missed
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""
@@ -429,6 +452,11 @@ def _check_first_step(report: dict[str, float]) -> None:
 def _replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
     metrics: dict[str, Any] = {f"r3/{name}": value for name, value in verdict.counts.items()}
     metrics["r3/passed"] = verdict.passed
+    if verdict.sampling is not None:
+        judged = {PASSED: True, FAILED: False}
+        metrics["r3_audit/passed"] = judged.get(verdict.sampling.verdict)
+        metrics["r3_audit/parts"] = verdict.sampling.parts
+        metrics["r3_audit/missed"] = verdict.sampling.missed
     for name, value in verdict.agreement.items():
         metrics["r3/agreement" if name == "equal" else f"r3/agreement_{name}"] = value
     return metrics

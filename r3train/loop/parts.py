@@ -12,7 +12,7 @@ import numpy as np
 from r3train.engine.publish import WeightPublisher
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import Scored
+from r3train.types import RescoredRollout, Scored
 
 
 class RolloutSource(Protocol):
@@ -27,6 +27,8 @@ class RolloutSource(Protocol):
     def set_version(self, version: int) -> None: ...
 
     def snapshot(self) -> Any: ...
+
+    def rescored(self) -> RescoredRollout | None: ...
 
     def stats(self) -> dict[str, Any]: ...
 

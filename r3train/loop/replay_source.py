@@ -100,6 +100,10 @@ class DumpedRollouts:
         """Return an empty state: nothing is buffered."""
         return None
 
+    def rescored(self) -> None:
+        """None: there is no server that could compute a sample again."""
+        return None
+
     @property
     def failure(self) -> None:
         """None: nothing runs in the background that could fail."""

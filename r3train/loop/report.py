@@ -104,6 +104,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "perf/rollout_idle_share": since("idle_s") / wall_s,
         "rollout/buffered_groups": now["buffered_groups"],
         "rollout/resumed": since("resumed_rollouts"),
+        "rollout/computed_again": since("rescored_tokens"),
         "rollout/retracted": since("retracted_answers"),
         **fates,
     }

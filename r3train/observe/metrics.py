@@ -16,6 +16,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
 | r3/passed | the step's verdict, true or false; absent when the check is off |
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
+| r3_audit/passed, /parts, /missed | samples computed again: verdict, comparisons, samples missed |
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
 | perf/rollout_s | seconds since the last step's batch with a request in flight; beside the others |

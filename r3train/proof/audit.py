@@ -1,6 +1,6 @@
 """A finished run judged again from the records of all its ranks.
 
-Three claims, kept apart (applied, covered, agreement), and three outcomes: passed, failed with the
+Four claims, kept apart (applied, covered, agreement, true to sampling), and three outcomes: passed, failed with the
 place, and no evidence, which is never a pass.  The steps are read in the order of ``steps.jsonl``, one
 at a time from all rank files: memory holds the sums of one step and of the run.
 """
@@ -30,9 +30,20 @@ from r3train.proof.check import (
     StepVerdict,
 )
 from r3train.proof.controls import beaten_by
-from r3train.proof.findings import Audit, AuditedStep, Finding, ranges
-from r3train.proof.schema import FileLine, METRICS, read_lines, RecordLine, RECORDS, StepLine, STEPS
-from r3train.proof.writer import EVIDENCE_DIR, STEPS_FILE
+from r3train.proof.findings import Audit, AuditedStep, Finding, ranges, TRUE_TO_SAMPLING
+from r3train.proof.rescored import rescored_failures
+from r3train.proof.schema import (
+    FileLine,
+    METRICS,
+    read_lines,
+    RecordLine,
+    RECORDS,
+    RESCORED,
+    RescoredLine,
+    StepLine,
+    STEPS,
+)
+from r3train.proof.writer import EVIDENCE_DIR, RESCORED_FILE, STEPS_FILE
 from r3train.types import RouteShape
 
 _CONFIG_FILE = "config.toml"
@@ -67,6 +78,8 @@ _QUANTITIES = {
         "sum of the expert ids that were served: its distance from a possible one",
     ),
 }
+# sums over the samples that were computed again; rows count once a layer
+_COMPARED = ("samples", "parts", "missed", "rows", "rows_differ", "log_probs", "log_probs_differ")
 _LOST = "records are missing of the first time that steps {} were trained"
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
 _STALE = (
@@ -158,6 +171,12 @@ class _RunAudit:
         self._steps_noted: defaultdict[str, set[int]] = defaultdict(set)
         self._failed_before: set[int] = set()  # at a time that does not count
         self._num_records = 0
+        # (start, step) -> what was compared
+        self._rescored: defaultdict[tuple[str, int], list[RescoredLine]] = defaultdict(list)
+        self._compared: Counter[str] = Counter()  # over the times that count
+        self._untold: set[int] = (
+            set()
+        )  # steps whose samples were to be computed again, and were not
         # over the times that count
         self._sums = StepTotals(RouteShape(0, 1, 1))
         self._calls_of_rank: Counter[int] = Counter()
@@ -168,6 +187,7 @@ class _RunAudit:
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
         self._read_verdicts()
+        self._read_rescored()
         self._read_metrics()
         for rank in sorted(set(range(self._world_size)) - self._files.keys()):
             self.audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
@@ -211,6 +231,15 @@ class _RunAudit:
                 if not verdict.passed:
                     self._failed[verdict.step] = line.number
 
+    def _read_rescored(self) -> None:
+        """Read the comparisons; those behind the last verdict are of a step that was not finished."""
+        path = self._steps_file.with_name(RESCORED_FILE)
+        for line in read_lines(path, RESCORED) if path.exists() else ():
+            if line.value is None:
+                self._damaged(path, line)
+            else:
+                self._rescored[line.value.attempt, line.value.step].append(line.value)
+
     def _read_metrics(self) -> None:
         path = self._run_dir / METRICS_FILE
         if not path.exists():
@@ -252,7 +281,7 @@ class _RunAudit:
     def _judge_step(self, place: int, line: StepLine) -> None:
         """Judge one time that a step was trained, and add it to the run's sums if it counts."""
         step = self._read_step(place, line)
-        findings = list(self._findings(step))
+        findings = [*self._findings(step), *self._untrue(step)]
         accepted = step.superseded and self._accept
         if findings and accepted:
             more = f", and {len(findings) - 1} more" if len(findings) > 1 else ""
@@ -328,6 +357,37 @@ class _RunAudit:
             what = f"stale_warning of the run is {warned!r:.200}, not as the records have it"
             yield step.finding("agreement", what)
 
+    def _untrue(self, step: _Step) -> Iterator[Finding]:
+        """Everything that is wrong with the samples that were computed again."""
+        line, records = step.line, self._rescored[step.line.attempt, step.line.step]
+        judged = [record for record in records if record.noise is not None]
+        said = line.sampling.parts if line.sampling is not None else 0
+        if len(judged) != said:
+            what = f"comparisons of the step in {RESCORED_FILE}"
+            values = {"got": str(len(judged)), "expected": str(said)}
+            yield step.finding(TRUE_TO_SAMPLING, what, **values)
+        found = [(record, f) for record in judged for f in rescored_failures(record)]
+        for record, f in found:
+            place = ((), f.replay_pass, f.stage, f.layer_number or None)
+            expected = f"at most {f.expected}" if "version" not in f.what else str(f.expected)
+            values = {"got": str(f.got), "expected": expected}
+            yield step.finding(TRUE_TO_SAMPLING, f.what.rstrip(","), *place, **values)
+        if not found and line.sampling is not None and line.sampling.failures:
+            text = "; ".join(str(f) for f in line.sampling.failures[:3])
+            yield step.finding(TRUE_TO_SAMPLING, f"the run itself judged it failed ({text:.400})")
+        if step.superseded:
+            return
+        self._compared["parts"] += len(judged)
+        self._compared["samples"] += len({record.sample_id for record in judged})
+        self._compared["missed"] += line.sampling.missed if line.sampling is not None else 0
+        for record in judged:
+            self._compared["rows"] += record.num_rows * len(record.rows_differ)
+            self._compared["rows_differ"] += sum(record.rows_differ.values())
+            self._compared["log_probs"] += record.num_log_probs
+            self._compared["log_probs_differ"] += record.log_probs_differ
+        if line.sampling is not None and not judged:
+            self._untold.add(line.step)
+
     def _own_verdict(self, step: _Step) -> Iterator[Finding]:
         """The run's own failure, where the records do not show it."""
         line = step.line
@@ -336,7 +396,8 @@ class _RunAudit:
             reasons.append(("agreement", line.threshold_error))
         elif line.threshold_error:
             self._steps_noted[_WAIVED].add(line.step)
-        if not reasons and not line.passed and not line.threshold_error:
+        untrue = line.sampling is not None and line.sampling.failures
+        if not reasons and not line.passed and not line.threshold_error and not untrue:
             reasons.append(("applied", "no reason recorded"))
         if reasons:
             text = "; ".join(text for _, text in reasons)
@@ -443,6 +504,9 @@ class _RunAudit:
     def _note_run(self) -> None:
         notes = self.audit.notes
         notes += [text.format(ranges(steps)) for text, steps in self._steps_noted.items()]
+        if self._untold:
+            text = f"no sample of steps {ranges(self._untold)} was computed again by its server"
+            notes.append(text)
         planned, steps = self._setting("rollout", "num_rollout"), len(self._latest)
         if type(planned) is int and 0 < steps < planned:
             notes.append(f"{steps} of the {planned} steps of the configuration")
@@ -472,6 +536,7 @@ class _RunAudit:
             "calls_expected": self._calls_expected,
             "mismatch_threshold": self._highest_threshold,
             "rows_stale_mismatch": sums["rows_mismatch"] - sums["rows_current_mismatch"],
+            "computed_again": {name: self._compared[name] for name in _COMPARED},
             **sums,
         }
 
@@ -485,7 +550,10 @@ class _RunAudit:
         elif not self._rows_expected:
             reason = "not one row with recorded routes: there was nothing to replay"
         proved = self._rows_expected and audit.numbers["rows_replayed"]
-        audit.conclude(reason, shown=audit.claims if proved else ())
+        shown = set(audit.claims) if proved else set()
+        if not self._compared["parts"]:
+            shown.discard(TRUE_TO_SAMPLING)
+        audit.conclude(reason, shown=shown)
 
     def _why_nothing(self) -> str:
         """The reason why not one step of the run can be judged."""

@@ -212,12 +212,27 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Sampling:
+    """Samples that their servers computed again (see ``rescored``).
+
+    verdict: passed, failed or no evidence; parts: comparisons that were judged; missed: chosen
+    samples without one.
+    """
+
+    verdict: str
+    parts: int
+    missed: int
+    failures: list[Failure]
+
+
+@dataclass(frozen=True)
 class StepVerdict:
     """The outcome of one step.
 
     counts: ``COUNTS`` and calls over all passes and layers.  above_threshold: current rows without a
     common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
+    sampling: None where no sample was to be computed again.
     """
 
     step: int
@@ -227,18 +242,21 @@ class StepVerdict:
     counts: dict[str, int]
     agreement: dict[str, float] = field(default_factory=dict)
     stale_warning: str | None = None
+    sampling: Sampling | None = None
 
     @property
     def passed(self) -> bool:
-        return not self.failures and self.threshold_error is None
+        true = self.sampling is None or not self.sampling.failures
+        return true and not self.failures and self.threshold_error is None
 
     def raise_if_failed(self) -> None:
         """Raise AssertionError with the first failures; the threshold's text is a contract."""
         if self.threshold_error is not None:
             raise AssertionError(self.threshold_error)
-        if self.failures:
-            shown = "\n  ".join(str(f) for f in self.failures[:8])
-            more = len(self.failures) - 8
+        failures = self.failures + (self.sampling.failures if self.sampling else [])
+        if failures:
+            shown = "\n  ".join(str(f) for f in failures[:8])
+            more = len(failures) - 8
             rest = f"\n  and {more} more" if more > 0 else ""
             raise AssertionError(f"R3 check failed at step {self.step}:\n  {shown}{rest}")
 
@@ -386,6 +404,7 @@ def step_line(
         "failures": [asdict(f) for f in verdict.failures],
         "threshold_error": verdict.threshold_error,
         "stale_warning": verdict.stale_warning,
+        **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
     }
 
 

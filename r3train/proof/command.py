@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from r3train.proof.findings import TRUE_TO_SAMPLING
+
 if TYPE_CHECKING:
     from r3train.proof.findings import Audit
 
@@ -24,6 +26,7 @@ _CLAIM_WORDS = {
     "applied": "what Megatron dispatched is what the rollout chose",
     "covered": "every router call and every row is accounted for",
     "agreement": "the trainer's own choice stays near the rollout's",
+    TRUE_TO_SAMPLING: "the rollout's experts are those that its servers chose",
 }
 
 
@@ -150,6 +153,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
             "applied": "log lines hold no fingerprints",
             "covered": f"{n['num_calls']} replayed calls on {_amount(n['ranks'], 'rank')}",
             "agreement": f"{n['rows_mismatch']} of {n['rows_checked']} rows share no expert",
+            TRUE_TO_SAMPLING: "log lines hold no samples",
         }
     replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
     facts = {
@@ -157,7 +161,15 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
         f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
         "agreement": "",
+        TRUE_TO_SAMPLING: "no sample was computed again by its server",
     }
+    again = n["computed_again"]
+    if again["parts"]:
+        facts[TRUE_TO_SAMPLING] = (
+            f"{_amount(again['samples'], 'sample')} computed again: other experts in "
+            f"{again['rows_differ']} of {again['rows']} rows, {again['log_probs_differ']} of "
+            f"{again['log_probs']} log-probs off"
+        )
     if a:
         facts["agreement"] = (
             f"same experts in {a['equal']:.2%} of rows (chance {a['chance_equal']:.1%}), "
@@ -176,7 +188,7 @@ def _text_of(audit: Audit) -> str:
     lines = [click.style(f"R3 evidence of {plain(audit.source)}", bold=True)]
     for claim, fact in claim_facts(audit).items():
         verdict = audit.claims[claim]
-        lines.append(f"{claim:<10} {_colored(f'{verdict:<12}', verdict)} {fact}")
+        lines.append(f"{claim:<16} {_colored(f'{verdict:<12}', verdict)} {fact}")
     for finding in audit.findings[:_SHOWN]:
         lines.append(f"  {_colored('failed', 'failed')} {plain(str(finding))}")
     if audit.num_findings > _SHOWN:

@@ -1,6 +1,7 @@
 """The lines of a run's evidence files: declared once, and refused by the schema where they are damaged.
 
-``rank_NNNNN.jsonl`` holds a ``RecordLine`` a router call, ``steps.jsonl`` a ``StepLine`` a step.
+``rank_NNNNN.jsonl`` holds a ``RecordLine`` a router call, ``steps.jsonl`` a ``StepLine`` a step,
+``rescored.jsonl`` a ``RescoredLine`` a part of a sample that its server computed again.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from r3train.proof.check import COUNTS, CURRENT, Failure
+from r3train.proof.rescored import RescoredRecord
 from r3train.types import (
     Amount,
     Fingerprint,
@@ -44,6 +46,22 @@ class RecordLine(ReplayEvidence):
     def __post_init__(self) -> None:
         if len({getattr(self, name) is None for name in CURRENT}) > 1:
             raise ValueError(f"of {', '.join(CURRENT)} some are missing")
+
+
+@dataclass(frozen=True, slots=True)
+class RescoredLine(RescoredRecord):
+    """One line of ``rescored.jsonl``: a comparison, and the start of the run that made it."""
+
+    attempt: Attempt = ""
+
+
+class SamplingLine(msgspec.Struct, frozen=True):
+    """The run's own verdict on a step's comparisons, in the step's line."""
+
+    verdict: Literal["passed", "failed", "no evidence"]
+    parts: Amount
+    missed: Amount
+    failures: list[Failure]
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -86,6 +104,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     failures: list[Failure]
     threshold_error: str | None
     stale_warning: str | None = None
+    sampling: SamplingLine | None = None
 
     def __post_init__(self) -> None:
         if self.topk > self.num_experts:
@@ -110,7 +129,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(
                     "expected_calls has not both stages, or layers without fingerprint"
                 )
-        if self.passed and (self.failures or self.threshold_error):
+        untrue = self.sampling is not None and self.sampling.failures
+        if self.passed and (self.failures or self.threshold_error or untrue):
             raise ValueError("passed is true beside failures")
 
 
@@ -128,6 +148,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 
 
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
+RESCORED = msgspec.json.Decoder(RescoredLine, dec_hook=_fingerprint)
 STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)
 

@@ -11,14 +11,17 @@ import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TextIO
 
 from r3train.data.json_lines import cut_truncated_line
+from r3train.proof.rescored import RescoredRecord
 from r3train.types import ReplayEvidence
 
 logger = logging.getLogger(__name__)
 
 EVIDENCE_DIR = "evidence"
 STEPS_FILE = "steps.jsonl"
+RESCORED_FILE = "rescored.jsonl"
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
@@ -56,11 +59,11 @@ class EvidenceWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_truncated_line(path)
         self._file = path.open("a", encoding="utf-8")
-        self._steps = None
+        self._steps = self._rescored = None
         if rank == 0:
-            steps = run_dir / EVIDENCE_DIR / STEPS_FILE
-            cut_truncated_line(steps)
-            self._steps = steps.open("a", encoding="utf-8")
+            self._steps, self._rescored = (
+                _opened(run_dir / EVIDENCE_DIR / name) for name in (STEPS_FILE, RESCORED_FILE)
+            )
         logger.info(start_line(rank))
 
     def write(self, records: Sequence[ReplayEvidence]) -> None:
@@ -75,6 +78,14 @@ class EvidenceWriter:
             self._file.write(json.dumps(fields) + "\n")
         self._file.flush()
 
+    def write_rescored(self, records: Sequence[RescoredRecord]) -> None:
+        """Store the comparisons of one step (rank 0 alone)."""
+        if self._rescored is not None:
+            for record in records:
+                line = {"attempt": self._attempt, **asdict(record)}
+                self._rescored.write(json.dumps(line) + "\n")
+            self._rescored.flush()
+
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 alone)."""
         if self._steps is not None:
@@ -84,5 +95,11 @@ class EvidenceWriter:
     def close(self) -> None:
         """Close the files."""
         self._file.close()
-        if self._steps is not None:
-            self._steps.close()
+        for file in (self._steps, self._rescored):
+            if file is not None:
+                file.close()
+
+
+def _opened(path: Path) -> TextIO:
+    cut_truncated_line(path)
+    return path.open("a", encoding="utf-8")

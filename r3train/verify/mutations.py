@@ -35,6 +35,7 @@ from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.generation import conversation
+from r3train.engine import client, publish
 from r3train.layout import microbatch
 from r3train.loop import prepare, scatter
 from r3train.loop.prepare import Plant
@@ -718,3 +719,49 @@ def decay_counted_in_rollouts(original, config, optimizer):
 @replaces(actor.MegatronActor, "_finite")
 def nan_gradients_unseen(original, self, loss):
     return math.isfinite(loss)
+
+
+# -- between a server's forward and its answer -------------------------------------------------
+
+# the answers' own server, asked again, is what shows these
+of_answers = partial(mutation, caught_by="tests/e2e/test_true_to_sampling.py")
+
+
+@of_answers("every answer comes with the rows of the answer before it")
+def answer_with_rows_of_another(config, hf):
+    last: list[np.ndarray] = []
+
+    def read_answer(original, answer, request, **how):
+        segment = original(answer, request, **how)
+        if segment.rows is None or not len(segment.rows):
+            return segment
+        rows = np.resize(last[-1], segment.rows.shape) if last else segment.rows
+        last[:] = [segment.rows]
+        return replace(segment, rows=rows)
+
+    return patched(client, "read_answer", read_answer)
+
+
+@of_answers("the second half of the layers never reached the answer, as of a pipeline stage")
+@replaces(client, "read_answer")
+def answer_without_second_stage(original, answer, request, **how):
+    segment = original(answer, request, **how)
+    if segment.rows is None:
+        return segment
+    rows = segment.rows.copy()
+    rows[:, rows.shape[1] // 2 :] = 0
+    return replace(segment, rows=rows)
+
+
+@of_answers("servers keep the prefixes of the weights before an update, and use them")
+@contextmanager
+def answer_on_stale_prefix(config, hf):
+    def init(original, self, *args, **how):
+        original(self, *args, **{**how, "flush_cache": False})
+
+    def body(original, self, request):
+        return {k: v for k, v in original(self, request).items() if k != "extra_key"}
+
+    with patched(publish.DistributedPublisher, "__init__", init):
+        with patched(client.SGLangClient, "_body", body):
+            yield

@@ -55,5 +55,6 @@ def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
     # every route was replayed: the weights of the step are kept, before the run ends
     assert (run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "1"
     assert said["exit"] == 1
-    assert said["claims"] == {"applied": "passed", "covered": "passed", "agreement": "failed"}
+    # the server's answers are right: what came of them behind is not
+    assert [claim for claim, of in said["claims"].items() if of != "passed"] == ["agreement"]
     assert all(f["step"] == 0 and f["layer_number"] for f in said["findings"])

@@ -76,14 +76,14 @@ class Stranger:
         self._thread.join()
 
 
-def wait_until_running(addr: str, count: int) -> None:
+def wait_until_running(addr: str, count: int, then_s: float = 0.3) -> None:
     """Until so many requests are being decoded, and a moment more for some tokens of each."""
     deadline = time.monotonic() + 60
     while True:
         with urllib.request.urlopen(f"http://{addr}/v1/loads?include=core", timeout=10) as answer:
             (load,) = json.load(answer)["loads"]
         if load["num_running_reqs"] >= count:
-            return time.sleep(0.3)
+            return time.sleep(then_s)
         assert time.monotonic() < deadline, load
         time.sleep(0.02)
 

@@ -15,6 +15,7 @@ from r3train.proof.check import (
     StepExpectation,
     StepTotals,
 )
+from r3train.proof.rescored import judge_rescored, Noise, RescoredRecord
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
 from r3train.types import ReplayEvidence, RouteShape
@@ -63,6 +64,26 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
     return ReplayEvidence(**{**values, **changes})
 
 
+def comparison(step: int, **changes) -> RescoredRecord:
+    """A right sample of 100 rows in each layer, computed again."""
+    values = dict(
+        step=step,
+        sample_id=8 * step,
+        part="whole",
+        server=0,
+        weight_version=step,
+        held_version=step,
+        first_row=0,
+        num_rows=ROWS,
+        rows_differ=dict.fromkeys(LAYERS, 0),
+        num_log_probs=60,
+        log_probs_differ=0,
+        log_prob_off_max=1e-6,
+        noise=Noise(5000, 0, 2000, 0, 1e-4),
+    )
+    return RescoredRecord(**{**values, **changes})
+
+
 def records_of(step: int, rank: int) -> list[ReplayEvidence]:
     """All calls of a rank in a step, in their order."""
     return [record(step, rank, p, layer) for p in PASSES for layer in LAYERS]
@@ -81,12 +102,14 @@ def write_run(
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
     silent: tuple[int, ...] = (),
     versions: bool = False,
+    rescored: Callable[[int], list[RescoredRecord]] | None = None,
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
     silent: ranks that hold no layer with experts.  versions: the records tell weight versions, as
     those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
-    in the train pass, and none of them mismatch.
+    in the train pass, and none of them mismatch.  rescored: comparisons of a step with samples that
+    were computed again; None: there was to be none.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
@@ -103,6 +126,9 @@ def write_run(
                     totals.add(call)
             expectation = expectation_of(step, set(range(ranks)) - set(silent), versions=versions)
             verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
+            if rescored is not None:
+                writers[0].write_rescored(rescored(step))
+                verdict = replace(verdict, sampling=judge_rescored(rescored(step), 0))
             line = step_line(verdict, expectation, SHAPE, world_size=ranks, mismatch_threshold=0.02)
             if not versions:
                 line["counts"] = {k: n for k, n in line["counts"].items() if k not in CURRENT}

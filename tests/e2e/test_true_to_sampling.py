@@ -1,0 +1,305 @@
+"""Answers computed again by the real server: rows and log-probs are right, and every fault shows."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.e2e.sglang_support import checkpoint_tensors, make_model
+from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB
+from tests.e2e.test_updates_in_flight import wait_until_running
+
+from r3train.config.rollout import RolloutSection
+from r3train.engine.backend import SamplingParams
+from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import DistributedPublisher
+from r3train.engine.server import SGLangServer
+from r3train.generation import stitch
+from r3train.generation.producer import Producer
+from r3train.proof.rescored import (
+    compare,
+    compare_rollout,
+    judge_rescored,
+    limit,
+    measured_noise,
+    rescored_failures,
+    RescoredRecord,
+)
+from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.types import Prompt, Rescored, RolloutSample, RouteShape
+
+prepare_device()
+from r3train.verify.mutations import planted_by  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
+LAYERS = range(1, NUM_LAYERS + 1)
+BUGS = planted_by("tests/e2e/test_true_to_sampling.py")
+MARGINS = {
+    "answer_with_rows_of_another": 2,
+    "answer_without_second_stage": 2,
+    "answer_on_stale_prefix": 2,
+}
+
+
+def prompt_of(seed: int, length: int = 24) -> Prompt:
+    ids = np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    # a text of more than 32 tokens is computed in several chunks
+    with SGLangServer(
+        models[0],
+        log,
+        return_routed_experts=True,
+        start_timeout_s=200,
+        server_args={"chunked_prefill_size": 32},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def control(server, models):
+    """Every test starts from model a, version 0, and from an empty cache."""
+    with EngineControl([server.addr]) as control:
+        control.update_weights_from_disk(str(models[0]), weight_version=0)
+        yield control
+
+
+def audited(
+    server, models, control, mode: str, num_rollout: int = 2
+) -> tuple[list[RescoredRecord], list[RolloutSample], int]:
+    """Rollouts with every sample computed again, and an update to other weights behind each.
+
+    Returns the comparisons, the samples, and the number of samples that were missed.
+    """
+    rollout = RolloutSection(
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        num_rollout=num_rollout,
+        rollout_max_response_len=60,
+        max_weight_staleness=1,
+        pause_generation_mode=mode,
+    )
+    publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=mode != "in_place")
+
+    def client() -> SGLangClient:
+        return SGLangClient(
+            [server.addr],
+            routes=ROUTES,
+            versions=control.versions,
+            cache_per_version=mode == "in_place",
+        )
+
+    records, samples, missed = [], [], 0
+    sampling = SamplingParams(60, ignore_eos=True)
+
+    def same_prompts(group: int) -> Prompt:
+        return prompt_of(group % 2)
+
+    with Producer(rollout, client, same_prompts, sampling, audit_share=1.0) as producer:
+        for rollout_id in range(num_rollout):
+            groups = producer.next_batch(rollout_id)
+            batch = [sample for group in groups for sample, _ in group]
+            rescored = producer.rescored()
+            records += compare_rollout(
+                rollout_id, rescored, batch, lambda s: s, list(LAYERS), log_probs=True
+            )
+            samples += batch
+            missed += rescored.missed
+            with producer.quiesced():
+                version = rollout_id + 1
+                publisher.publish(checkpoint_tensors(models[version % 2]).items(), version=version)
+                producer.set_version(version)
+    publisher.close()
+    return records, samples, missed
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_every_row_and_log_prob_of_right_answers_is_computed_again(mode, server, models, control):
+    records, samples, missed = audited(server, models, control, mode)
+    assert len(samples) == 16
+    judged = judge_rescored(records, missed)
+    assert (judged.verdict, judged.failures) == ("passed", [])
+    # float32 on a CPU: prefill and decode choose the same experts in every row
+    assert all(r.noise.rows_differ == 0 and r.noise.num_rows > 1000 for r in records)
+    assert sum(sum(r.rows_differ.values()) for r in records) == 0
+    assert max(r.log_prob_off_max for r in records) < 1e-4
+    assert sum(r.num_rows for r in records if r.part == "whole") > 500
+    if mode == "drain":
+        assert missed == 0 and all(r.part == "whole" for r in records)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
+def test_a_planted_bug_between_server_and_sample_is_found(bug, server, models, control):
+    with bug.patch(None, None):
+        records, _, missed = audited(server, models, control, "drain")
+    judged = judge_rescored(records, missed)
+    assert judged.verdict == "failed"
+    margins = [f.got / f.expected for f in judged.failures if f.layer_number]
+    # all that fails by rows, by as many times the most that may differ
+    assert margins and min(margins) >= MARGINS[bug.name], (bug.name, sorted(margins)[:5])
+
+
+def draw(server, *, seeds=range(4), tokens: int = 60) -> list[RolloutSample]:
+    """Samples of version 0."""
+
+    async def all_of_them() -> list[RolloutSample]:
+        client = SGLangClient([server.addr], routes=ROUTES)
+        sampling = SamplingParams(tokens, ignore_eos=True)
+
+        async def one(seed: int) -> RolloutSample:
+            sample = stitch.begin(prompt_of(seed), sample_id=seed, group_id=seed)
+            request = stitch.next_request(sample, sampling, weight_version=0)
+            return stitch.extend(sample, await client.generate(request))
+
+        try:
+            return list(await asyncio.gather(*map(one, seeds)))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(all_of_them())
+
+
+def again(server, samples: list[RolloutSample], **changes) -> list[Rescored]:
+    """The samples computed again; changes: of the request's body."""
+
+    async def all_of_them() -> list[Rescored]:
+        client = SGLangClient([server.addr], routes=ROUTES)
+        call = client.http.call
+
+        async def changed(server, path, body=None, **how):
+            if path == "/generate":
+                body = {**body, **changes}
+                body = {key: value for key, value in body.items() if value is not None}
+            return await call(server, path, body, **how)
+
+        client.http.call = changed
+        sampling = SamplingParams(1)
+        try:
+            requests = [
+                stitch.next_request(sample, sampling, weight_version=0) for sample in samples
+            ]
+            return [
+                await client.rescore(replace(request, rows_start=0, max_new_tokens=0), "whole", 0)
+                for request in requests
+            ]
+        finally:
+            await client.aclose()
+
+    return asyncio.run(all_of_them())
+
+
+def test_answers_of_other_weights_under_the_same_label_are_found(server, models, control):
+    samples = draw(server)
+    right = again(server, samples)
+    noise = measured_noise(zip(samples, right), list(LAYERS))[0]
+    assert noise.is_exact
+    control.update_weights_from_disk(str(models[1]), weight_version=0)
+    for sample, stale in zip(samples, again(server, samples), strict=True):
+        record = compare(0, sample, stale, noise, list(LAYERS), log_probs=True)
+        most = limit(record.num_rows, 0.0)
+        assert min(record.rows_differ.values()) > 10 * most, (record.rows_differ, most)
+        assert len(rescored_failures(record)) == NUM_LAYERS
+
+
+def test_a_server_that_holds_another_version_than_the_sample_is_found(server, models, control):
+    samples = draw(server, seeds=[0])
+    (right,) = again(server, samples)
+    noise = measured_noise([(samples[0], right)], list(LAYERS))[0]
+    control.update_weight_version(7)
+    (other,) = again(server, samples)
+    record = compare(0, samples[0], other, noise, list(LAYERS), log_probs=True)
+    (failure,) = rescored_failures(record)
+    assert "weight version" in str(failure) and (failure.got, failure.expected) == (7, 0)
+
+
+def test_without_a_key_of_its_own_a_text_would_get_the_rows_that_are_cached(
+    server, models, control
+):
+    """Every chunk behind the first would be given the rows that it is to be compared with."""
+    samples = draw(server, seeds=range(2))
+    control.update_weights_from_disk(str(models[1]), weight_version=0, flush_cache=False)
+    blind = again(server, samples, extra_key=None)
+    keyed = again(server, samples)
+    for sample, cached, own in zip(samples, blind, keyed, strict=True):
+        same = (np.sort(cached.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
+        other = (np.sort(own.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
+        assert same.mean() > 0.5 > other.mean()
+
+
+@pytest.fixture(scope="module")
+def small_server(models, tmp_path_factory):
+    """Room for half of the tokens that eight answers need: the scheduler must retract some."""
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    args = {"max_total_tokens": 400, "schedule_conservativeness": 0.01}
+    with pytest.MonkeyPatch.context() as patch:
+        # it admits requests as if they would end after 8 tokens
+        patch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "8")
+        server = SGLangServer(
+            models[0], log, return_routed_experts=True, start_timeout_s=200, server_args=args
+        )
+        with server:
+            yield server
+
+
+@pytest.mark.parametrize("policy", ["accept", "regenerate"])
+def test_rows_of_retracted_answers_are_found_where_they_are_accepted(policy, small_server, models):
+    rollout = RolloutSection(
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        num_rollout=1,
+        rollout_max_response_len=90,
+        rollout_max_concurrency=8,
+        pause_generation_mode="in_place",
+        retraction_policy=policy,
+    )
+    with EngineControl([small_server.addr]) as control:
+        control.update_weights_from_disk(str(models[0]), weight_version=0)
+        publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=False)
+
+        def client() -> SGLangClient:
+            return SGLangClient(
+                [small_server.addr],
+                routes=ROUTES,
+                versions=control.versions,
+                cache_per_version=True,
+            )
+
+        sampling = SamplingParams(90, ignore_eos=True)
+        with Producer(rollout, client, prompt_of, sampling, audit_share=1.0) as producer:
+            while producer.stats()["in_flight"] < 8:  # the noise is measured before
+                time.sleep(0.01)
+            wait_until_running(small_server.addr, 6, then_s=0.02)
+            with producer.quiesced():
+                publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
+                producer.set_version(1)
+            groups = producer.next_batch(0)
+            rescored, stats = producer.rescored(), producer.stats()
+        publisher.close()
+    samples = [sample for group in groups for sample, _ in group]
+    records = compare_rollout(0, rescored, samples, lambda s: s, list(LAYERS), log_probs=True)
+    judged = judge_rescored(records, rescored.missed)
+    assert stats["retracted_answers"] > 0, stats
+    if policy == "regenerate":
+        assert judged.verdict == "passed", judged.failures
+        return
+    retracted = {s.sample_id for s in samples if s.num_retractions}
+    failed = [r for r in records if rescored_failures(r)]
+    assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
+    for record in failed:
+        # prompt rows of the newer weights, under tokens that claim the older
+        assert min(record.rows_differ.values()) >= 5 * limit(record.num_rows, 0.0), record

@@ -1,0 +1,273 @@
+"""True to sampling: answers that their server computed again, compared and judged, live and offline."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tests.unit.evidence_dirs import comparison, LAYERS, write_run
+
+from r3train.cli import main
+from r3train.proof.audit import audit_run
+from r3train.proof.rescored import (
+    compare,
+    compare_rollout,
+    judge_rescored,
+    limit,
+    measured_noise,
+    Noise,
+    rescored_failures,
+)
+from r3train.proof.writer import RESCORED_FILE
+from r3train.types import Prompt, Rescored, RescoredRollout, RolloutSample
+
+EXPERTS, TOPK, PROMPT, TOKENS = 16, 3, 20, 120
+EXACT = Noise(5000, 0, 2000, 0, 1e-4)
+CLAIM = "true to sampling"
+
+
+def routes(seed: int, tokens: int = TOKENS) -> np.ndarray:
+    """uint8 [tokens - 1, 3, 3]; a row has no expert twice."""
+    random = np.random.default_rng(seed)
+    order = random.random((tokens - 1, len(LAYERS), EXPERTS)).argsort(axis=-1)
+    return order[..., :TOPK].astype(np.uint8)
+
+
+def sample_of(seed: int = 0, **changes) -> RolloutSample:
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    mask = np.arange(TOKENS) >= PROMPT
+    log_probs = np.random.default_rng(seed).normal(-2, 1, TOKENS)
+    sample = RolloutSample(
+        sample_id=seed,
+        group_id=0,
+        prompt=Prompt("p", 0, "", tokens[:PROMPT], None),
+        token_ids=tokens,
+        prompt_len=PROMPT,
+        loss_mask=mask,
+        rollout_log_probs=np.where(mask, log_probs, 0).astype(np.float32),
+        routed_experts=routes(seed),
+        weight_versions=np.where(mask, 4, -1).astype(np.int32),
+        finish_reason="stop",
+    )
+    return replace(sample, **changes)
+
+
+def again_of(sample: RolloutSample, first_row: int = 0, **changes) -> Rescored:
+    """The same, computed again without any noise; each row's experts in another order."""
+    again = Rescored(
+        sample_id=sample.sample_id,
+        part="last" if first_row else "whole",
+        server=0,
+        weight_version=4,
+        held_version=4,
+        token_ids=sample.token_ids,
+        first_row=first_row,
+        rows=sample.routed_experts[first_row:, :, ::-1],
+        log_probs=sample.rollout_log_probs[first_row + 1 :],
+    )
+    return replace(again, **changes)
+
+
+def judged(sample, again, noise=EXACT, *, log_probs=True):
+    record = compare(4, sample, again, noise, list(LAYERS), log_probs=log_probs)
+    return record, rescored_failures(record)
+
+
+def test_equal_sets_of_experts_and_log_probs_pass_and_all_of_them_are_counted():
+    record, failures = judged(sample_of(), again_of(sample_of()))
+    assert not failures and record.rows_differ == dict.fromkeys(LAYERS, 0)
+    assert (record.num_rows, record.num_log_probs) == (TOKENS - 1, TOKENS - PROMPT)
+
+
+def test_rows_of_another_sample_fail_in_every_layer_far_above_what_may_differ():
+    record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)))
+    assert [f.layer_number for f in failures] == list(LAYERS)
+    assert min(record.rows_differ.values()) > 30 * limit(record.num_rows, 0)
+
+
+def test_layers_of_a_lost_stage_fail_alone():
+    sample = sample_of()
+    delivered = sample.routed_experts.copy()
+    delivered[:, 2] = 0
+    _, failures = judged(replace(sample, routed_experts=delivered), again_of(sample))
+    assert [(f.layer_number, f.got) for f in failures] == [(3, TOKENS - 1)]
+
+
+def test_prompt_rows_of_another_version_fail():
+    """As after a retraction: rows 0..18 were computed again under newer weights."""
+    sample = sample_of()
+    delivered = sample.routed_experts.copy()
+    delivered[: PROMPT - 1] = routes(9)[: PROMPT - 1]
+    prompt = again_of(sample, part="prompt", token_ids=sample.token_ids[:PROMPT])
+    prompt = replace(prompt, rows=prompt.rows[: PROMPT - 1], log_probs=prompt.log_probs[:19])
+    record, failures = judged(replace(sample, routed_experts=delivered), prompt)
+    assert record.num_rows == PROMPT - 1 and record.num_log_probs == 0
+    assert [f.layer_number for f in failures] == list(LAYERS)
+    assert not judged(sample, prompt)[1]
+
+
+def test_a_few_rows_near_a_tie_pass_and_more_of_them_fail():
+    sample, most = sample_of(), limit(TOKENS - 1, 0)
+    for differing in (most, most + 1):
+        rows = sample.routed_experts.copy()
+        rows[:differing, 1] = routes(9)[:differing, 1]
+        _, failures = judged(sample, again_of(sample, rows=rows))
+        assert [(f.layer_number, f.got) for f in failures] == [(2, most + 1)] * (differing > most)
+
+
+def test_measured_noise_allows_so_much_more_and_never_excuses_a_fault():
+    assert limit(1000, 0.0) == 5 and limit(1000, 0.01) == 59
+    assert limit(1000, 0.9) == limit(1000, 0.05) < 220
+    assert limit(3, 0.0) == 2 and limit(0, 0.05) == 0
+    broken = [(sample_of(i), again_of(sample_of(i), rows=routes(i + 50))) for i in range(8)]
+    noise = measured_noise(broken, list(LAYERS))[0]
+    assert noise.rows_differ > 0.9 * noise.num_rows
+    assert judged(sample_of(), again_of(sample_of(), rows=routes(1)), noise)[1]
+
+
+def test_noise_is_measured_for_each_server():
+    random = np.random.default_rng(0)
+    pairs = []
+    for i in range(8):
+        sample = sample_of(i)
+        off = random.normal(0, 0.01, TOKENS - 1).astype(np.float32) * (i % 2)
+        pairs.append(
+            (sample, again_of(sample, server=i % 2, log_probs=sample.rollout_log_probs[1:] + off))
+        )
+    exact, noisy = measured_noise(pairs, list(LAYERS)).values()
+    assert exact.log_prob_tolerance == 1e-4 and 0.04 < noisy.log_prob_tolerance < 0.07
+    assert exact.num_rows == 4 * (TOKENS - 1) * len(LAYERS) and noisy.log_probs_differ <= 1
+
+
+def test_log_probs_of_other_weights_fail_and_only_where_temperature_is_1():
+    sample = sample_of()
+    other = again_of(sample, log_probs=sample.rollout_log_probs[1:] + np.float32(0.01))
+    record, (failure,) = judged(sample, other)
+    assert failure.layer_number == 0 and failure.got == TOKENS - PROMPT
+    assert record.log_prob_off_max == pytest.approx(0.01, rel=1e-3)
+    assert not judged(sample, other, log_probs=False)[1]
+
+
+def test_log_probs_behind_a_row_that_differs_are_that_rows_doing():
+    """One expert chosen otherwise, near a tie, moves every later token a little."""
+    sample = sample_of()
+    rows, log_probs = sample.routed_experts.copy(), sample.rollout_log_probs[1:].copy()
+    rows[50, 0] = routes(9)[50, 0]
+    log_probs[50:] += 0.01
+    assert not judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[1]
+    log_probs[:50] += 0.01
+    assert judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[1]
+
+
+def test_missing_slots_and_an_environments_tokens_are_left_out():
+    sample = sample_of()
+    delivered = sample.routed_experts.copy()
+    delivered[-5:] = 255
+    mask = sample.loss_mask.copy()
+    mask[60:80] = False
+    sample = replace(sample, routed_experts=delivered, loss_mask=mask)
+    record, failures = judged(sample, again_of(sample_of()))
+    assert not failures and record.num_rows == TOKENS - 6
+    assert record.num_log_probs == TOKENS - PROMPT - 20
+
+
+def test_the_last_part_is_compared_from_its_first_row_and_its_version_on():
+    versions = np.where(np.arange(TOKENS) > 70, 4, 3).astype(np.int32)
+    sample = sample_of(weight_versions=versions)
+    record, failures = judged(sample, again_of(sample_of(), first_row=70))
+    assert not failures and (record.num_rows, record.num_log_probs) == (TOKENS - 71, TOKENS - 71)
+
+
+def test_another_version_than_the_tokens_claim_fails():
+    (failure,) = judged(sample_of(), again_of(sample_of(), held_version=5))[1]
+    assert str(failure).endswith("is 5, expected 4") and "weight version" in str(failure)
+
+
+def test_a_prompt_whose_answer_began_under_a_newer_version_is_not_compared():
+    sample = sample_of()
+    parts = [again_of(sample, part="prompt", weight_version=v) for v in (3, 4)]
+    rollout = RescoredRollout(parts, 0, [(sample_of(1), again_of(sample_of(1)))])
+    records = compare_rollout(4, rollout, [sample], lambda s: s, list(LAYERS), log_probs=True)
+    assert [r.weight_version for r in records] == [4]
+
+
+def test_nothing_computed_again_is_no_evidence_and_no_known_noise_neither():
+    assert judge_rescored([], 1).verdict == "no evidence"
+    record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)), None)
+    assert not failures and judge_rescored([record], 0).verdict == "no evidence"
+
+
+# -- offline -----------------------------------------------------------------------------------
+
+
+def said(run, *flags: str):
+    result = CliRunner().invoke(main, ["check-evidence", str(run), "--json", *flags])
+    (audit,) = json.loads(result.stdout)["audits"]
+    return audit
+
+
+def test_a_run_whose_samples_were_computed_again_passes_with_its_numbers(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    audit = said(run)
+    assert set(audit["claims"].values()) == {"passed"} and audit["verdict"] == "passed"
+    assert audit["numbers"]["computed_again"] == {
+        "samples": 3,
+        "parts": 3,
+        "missed": 0,
+        "rows": 900,
+        "rows_differ": 0,
+        "log_probs": 180,
+        "log_probs_differ": 0,
+    }
+    shown = CliRunner().invoke(main, ["check-evidence", str(run)]).output
+    assert "3 samples computed again: other experts in 0 of 900 rows" in shown
+
+
+@pytest.mark.parametrize("run_saw_it", [True, False], ids=["in the run", "in the file"])
+def test_a_layer_that_differs_fails_the_claim_with_step_and_layer(tmp_path, run_saw_it):
+    wrong = {"rows_differ": {1: 0, 2: 90, 3: 0}}
+
+    def rescored(step):
+        return [comparison(step, **(wrong if step == 1 and run_saw_it else {}))]
+
+    run = write_run(tmp_path / "run", rescored=rescored)
+    if not run_saw_it:
+        path = run / "evidence" / RESCORED_FILE
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines[1]["rows_differ"]["2"] = 90
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    audit = said(run)
+    assert audit["verdict"] == "failed"
+    assert {c for c, v in audit["claims"].items() if v == "failed"} == {CLAIM}
+    (found,) = audit["findings"]
+    assert (found["step"], found["layer_number"], found["got"]) == (1, 2, "90")
+    assert found["expected"] == "at most 2" and "sample 8 on server 0" in found["what"]
+
+
+def test_steps_without_a_comparison_are_noted_and_no_claim_is_made_without_one(tmp_path):
+    some = write_run(tmp_path / "some", rescored=lambda step: [comparison(step)] * (step == 0))
+    audit = audit_run(some)
+    assert audit.claims[CLAIM] == "passed" and audit.verdict == "passed"
+    assert any("no sample of steps 1..2 was computed again" in note for note in audit.notes)
+    none = audit_run(write_run(tmp_path / "none", rescored=lambda step: []))
+    assert none.claims[CLAIM] == "no evidence" and none.verdict == "passed"
+
+
+def test_comparisons_that_were_taken_out_of_the_file_are_missed(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    (run / "evidence" / RESCORED_FILE).unlink()
+    audit = said(run)
+    assert audit["claims"][CLAIM] == "failed" and len(audit["findings"]) == 3
+    assert (audit["findings"][0]["got"], audit["findings"][0]["expected"]) == ("0", "1")
+
+
+@pytest.mark.parametrize("damage", ["{", '{"step": -1}', "[]", "null"])
+def test_a_damaged_line_fails_with_file_and_line(tmp_path, damage):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    path = run / "evidence" / RESCORED_FILE
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], damage, *lines[1:]]) + "\n")
+    assert any(f"{RESCORED_FILE} line 2" in f["what"] for f in said(run)["findings"])
