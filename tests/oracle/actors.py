@@ -9,7 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +50,13 @@ def _rank(rank: int, world_size: int, scratch: str, function: Callable, argument
     from r3train.trainer.megatron.cpu_device import prepare_device
 
     prepare_device()
-    import torch.distributed as dist
+    from r3train.host_group import host_barrier, join_ranks, leave_ranks
 
-    store = f"file://{scratch}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    store = torch.distributed.FileStore(f"{scratch}/store", world_size)
+    join_ranks("gloo", store, rank, world_size, timeout=timedelta(minutes=2))
     torch.save(function(*arguments), Path(scratch) / f"rank{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    host_barrier()
+    leave_ranks()
 
 
 def configuration(checkpoint: Path, **fields: Any) -> RunConfig:

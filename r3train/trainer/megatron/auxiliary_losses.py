@@ -1,8 +1,8 @@
 """The weight of the routers' auxiliary losses: what was configured, whatever share of the rows is trained.
 
-Megatron multiplies an auxiliary loss by the rows of its own rank, prompts included, and divides all
-gradients by the loss tokens of the step.  The loss then weighs rows / loss tokens times what was
-configured, less the split over tensor and context ranks.  Here a load-balancing loss counts as a mean
+Megatron multiplies an auxiliary loss by rows, prompts included, and divides all gradients by the loss
+tokens of the step.  The loss then weighs rows / loss tokens times what was configured, and the z-loss
+only its share of one tensor and context rank.  Here a load-balancing loss counts as a mean
 over the step's microbatches, weighted by their rows, and the z-loss as a mean over its rows.
 """
 
@@ -38,13 +38,14 @@ class AuxiliaryLosses:
         self._device = device
         self._without_padding = without_padding
         self._loss_tokens_per_row: torch.Tensor | None = None
+        self._rows: torch.Tensor | None = None  # of this rank in the router's call
         routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
         self._routers = [
             r for r in routers if r.is_aux_loss_enabled() or r.config.moe_z_loss_coeff is not None
         ]
         for router in self._routers:
             router.attach_and_log_load_balancing_loss = self._attach
-            router.apply_z_loss = partial(self._attach_z_loss, router)
+            router.apply_z_loss = partial(self._begin_call, router)
 
     def begin_step(self, slices: Sequence[RankSlice]) -> None:
         """Count the step's rows and loss tokens; a collective of the pipeline stage."""
@@ -75,20 +76,26 @@ class AuxiliaryLosses:
 
         Source of the signature: megatron-core 0.16.1 TopKRouter.attach_and_log_load_balancing_loss.
         """
-        rows = activation.shape[0] if valid_token_count is None else valid_token_count
-        rows = torch.as_tensor(rows, dtype=torch.float32, device=self._device).clone()
+        # valid_token_count is of no use: this rank's rows, or its group's where there is a mask
+        rows = self._rows.clone()
         dist.all_reduce(rows, group=reduce_group)  # of the microbatch, on all ranks that share it
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * rows * self._loss_tokens_per_row)
 
-    def _attach_z_loss(
+    def _begin_call(
         self, router: TopKRouter, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Attach the z-loss of this rank's rows (arXiv 2202.08906 eq. 5) to its router's logits."""
-        coeff = router.config.moe_z_loss_coeff
-        if coeff is None or not router.training or not torch.is_grad_enabled():
+        """Count the rows of a router's call, which begins here, and attach the z-loss of this rank's.
+
+        logits: float32[m, E].  The z-loss is that of arXiv 2202.08906 eq. 5.
+        """
+        if not router.training or not torch.is_grad_enabled():
             return logits
-        losses = torch.logsumexp(logits, dim=-1).square()
+        real = torch.ones_like(logits[:, 0])
         if padding_mask is not None:
-            losses = losses.masked_fill(padding_mask, 0)
-        weighted = losses.sum() * coeff * self._loss_tokens_per_row
-        return MoEAuxLossAutoScaler.apply(logits, weighted)
+            real = real.masked_fill(padding_mask, 0)
+        self._rows = real.sum()
+        coeff = router.config.moe_z_loss_coeff
+        if coeff is None:
+            return logits
+        z_loss = (torch.logsumexp(logits, dim=-1).square() * real).sum()
+        return MoEAuxLossAutoScaler.apply(logits, z_loss * coeff * self._loss_tokens_per_row)
