@@ -18,9 +18,14 @@ ARGS ?=
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
 PYTEST_ARGS ?=
 
-# marks of tests: QUICK ones need one process, WHOLE ones servers, ranks or whole jobs
+# marks of tests: QUICK ones need one process, WHOLE ones servers, ranks or whole jobs; further ones,
+# of those that are slow: make test ALSO="or ci"
 QUICK := not e2e and not ranks and not slow and not long
-WHOLE := (e2e or ranks) and not slow and not long
+ALSO ?=
+WHOLE := ((e2e or ranks) and not slow and not long) $(ALSO)
+# the longest files first, so that no process is left with one of them at the end
+LONGEST := tests/e2e/test_slurm.py tests/oracle
+WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/rehearsal tests/browser
 
 BIN := .venv/bin
 # -qq: errors alone
@@ -77,9 +82,10 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= ad
 test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 ifneq ($(strip $(PYTEST_ARGS)),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
-else  # tests that start servers and ranks need the cores for themselves
+else  # a job of two ranks keeps little more than one core busy: two files at once, each in one process
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(QUICK)" --numprocesses auto --maxprocesses 4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(WHOLE)" --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m "$(WHOLE)" --durations=25 \
+	    --numprocesses 2 --dist loadfile --no-loadscope-reorder $(WHOLE_TESTS)
 endif
 
 test-slow: dev  ## Run the tests that take minutes each

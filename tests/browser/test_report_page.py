@@ -20,7 +20,7 @@ from tests.browser import chromium
 from tests.unit.evidence_dirs import write_run
 from tests.unit.report_runs import with_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
 RECORDED = Path(__file__).parent / "recorded"
 WIDTHS = [1280, 390]
 

@@ -62,7 +62,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def run(run_dir: Path, *flags: str, timeout: float = 240, **how: Any) -> Job:
+def run(run_dir: Path, *flags: str, timeout: float = 480, **how: Any) -> Job:
     """Run a job to its end; ``how`` as for ``command``."""
     done = subprocess.run(
         command(run_dir, *flags, **how),

@@ -43,7 +43,7 @@ def output(run_dir: Path) -> str:
 
 
 def wait_for(
-    condition: Callable[[], bool], job: psutil.Popen, run_dir: Path, timeout: float = 200
+    condition: Callable[[], bool], job: psutil.Popen, run_dir: Path, timeout: float = 400
 ) -> None:
     deadline = time.monotonic() + timeout
     while not condition():

@@ -96,6 +96,8 @@ def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_fl
     assert not (job.run_dir / "evidence").exists()
 
 
+# tests/unit/config hold the warning and that no evidence is taken
+@pytest.mark.slow
 def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
     tmp_path, tiny_flags, engine
 ):

@@ -20,6 +20,7 @@ from tests.e2e import jobs
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.ci,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
         os.geteuid() != 0 or not (shutil.which("sbatch") or shutil.which("apt-get")),
@@ -79,15 +80,8 @@ def test_the_regression_job_passes_and_its_exit_code_says_so(slurm, tmp_path, ti
     assert (tmp_path / "run/r3_summary.md").read_text().startswith("### R3 evidence: passed")
 
 
-@pytest.mark.parametrize(
-    "bug, layers",
-    [("token_shift", (1, 2, 3, 4)), ("layer_swap", (1, 2))],
-    ids=lambda value: str(value),
-)
-def test_a_planted_route_shift_fails_the_job_and_names_step_and_layers(
-    bug, layers, slurm, tmp_path, tiny_flags, engine
-):
-    flags = [*tiny_flags, "--rollout-external-engine-addrs", engine, "--plant-bug", bug]
+def test_planted_routes_fail_the_job_and_name_step_and_layers(slurm, tmp_path, tiny_flags, engine):
+    flags = [*tiny_flags, "--rollout-external-engine-addrs", engine, "--plant-bug", "layer_swap"]
     _, job_id = submit(slurm, "r3_regression.sbatch", tmp_path / "run", *flags)
     _wait(lambda: _fact(slurm, job_id, "JobState") in ENDED, "the job to end")
     output = output_of(tmp_path / "run")
@@ -96,7 +90,7 @@ def test_a_planted_route_shift_fails_the_job_and_names_step_and_layers(
         r"failed step (\d+), .*old_log_prob/replay_forward, layer (\d+): route fingerprint is",
         output,
     )
-    assert {(int(step), int(layer)) for step, layer in found} == {(0, n) for n in layers}, output
+    assert {(int(step), int(layer)) for step, layer in found} == {(0, 1), (0, 2)}, output
     summary = (tmp_path / "run/r3_summary.md").read_text()
     assert summary.startswith("### R3 evidence: failed")
 
