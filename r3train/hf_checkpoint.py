@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -120,6 +121,23 @@ def read_headers(directory: Path) -> dict[str, TensorKind]:
     }
 
 
+def check_tensors(hf: HfModelFacts) -> None:
+    """Raise ValueError for a tensor that the actor would not train, and for one that is missing.
+
+    A checkpoint may hold what ``_is_trained`` leaves out.  No weight is read.
+    """
+    trained = {name for name in read_headers(hf.path) if _is_trained(name, hf)}
+    known = tensor_names(hf)
+    for names, words in (
+        (trained - known, "would be neither loaded nor exported, so the actor is another model"),
+        (known - trained, f"missing, and {hf.model_type} with this config.json needs it"),
+    ):
+        if names:
+            first = sorted(names)[:4]
+            more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+            raise ValueError(f"{hf.path}: {', '.join(first)}{more}: {words}")
+
+
 class WeightIndex:
     """The tensors that every weight update must bring: those of a checkpoint's headers.
 
@@ -162,6 +180,7 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def _is_trained(name: str, hf: HfModelFacts) -> bool:
+    """Return False for what every checkpoint may hold and no actor trains (see ``WeightIndex``)."""
     layer = _LAYER.search(name)
     return not (
         (layer is not None and int(layer[1]) >= hf.num_hidden_layers)

@@ -58,7 +58,7 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint)")
     file = directory / "config.json"
-    reader = _Reader(file, _load_object(file))
+    reader = _Reader(file, load_json_object(file))
     layers = reader.integer("num_hidden_layers", 1)
     heads = reader.integer("num_attention_heads", 1)
     expert_key = next((key for key in EXPERT_KEYS if reader.content.get(key)), None)
@@ -149,11 +149,12 @@ def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
     """Return the end tokens of config.json and generation_config.json; SGLang reads both too."""
     ids = list(reader.integers("eos_token_id"))
     if generation_file.is_file():
-        ids += _Reader(generation_file, _load_object(generation_file)).integers("eos_token_id")
+        ids += _Reader(generation_file, load_json_object(generation_file)).integers("eos_token_id")
     return tuple(dict.fromkeys(ids))
 
 
-def _load_object(file: Path) -> Mapping[str, Any]:
+def load_json_object(file: Path) -> Mapping[str, Any]:
+    """Read a file that holds one JSON object; raises ValueError naming it."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

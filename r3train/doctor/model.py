@@ -113,9 +113,8 @@ def check_weights(config: RunConfig, hf: HfModelFacts) -> Generator[Finding, Non
         yield warning("checkpoint", text, "set it, or --rollout-stop-token-ids")
     try:
         weights = read_weights(hf.path)
-    except ValueError as error:
-        yield problem("checkpoint", str(error), "download the checkpoint again")
-        return None
+    except ValueError:
+        return None  # check_job has said so
     text = f"{weights.total:,} parameters in {weights.num_files} file(s), all there"
     yield ok("checkpoint", text)
     return weights

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
+from r3train.config.families import check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint
@@ -26,7 +27,7 @@ from r3train.engine.flags import check_server_flags
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt
-from r3train.hf_checkpoint import check_export_directory
+from r3train.hf_checkpoint import check_export_directory, check_tensors
 
 T = TypeVar("T")
 
@@ -95,7 +96,7 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
         attempt(settings, check_export_directory, config.checkpoint.save_hf, model)
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
-    hf = attempt("checkpoint", read_hf_facts, model)
+    hf = attempt("checkpoint", read_checkpoint, model)
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
     if hf is not None:
         attempt(settings, check_model, config, hf, world_size)
@@ -116,6 +117,17 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
         raise PreflightError(faults)
     assert hf is not None and prompts is not None and reward is not None
     return Job(config, hf, prompts, tokenizer, reward, FileFingerprint.of(data.prompt_data))
+
+
+def read_checkpoint(path: Path) -> HfModelFacts:
+    """Return the facts of a checkpoint that the actor can train.
+
+    Raises ValueError for one of a family that nobody verified, and for a tensor too many or too few.
+    """
+    hf = read_hf_facts(path)
+    check_family(hf)
+    check_tensors(hf)
+    return hf
 
 
 def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:

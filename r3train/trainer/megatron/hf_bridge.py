@@ -93,6 +93,8 @@ _DENSE_MLP = {
         "model.layers.{layer_number}.post_attention_layernorm.weight"
     ],
     "mlp.linear_fc2.weight": ["model.layers.{layer_number}.mlp.down_proj.weight"],
+    # the same norm in the local spec, which mbridge's dense families lack
+    "pre_mlp_layernorm": ["model.layers.{layer_number}.post_attention_layernorm.weight"],
 }
 
 
