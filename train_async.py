@@ -17,8 +17,8 @@ from pathlib import Path
 import click
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import algorithm_warnings, replay_warnings
 from r3train.config.options import train_options, usage_errors
+from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job, open_run_dir, preflight, start_stamp
 
@@ -28,10 +28,14 @@ def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     with usage_errors():
-        job = preflight(config, world_size, ask_servers=rank == 0)
+        job = preflight(config, world_size, for_all_ranks=rank == 0)
     if config.run.dry_run:
         if rank == 0:
+            for warning in job.warnings:
+                click.secho(str(warning), fg="yellow", err=True)
             click.echo(config.to_toml())
+            click.echo("\n".join(f"# {line}" for line in shown(job.prompts[0], job.tokenizer)))
+        job.reward.close()
         return
     if rank == 0:
         with usage_errors():
@@ -100,8 +104,10 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     parts.callback(routes.close)  # closed after the engines, whose requests may use it
     if rank == 0:
         display.note(f"run directory: {run_dir}")
-        for warning in (*replay_warnings(config), *algorithm_warnings(config)):
-            display.note(f"warning: {warning}", style="yellow")
+        for warning in job.warnings:
+            display.note(str(warning), style="yellow")
+        for line in shown(job.prompts[0], job.tokenizer):
+            display.note(line)
         if resume.checkpoint is not None:
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
         engines = build_engines(job, run_dir, display, resume, routes)

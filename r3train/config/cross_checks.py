@@ -45,6 +45,24 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
     )
 
 
+def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
+    """Check that a microbatch can hold the longest sample; raises ConfigError.
+
+    longest_prompt: tokens of the longest prompt there is.
+    """
+    if not config.has_engines:
+        return
+    response = config.rollout.rollout_max_response_len
+    tokens, cp = config.trainer.max_tokens_per_gpu, config.parallel.context_parallel_size
+    longest, room = longest_prompt + response, tokens * cp
+    if longest > room:
+        raise ConfigError(
+            f"max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {room} is below the longest"
+            f" possible sample: the longest prompt's {longest_prompt} + rollout_max_response_len"
+            f" {response} = {longest} tokens"
+        )
+
+
 def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
     """The longest prompt that leaves room for the longest response.
 
@@ -397,9 +415,13 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
             f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
             f" {prompt + response} exceeds {name} {context} ({hf.path})"
         )
-    for token in rollout.rollout_stop_token_ids:
-        if not 0 <= token < hf.vocab_size:
-            yield f"rollout_stop_token_ids: {token} is not in 0..{hf.vocab_size - 1} ({hf.path})"
+    for name, tokens in (
+        ("rollout_stop_token_ids", rollout.rollout_stop_token_ids),
+        ("eos_token_id", hf.eos_token_ids),
+    ):
+        for token in tokens:
+            if not 0 <= token < hf.vocab_size:
+                yield f"{name}: {token} is not in 0..{hf.vocab_size - 1} ({hf.path})"
 
 
 def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +11,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from r3train.types import Prompt
+
+
+_SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
+_UNKNOWN_SHARE = 0.1
 
 
 class Tokenizer(Protocol):
@@ -21,6 +25,8 @@ class Tokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool
     ) -> str: ...
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,43 @@ def load_prompts(
     if not prompts:
         raise ValueError(f"{path}: holds no prompts")
     return prompts
+
+
+def shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
+    """Return lines that show a prompt as the model gets it: its rendered text and its tokens."""
+    ids = prompt.token_ids[:_SHOWN_TOKENS].tolist()
+    tokens = " ".join(
+        f"{number} {token!r}" for number, token in zip(ids, tokenizer.convert_ids_to_tokens(ids))
+    )
+    left = len(prompt.token_ids) - len(ids)
+    text = prompt.text[:_SHOWN_TEXT]
+    more = f" and {len(prompt.text) - len(text)} more characters" if text != prompt.text else ""
+    return [
+        f"first prompt ({prompt.prompt_id}, {len(prompt.token_ids)} tokens): {text!r}{more}",
+        f"its tokens: {tokens}" + (f" and {left} more" if left else ""),
+    ]
+
+
+def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None:
+    """Return a warning where prompts have many unknown tokens (id ``unknown``); None if they do not.
+
+    Raises ValueError if there is nothing else in any prompt.
+    """
+    if unknown is None:
+        return None
+    shares = [float(np.mean(prompt.token_ids == unknown)) for prompt in prompts]
+    if min(shares) == 1.0:
+        raise ValueError(
+            f"every token of all {len(prompts)} prompts is the tokenizer's unknown token ({unknown}):"
+            " it is no tokenizer for this text"
+        )
+    bad = [prompt.prompt_id for prompt, share in zip(prompts, shares) if share > _UNKNOWN_SHARE]
+    if not bad:
+        return None
+    return (
+        f"{len(bad)} of {len(prompts)} prompts have more than {_UNKNOWN_SHARE:.0%} unknown tokens"
+        f" (first {bad[0]}: {shares[[p.prompt_id for p in prompts].index(bad[0])]:.0%})"
+    )
 
 
 def _records(path: Path) -> Iterator[_Record]:

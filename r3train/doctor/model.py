@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from r3train.config import RunConfig
-from r3train.config.cross_checks import replay_warnings
 from r3train.config.hf_facts import HfModelFacts
+from r3train.data.prompts import shown
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
-from r3train.launch.job import PreflightError, preflight
+from r3train.launch.job import JobWarning, PreflightError, preflight
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,11 @@ class Weights:
 
 
 def check_job(config: RunConfig, world_size: int) -> Findings:
-    """The training command's own checks: configuration, tokenizer, prompts, reward; a finding each."""
-    for text in replay_warnings(config):
-        remedy = "add --use-rollout-routing-replay, or drop the check"
-        yield warning("configuration", text, remedy)
+    """The training command's own checks, a finding each; those of a good job come with its facts."""
     try:
-        job = preflight(config, world_size, ask_servers=True)
+        job = preflight(config, world_size, for_all_ranks=True)
     except PreflightError as error:
+        yield from _warnings(error.warnings)
         for subject, text in error.faults:
             remedy = "mend the setting or the file that it names (docs/configuration.md)"
             if subject.startswith("server "):
@@ -49,19 +47,16 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
             yield problem(subject, text.strip(), remedy)
         return
     job.reward.close()
+    yield from _warnings(job.warnings)
     for address in config.rollout.rollout_external_engine_addrs:
         yield ok(f"server {address}", "answers, and its settings go with this run")
     yield ok("configuration", f"its rules hold for {world_size} rank(s)")
-    num_tokens, longest = len(job.tokenizer), job.longest_prompt
-    if num_tokens > job.hf.vocab_size:
-        text = f"{num_tokens} tokens, the model has {job.hf.vocab_size}: ids past them crash it"
-        remedy = "copy the tokenizer files of the model's own release beside the weights"
-        yield problem("tokenizer", text, remedy)
-    else:
-        yield ok("tokenizer", f"{num_tokens} tokens")
-    yield ok("prompts", f"{len(job.prompts)}, the longest {longest} tokens")
-    yield ok("reward", job.reward.name)
-    yield from check_pools(config, longest)
+    yield ok("tokenizer", f"{len(job.tokenizer)} tokens")
+    yield ok("prompts", f"{len(job.prompts)}, the longest {job.longest_prompt} tokens")
+    for line in shown(job.prompts[0], job.tokenizer):
+        yield fact("prompts", line)
+    yield ok("reward", f"{job.reward.name}, which can use the labels")
+    yield from check_pools(config, job.longest_prompt)
 
 
 def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
@@ -95,22 +90,19 @@ def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
         yield ok("KV pools", rollout.pool_facts(pool, longest_prompt))
 
 
-def check_weights(config: RunConfig, hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:
+def _warnings(found: Iterable[JobWarning]) -> Findings:
+    for each in found:
+        yield warning(each.subject, each.text, each.remedy)
+
+
+def check_weights(hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:
     """The model's facts, and whether every weight file is there and whole; returns the weights."""
     layers = f"{hf.model_type}: {hf.num_hidden_layers} layers, "
     if hf.is_moe:
         experts = f"{hf.num_experts} experts, top {hf.num_experts_per_tok}"
         yield fact("model", f"{layers}{len(hf.moe_layer_numbers)} of them with {experts}")
-        if not config.replay.use_rollout_routing_replay:
-            text = (
-                "mixture of experts without R3: rollout and trainer will choose different experts"
-            )
-            yield warning("model", text, "add --use-rollout-routing-replay")
     else:
         yield fact("model", f"{layers}dense: R3 has nothing to replay")
-    if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
-        text = "no eos_token_id in config.json or generation_config.json"
-        yield warning("checkpoint", text, "set it, or --rollout-stop-token-ids")
     try:
         weights = read_weights(hf.path)
     except ValueError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,12 +13,19 @@ from typing import Any, TypeVar
 
 from r3train.algo.check import check_algorithm
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model, check_static, prompt_limit
+from r3train.config.cross_checks import (
+    algorithm_warnings,
+    check_longest_sample,
+    check_model,
+    check_static,
+    prompt_limit,
+    replay_warnings,
+)
 from r3train.config.families import check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint
-from r3train.data.prompts import load_prompts
+from r3train.data.prompts import load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
 from r3train.rewards.registry import Reward, get_reward
@@ -33,6 +42,11 @@ T = TypeVar("T")
 
 # a server that others use too may take a while
 _ANSWER_S = 30.0
+# facts in which a KL reference must be the actor's model
+_SAME_MODEL = (
+    *("model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
+    *("hidden_size", "num_attention_heads", "num_key_value_heads", "moe_layer_numbers"),
+)
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,7 @@ class Job:
     tokenizer: Any
     reward: Reward
     prompt_file: FileFingerprint
+    warnings: tuple[JobWarning, ...] = ()
 
     @property
     def longest_prompt(self) -> int:
@@ -52,23 +67,37 @@ class Job:
         return max(len(prompt.token_ids) for prompt in self.prompts)
 
 
+@dataclass(frozen=True)
+class JobWarning:
+    """Settings or data that work, and probably not as they were meant."""
+
+    subject: str
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"warning: {self.text}: {self.remedy}"
+
+
 class PreflightError(ConfigError):
     """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
 
-    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, prompts, reward.
+    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, prompts, reward,
+    run directory, checkpoints.  ``warnings`` holds what was found beside the faults.
     """
 
-    def __init__(self, faults: list[tuple[str, str]]):
+    def __init__(self, faults: list[tuple[str, str]], warnings: list[JobWarning]):
         super().__init__("\n".join(line for _, line in faults))
         self.faults = faults
+        self.warnings = warnings
 
 
-def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) -> Job:
+def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False) -> Job:
     """Check everything that can be checked before a server or an actor is built.
 
-    The training command, its dry run and the doctor all come through here.  ask_servers: ask those of
-    --rollout-external-engine-addrs too, which one rank does for all.  Raises PreflightError with every
-    fault that was found.
+    The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
+    one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
+    at the data.  Raises PreflightError with every fault that was found.
     """
     faults: list[tuple[str, str]] = []
 
@@ -82,6 +111,7 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
         return None
 
     data, model, settings = config.data, config.model.hf_checkpoint, "configuration"
+    warnings = list(_warnings(config))
     attempt(settings, check_static, config, world_size)
     attempt(settings, check_overrides, config)
     replay = config.replay.use_rollout_routing_replay
@@ -89,45 +119,111 @@ def preflight(config: RunConfig, world_size: int, *, ask_servers: bool = False) 
     attempt(settings, check_layers_here, config)
     # refuses a key that HTTP cannot send
     api_key = attempt("key of the servers", engine_api_key, os.environ)
-    if ask_servers and config.has_engines:
+    if for_all_ranks and config.has_engines:
         for address in config.rollout.rollout_external_engine_addrs:
             attempt(f"server {address}", check_external_server, config, address, api_key)
+    attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
+    if config.checkpoint.save is not None:
+        attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
     if config.checkpoint.save_hf is not None:
         attempt(settings, check_export_directory, config.checkpoint.save_hf, model)
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
-    hf = attempt("checkpoint", read_checkpoint, model)
+    hf = attempt("checkpoint", read_hf_facts, model)
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
+    prompts = None
     if hf is not None:
+        warnings += _model_warnings(config, hf)
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
+        attempt("checkpoint", check_trainable, hf)
+        if config.model.ref_load is not None:
+            attempt("checkpoint", check_reference, config.model.ref_load, hf)
     if hf is not None and tokenizer is not None:
+        attempt("tokenizer", check_vocabulary, tokenizer, hf)
         prompts = attempt("prompts", read_prompts, config, hf, tokenizer)
-        if prompts and config.rollout.environment is not None:
-            # the environment may refuse the prompts
-            name = config.rollout.environment
-            attempt(settings, lambda: get_environment(name)(prompts[0]))
+    if prompts:
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        attempt(settings, check_longest_sample, config, longest)
+        unknown = attempt("prompts", unknown_tokens, prompts, tokenizer.unk_token_id)
+        if unknown is not None:
+            remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
+            warnings.append(JobWarning("prompts", unknown, remedy))
+    if prompts and config.rollout.environment is not None:
+        # the environment may refuse the prompts
+        name = config.rollout.environment
+        attempt(settings, lambda: get_environment(name)(prompts[0]))
     reward = attempt(
         "reward",
         lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s),
     )
+    # an environment gives rewards of its own, and dumped rollouts have theirs
+    scores = config.has_engines and config.rollout.environment is None
+    if for_all_ranks and scores and prompts and reward is not None:
+        attempt("reward", reward.check, prompts)
     if faults:
         if reward is not None:
             reward.close()
-        raise PreflightError(faults)
+        raise PreflightError(faults, warnings)
     assert hf is not None and prompts is not None and reward is not None
-    return Job(config, hf, prompts, tokenizer, reward, FileFingerprint.of(data.prompt_data))
+    prompt_file = FileFingerprint.of(data.prompt_data)
+    return Job(config, hf, prompts, tokenizer, reward, prompt_file, tuple(warnings))
 
 
-def read_checkpoint(path: Path) -> HfModelFacts:
-    """Return the facts of a checkpoint that the actor can train.
+def _warnings(config: RunConfig) -> Iterator[JobWarning]:
+    for text in replay_warnings(config):
+        yield JobWarning("configuration", text, "add it, or drop the check")
+    for text in algorithm_warnings(config):
+        yield JobWarning("configuration", text, "docs/configuration.md has them all")
 
-    Raises ValueError for one of a family that nobody verified, and for a tensor too many or too few.
-    """
-    hf = read_hf_facts(path)
+
+def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]:
+    if hf.is_moe and not config.replay.use_rollout_routing_replay:
+        text = "mixture of experts without R3: rollout and trainer will choose different experts"
+        yield JobWarning("model", text, "add --use-rollout-routing-replay")
+    if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
+        text = "no eos_token_id in config.json or generation_config.json"
+        yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")
+
+
+def check_can_be_made(directory: Path, setting: str) -> None:
+    """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to."""
+    there = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{directory}: cannot be made ({setting}): {there}: cannot be written: {error.strerror}"
+        ) from None
+
+
+def check_trainable(hf: HfModelFacts) -> None:
+    """Raise ValueError for a family that nobody verified, and for a tensor too many or too few."""
     check_family(hf)
     check_tensors(hf)
-    return hf
+
+
+def check_reference(path: Path, actor: HfModelFacts) -> None:
+    """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load)."""
+    try:
+        hf = read_hf_facts(path)
+        check_trainable(hf)
+    except ValueError as error:
+        raise ValueError(f"--ref-load: {error}") from None
+    for field in dataclasses.fields(hf):
+        ours, theirs = getattr(actor, field.name), getattr(hf, field.name)
+        if ours != theirs and field.name in _SAME_MODEL:
+            raise ValueError(f"--ref-load {path}: {field.name} is {theirs}, the actor has {ours}")
+
+
+def check_vocabulary(tokenizer: Any, hf: HfModelFacts) -> None:
+    """Raise ValueError for a tokenizer whose tokens the model does not have."""
+    if len(tokenizer) > hf.vocab_size:
+        raise ValueError(
+            f"{hf.path}: the tokenizer has {len(tokenizer)} tokens, the model has {hf.vocab_size}: ids"
+            " past them crash it; copy the tokenizer files of the model's own release there"
+        )
 
 
 def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:

@@ -6,8 +6,20 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 
 from r3train.types import Prompt
+
+
+# a label takes the child some milliseconds
+_CHECKED = 200
+
+
+def _require_text(prompt: Prompt) -> None:
+    if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: math needs a label of text, got {prompt.label!r}"
+        )
 
 
 class MathReward:
@@ -25,10 +37,7 @@ class MathReward:
 
     def __call__(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
         """Score one response; ValueError names the prompt of a label that is no mathematics."""
-        if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: math needs a label of text, got {prompt.label!r}"
-            )
+        _require_text(prompt)
         request = {
             "label": str(prompt.label),
             "response": response_text,
@@ -43,6 +52,13 @@ class MathReward:
                 f"prompt {prompt.prompt_id}: math cannot read the label {prompt.label!r}"
             )
         return float(answer["equal"])
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError for the first label that is no text, or of the first 200 no mathematics."""
+        for prompt in prompts:
+            _require_text(prompt)
+        for prompt in prompts[:_CHECKED]:
+            self(prompt, "", [])
 
     def close(self) -> None:
         """End the child process."""

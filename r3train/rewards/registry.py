@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from r3train.plugs import find_plug, import_plug, require_function
@@ -51,6 +51,22 @@ class Reward:
                 f" got {value!r}"
             )
         return number
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError naming a prompt whose label the reward cannot use.
+
+        A reward of r3train scores an empty answer to every prompt, or has a ``check`` of its own; so
+        may a custom one, as an attribute: a function of the list of prompts that raises ValueError.
+        """
+        own = getattr(self.function, "check", None)
+        if own is not None:
+            try:
+                own(prompts)
+            except Exception as error:  # a custom check may raise anything
+                raise ValueError(f"reward {self.name}: {error}") from error
+        elif self.bounds_its_time:
+            for prompt in prompts:
+                self(prompt, "", [])
 
     def close(self) -> None:
         """Close the reward function, if it can be closed."""

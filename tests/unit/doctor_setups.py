@@ -18,6 +18,7 @@ def config_of(tiny: Path, **fields) -> RunConfig:
         "prompt_data": str(tiny / "prompts.jsonl"),
         "use_rollout_routing_replay": True,
         "run_dir": str(tiny / "run"),
+        "max_weight_staleness": 0,  # an older rollout is a warning
         **fields,
     }
     return RunConfig.from_toml(ROOT / "configs/tiny_cpu.toml", given)

@@ -86,6 +86,10 @@ def bad_prompt(model: Path) -> None:
     (model.parent / "prompts.jsonl").write_text(prompts)
 
 
+def numbers_as_labels(model: Path) -> None:
+    (model.parent / "prompts.jsonl").write_text('{"input": "cat", "label": 3}\n')
+
+
 def index_to_nowhere(model: Path) -> None:
     unlinked(model, "model.safetensors.index.json")
 
@@ -123,6 +127,20 @@ CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
     "full export directory": ({"save_hf": ROOT}, PROBLEM, "configuration", "--save-hf"),
     "port above 65535": ({"sglang": {"port": 99999}}, PROBLEM, "SGLang", "99999 is no"),
     "port with a name": ({"sglang": {"port": "http"}}, PROBLEM, "SGLang", "'http' is no"),
+    "run directory in a file": (
+        {"run_dir": str(ROOT / "README.md/run")},
+        PROBLEM,
+        "run directory",
+        "cannot be written: Not a directory",
+    ),
+    "no reference": (
+        {"ref_load": "/no", "kl_loss_coef": 0.1},
+        PROBLEM,
+        "checkpoint",
+        "--ref-load: /no: no such",
+    ),
+    "label of another kind": (numbers_as_labels, PROBLEM, "reward", "needs a label of words"),
+    "short microbatch": ({"max_tokens_per_gpu": 8}, PROBLEM, "configuration", "max_tokens_per_gpu"),
     "silent server": (server("127.0.0.1:9"), PROBLEM, "server 127.0.0.1:9", "does not answer"),
     "impossible port": (server("h:99999"), PROBLEM, "server h:99999", "does not answer"),
 }
@@ -215,8 +233,6 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
     assert found.level == PROBLEM and "about 1048576.0 TiB needed" in found.text
     (found,) = machine.check_disk("run directory", tmp_path / "a", {"x": 1})
     assert found.level == OK
-    (found,) = machine.check_disk("run directory", Path("/proc/nothing"), {"x": 1})
-    assert found.level == PROBLEM and "cannot be written" in found.text
     (found,) = machine.check_shared_memory(1 << 40)
     assert found.level == PROBLEM and "--shm-size" in found.remedy
     levels = [memory.check_host_memory(n << 30, {"x": 2 << 30}).level for n in (1, 3, 5)]

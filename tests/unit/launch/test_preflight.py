@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -92,6 +96,9 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     (tmp_path / "transformer_engine").mkdir()
     (tmp_path / "transformer_engine/__init__.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
+    # an imported one would stay for the tests that follow in this process
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "transformer_engine")
     flags = ["--dry-run", "--attention-backend", backend]
     assert start(tiny, *flags).exit_code == 0  # a login node has no device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -99,3 +106,126 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     assert result.exit_code == 2, result.output
     named = "hide the device" if backend == "local" else "transformer_engine.pytorch"
     assert f"--attention-backend {backend}" in result.output and named in result.output
+
+
+def words(result) -> str:
+    return " ".join(result.output.split())
+
+
+def with_prompts(tiny: Path, directory: Path, *records: dict) -> list[str]:
+    """Flags that name a file of these prompts."""
+    path = directory / "prompts.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return ["--prompt-data", str(path)]
+
+
+def test_the_dry_run_shows_the_first_prompt_as_rendered_with_its_tokens(tiny, tmp_path):
+    content = json.loads((tiny / "model/tokenizer_config.json").read_text())
+    model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    content["chat_template"] = "{% for m in messages %}cat {{ m.content }}{% endfor %}"
+    (model / "tokenizer_config.json").write_text(json.dumps(content))
+    first = json.loads((tiny / "prompts.jsonl").read_text().splitlines()[0])["input"]
+    result = start(tiny, "--dry-run", "--apply-chat-template", "--hf-checkpoint", str(model))
+    assert result.exit_code == 0, result.output
+    assert "# first prompt (prompts.jsonl:0, " in result.output
+    assert repr(f"cat {first}") in result.output
+    tokens = [re.escape(repr(word)) for word in ("cat", *first.split())]
+    assert re.search(
+        "# its tokens: " + " ".join(rf"\d+ {token}" for token in tokens), result.output
+    )
+    assert tomllib.loads(result.stdout)["run"]["dry_run"], "the output stays TOML"
+
+
+def test_max_tokens_per_gpu_must_hold_the_longest_possible_sample(tiny, tmp_path):
+    prompts = with_prompts(tiny, tmp_path, {"input": "cat " * 40, "label": "cat"})
+    lengths = ["--rollout-max-response-len", "24", *prompts, "--dry-run"]
+    assert start(tiny, *lengths, "--max-tokens-per-gpu", "64").exit_code == 0
+    result = start(tiny, *lengths, "--max-tokens-per-gpu", "63")
+    assert result.exit_code == 2
+    assert "max_tokens_per_gpu 63 * context_parallel_size 1 = 63 is below" in words(result)
+    assert "40 + rollout_max_response_len 24 = 64 tokens" in words(result)
+    both = ["--max-tokens-per-gpu", "32", "--context-parallel-size", "2"]
+    assert start(tiny, *lengths, *both).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "reward, label, message",
+    [
+        ("accepted_words", 3, "accepted_words needs a label of words, got 3"),
+        ("exact_match", ["a"], "exact_match needs a label of text"),
+        ("math", {"answer": 3}, "math needs a label of text"),
+        (f"{__name__}:picky", "no", "reward tests.unit.launch.test_preflight:picky: no label"),
+        (f"{__name__}:of_two_arguments", "a", "found a function (prompt, response_text)"),
+    ],
+)
+def test_a_reward_that_cannot_use_the_labels_is_refused(reward, label, message, tiny, tmp_path):
+    good = {"input": "cat", "label": "yes"}
+    prompts = with_prompts(tiny, tmp_path, good, {"input": "cat", "label": label})
+    result = start(tiny, "--dry-run", "--rm-type", reward, *prompts)
+    assert result.exit_code == 2 and message in words(result), result.output
+    if "of_two" not in reward:
+        assert start(tiny, "--dry-run", "--rm-type", reward, *with_prompts(tiny, tmp_path, good))
+
+
+def picky(prompt, response_text, response_ids):
+    return 0.0
+
+
+def _yes_alone(prompts):
+    for prompt in prompts:
+        if prompt.label != "yes":
+            raise ValueError(f"no label {prompt.label!r}")
+
+
+picky.check = _yes_alone
+
+
+def of_two_arguments(prompt, response_text):
+    return 0.0
+
+
+def test_a_reference_that_is_not_there_or_is_another_model_is_refused(tiny, dense):
+    kl = ["--dry-run", "--kl-loss-coef", "0.1", "--ref-load"]
+    assert "--ref-load: nowhere: no such checkpoint directory" in words(start(tiny, *kl, "nowhere"))
+    result = start(tiny, *kl, str(dense / "model"))
+    assert result.exit_code == 2 and "model_type is qwen3, the actor has qwen3_moe" in words(result)
+    assert start(tiny, *kl, str(tiny / "model")).exit_code == 0
+
+
+@pytest.mark.parametrize("flag", ["--run-dir", "--save"])
+def test_a_directory_that_cannot_be_made_is_refused(flag, tiny, tmp_path):
+    (tmp_path / "file").write_text("")
+    more = ["--save-interval", "1"] if flag == "--save" else []
+    for place in (tmp_path / "file" / "run", "/proc/nothing"):
+        result = start(tiny, "--dry-run", flag, str(place), *more)
+        assert result.exit_code == 2 and f"{place}: cannot be made" in words(result)
+    assert start(tiny, "--dry-run", flag, str(tmp_path / "a" / "b"), *more).exit_code == 0
+    assert not (tmp_path / "a").exists(), "a dry run makes nothing"
+
+
+def test_prompts_of_unknown_tokens_alone_are_refused_and_many_are_a_warning(tiny, tmp_path):
+    strange, known = {"input": "zzz qqq", "label": "a"}, {"input": "cat", "label": "a"}
+    result = start(tiny, "--dry-run", *with_prompts(tiny, tmp_path, strange, strange))
+    assert result.exit_code == 2 and "is the tokenizer's unknown token" in words(result)
+    result = start(tiny, "--dry-run", *with_prompts(tiny, tmp_path, known, strange))
+    assert result.exit_code == 0
+    assert "1 of 2 prompts have more than 10% unknown tokens (first prompts.jsonl:1: 100%)" in (
+        words(result)
+    )
+
+
+def test_end_tokens_outside_the_vocabulary_are_refused(tiny, tmp_path):
+    model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    content = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(content | {"eos_token_id": 64}))
+    result = start(tiny, "--dry-run", "--hf-checkpoint", str(model))
+    assert result.exit_code == 2 and "eos_token_id: 64 is not in 0..63" in words(result)
+
+
+def test_the_check_without_the_switch_is_a_warning_of_the_dry_run_too(tiny):
+    off = ["--no-use-rollout-routing-replay", "--enable-r3-correctness-check"]
+    result = start(tiny, "--dry-run", *off)
+    assert result.exit_code == 0
+    assert "warning: --enable-r3-correctness-check has no effect" in words(result)
+    assert "warning: mixture of experts without R3" in words(result)
+    assert "R3" not in start(tiny, "--dry-run").stderr
