@@ -21,7 +21,7 @@ class ReplaySection(Section):
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
     """The check fails if a larger share of the rows has no expert in common.  It counts rows that the
     actor's own weight version computed; of staler rows a larger share is a warning."""
-    r3_audit_share: float = Field(default=0.0, ge=0, le=1)
+    r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
     route_stores: bool = False

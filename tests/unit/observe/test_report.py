@@ -14,7 +14,7 @@ from r3train.observe.metrics import MetricsWriter
 from r3train.observe.report import names
 from r3train.observe.report_data import load_run
 from r3train.observe.report_figures import thinned
-from tests.unit.evidence_dirs import write_run
+from tests.unit.evidence_dirs import comparison, write_run
 from tests.unit.report_runs import EVIL, page_of, report, with_metrics
 
 
@@ -61,6 +61,20 @@ def test_what_r3_did_is_in_one_table_with_a_ratio(runs):
     assert re.findall(r">([\d.]+(?: x)?)<", row) == ["0.01", "0.04", "4.00 x"]
     assert "no evidence: the run did not use R3" in page.words
     assert "passed: 4 steps" in page.words
+
+
+def test_the_page_says_whether_the_samples_were_true_to_their_servers(tmp_path):
+    wrong = {"rows_differ": {1: 0, 2: 90, 3: 0}}
+    right, bad = (
+        write_run(tmp_path / name, rescored=lambda step: [comparison(step, **changes)])
+        for name, changes in (("right", {}), ("bad", wrong))
+    )
+    page = page_of(with_metrics(right), with_metrics(bad))
+    facts = "3 samples computed again: other experts in 0 of 900 rows, 0 of 180 log-probs off"
+    assert facts in page.words
+    verdicts = r"true to sampling</td><td[^>]*>(\w+)</td>"
+    assert re.findall(verdicts, page.text) == ["passed", "failed"]
+    assert "layer 2: of 100 rows those with other experts" in page.words
 
 
 def test_a_chart_has_a_line_a_run_with_every_step(runs):
