@@ -109,7 +109,9 @@ def measure(
     actors = {
         "native": make_actor(checkpoint, place),
         "replay": make_actor(checkpoint, place, replay=True),
+        "replay and drift": make_actor(checkpoint, place, replay=True, drift=True),
         "replay and check": make_actor(checkpoint, place, replay=True, check=True),
+        "all": make_actor(checkpoint, place, replay=True, check=True, drift=True),
     }
     slices = make_slices(actors["native"], model, arguments.samples, arguments.tokens)
 
@@ -118,6 +120,7 @@ def measure(
             old = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
             actor.train_step(slices, old, None, weight_version=0)
             actor.collect_evidence(0)
+            actor.collect_drift()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
 
@@ -125,7 +128,7 @@ def measure(
 
     arms = {name: step_of(actor) for name, actor in actors.items()}
     seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
-    native, replay, check = (seconds[name] for name in arms)
+    native, replay, drift, check, everything = (seconds[name] for name in arms)
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
         model=f"{describe(model)} experts x {model.moe_intermediate_size}",
@@ -138,11 +141,18 @@ def measure(
         replay_over_native=ratios(replay, native) | {"aim": 1.01},
         check_over_replay=ratios(check, replay) | {"aim": 1.05},
         check_over_native=ratios(check, native),
+        drift_over_replay=ratios(drift, replay),
+        drift_and_check_over_check=ratios(everything, check),
     )
 
 
 def make_actor(
-    checkpoint: Path, place: RankTopology, *, replay: bool = False, check: bool = False
+    checkpoint: Path,
+    place: RankTopology,
+    *,
+    replay: bool = False,
+    check: bool = False,
+    drift: bool = False,
 ) -> MegatronActor:
     config = RunConfig(
         model=ModelSection(hf_checkpoint=checkpoint),
@@ -150,7 +160,11 @@ def make_actor(
         rollout=RolloutSection(num_rollout=1000, rollout_batch_size=1, rollout_max_response_len=1),
         # with a learning rate of 0 the weights do not change: every round does the same work
         trainer=TrainerSection(lr=0.0),
-        replay=ReplaySection(use_rollout_routing_replay=replay, enable_r3_correctness_check=check),
+        replay=ReplaySection(
+            use_rollout_routing_replay=replay,
+            enable_r3_correctness_check=check,
+            log_route_drift=drift,
+        ),
     )
     return MegatronActor(config, read_hf_facts(checkpoint), place, DEVICE)
 

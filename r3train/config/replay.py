@@ -24,6 +24,10 @@ class ReplaySection(Section):
     r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
+    log_route_drift: bool = False
+    """Log how far the router has drifted from the replayed experts, for each MoE layer and their mean:
+    rows whose live choice is another, gate mass on the replayed experts, entropy of the load, dead
+    experts."""
     route_stores: bool = False
     """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
     share and fetches the rest that its ranks train from the others."""

@@ -78,6 +78,8 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
     if not config.replay.use_rollout_routing_replay:
         if config.replay.plant_bug is not None:
             yield "--plant-bug needs --use-rollout-routing-replay: there is no replay to spoil"
+        if config.replay.log_route_drift:
+            yield "--log-route-drift needs --use-rollout-routing-replay: nothing to drift away from"
         return
     if config.replay.plant_bug is not None and not config.r3_check_enabled:
         yield "--plant-bug needs --enable-r3-correctness-check: nothing would notice the bug"

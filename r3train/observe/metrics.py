@@ -15,6 +15,8 @@ Keys are grouped by a slash.  The plot and the console read these:
 | train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |
 | rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
 | r3/passed | the step's verdict, true or false; absent when the check is off |
+| r3/rows_current, r3/agreement_current_equal, ..._stale_equal | rows by weight version |
+| r3/drift_left, _gate_mass, _load_entropy, _dead_experts | mean over layers; with _layer_3: of layer 3 |
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
 | r3_audit/passed, /parts, /missed | samples computed again: verdict, comparisons, samples missed |
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |

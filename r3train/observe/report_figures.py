@@ -39,6 +39,20 @@ CHARTS = (
         True,
     ),
     ("train/log_prob_gap_max", "Log-prob gap, largest", "nats", True),
+    (
+        "r3/drift_left",
+        "Route drift",
+        "share of rows whose live choice left the replayed experts, mean over layers",
+        False,
+    ),
+    (
+        "r3/drift_gate_mass",
+        "Gate mass on replayed experts",
+        "over that on the live choice, mean over layers",
+        False,
+    ),
+    ("r3/drift_load_entropy", "Expert load", "entropy of the live choice; 1: even", False),
+    ("r3/drift_dead_experts", "Dead experts", "chosen by no row, mean over layers", False),
 )
 # two metrics in one chart, the second dashed; title, note
 PAIRS = (
@@ -59,6 +73,12 @@ PAIRS = (
         "r3/agreement_chance_equal",
         "Routing agreement",
         "share of rows with the replayed experts; dashed: chance",
+    ),
+    (
+        "r3/agreement_current_equal",
+        "r3/agreement_stale_equal",
+        "Routing agreement by weight version",
+        "share of rows; solid: of the actor's own version, dashed: of staler ones",
     ),
 )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import comb
+from math import comb, log
 
 import torch
 
@@ -26,6 +26,26 @@ def overlap_counts(
     equal = ((shared == topk) & counted).sum()
     none = ((shared == 0) & counted).sum()
     return equal, counted.sum() - equal - none, none
+
+
+def drift_of_layer(
+    rows: float, rows_left: float, gate_mass: float, load: torch.Tensor
+) -> dict[str, float]:
+    """Describe the router's drift in one layer.
+
+    rows, rows_left: rows, and those whose live top-k is not the replayed set; gate_mass: sum over
+    rows of the gate mass on the replayed experts over that on the live top-k; load: float[E], rows
+    that chose each expert live.  ``load_entropy`` is 1 for an even load and 0 for a single expert;
+    ``dead_experts`` are those that no row chose.
+    """
+    share = load / load.sum()
+    entropy = float(-torch.xlogy(share, share).sum()) / log(len(load)) if len(load) > 1 else 1.0
+    return {
+        "left": rows_left / rows,
+        "gate_mass": gate_mass / rows,
+        "load_entropy": entropy,
+        "dead_experts": float((load == 0).sum()),
+    }
 
 
 def chance_levels(num_experts: int, topk: int) -> dict[str, float]:

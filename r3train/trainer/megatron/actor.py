@@ -31,6 +31,7 @@ from r3train.trainer.megatron.metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
 from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
+from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.trainer.megatron.topology import with_layers
 from r3train.types import RankSlice, RankTopology, ReplayEvidence
 
@@ -61,15 +62,22 @@ class MegatronActor:
         self.topology = with_layers(topology, layers)
         self.replay: RoutingReplayManager | None = None
         if config.replay.use_rollout_routing_replay:
+            # without sequence parallelism all TP ranks route the same tokens: one counts
+            counts_tokens = topology.sequence_parallel or topology.tp_rank == 0
+            drift = None
+            if config.replay.log_route_drift:
+                drift = RouteDrift(
+                    hf.moe_layer_numbers, hf.num_experts, device, counts_tokens=counts_tokens
+                )
             self.replay = RoutingReplayManager(
                 num_experts=hf.num_experts,
                 topk=hf.num_experts_per_tok,
                 device=device,
                 rank=topology.rank,
-                # without sequence parallelism all TP ranks route the same tokens: one counts
-                counts_tokens=topology.sequence_parallel or topology.tp_rank == 0,
+                counts_tokens=counts_tokens,
                 ci_test=config.trainer.ci_test,
                 enable_r3_correctness_check=config.replay.enable_r3_correctness_check,
+                drift=drift,
             )
             self.replay.install(self.model.unwrapped)
         self._auxiliary_losses = AuxiliaryLosses(
@@ -236,6 +244,15 @@ class MegatronActor:
     def collect_evidence(self, step: int) -> list[ReplayEvidence]:
         """Return the records of router calls since the last collection; none with the check off."""
         return [] if self.replay is None else self.replay.collect(step)
+
+    def collect_drift(self) -> dict[str, float]:
+        """Return the metrics of the router's drift in the last old-log-prob pass; a collective.
+
+        Empty without --log-route-drift.
+        """
+        if self.replay is None or self.replay.drift is None:
+            return {}
+        return self.replay.drift.collect()
 
     # -- weights -----------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,11 @@ from megatron.core.transformer.moe.router import TopKRouter
 
 from r3train.routing.padding import fill_missing, padding_routes
 from r3train.trainer.megatron.replay_evidence import CallRecorder
+from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
+
+# (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
+Gates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -102,10 +107,13 @@ class StagedRoutes:
 class RouterReplay:
     """The replay object of one router.  Megatron calls ``get_replay_topk`` alone."""
 
-    def __init__(self, manager: RoutingReplayManager, vp_stage: int, layer_number: int):
+    def __init__(
+        self, manager: RoutingReplayManager, vp_stage: int, layer_number: int, gates: Gates
+    ):
         self._manager = manager
         self.vp_stage = vp_stage
         self.layer_number = layer_number
+        self._gates = gates
 
     def get_replay_topk(
         self,
@@ -134,17 +142,43 @@ class RouterReplay:
             holes = experts[rows]
             filled = fill_missing(scores[rows], holes, holes == staged.marker)
             experts = experts.index_copy(0, rows, filled)
-        if self._manager.recorder is not None:
-            own = default_compute_topk(scores, topk, num_groups, group_topk)[1]
-            self._manager.recorder.note_choice(self.layer_number, scores, experts, own)
+        manager = self._manager
+        if manager.recorder is not None or manager.drifts:
+            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+            if manager.recorder is not None:
+                manager.recorder.note_choice(self.layer_number, scores, experts, own)
+            if manager.drifts:
+                gates = self._gates(scores, own), self._gates(scores, experts)
+                whole = staged.real
+                if staged.rows_with_missing is not None:
+                    column = staged.column[self.layer_number]
+                    whole = whole & (staged.routes[:, column] != staged.marker).all(1)
+                manager.drift.add(self.layer_number, own, experts, gates, whole)
         return scores.gather(1, experts), experts
+
+
+@torch.no_grad()
+def gate_values(router: TopKRouter, scores: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """The router's gate values at some experts, float[m, k], up to a factor a row.
+
+    scores: float[m, E], from which the router chooses: logits, probabilities, or sigmoids with the
+    expert bias, which is no part of the gate.  experts: int64[m, k].
+    Source: megatron-core 0.16.1 moe_utils.topk_routing_with_score_function.
+    """
+    values = scores.gather(1, experts)
+    config = router.config
+    if config.moe_router_score_function == "softmax" and not config.moe_router_pre_softmax:
+        return (values - scores.amax(1, keepdim=True)).exp()
+    if router.enable_expert_bias:
+        return values - router.expert_bias[experts]
+    return values
 
 
 class RoutingReplayManager:
     """The replay objects of one rank's routers, and the routes that they serve.
 
     ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
-    call does no extra work.
+    call does no extra work.  drift: set where the router's drift is logged.
     """
 
     def __init__(
@@ -157,6 +191,7 @@ class RoutingReplayManager:
         counts_tokens: bool,
         ci_test: bool,
         enable_r3_correctness_check: bool,
+        drift: RouteDrift | None = None,
     ):
         self.enabled = True
         self.enable_check_replay_result = self.enabled and (ci_test or enable_r3_correctness_check)
@@ -167,6 +202,8 @@ class RoutingReplayManager:
             self.recorder = CallRecorder(
                 rank=rank, topk=topk, num_experts=num_experts, counts_tokens=counts_tokens
             )
+        self.drift = drift
+        self.drifts = False  # True in the pass in which the drift is counted
         self._routers: list[tuple[int, TopKRouter]] = []
         self._staged: dict[int, StagedRoutes] = {}
         self._forward: dict[int, int] = {}
@@ -184,7 +221,9 @@ class RoutingReplayManager:
         for vp_stage, chunk in enumerate(chunks):
             routers = decoder_routers(chunk)
             for router in routers:
-                router.router_replay = RouterReplay(self, vp_stage, router.layer_number)
+                router.router_replay = RouterReplay(
+                    self, vp_stage, router.layer_number, partial(gate_values, router)
+                )
                 router.register_forward_pre_hook(self._mask_padding, with_kwargs=True)
                 if router.enable_expert_bias:
                     router._apply_expert_bias = _RowMaskedExpertBias(router)
@@ -216,6 +255,7 @@ class RoutingReplayManager:
             for s in slices
         }
         self._active = True
+        self.drifts = self.drift is not None and replay_pass == "old_log_prob"
         if self.recorder is not None:
             self.recorder.begin_pass(replay_pass)
 
@@ -232,7 +272,7 @@ class RoutingReplayManager:
         self._staged.clear()
         self._forward.clear()
         self._backward.clear()
-        self._active = False
+        self._active = self.drifts = False
         if self.recorder is not None:
             self.recorder.end_pass()
 

@@ -59,10 +59,13 @@ def choose(manager: RoutingReplayManager) -> torch.Tensor:
     """Return the experts that the router of layer 3 is served."""
     scores = torch.arange(NUM_ROWS * NUM_EXPERTS, dtype=torch.float32).view(NUM_ROWS, -1)
 
+    def gates(s, experts):
+        return s.gather(1, experts)
+
     def own(s, topk, num_groups=None, group_topk=None):
         return torch.topk(s, topk, dim=1)
 
-    return RouterReplay(manager, 0, 3).get_replay_topk(scores, TOPK, None, None, own)[1]
+    return RouterReplay(manager, 0, 3, gates).get_replay_topk(scores, TOPK, None, None, own)[1]
 
 
 def test_recorded_rows_are_replayed_and_holes_take_the_rows_own_best():
