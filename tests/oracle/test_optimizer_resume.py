@@ -16,13 +16,16 @@ from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slic
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
-MODEL = ModelVariant("small", num_layers=2, num_experts=4)
-NUM_WEIGHTS = 3 + MODEL.num_layers * (9 + 3 * MODEL.num_experts)
+# the first of two pipeline stages has no experts
+MODEL = ModelVariant("small", num_layers=2, num_experts=4, dense_layers=(0,))
+NUM_WEIGHTS = 3 + MODEL.num_layers * 8 + 3 + 1 + 3 * MODEL.num_experts
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 SHARDED = dict(use_distributed_optimizer=True)
-# by world size; EP 1 with an expert TP other than TP makes Megatron build two optimizers
+# by world size (one rank under bf16 too); EP 1 with an expert TP other than TP makes Megatron build two
+# optimizers
 TOPOLOGIES = {
     1: {"one": {}, "one_sharded": SHARDED},
+    "bf16": {"bf16": dict(bf16=True), "bf16_sharded": SHARDED | dict(bf16=True)},
     2: {
         "dp2_sharded": SHARDED,
         "tp2_etp2": TP2 | dict(expert_tensor_parallel_size=2),
@@ -32,9 +35,17 @@ TOPOLOGIES = {
         "ep2": dict(expert_model_parallel_size=2),
         "pp2_sharded": SHARDED | dict(pipeline_model_parallel_size=2),
     },
+    4: {
+        "tp2_pp2_etp1_sharded": TP2
+        | SHARDED
+        | dict(pipeline_model_parallel_size=2, expert_tensor_parallel_size=1),
+        "dp2_tp2_ep2_sharded": TP2 | SHARDED | dict(expert_model_parallel_size=2),
+        "pp2_ep2": dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
+        "tp2_cp2_etp1": TP2 | dict(context_parallel_size=2, expert_tensor_parallel_size=1),
+    },
 }
 # also saved as checkpoints were once: with Megatron's own nesting of one or two optimizers
-AS_BEFORE = ("one", "one_sharded", "dp2_etp2", "tp2_etp1_sharded")
+AS_BEFORE = ("one", "one_sharded", "dp2_etp2", "tp2_etp1_sharded", "bf16", "bf16_sharded")
 
 
 def save_as_before(actor: Any, directory: Path) -> None:
@@ -88,12 +99,12 @@ def moment(optimizer: Any, p: torch.Tensor, key: str) -> torch.Tensor:
     raise AssertionError("no optimizer holds the parameter")
 
 
-def save(model: Path, directory: Path, world_size: int) -> dict[str, dict[str, torch.Tensor]]:
+def save(model: Path, directory: Path, group: int | str) -> dict[str, dict[str, torch.Tensor]]:
     """Two steps and a checkpoint in every topology of this size; the moments of each."""
     from r3train.trainer.megatron.checkpoint import Checkpointer
 
     hf, saved = read_hf_facts(model), {}
-    for name, fields in TOPOLOGIES[world_size].items():
+    for name, fields in TOPOLOGIES[group].items():
         config = configuration(model, **fields)
         with actor_of(config) as actor:
             slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12), (6, 7)]))
@@ -107,10 +118,10 @@ def save(model: Path, directory: Path, world_size: int) -> dict[str, dict[str, t
     return saved
 
 
-def load(model: Path, directory: Path, world_size: int, sources: list[str]) -> dict[str, Any]:
+def load(model: Path, directory: Path, group: int | str, sources: list[str]) -> dict[str, Any]:
     """The moments and steps of every topology of this size, resumed from each source."""
     loaded = {}
-    for name, fields in TOPOLOGIES[world_size].items():
+    for name, fields in TOPOLOGIES[group].items():
         for source in sources:
             config = configuration(model, **fields)
             with actor_of(config, directory / source / "iter_0000002") as actor:
@@ -124,16 +135,24 @@ def load(model: Path, directory: Path, world_size: int, sources: list[str]) -> d
     return loaded
 
 
-@pytest.mark.parametrize("world_sizes", [(1,), (1, 2)], ids=["one rank", "two ranks too"])
-def test_full_state_goes_from_every_topology_to_every_other(world_sizes, tmp_path):
+@pytest.mark.parametrize(
+    "groups",
+    [
+        pytest.param((1, "bf16"), id="one rank"),
+        pytest.param((1, 2), id="two ranks too"),
+        pytest.param((1, 4), id="four", marks=pytest.mark.slow),
+    ],
+)
+def test_full_state_goes_from_every_topology_to_every_other(groups, tmp_path):
     model = write_checkpoint(MODEL, tmp_path / "model")
     saved, loaded = {}, {}
-    for size in world_sizes:
-        saved |= in_ranks(size, tmp_path / f"save{size}", save, model, tmp_path, size)[0]
-    for size in world_sizes:
-        scratch = tmp_path / f"load{size}"
-        loaded |= in_ranks(size, scratch, load, model, tmp_path, size, list(saved))[0]
-    assert len(loaded) == len(saved) * sum(len(TOPOLOGIES[size]) for size in world_sizes)
+    for group in groups:
+        size, scratch = 1 if group == "bf16" else group, tmp_path / f"save {group}"
+        saved |= in_ranks(size, scratch, save, model, tmp_path, group)[0]
+    for group in groups:
+        size, scratch = 1 if group == "bf16" else group, tmp_path / f"load {group}"
+        loaded |= in_ranks(size, scratch, load, model, tmp_path, group, list(saved))[0]
+    assert len(loaded) == len(saved) * sum(len(TOPOLOGIES[group]) for group in groups)
     for pair, moments in loaded.items():
         expected = saved[pair.split(" -> ")[0]]
         assert moments.keys() == expected.keys() and len(moments) == 2 * NUM_WEIGHTS, pair
