@@ -216,3 +216,43 @@ def test_a_resume_takes_its_settings_from_the_configuration_and_says_what_change
             "adam_eps was 1e-08, is 1e-06",
         ):
             assert change in text
+
+
+def continued(model: Path, directory: Path) -> dict[str, Any]:
+    """A step after a save, with and without a resume between them: are the weights the same?"""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    hf, out = read_hf_facts(model), {}
+    for name, fields, steps in (
+        ("sgd", dict(optimizer="sgd"), 1),
+        ("sgd bf16", dict(optimizer="sgd", bf16=True), 1),
+        ("adam", {}, 0),
+        ("adam sharded", SHARDED, 0),
+    ):
+        config, ends = configuration(model, **fields), []
+        for resumed in (None, directory / name / f"iter_{steps:07d}"):
+            with actor_of(config, resumed) as actor:
+                slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12)]))
+                for step in range(steps if resumed else 0, steps + 1):
+                    if step == steps and resumed is None:
+                        Checkpointer(actor, CheckpointSection(save=directory / name)).save(
+                            steps, {}
+                        )
+                    actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+                ends.append({n: t.clone() for n, t in actor.hf_weights()})
+        out[name] = all(torch.equal(t, ends[1][n]) for n, t in ends[0].items())
+    try:
+        with actor_of(configuration(model), directory / "sgd" / "iter_0000001"):
+            out["refusal"] = "none"
+    except ValueError as error:
+        out["refusal"] = str(error)
+    return out
+
+
+def test_sgd_and_a_save_before_the_first_step_resume_bit_for_bit_and_sgd_as_adam_is_refused(
+    tmp_path,
+):
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    out = in_ranks(1, tmp_path / "ranks", continued, model, tmp_path)[0]
+    assert "saved with another optimizer" in out.pop("refusal")
+    assert out == {"sgd": True, "sgd bf16": True, "adam": True, "adam sharded": True}

@@ -85,8 +85,8 @@ class OptimizerState:
                     continue
             if tensor.key not in saved:
                 raise ValueError(
-                    f"{checkpoint}: has no {tensor.key}: it was saved with another optimizer or"
-                    " another model; --load-model-only takes the model alone"
+                    f"{checkpoint}: has no {tensor.key}: it was saved with another optimizer,"
+                    " another model or other weights frozen; --load-model-only takes the model alone"
                 )
 
     def restore(self, loaded: dict[int, torch.Tensor], saved: dict[str, Any]) -> None:
