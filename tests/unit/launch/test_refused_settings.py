@@ -229,6 +229,21 @@ def test_a_server_setting_that_the_run_decides_is_refused(flags, message, replay
     assert result.exit_code == 2 and message in words(result.output), result.output
 
 
+def test_a_recipe_and_serve_are_refused_what_a_flag_is(tiny, tmp_path):
+    recipe = tomllib.loads((ROOT / "configs/tiny_cpu.toml").read_text())
+    recipe["rollout"]["sglang"] = {"pipeline-parallel-size": 2, "load-format": "dummy"}
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe))
+    flags = ["--config", str(tmp_path / "recipe.toml"), "--hf-checkpoint", str(tiny / "model")]
+    flags += ["--prompt-data", str(tiny / "prompts.jsonl"), "--use-rollout-routing-replay"]
+    for result in (
+        start(tiny, "--dry-run", *flags),
+        CliRunner().invoke(main, ["serve", "--dry-run", *flags]),
+    ):
+        assert result.exit_code == 2, result.output
+        assert "sglang.load_format: set --hf-checkpoint" in words(result.output)
+        assert "sglang.pp_size = 2 cannot go with" in words(result.output)
+
+
 def test_the_tables_name_what_sglang_has():
     fields = set(known_flags().values())
     assert not {*DECIDED_BY_THE_RUN, *REPLAY_REFUSALS} - fields
