@@ -234,7 +234,8 @@ class SGLangClient:
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
         if self._cache_per_version and request.weight_version is not None:
-            body["extra_key"] = f"weights-{request.weight_version}"
+            # with this client's name: another job's version of that number has other weights
+            body["extra_key"] = f"{self._name}-weights-{request.weight_version}"
         return body
 
     async def _ask(self, body: dict[str, Any], request: Request, asked: list[int]) -> Any:
