@@ -3,7 +3,8 @@
     python -m benchmarks.weight_sync [--rounds 7]
 
 One actor of one rank, one real server.  Every round copies the bytes in memory, gathers the weights
-under their Hugging Face names without sending them, and publishes them by broadcast and by disk.
+under their Hugging Face names without sending them, and publishes them by broadcast, by disk, and by
+broadcast with the comparison of --check-weight-update-equal.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from benchmarks.measure import flags, in_turns, ratios, spreads, write_result
 from benchmarks.tiny_jobs import tiny_model
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, flatten
-from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.server import SGLangServer
 from r3train.trainer.megatron.actor import MegatronActor
 
@@ -56,6 +57,20 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
             hf_checkpoint=tiny / "model",
             bucket_bytes=BUCKET_BYTES,
         )
+        reference = DiskPublisher(
+            control,
+            directory=tiny / "weight_check",
+            hf_checkpoint=tiny / "model",
+            bucket_bytes=BUCKET_BYTES,
+            flush_cache=False,
+        )
+
+        def checked() -> None:
+            version = next(versions)
+            network.publish(actor.hf_weights(), version=version)
+            require_equal_on_servers(control, reference, actor.hf_weights(), version=version)
+            assert not actor.parameters_unlike(reference.newest)
+
         # the tensors themselves: a view of them would be what is copied
         weights = [(name, t.clone()) for name, t in actor.hf_weights()]
         flat = flatten(weights, "cpu")
@@ -66,6 +81,7 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
             "gather": lambda: [t for _, t in actor.hf_weights()],
             "broadcast": lambda: network.publish(actor.hf_weights(), version=next(versions)),
             "disk": lambda: disk.publish(actor.hf_weights(), version=next(versions)),
+            "checked": checked,
         }
         seconds = in_turns(arms, rounds)  # the first round makes the process group
         network.close()

@@ -54,7 +54,7 @@ class TrainerSection(Section):
     """Address or network interface of rank 0's node, where servers join the process group.  Unset:
     loopback if all servers are on this node, else the address that routes to them."""
     check_weight_update_equal: bool = False
-    """After every weight update, check by a probe prompt that servers hold its weights."""
+    """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
 

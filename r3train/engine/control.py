@@ -199,9 +199,11 @@ class EngineControl:
         self._post("begin_weight_update")
 
     def end_weight_update(self) -> None:
+        """End the update; raises EngineError where its last bucket carried no version label."""
         self._post("end_weight_update")
-        if self._sent_version is not None:
-            self.confirm_version(self._sent_version)
+        if self._sent_version is None:
+            raise EngineError("a weight update ended whose last bucket carried no version label")
+        self.confirm_version(self._sent_version)
 
     def update_weights_from_distributed(
         self, *, weight_version: int | None = None, **arguments: Any
@@ -255,6 +257,32 @@ class EngineControl:
         """Relabel the weights that the servers hold; touches no weight and aborts nothing."""
         body = {"new_version": str(version), "abort_all_requests": False}
         self._post("update_weight_version", body)
+
+    def weight_checksums(self) -> list[dict[str, str]]:
+        """Checksum every tensor of every server, by ``"rank R NAME"`` of the server's own names.
+
+        A server hashes the bytes of its parameters and persistent buffers as it holds them: q, k and
+        v in one, a layer's experts in one.  Equal checksums mean equal weights on one server alone.
+        """
+        body = {"action": "checksum"}
+        answers = self._run(self._http.call_all("/weights_checker", body, what="weights_checker"))
+        return [
+            {
+                f"rank {rank} {name}": checksum
+                for rank, facts in enumerate(answer["ranks"])
+                for name, checksum in facts["checksums"].items()
+            }
+            for answer in answers
+        ]
+
+    def cached_tokens(self, token_ids: Sequence[int] | np.ndarray) -> int:
+        """Most tokens of a text that a server had cached; all of it is cached afterwards."""
+        body = {
+            "input_ids": np.asarray(token_ids, dtype=np.int64).tolist(),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+        }
+        answers = self._run(self._http.call_all("/generate", body, what="cached_tokens"))
+        return max(int(answer["meta_info"]["cached_tokens"]) for answer in answers)
 
     def probe_log_probs(
         self, token_ids: Sequence[int] | np.ndarray, *, server: int = 0

@@ -181,14 +181,14 @@ class DistributedPublisher:
                 num_bytes += self._send(bucket, version if is_last else None)
                 sent |= {name: kind_of(tensor) for name, tensor in bucket}
                 num_buckets += 1
+            if not sent:
+                raise ValueError("there was no weight to publish")
         except BaseException:
             if self._group is not None:  # no broadcast was cut short: the group can be used again
                 with contextlib.suppress(RuntimeError):
                     self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
-        if not sent:
-            raise ValueError("there was no weight to publish")
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
 
     def _send(self, bucket: list[tuple[str, torch.Tensor]], version: int | None) -> int:

@@ -1,6 +1,7 @@
 """The disk transport: a checkpoint of each version, which every server loads by itself.
 
-It needs a directory that the trainer and all servers see under the same path.
+It needs a directory that the trainer and all servers see under the same path.  So does the check of
+any transport against it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _VERSION_DIR = re.compile(r"v\d{6,}")
 class DiskPublisher:
     """Write ``directory/v<version>`` atomically and let every server load it.
 
-    Configuration and tokenizer files come from ``hf_checkpoint``.  Only the newest version stays.
+    Configuration and tokenizer files come from ``hf_checkpoint``.  Only the newest version stays,
+    in ``newest``.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class DiskPublisher:
         self._hf_checkpoint = Path(hf_checkpoint)
         self._bucket_bytes = bucket_bytes
         self._flush_cache = flush_cache
+        self.newest: Path | None = None
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Write one version, let every server load it, and remove the older ones.
@@ -47,7 +50,7 @@ class DiskPublisher:
         Raises EngineError from the engine and ValueError for a fused expert name or no tensor.
         """
         began = time.monotonic()
-        final = self._directory / f"v{version:06d}"
+        final = self.newest = self._directory / f"v{version:06d}"
         partial = self._directory / f".v{version:06d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -72,3 +75,29 @@ class DiskPublisher:
 
     def close(self) -> None:
         """Do nothing; the newest version stays on disk."""
+
+
+def require_equal_on_servers(
+    engine: EngineControl, reference: DiskPublisher, named_tensors: NamedTensors, *, version: int
+) -> int:
+    """Hold every server's tensors against those that it loads from a checkpoint of these tensors.
+
+    A server keeps names and layouts of its own (q, k and v in one tensor, experts in one, a share a
+    rank, perhaps shuffled for a kernel), so it is compared with itself: checksums of what it holds
+    after ``version`` was published, and after it has read the same version from disk with the loader
+    that starts it.  Returns the number of tensors compared, of all servers.
+
+    Raises AssertionError naming a server and its tensors; the server holds the right ones by then.
+    """
+    published = engine.weight_checksums()
+    reference.publish(named_tensors, version=version)
+    loaded = engine.weight_checksums()
+    for server, (found, expected) in enumerate(zip(published, loaded, strict=True)):
+        wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
+        if wrong:
+            more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+            raise AssertionError(
+                f"weight update {version}: {len(wrong)} of {len(expected)} tensors of engine "
+                f"{server} are not the actor's: {', '.join(wrong[:4])}{more}"
+            )
+    return sum(map(len, loaded))

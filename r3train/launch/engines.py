@@ -30,7 +30,8 @@ from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.engine.publish import DistributedPublisher, WeightPublisher
-from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.hf_checkpoint import NamedTensors
 from r3train.types import Prompt
 
 
@@ -223,6 +224,22 @@ class Engines:
                 )
         return self._publisher
 
+    def hold_weights(self, weights: NamedTensors, version: int) -> Path:
+        """Hold every server's tensors against these; returns the checkpoint written of them.
+
+        Raises AssertionError: see ``require_equal_on_servers``.
+        """
+        assert self._control is not None
+        reference = DiskPublisher(
+            self._control,
+            directory=self._run_dir / "weight_check",
+            hf_checkpoint=self.job.config.model.hf_checkpoint,
+            bucket_bytes=self.job.config.trainer.update_weight_buffer_size,
+            flush_cache=False,  # the publish must have done it
+        )
+        require_equal_on_servers(self._control, reference, weights, version=version)
+        return reference.newest
+
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
         """Return the log-probs of one text on every server, float32[T-1] each."""
         assert self._control is not None
@@ -230,6 +247,15 @@ class Engines:
             self._control.probe_log_probs(token_ids, server=i)
             for i in range(self._control.num_servers)
         ]
+
+    def stale_tokens(self, token_ids: np.ndarray) -> int:
+        """Tokens of a text that a server kept from before an update that should drop its cache.
+
+        The text must have been asked for after the update before.  0 where requests keep apart what
+        each version cached.
+        """
+        assert self._control is not None
+        return self._control.cached_tokens(token_ids) if self._flush_cache else 0
 
     @property
     def _segment_len(self) -> int | None:

@@ -13,6 +13,7 @@ from r3train.launch.resume import ResumePoint
 from r3train.loop.routes import Routes
 from r3train.loop.replay_source import DumpedRollouts
 from r3train.generation.buffer import ProducerState
+from r3train.hf_checkpoint import NamedTensors
 
 
 def build_engines(
@@ -52,9 +53,17 @@ class Replayed:
             steps_per_rollout=config.steps_per_rollout,
         )
 
+    def hold_weights(self, weights: NamedTensors, version: int) -> Path:
+        """Refused by the configuration's checks: there is no server."""
+        raise AssertionError("replayed rollouts have no server")
+
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
         """Return nothing: no server holds weights."""
         return []
+
+    def stale_tokens(self, token_ids: np.ndarray) -> int:
+        """Return 0: no server has a cache."""
+        return 0
 
     def route_wire_bytes(self) -> int:
         """Return 0: no routes come from a server."""

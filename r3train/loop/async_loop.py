@@ -21,9 +21,12 @@ hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
@@ -48,7 +51,7 @@ from r3train.loop.report import (
     train_metrics,
 )
 from r3train.loop.routes import Routes, planted_in_routes
-from r3train.loop.scatter import broadcast_json, gather_topologies
+from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stop import StopRequested
 from r3train.types import RankSlice, Scored
 
@@ -92,6 +95,7 @@ class AsyncLoop:
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
         self._route_wire_bytes = 0
+        self._held_export: Path | None = None  # on rank 0, of the newest update
         self._weight_index = None
         if rank_zero is not None and config.has_engines:
             self._weight_index = WeightIndex(hf, config.model.dtype_name)
@@ -358,11 +362,9 @@ class AsyncLoop:
         metrics, failure = self._send_weights(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
-        gap = self._check_servers(
-            weight_version
-        )  # after the pause, because a paused server would not answer
-        if gap is not None:
-            metrics["train/weight_probe_gap"] = gap
+        if self._config.trainer.check_weight_update_equal:
+            # after the pause, because a paused server would not answer
+            metrics.update(self._check_update(weight_version))
         return metrics
 
     def _send_weights(
@@ -374,29 +376,33 @@ class AsyncLoop:
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
         are not those of the checkpoint.
         """
-        weights = self._actor.hf_weights()
+        # --check-weight-update-equal: what was sent is held against another export
+        exports = 2 if self._config.trainer.check_weight_update_equal else 1
+        weights, *again = [self._actor.hf_weights() for _ in range(exports)]
+        self._held_export = None
         if self._rank_zero is None:
-            for _ in weights:
+            for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
             return {}, None
+        engines = self._rank_zero.engines
         try:
             with quiet:
-                published = self._rank_zero.engines.publisher.publish(
-                    weights, version=weight_version
-                )
+                published = engines.publisher.publish(weights, version=weight_version)
                 self._weight_index.require(
                     published.sent, published.num_bytes, version=weight_version
                 )
+                for export in again:
+                    self._held_export = engines.hold_weights(export, weight_version)
                 if self._source is not None:
                     self._source.set_version(weight_version)
         except self._recovery.caught as error:
-            for _ in weights:  # the other ranks are sending
+            for _ in chain(weights, *again):  # the other ranks are sending
                 pass
             return {}, error
         except Exception as error:
             if self._source is None or error is not self._source.failure:
                 raise
-            for _ in weights:
+            for _ in chain(weights, *again):
                 pass
             self._recovery.fatal = error  # the ranks come together at the next rollout
             return {}, None
@@ -422,22 +428,47 @@ class AsyncLoop:
                 self._recovery.restored(weight_version)
                 return metrics
 
-    def _check_servers(self, weight_version: int) -> float | None:
-        """--check-weight-update-equal: the largest gap of log-probs between actor and servers.
+    def _check_update(self, weight_version: int) -> dict[str, float]:
+        """--check-weight-update-equal, beyond the servers' checksums; metrics on rank 0.
 
-        None on other ranks.  Raises AssertionError where a server holds other weights.
+        The export that the servers were held against is loaded back and compared bit for bit with the
+        parameters of every rank.  Actor and servers score a text.  No server kept that text in its
+        cache from the update before.  Raises AssertionError on rank 0.
         """
-        if not self._config.trainer.check_weight_update_equal:
-            return None
+        export = broadcast_json(self._held_export and str(self._held_export))
+        if export is None:  # the source has failed, and nothing was sent
+            return {}
+        update = f"weight update {weight_version}"
+        if not Path(export).is_dir():
+            raise ValueError(
+                f"{update}: this rank does not see {export}: --check-weight-update-equal needs a run"
+                " directory that all ranks see"
+            )
+        other = gather_json(self._actor.parameters_unlike(Path(export)))
         text = weight_probe.probe_tokens(self._hf.vocab_size)
         ours = weight_probe.actor_log_probs(self._actor, self._topologies, text)
-        if self._rank_zero is None or self._recovery.fatal is not None:
-            return None
+        if self._rank_zero is None:
+            return {}
+        shutil.rmtree(export, ignore_errors=True)
+        for rank, names in enumerate(other):
+            if names:
+                raise AssertionError(
+                    f"{update}: {len(names)} parameters of rank {rank} are not what was exported,"
+                    f" {names[0]} among them"
+                )
+        engines = self._rank_zero.engines
+        # before the probe, which leaves the text in the cache; a prompt may begin like the text
+        if (stale := engines.stale_tokens(text)) > len(text) // 2:
+            raise AssertionError(
+                f"{update}: a server still had {stale} of {len(text)} probe tokens in its cache,"
+                " computed with the weights before"
+            )
         tolerance = weight_probe.tolerance(bf16=self._config.model.bf16)
-        return max(
+        gap = max(
             weight_probe.compare(ours, theirs, weight_version, tolerance=tolerance)
-            for theirs in self._rank_zero.engines.probe(text)
+            for theirs in engines.probe(text)
         )
+        return {"train/weight_probe_gap": gap}
 
 
 def _check_first_step(report: dict[str, float]) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from r3train.engine.publish import WeightPublisher
+from r3train.hf_checkpoint import NamedTensors
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import RescoredRollout, Scored
@@ -44,7 +46,11 @@ class RolloutSide(Protocol):
 
     def start_producer(self) -> RolloutSource: ...
 
+    def hold_weights(self, weights: NamedTensors, version: int) -> Path: ...
+
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+
+    def stale_tokens(self, token_ids: np.ndarray) -> int: ...
 
     def route_wire_bytes(self) -> int: ...
 

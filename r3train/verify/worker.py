@@ -149,6 +149,8 @@ class CaseRun:
         """The old-log-prob pass and the first step, with all that the routers did on record."""
         if self.mutation is None:
             self._save_weights("export", actor.hf_weights())
+            other = actor.parameters_unlike(Path(self.case.checkpoint))
+            assert not other, f"{len(other)} parameters are not the checkpoint's: {other[0]}"
         source = load_file(Path(self.case.checkpoint) / "model.safetensors")
         dtype = torch.bfloat16 if self.case.bf16 else torch.float32
         watch = Watch(actor, source["model.embed_tokens.weight"].to(DEVICE, dtype))

@@ -261,6 +261,11 @@ class MegatronActor:
         self.gather_parameters()
         return export_hf_weights(self.model.bridge, self.model.chunks)
 
+    def parameters_unlike(self, checkpoint: Path) -> list[str]:
+        """Names of this rank's parameters that are not those of an HF checkpoint; a collective."""
+        self.gather_parameters()
+        return hf_bridge.parameters_unlike(self.model.bridge, self.model.chunks, checkpoint)
+
     def gather_parameters(self) -> None:
         """Gather every rank's parameters, before anything but a forward reads them.
 

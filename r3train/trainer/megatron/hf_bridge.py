@@ -152,3 +152,45 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
     """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
     bridge.load_weights([as_te_names(c) for c in chunks], str(path))
+
+
+class _Held(torch.Tensor):
+    """A parameter that loading leaves alone: ``copy_`` notes if the loaded bytes are others."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    is_equal: bool | None = None
+
+    def copy_(self, loaded: torch.Tensor) -> _Held:
+        ours, theirs = (t.contiguous().view(-1).view(torch.uint8) for t in (self, loaded))
+        self.is_equal = torch.equal(ours, theirs)
+        return self
+
+
+class _Compared:
+    """A chunk as ``as_te_names`` gives it, whose parameters are compared instead of loaded."""
+
+    def __init__(self, adapted: Any):
+        self.decoder, self.config = adapted.decoder, adapted.config
+        self._held = {
+            name: tensor.detach().as_subclass(_Held) if torch.is_tensor(tensor) else tensor
+            for name, tensor in adapted.state_dict().items()
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._held
+
+    def other(self) -> list[str]:
+        """Names of the parameters that were compared and are not equal, or were not compared."""
+        return [n for n, t in self._held.items() if isinstance(t, _Held) and not t.is_equal]
+
+
+@torch.no_grad()
+def parameters_unlike(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> list[str]:
+    """This rank's parameters that differ from those that a checkpoint would load, bit for bit.
+
+    A collective like ``load_hf_weights``, and the same code: it shows that an export is what the
+    actor holds without the code that exported it.
+    """
+    compared = [_Compared(as_te_names(c)) for c in chunks]
+    bridge.load_weights(compared, str(path))
+    return [name for chunk in compared for name in chunk.other()]

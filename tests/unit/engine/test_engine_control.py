@@ -1,6 +1,7 @@
 """Control calls against tiny servers: all are reached, the unfit and the hung are refused."""
 
 import asyncio
+from contextlib import nullcontext
 import contextlib
 import threading
 import time
@@ -139,6 +140,21 @@ async def test_after_an_update_a_server_with_another_label_is_left_out():
             await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=9)
         await asyncio.to_thread(engine.begin_weight_update)
         assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
+
+
+async def test_an_update_whose_last_bucket_had_no_label_is_an_error():
+    async def done(_request, _body):
+        return web.json_response({"weight_version": "2", "success": True})
+
+    async with control_of(Fake(done)) as engine:
+        for labels, ending in (((None, 2), None), ((2, None), "last bucket carried no version")):
+            await asyncio.to_thread(engine.begin_weight_update)
+            for label in labels:
+                sent = engine.update_weights_from_distributed(weight_version=label, names=[])
+                await asyncio.wrap_future(sent)
+            with pytest.raises(EngineError, match=ending) if ending else nullcontext():
+                await asyncio.to_thread(engine.end_weight_update)
+            assert engine.versions.all() == [None if ending else 2]
 
 
 async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight():
