@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable
-from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.prompts import shown
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
-from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.launch.job import JobWarning, PreflightError, preflight
@@ -66,16 +64,12 @@ def check_pools(config: RunConfig, longest_prompt: int) -> Findings:
     """
     if not (config.replay.use_rollout_routing_replay and config.has_engines):
         return
-    rollout, api_key = config.rollout, None
+    rollout = config.rollout
     addrs = rollout.rollout_external_engine_addrs
     if addrs:
-        with suppress(ValueError):  # its own check says so
-            api_key = engine_api_key(os.environ)
-        try:
-            with closing(EngineControl(addrs, api_key=api_key, timeout_s=5.0)) as control:
-                pool = control.pool_tokens()
-        except (EngineError, ValueError):  # check_external_server says so
-            return
+        # preflight has asked them for other facts
+        with EngineControl(addrs, api_key=engine_api_key(os.environ), timeout_s=5.0) as control:
+            pool = control.pool_tokens()
     else:
         given = rollout.sglang.get("max_total_tokens")
         pool = int(given) * rollout.rollout_num_engines if type(given) is int else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import socket
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from click.testing import CliRunner
 
 from r3train.cli import main
@@ -17,6 +19,7 @@ from r3train.doctor import command, machine, memory
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING
 from r3train.doctor.model import read_weights
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
+from tests.unit.fake_engine_server import Fake
 
 
 @pytest.fixture(autouse=True)
@@ -180,6 +183,28 @@ def test_kv_pools_that_are_smaller_than_the_requests_need_are_found(tiny):
     assert finding.level == WARNING and f"need {needed:,}" in finding.text
     assert not found(**pools(needed // 2), rollout_num_engines=2)
     assert not found(**pools(1), use_rollout_routing_replay=False)
+
+
+async def test_the_kv_pools_of_external_servers_are_asked_for(tiny):
+    info = json.loads((ROOT / "tests/contract/payloads/server_info.json").read_text())
+
+    def found(addrs):
+        config = config_of(tiny, rollout_external_engine_addrs=addrs)
+        return [f for f in worries(config) if f.subject == "KV pools"]
+
+    def of(tokens):
+        async def answer(request, _body):
+            told = info | {"max_total_num_tokens": tokens}
+            return web.json_response(
+                told if request.path == "/server_info" else {"weight_version": "0"}
+            )
+
+        return Fake(answer)
+
+    async with of(1535).running() as small, of(1).running() as other:
+        (finding,) = await asyncio.to_thread(found, [small])
+        assert finding.level == WARNING and "hold 1,535 tokens" in finding.text
+        assert not await asyncio.to_thread(found, [small, other]), "together they hold enough"
 
 
 def test_a_topology_that_does_not_fit_is_found(tiny):
