@@ -115,6 +115,14 @@ def install(mode: DeviceAlone) -> None:
     Tensor.cpu = lambda self, *_, **__: moved(self, "cpu")
     torch.nn.Module.cuda = lambda self, *_, **__: self.to(DEVICE)
 
+    # it moves the tensors of CUDA alone, and the CPU adaptation takes what is left for the host's
+    from megatron.core.transformer.moe import token_dispatcher
+
+    to_host = token_dispatcher.maybe_move_tensor_to_cpu
+    token_dispatcher.maybe_move_tensor_to_cpu = lambda value, *how, **more: to_host(
+        value.cpu() if torch.is_tensor(value) else value, *how, **more
+    )
+
     def placing(factory: Any) -> Any:
         @functools.wraps(factory)
         def make(*args: Any, **kwargs: Any) -> torch.Tensor:
