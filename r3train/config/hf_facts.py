@@ -13,6 +13,9 @@ from r3train.types import RouteShape
 # the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+# names of layers and experts are listed: a damaged number must not take all memory
+_MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
+
 
 @dataclass(frozen=True, slots=True)
 class HfModelFacts:
@@ -97,6 +100,9 @@ class _Reader:
             raise ValueError(
                 f"{self.file}: key {key} must be an integer of at least {least}, got {value!r}"
             )
+        most = _MOST.get(key)
+        if most is not None and value > most:
+            raise ValueError(f"{self.file}: key {key} is {value}, expected at most {most}")
         return value
 
     def text(self, key: str) -> str:

@@ -104,6 +104,12 @@ def test_a_config_that_is_no_object_is_refused(tmp_path, content, message):
         read_hf_facts(tmp_path)
 
 
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_experts"])
+def test_a_number_that_no_model_has_is_refused_before_it_takes_memory(tmp_path, key):
+    with pytest.raises(ValueError, match=f"key {key} is 1000000000, expected at most"):
+        read_hf_facts(checkpoint(tmp_path, **{key: 10**9}))
+
+
 @pytest.mark.parametrize(
     "key",
     ["num_hidden_layers", "num_experts_per_tok", "vocab_size", "max_position_embeddings"],
