@@ -433,6 +433,10 @@ def loss_of(
         "num_loss_tokens": (tokens, 0.0),
     }
     metrics |= {n: v if isinstance(v, tuple) else (v, abs(v)) for n, v in plain.items()}
+    # and an exponential of log-probs is wrong by their error times itself
+    for name in ("chi2_token", "tis_weight", "tis_ratio", "ess", "ppl_actor", "ppl_rollout"):
+        if name in metrics:
+            metrics[name] = metrics[name][0], metrics[name][1] * float(old.abs().mean())
     return loss, metrics
 
 

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -170,12 +171,25 @@ class Job:
     bug: str | None = None
 
 
+TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+PP2_CP2 = ("--pipeline-model-parallel-size", "2", "--context-parallel-size", "2")
+FULL = ("--recompute-granularity", "full", "--recompute-method", "uniform")
+DP2_EP2 = ("--expert-model-parallel-size", "2")
+ETP2 = ("--expert-tensor-parallel-size", "2")
+PP2_CP2_FULL = (*PP2_CP2, *FULL, "--recompute-num-layers", "1")
 JOBS = [
     *(Job(name, rule=name) for name in RULES if name != "everything"),
     Job("one"),
     Job("null", bug="null"),
     # expert biases, in the actor and in the reference, moved by every step
     Job("expert_biases", variant="glm"),
+    Job("dp2_ep2_expert_biases", 2, variant="glm", parallel=DP2_EP2),
+    Job("tp2", 2, parallel=TP2),
+    Job("dp2_ep2", 2, parallel=DP2_EP2),
+    Job("dp2_ep2_gspo", 2, "gspo", parallel=DP2_EP2),
+    Job("etp2", 2, parallel=ETP2),
+    Job("pp2_cp2_recompute", 4, parallel=PP2_CP2_FULL),
+    Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL),
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
@@ -365,14 +379,20 @@ class Jobs:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(world_size), "-m", "tests.oracle.algorithm_worker"]
         with (self._scratch / f"ranks{world_size}.log").open("w") as log:
-            subprocess.run(
+            process = subprocess.Popen(
                 [*command, str(plan)],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
-                timeout=400,
             )
+            try:
+                for job in jobs:  # the oracle computes beside them
+                    self.expected(job.variant, job.rule)
+                process.wait(timeout=700)
+            finally:
+                process.terminate()
+                process.wait()
 
     def _planned(self, job: Job) -> dict:
         directory = self._scratch / job.name
@@ -406,24 +426,42 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Jobs:
 
 def errors(ended: Ended, expected: Expected, given: Given, rule: Rule) -> dict[str, float]:
     """Each tensor's and each metric's error, over what it may be: 1 is the bound."""
-    out = {}
-    got = ended.weights()
-    for name, wanted in expected.weights.items():
-        moved = (wanted - given.start[name]).norm()
-        out[name] = factor(float((got[name].double() - wanted).norm()), DELTA * float(moved))
+    out = movements(ended.weights(), expected, given)
     records = read_metrics(ended.directory / "run")
     assert len(records) == ROLLOUTS
-    for i, (record, metrics, scales) in enumerate(
-        zip(records, expected.metrics, expected.scales, strict=True)
-    ):
-        for name, wanted in metrics.items():
-            off = difference(record.get(f"train/{name}"), wanted)
-            size = max(abs(wanted), scales[name]) if scales[name] else 0.0
-            out[f"train/{name} of rollout {i}"] = factor(off, DIGITS * size)
+    for i, record in enumerate(records):
+        found = metric_errors(
+            {n.removeprefix("train/"): x for n, x in record.items() if n.startswith("train/")},
+            expected.metrics[i],
+            expected.scales[i],
+        )
         for name, wanted in rollout_metrics(i, given.rollouts[i], rule).items():
             off = difference(record.get(f"rollout/{name}"), wanted)
-            out[f"rollout/{name} of rollout {i}"] = factor(off, 1e-12 * max(1.0, abs(wanted)))
+            found[f"rollout/{name}"] = factor(off, 1e-12 * max(1.0, abs(wanted)))
+        out |= {f"{name} of rollout {i}": error for name, error in found.items()}
         assert record["r3/passed"] is True
+    return out
+
+
+def movements(
+    weights: dict[str, torch.Tensor], expected: Expected, given: Given
+) -> dict[str, float]:
+    """The error of each tensor, over its bound."""
+    out = {}
+    for name, wanted in expected.weights.items():
+        moved = float((wanted - given.start[name]).norm())
+        out[name] = factor(float((weights[name].double() - wanted).norm()), DELTA * moved)
+    return out
+
+
+def metric_errors(
+    got: dict[str, float], metrics: dict[str, float], scales: dict[str, float]
+) -> dict[str, float]:
+    """The error of each metric of the trainer, over its bound."""
+    out = {}
+    for name, wanted in metrics.items():
+        size = max(abs(wanted), scales[name]) if scales[name] else 0.0
+        out[f"train/{name}"] = factor(difference(got.get(name), wanted), DIGITS * size)
     return out
 
 
@@ -468,6 +506,40 @@ def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Job
     # no token so near to a clipping bound that float32 may put it on the other side
     assert jobs.expected(job.variant, job.rule).margin > 1e-5
     assert max(found.values()) <= 1, worst(found)
+
+
+DEFAULTS = {n: f.default for n, f in AlgorithmSection.model_fields.items()}
+
+
+def off_default(rule: Rule) -> set[str]:
+    """The settings of the learning rule that differ from their defaults."""
+    return {n for n, default in DEFAULTS.items() if getattr(rule, n) != default}
+
+
+def test_every_setting_of_the_learning_rule_is_off_its_default_in_some_job():
+    assert set(DEFAULTS) == set().union(*map(off_default, RULES.values()))
+
+
+@pytest.mark.slow
+def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
+    given, shows = jobs.given("moe4"), dict.fromkeys(DEFAULTS, 0.0)
+    for name, rule in RULES.items():
+        right = jobs.expected("moe4", name)
+        for setting in off_default(rule) - {"rollout_rs_threshold"}:
+            change = {setting: DEFAULTS[setting]}
+            if setting == "eps_clip_high":
+                change[setting] = rule.eps_clip  # unset, it means that
+            if setting == "rollout_rs":
+                change["rollout_rs_threshold"] = ()
+            other = replace(rule, **change)
+            wrong = train(given.variant, given.start, given.reference, given.rollouts, other)
+            found = movements(wrong.weights, right, given)
+            for got, metrics, scales in zip(wrong.metrics, right.metrics, right.scales):
+                found |= metric_errors(got, metrics, scales)
+            shows[setting] = max(shows[setting], *found.values())
+    del shows["rollout_rs_threshold"]
+    print({name: f"{times:.2g}" for name, times in shows.items()})
+    assert min(shows.values()) >= 10, shows
 
 
 @pytest.mark.parametrize("job", BUGS, ids=lambda job: job.name)

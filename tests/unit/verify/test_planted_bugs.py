@@ -151,6 +151,14 @@ def test_a_bug_is_verifys_or_names_the_test_that_plants_it():
             assert bug.name in test or "planted_by(" in test, bug.name
 
 
+@pytest.mark.parametrize(
+    "bug", planted_by("tests/oracle/test_algorithm.py"), ids=lambda bug: bug.name
+)
+def test_a_bug_of_the_learning_rule_finds_what_it_replaces(bug):
+    with bug.patch(None, None):  # as the job plants it
+        pass
+
+
 def test_a_bug_is_gone_when_its_context_ends(hf):
     original = microbatch.sp_rows
     with MUTATIONS["sp_first_share"].planted(None, hf) as plant:
