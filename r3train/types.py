@@ -380,3 +380,8 @@ class ReplayEvidence:
     rows_current: Amount | None = None
     rows_current_equal: Amount | None = None
     rows_current_mismatch: Amount | None = None
+    # slots that --r3-keep-score-ratio let go (another expert took them), rows with one that the rollout
+    # recorded wholly (no longer in rows_replayed), and slots let go or kept against the rule: must be 0
+    slots_let_go: Amount | None = None
+    rows_let_go: Amount | None = None
+    let_go_off: Amount | None = None

@@ -24,6 +24,9 @@ class ReplaySection(Section):
     r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
+    r3_keep_score_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Keep a replayed expert only while its live score is at least this share of the score of the live
+    top-k's weakest; the best live expert that the row lacks takes its place.  0 keeps all."""
     log_route_drift: bool = False
     """Log how far the router has drifted from the replayed experts, for each MoE layer and their mean:
     rows whose live choice is another, gate mass on the replayed experts, entropy of the load, dead

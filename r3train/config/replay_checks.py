@@ -78,6 +78,8 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
     if not config.replay.use_rollout_routing_replay:
         if config.replay.plant_bug is not None:
             yield "--plant-bug needs --use-rollout-routing-replay: there is no replay to spoil"
+        if config.replay.r3_keep_score_ratio:
+            yield "--r3-keep-score-ratio needs --use-rollout-routing-replay: nothing is replayed"
         if config.replay.log_route_drift:
             yield "--log-route-drift needs --use-rollout-routing-replay: nothing to drift away from"
         return

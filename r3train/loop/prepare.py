@@ -92,6 +92,7 @@ def prepare(
             rollout_id,
             num_rows=sum(s.sample.num_tokens for s in samples),
             rows_current=_rows_current(rollout_id, samples, config, passes),
+            keep_score_ratio=config.replay.r3_keep_score_ratio,
             passes=passes,
             moe_layers=hf.moe_layer_numbers,
             recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
@@ -238,6 +239,7 @@ def step_expectation(
     *,
     num_rows: int,
     rows_current: Mapping[str, int],
+    keep_score_ratio: float,
     passes: tuple[str, ...],
     moe_layers: Sequence[int],
     recomputed: Sequence[int],
@@ -246,7 +248,7 @@ def step_expectation(
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 
-    num_rows: tokens of all samples; rows_current: as in ``StepExpectation``; num_microbatches: of
+    num_rows: tokens of all samples; rows_current, keep_score_ratio: as in ``StepExpectation``; num_microbatches: of
     one rank, over all optimizer steps.
     """
     whole = recorded.whole_rows.sum(axis=0)
@@ -256,6 +258,7 @@ def step_expectation(
         rows_replayed=dict(zip(moe_layers, whole.tolist())),
         rows_filled=dict(zip(moe_layers, (num_rows - whole).tolist())),
         rows_current=dict(rows_current),
+        keep_score_ratio=keep_score_ratio,
         num_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,

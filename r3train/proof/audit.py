@@ -67,7 +67,10 @@ _QUANTITIES = {
         "agreement",
         "rows of the actor's own weight version that share no expert with its own choice",
     ),
-    "rows_current_off": ("covered", "rows of the actor's version beyond those that there are"),
+    "later_off": ("covered", "rows of the actor's version, or let go, beyond those that there are"),
+    "slots_let_go": ("covered", "slots whose replayed expert was let go"),
+    "rows_let_go": ("covered", "rows with a replayed expert that was let go"),
+    "let_go_off": ("applied", "slots let go or kept against --r3-keep-score-ratio"),
     "row_kinds_off": (
         "covered",
         "the kinds of rows do not add up to the rows of a call: the excess",
@@ -299,7 +302,7 @@ class _RunAudit:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
             native = {n: step.totals.counters((*NATIVE, n)) for n in line.expected_fingerprints}
-            layers = {n: (v["rows_equal"], v["rows_replayed"]) for n, v in native.items()}
+            layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in native.items()}
             passed = not findings and line.step not in self._failed_before
             verdict = step.verdict
             self.audit.steps.append(
@@ -322,6 +325,7 @@ class _RunAudit:
             line.expected_rows_filled,
             line.expected_calls,
             line.expected_rows_current,
+            line.keep_score_ratio or 0.0,
         )
         limit = line.mismatch_threshold if self._threshold is None else self._threshold
         verdict = judge(totals, expectation, shape, mismatch_threshold=limit)
@@ -496,9 +500,9 @@ class _RunAudit:
                 self.audit.find(Finding("agreement", what, None, (), *NATIVE, layer, *counts))
         self.audit.agreement = agreement_shares(self._sums, layers, self._last.shape)
         self.audit.layer_agreement = {
-            layer: values["rows_equal"] / values["rows_replayed"]
+            layer: values["rows_equal"] / _rows_compared(values)
             for layer, values in layers.items()
-            if values["rows_replayed"]
+            if _rows_compared(values)
         }
 
     def _note_run(self) -> None:
@@ -579,6 +583,11 @@ class _RunAudit:
             return config[section][key]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None
+
+
+def _rows_compared(values: dict[str, int]) -> int:
+    """Rows that the rollout recorded wholly, those with an expert that was let go among them."""
+    return values["rows_replayed"] + values["rows_let_go"]
 
 
 def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:

@@ -42,11 +42,14 @@ COUNTS = (
     "rows_current",
     "rows_current_equal",
     "rows_current_mismatch",
+    "slots_let_go",
+    "rows_let_go",
+    "let_go_off",
 )
-# Those of ``COUNTS`` that evidence of an earlier version lacks: by weight version.
-CURRENT = COUNTS[-3:]
+# Those of ``COUNTS`` that evidence of an earlier version lacks, all or none.
+LATER = COUNTS[COUNTS.index("rows_current") :]
 # Values that no call can have, in excess of those that it can: must be 0.
-_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "rows_current_off")
+_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "later_off")
 # A cell's sums, in this order.
 COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)
 ERRORS = (
@@ -54,16 +57,17 @@ ERRORS = (
     "duplicate_rows",
     "map_deviation",
     "rows_recompute_differ",
+    "let_go_off",
     *_IMPOSSIBLE,
 )
 # On ranks that see copies of another rank's tokens only calls and their errors count.
 _COUNTED_ON_COPIES = {
-    *("num_calls", "rows_native", "duplicate_rows", "map_deviation"),
+    *("num_calls", "rows_native", "duplicate_rows", "map_deviation", "let_go_off"),
     *_IMPOSSIBLE,
 }
 _KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
 _BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
-_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(CURRENT)])
+_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(LATER)])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
 
@@ -82,19 +86,20 @@ class StepTotals:
     def add(self, call: ReplayEvidence) -> None:
         """Add one call."""
         topk = self._shape.topk
+        later = _later(call)
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
-        current = _current(call)
+        rows += later[LATER.index("rows_let_go")]
         values = [
             1,
             call.fingerprint,
             *_BEFORE(call),
             abs(call.map_sum - call.num_rows * call.topk),
             *_BEHIND(call),
-            *current,
+            *later,
             abs(rows - call.num_rows),
             abs(call.topk - topk),
             self._idx_sum_off(call),
-            _current_off(call, *current),
+            _later_off(call, *later),
         ]
         if not call.counts_tokens:
             values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
@@ -149,18 +154,24 @@ class StepTotals:
         return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
 
 
-def _current(call: ReplayEvidence) -> tuple[int, int, int]:
-    """The ``CURRENT`` counts of a call; where it does not tell versions, every row is current."""
+_later_of = attrgetter(*LATER)
+
+
+def _later(call: ReplayEvidence) -> tuple[int, ...]:
+    """The ``LATER`` counts of a call; where it does not tell versions, every row is current."""
     if call.rows_current is None:
-        return call.rows_replayed, call.rows_equal, call.rows_mismatch
-    return call.rows_current, call.rows_current_equal or 0, call.rows_current_mismatch or 0
+        return call.rows_replayed, call.rows_equal, call.rows_mismatch, 0, 0, 0
+    return _later_of(call)
 
 
-def _current_off(call: ReplayEvidence, rows: int, equal: int, mismatch: int) -> int:
-    """The excess of current rows over the rows of which they are a part."""
-    real = call.rows_replayed + call.rows_filled
+def _later_off(
+    call: ReplayEvidence, rows: int, equal: int, mismatch: int, slots: int, let_go: int, _: int
+) -> int:
+    """The excess of current rows, and of rows let go, over the rows or slots of which they are a part."""
+    real = call.rows_replayed + call.rows_filled + let_go
     excess = (rows - real, equal + mismatch - rows, equal - call.rows_equal)
-    return max(0, *excess, mismatch - call.rows_mismatch)
+    of_slots = (let_go - slots, slots - call.topk * (let_go + call.rows_filled))
+    return max(0, *excess, mismatch - call.rows_mismatch, *of_slots)
 
 
 def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
@@ -184,6 +195,7 @@ class StepExpectation:
     num_calls: dict[str, dict[str, dict[int, int]]]
     # rows of the weight version that the actor holds, by pass: not known of old evidence
     rows_current: dict[str, int] | None = None
+    keep_score_ratio: float = 0.0  # with 0 no replayed expert may be let go
     # the same fingerprints for the ranks that share a data-parallel rank: where to look
     fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
@@ -290,11 +302,12 @@ def judge(
             counts[name] += got[name]
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+        whole = got["rows_replayed"] + got["rows_let_go"]
         failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
         # the current rows with a missing slot are not compared: there are at most those replayed
-        current = min(got["rows_current"], got["rows_replayed"])
+        current = min(got["rows_current"], whole)
         mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
-        older, of_older = got["rows_mismatch"] - mismatch, got["rows_replayed"] - current
+        older, of_older = got["rows_mismatch"] - mismatch, whole - current
         place = f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}"
         if mismatch > allowed:
             above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
@@ -328,11 +341,13 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
     if calls:
         wanted["fingerprint"] = expectation.fingerprints[layer]
         # recorded rows that were left over would be missing here
-        wanted["rows_replayed"] = expectation.rows_replayed[layer]
+        wanted["rows_replayed"] = expectation.rows_replayed[layer] - got["rows_let_go"]
         wanted["rows_filled"] = expectation.rows_filled[layer]
         if expectation.rows_current is not None:
             wanted["rows_current"] = expectation.rows_current[replay_pass]
-    return {**wanted, "rows_compared": got["rows_replayed"]}
+    if not expectation.keep_score_ratio:
+        wanted |= {"slots_let_go": 0, "rows_let_go": 0}
+    return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_let_go"]}
 
 
 def agreement_shares(
@@ -344,7 +359,7 @@ def agreement_shares(
     others, where there are any.  Empty where no row was replayed in these layers.
     """
     layers = [totals.counters((*NATIVE, layer)) for layer in layer_numbers]
-    rows = sum(values["rows_replayed"] for values in layers)
+    rows = sum(values["rows_replayed"] + values["rows_let_go"] for values in layers)
     if not rows:
         return {}
     shares = {
@@ -352,10 +367,9 @@ def agreement_shares(
         for name in COUNTS
         if name in ("rows_equal", "rows_overlap", "rows_mismatch") or name.startswith("control_")
     }
-    sums = {name: sum(min(v[name], v["rows_replayed"]) for v in layers) for name in CURRENT}
-    current = sums["rows_current"]
+    current = sum(min(v["rows_current"], v["rows_replayed"] + v["rows_let_go"]) for v in layers)
     for name in ("equal", "mismatch"):
-        own = sums[f"rows_current_{name}"]
+        own = sum(values[f"rows_current_{name}"] for values in layers)
         if current:
             shares[f"current_{name}"] = own / current
         if rows > current:
@@ -397,6 +411,9 @@ def step_line(
         "expected_rows_replayed": expectation.rows_replayed,
         "expected_rows_filled": expectation.rows_filled,
         "expected_rows_current": expectation.rows_current,
+        "keep_score_ratio": (
+            None if expectation.rows_current is None else expectation.keep_score_ratio
+        ),
         "expected_calls": expectation.num_calls,
         **({} if verdict.passed else {"places": places}),
         "counts": verdict.counts,

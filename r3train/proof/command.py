@@ -157,7 +157,9 @@ def claim_facts(audit: Audit) -> dict[str, str]:
         }
     replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
     facts = {
-        "applied": replayed + _amount(n["ranks"], "rank"),
+        "applied": replayed
+        + _amount(n["ranks"], "rank")
+        + (f"; {_amount(n['slots_let_go'], 'slot')} let go by rule" if n["slots_let_go"] else ""),
         "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
         f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
         "agreement": "",

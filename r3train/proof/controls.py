@@ -30,7 +30,8 @@ def beaten_by(values: Mapping[str, int]) -> tuple[str, str, str] | None:
     rows is required too: in many rows a small difference is soon sure and means nothing.
     Routes drawn at random are at chance, and so are their controls.
     """
-    rows, equal = values["rows_replayed"], values["rows_equal"]
+    rows = values["rows_replayed"] + values.get("rows_let_go", 0)
+    equal = values["rows_equal"]
     control = max(CONTROLS, key=lambda name: values[name])
     excess = values[control] - equal
     if excess <= _MARGIN * rows or excess < _STANDARD_ERRORS * sqrt(equal + values[control]):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from r3train.proof.check import COUNTS, CURRENT, Failure
+from r3train.proof.check import COUNTS, Failure, LATER
 from r3train.proof.rescored import RescoredRecord
 from r3train.types import (
     Amount,
@@ -44,8 +44,8 @@ class RecordLine(ReplayEvidence):
     attempt: Attempt = ""
 
     def __post_init__(self) -> None:
-        if len({getattr(self, name) is None for name in CURRENT}) > 1:
-            raise ValueError(f"of {', '.join(CURRENT)} some are missing")
+        if len({getattr(self, name) is None for name in LATER}) > 1:
+            raise ValueError(f"of {', '.join(LATER)} some are missing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ _Count = Annotated[int, Meta(ge=0)]
 Counts = msgspec.defstruct(
     "Counts",
     [
-        (name, _Count | None, None) if name in CURRENT else (name, _Count)
+        (name, _Count | None, None) if name in LATER else (name, _Count)
         for name in ("num_calls", "num_calls_expected", *COUNTS)
     ],
     frozen=True,
@@ -97,6 +97,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     expected_rows_replayed: dict[LayerNumber, Amount]
     expected_rows_filled: dict[LayerNumber, Amount]
     expected_rows_current: dict[ReplayPass, Amount] | None = None
+    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
     counts: Counts
@@ -120,9 +121,10 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
         current = self.expected_rows_current
         if current is not None and sorted(current) != sorted(self.passes):
             raise ValueError(f"expected_rows_current has not the passes {self.passes}")
-        if {getattr(self.counts, name) is None for name in CURRENT} != {current is None}:
+        later = (self.keep_score_ratio, *(getattr(self.counts, name) for name in LATER))
+        if {value is None for value in later} != {current is None}:
             raise ValueError(
-                f"of expected_rows_current and counts of {', '.join(CURRENT)} some are missing"
+                f"of expected_rows_current, keep_score_ratio, counts of {', '.join(LATER)} some are missing"
             )
         for stages in self.expected_calls.values():
             if len(stages) != 2 or any(of.keys() - layers for of in stages.values()):

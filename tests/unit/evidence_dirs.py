@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from r3train.proof.check import (
-    CURRENT,
+    LATER,
     expected_calls,
     judge,
     step_line,
@@ -131,8 +131,8 @@ def write_run(
                 verdict = replace(verdict, sampling=judge_rescored(rescored(step), 0))
             line = step_line(verdict, expectation, SHAPE, world_size=ranks, mismatch_threshold=0.02)
             if not versions:
-                line["counts"] = {k: n for k, n in line["counts"].items() if k not in CURRENT}
-                del line["expected_rows_current"], line["stale_warning"]
+                line["counts"] = {k: n for k, n in line["counts"].items() if k not in LATER}
+                del line["expected_rows_current"], line["stale_warning"], line["keep_score_ratio"]
             writers[0].write_step(line)
             metrics.write(step, {"rollout/reward_mean": 0.1, "r3/passed": verdict.passed})
             if not verdict.passed:  # as a run does
@@ -144,7 +144,15 @@ def write_run(
 
 def with_versions(r: ReplayEvidence) -> ReplayEvidence:
     rows = CURRENT_ROWS[r.replay_pass]
-    return replace(r, rows_current=rows, rows_current_equal=rows, rows_current_mismatch=0)
+    return replace(
+        r,
+        rows_current=rows,
+        rows_current_equal=rows,
+        rows_current_mismatch=0,
+        slots_let_go=0,
+        rows_let_go=0,
+        let_go_off=0,
+    )
 
 
 def expectation_of(step: int, ranks: Collection[int], *, versions: bool = False) -> StepExpectation:

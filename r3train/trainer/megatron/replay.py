@@ -25,13 +25,10 @@ import torch
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 
-from r3train.routing.padding import fill_missing, padding_routes
-from r3train.trainer.megatron.replay_evidence import CallRecorder
+from r3train.routing.padding import fill_missing, let_go_slots, padding_routes
+from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
-
-# (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
-Gates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -136,25 +133,54 @@ class RouterReplay:
             f"layer {self.layer_number}: the router sees {scores.shape[0]} rows, "
             f"{staged.num_rows} are staged"
         )
-        experts = staged.routes[:, staged.column[self.layer_number]].long()
-        if staged.rows_with_missing is not None:
+        manager = self._manager
+        recorded = staged.routes[:, staged.column[self.layer_number]].long()
+        own = None
+        if manager.recorder is not None or manager.drifts or manager.keep_score_ratio:
+            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
+        experts, let_go = recorded, None
+        if manager.keep_score_ratio:
+            experts, let_go = self._kept(staged, scores, recorded, own)
+        elif staged.rows_with_missing is not None:
             rows = staged.rows_with_missing
             holes = experts[rows]
             filled = fill_missing(scores[rows], holes, holes == staged.marker)
             experts = experts.index_copy(0, rows, filled)
-        manager = self._manager
-        if manager.recorder is not None or manager.drifts:
-            own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-            if manager.recorder is not None:
-                manager.recorder.note_choice(self.layer_number, scores, experts, own)
-            if manager.drifts:
-                gates = self._gates(scores, own), self._gates(scores, experts)
-                whole = staged.real
-                if staged.rows_with_missing is not None:
-                    column = staged.column[self.layer_number]
-                    whole = whole & (staged.routes[:, column] != staged.marker).all(1)
-                manager.drift.add(self.layer_number, own, experts, gates, whole)
+        if manager.recorder is not None:
+            manager.recorder.note_choice(
+                Choice(self.layer_number, scores.detach(), experts, own, let_go, self._gates)
+            )
+        if manager.drifts:
+            whole = staged.real
+            if staged.rows_with_missing is not None:
+                whole = whole & (recorded != staged.marker).all(1)
+            replayed = recorded if let_go is not None else experts
+            replayed = torch.where(whole[:, None], replayed, own)  # a marker is no expert
+            gates = self._gates(scores, own), self._gates(scores, replayed)
+            manager.drift.add(self.layer_number, own, replayed, gates, whole)
         return scores.gather(1, experts), experts
+
+    @torch.no_grad()
+    def _kept(
+        self, staged: StagedRoutes, scores: torch.Tensor, recorded: torch.Tensor, own: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Replace the recorded experts that the ratio lets go, and fill the missing ones.
+
+        Returns (experts int64[m, K], slots let go bool[m, K]).  A recomputation repeats its forward's
+        decision: its scores may differ by the noise of the kernels.
+        """
+        manager = self._manager
+        key = manager.current_microbatch(self.vp_stage), self.layer_number
+        if in_recomputation() and key in manager.decided:
+            return manager.decided.pop(key)
+        missing = recorded == staged.marker
+        safe = recorded.masked_fill(missing, 0)
+        gates = self._gates(scores, safe), self._gates(scores, own)
+        let_go = let_go_slots(*gates, manager.keep_score_ratio) & ~missing & staged.real[:, None]
+        decided = fill_missing(scores, safe, missing | let_go), let_go
+        if is_checkpointing():
+            manager.decided[key] = decided
+        return decided
 
 
 @torch.no_grad()
@@ -178,7 +204,8 @@ class RoutingReplayManager:
     """The replay objects of one rank's routers, and the routes that they serve.
 
     ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
-    call does no extra work.  drift: set where the router's drift is logged.
+    call does no extra work.  drift: set where the router's drift is logged.  keep_score_ratio: as in
+    --r3-keep-score-ratio; 0 keeps every replayed expert.
     """
 
     def __init__(
@@ -192,6 +219,7 @@ class RoutingReplayManager:
         ci_test: bool,
         enable_r3_correctness_check: bool,
         drift: RouteDrift | None = None,
+        keep_score_ratio: float = 0.0,
     ):
         self.enabled = True
         self.enable_check_replay_result = self.enabled and (ci_test or enable_r3_correctness_check)
@@ -200,9 +228,16 @@ class RoutingReplayManager:
         self.recorder: CallRecorder | None = None
         if self.enable_check_replay_result:
             self.recorder = CallRecorder(
-                rank=rank, topk=topk, num_experts=num_experts, counts_tokens=counts_tokens
+                rank=rank,
+                topk=topk,
+                num_experts=num_experts,
+                counts_tokens=counts_tokens,
+                keep_score_ratio=keep_score_ratio,
             )
         self.drift = drift
+        self.keep_score_ratio = keep_score_ratio
+        # (microbatch, layer) -> what its forward decided, which a recomputation must repeat
+        self.decided: dict[tuple[int | None, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.drifts = False  # True in the pass in which the drift is counted
         self._routers: list[tuple[int, TopKRouter]] = []
         self._staged: dict[int, StagedRoutes] = {}
@@ -273,6 +308,7 @@ class RoutingReplayManager:
         self._forward.clear()
         self._backward.clear()
         self._active = self.drifts = False
+        self.decided.clear()
         if self.recorder is not None:
             self.recorder.end_pass()
 

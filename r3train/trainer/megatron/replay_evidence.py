@@ -6,6 +6,7 @@ Nothing here forces a device synchronisation: each call leaves one int64 vector 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import torch
 
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
+from r3train.routing.padding import let_go_slots
 from r3train.types import ReplayEvidence
 
 if TYPE_CHECKING:
@@ -25,14 +27,20 @@ _RECOMPUTE_TOLERANCE = 1e-3
 _SIGNATURE_COLUMNS = 4
 
 
+# (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
+Gates = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 @dataclass
-class _Choice:
+class Choice:
     """The experts that the replay object served in the call in progress, and the router's own."""
 
     layer_number: int
     scores: torch.Tensor  # float[m, E]
     experts: torch.Tensor  # int64[m, K], served
     own: torch.Tensor  # int64[m, K], the trainer's own top-k
+    let_go: torch.Tensor | None  # bool[m, K], recorded slots served otherwise; None if none can be
+    gates: Gates
 
 
 @dataclass
@@ -56,19 +64,31 @@ _COUNTERS = (
     "control_token_plus",
     "control_layer_minus",
     "control_layer_plus",
+    "slots_let_go",
+    "rows_let_go",
+    "let_go_off",
 )
 
 
 class CallRecorder:
     """Recorder of router calls, one record each; exists only if the R3 check is on."""
 
-    def __init__(self, *, rank: int, topk: int, num_experts: int, counts_tokens: bool):
+    def __init__(
+        self,
+        *,
+        rank: int,
+        topk: int,
+        num_experts: int,
+        counts_tokens: bool,
+        keep_score_ratio: float = 0.0,
+    ):
         self._rank = rank
         self._topk = topk
         self._num_experts = num_experts
         self._counts_tokens = counts_tokens
+        self._keep_score_ratio = keep_score_ratio
         self._calls: list[_Call] = []
-        self._choice: _Choice | None = None
+        self._choice: Choice | None = None
         self._pass = ""
         # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
         # must repeat
@@ -88,11 +108,9 @@ class CallRecorder:
         """Drop the calls that were not collected."""
         self._calls.clear()
 
-    def note_choice(
-        self, layer_number: int, scores: torch.Tensor, experts: torch.Tensor, own: torch.Tensor
-    ) -> None:
+    def note_choice(self, choice: Choice) -> None:
         """Keep the served experts; ``record`` compares the returned map with them."""
-        self._choice = _Choice(layer_number, scores.detach(), experts, own)
+        self._choice = choice
 
     @torch.no_grad()
     def record(
@@ -130,14 +148,27 @@ class CallRecorder:
                 staged, choice.experts, column, layer_number, zero
             )
             values["replay_idx_sum"] = choice.experts.sum()
-            shared = shared_experts(choice.own, choice.experts)
+            replayed_routes = choice.experts
+            if choice.let_go is not None:
+                replayed_routes = torch.where(
+                    recorded, staged.routes[:, column].long(), choice.experts
+                )
+                let_go, off = self._let_go(staged, choice, recorded, routing_map, column, stage)
+                # the map has another expert there; the rollout has the recorded one
+                served = route_hashes(staged.uids, choice.experts, layer_number)
+                asked = route_hashes(staged.uids, replayed_routes, layer_number)
+                fingerprint = fingerprint + torch.where(let_go, asked - served, zero).sum()
+                values["slots_let_go"] = let_go.sum()
+                values["rows_let_go"] = (let_go.any(1) & whole).sum()
+                values["let_go_off"] = off
+            shared = shared_experts(choice.own, replayed_routes)
             equal, overlap, none = overlap_counts(shared, self._topk, whole)
             values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
             if staged.num_current:
                 equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
                 values.update(rows_current_equal=equal, rows_current_mismatch=none)
             if self._pass == "old_log_prob":
-                values.update(_controls(staged, choice, column, whole))
+                values.update(_controls(staged, choice.own, replayed_routes, column, whole))
             if self._pass == "train":
                 values["rows_recompute_differ"] = self._recompute_differ(
                     choice, microbatch_id, stage, zero
@@ -161,6 +192,29 @@ class CallRecorder:
                 counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
             )
         )
+
+    def _let_go(
+        self,
+        staged: StagedRoutes,
+        choice: Choice,
+        recorded: torch.Tensor,
+        routing_map: torch.Tensor,
+        column: int,
+        stage: str,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Find the slots that the rule lets go, and count those that the map treats otherwise.
+
+        The rule is applied here anew, to the scores that the router had.  A recomputation must repeat
+        its forward's decision, which was checked there.  recorded: bool[m, K], slots with a route.
+        """
+        routes = staged.routes[:, column].long().masked_fill(~recorded, 0)
+        recorded = recorded & staged.real[:, None]
+        rule = choice.let_go
+        if stage == "replay_forward":
+            gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
+            rule = let_go_slots(*gates, self._keep_score_ratio) & recorded
+        gone = recorded & ~routing_map.gather(1, routes)
+        return rule, (rule != gone).sum()
 
     def _recompute_differ(
         self, choice: _Choice, microbatch_id: int, stage: str, zero: torch.Tensor
@@ -196,6 +250,7 @@ class CallRecorder:
         for call, row in zip(self._calls, table):
             counters = dict(zip(_COUNTERS, row))
             counters["fingerprint"] = to_unsigned(counters["fingerprint"])
+            call.host["rows_replayed"] -= counters["rows_let_go"]
             records.append(
                 ReplayEvidence(
                     step=step,
@@ -227,7 +282,11 @@ def _filled_hashes(
 
 
 def _controls(
-    staged: StagedRoutes, choice: _Choice, column: int, whole: torch.Tensor
+    staged: StagedRoutes,
+    own: torch.Tensor,
+    replayed: torch.Tensor,
+    column: int,
+    whole: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Count rows that agree if the routes are moved by one token or one layer on purpose.
 
@@ -235,12 +294,11 @@ def _controls(
     """
     num_layers, topk = staged.routes.shape[1:]
     variants = {
-        "control_token_minus": choice.experts.roll(1, 0),
-        "control_token_plus": choice.experts.roll(-1, 0),
+        "control_token_minus": replayed.roll(1, 0),
+        "control_token_plus": replayed.roll(-1, 0),
         "control_layer_minus": staged.routes[:, (column - 1) % num_layers].long(),
         "control_layer_plus": staged.routes[:, (column + 1) % num_layers].long(),
     }
     return {
-        name: overlap_counts(shared_experts(choice.own, v), topk, whole)[0]
-        for name, v in variants.items()
+        name: overlap_counts(shared_experts(own, v), topk, whole)[0] for name, v in variants.items()
     }
