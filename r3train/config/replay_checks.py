@@ -85,6 +85,12 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
         return
     if config.replay.plant_bug is not None and not config.r3_check_enabled:
         yield "--plant-bug needs --enable-r3-correctness-check: nothing would notice the bug"
+    elif str(config.replay.plant_bug).startswith("answer_"):
+        if not config.audit_share or config.replay.route_stores:
+            yield (
+                f"--plant-bug {config.replay.plant_bug} needs --r3-audit-share above 0,"
+                " --flush-cache-on-update, servers, and routes on rank 0: nothing else would notice"
+            )
     for place, settings in places.items():
         for name, (refused, reason) in TRAINER_REFUSALS.items():
             if name in settings and refused(settings[name]):

@@ -6,7 +6,7 @@ Prefill and decode round differently, so near a tie a router may choose another 
 is measured at the start of generation: samples drawn and computed again at once.
 
 A row differs if its set of experts does; of n rows in a layer ``limit(n, share)`` may differ, with
-the share that was measured.  Log-probs likewise: one differs if it is off by more than twice the 99th
+the share that was measured in that layer.  Log-probs likewise: one differs if it is off by more than twice the 99th
 percentile of what was measured.
 """
 
@@ -38,10 +38,10 @@ AGAIN = "computed_again"
 
 # Noise may have changed by so much since it was measured: another batch size, other weights.
 _SLACK = 3.0
-# A share is measured on some thousand rows, and cannot be told from 0 below this.
+# A share is measured on some hundred rows, and cannot be told from 0 below this.
 _LEAST_SHARE = 1e-4
-# What was measured above these is no rounding; they keep a fault at the start from excusing itself.
-_MOST_SHARE, _MOST_OFF = 0.05, 0.5
+# More than this is no rounding: a fault at the start must not excuse itself.
+_MOST_SHARE, _MOST_OFF = 0.3, 0.5
 _LEAST_OFF = 1e-4
 
 
@@ -49,11 +49,11 @@ _LEAST_OFF = 1e-4
 class Noise:
     """The differences that rounding alone makes on a server, as measured at the start.
 
-    num_rows: rows times layers with experts.  log_prob_tolerance: in nats.
+    num_rows: of a layer; log_prob_tolerance: in nats.
     """
 
     num_rows: Amount
-    rows_differ: Amount
+    rows_differ: dict[LayerNumber, Amount]  # of the layers with experts
     num_log_probs: Amount
     log_probs_differ: Amount  # by more than the tolerance
     log_prob_tolerance: Annotated[float, Meta(ge=0, le=_MOST_OFF)]
@@ -61,7 +61,7 @@ class Noise:
     @property
     def is_exact(self) -> bool:
         """True if not one row differed."""
-        return self.rows_differ == 0
+        return not any(self.rows_differ.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ class RescoredRecord:
 def limit(count: int, share: float) -> int:
     """The most of ``count`` rows that may differ where rounding makes a ``share`` of them differ.
 
-    With a mean of mu = 3 * count * share (at least 1e-4, at most 0.05 as share), a Poisson number is
-    above mu + 5 sqrt(mu) + 2 about once in a million times.
+    With a mean of mu = 3 * count * share (at least 1e-4 as share), a Poisson number is above
+    mu + 5 sqrt(mu) + 2 about once in a million times.
     """
-    mean = _SLACK * count * min(max(share, _LEAST_SHARE), _MOST_SHARE)
+    mean = _SLACK * count * max(share, _LEAST_SHARE)
     return min(count, math.floor(mean + 5 * math.sqrt(mean) + 2))
 
 
@@ -104,12 +104,13 @@ def measured_noise(
         of_server.setdefault(again.server, []).append((differ, off))
     noise = {}
     for server, found in of_server.items():
-        rows = np.concatenate([differ.reshape(-1) for differ, _ in found])
+        rows = np.concatenate([differ for differ, _ in found])
+        differ = dict(zip(moe_layers, rows.sum(axis=0).tolist(), strict=True))
         off = np.concatenate([off[~np.isnan(off)] for _, off in found])
         p99 = float(np.quantile(off, 0.99)) if len(off) else 0.0
         tolerance = min(max(2 * p99, _LEAST_OFF), _MOST_OFF)
         beyond = int((off > tolerance).sum())
-        noise[server] = Noise(len(rows), int(rows.sum()), len(off), beyond, tolerance)
+        noise[server] = Noise(len(rows), differ, len(off), beyond, tolerance)
     return noise
 
 
@@ -193,8 +194,13 @@ def rescored_failures(record: RescoredRecord) -> list[Failure]:
     if record.held_version != record.weight_version:
         held = record.held_version
         found.append(failure(0, "the server's weight version", held, record.weight_version))
-    most = limit(record.num_rows, noise.rows_differ / max(noise.num_rows, 1))
+    bound = math.floor(_MOST_SHARE * noise.num_rows)
     for layer, differ in record.rows_differ.items():
+        at_start = noise.rows_differ.get(layer, 0)
+        if at_start > bound:
+            what = f"of {noise.num_rows} rows at the start those with other experts"
+            found.append(failure(layer, what, at_start, bound))
+        most = limit(record.num_rows, at_start / max(noise.num_rows, 1))
         if differ > most:
             what = f"of {record.num_rows} rows those with other experts"
             found.append(failure(layer, what, differ, most))

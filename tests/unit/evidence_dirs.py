@@ -79,7 +79,7 @@ def comparison(step: int, **changes) -> RescoredRecord:
         num_log_probs=60,
         log_probs_differ=0,
         log_prob_off_max=1e-6,
-        noise=Noise(5000, 0, 2000, 0, 1e-4),
+        noise=Noise(5000, dict.fromkeys(LAYERS, 0), 2000, 0, 1e-4),
     )
     return RescoredRecord(**{**values, **changes})
 

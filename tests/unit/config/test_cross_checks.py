@@ -178,6 +178,15 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ),
         ("no replay to spoil", {"plant_bug": "one_expert"}),
         ("nothing would notice", {"plant_bug": "one_expert", **R3}),
+        (
+            "needs --r3-audit-share above 0",
+            {
+                "plant_bug": "answer_with_rows_of_another",
+                "enable_r3_correctness_check": True,
+                "r3_audit_share": 0.0,
+                **R3,
+            },
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(message, fields):
