@@ -390,8 +390,8 @@ def layers_read(as_layer: Callable[[int, int], int]) -> Iterator[None]:
     The rank is sent those layers' routes as well, so nothing is missing: they are just wrong.
     """
 
-    def init(original, self, manager, vp_stage, layer_number):
-        original(self, manager, vp_stage, as_layer(vp_stage, layer_number))
+    def init(original, self, manager, vp_stage, layer_number, gates):
+        original(self, manager, vp_stage, as_layer(vp_stage, layer_number), gates)
 
     def with_layers(original, topology, layers):
         also = tuple(
