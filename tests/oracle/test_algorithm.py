@@ -526,6 +526,8 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
     for name, rule in RULES.items():
         right = jobs.expected("moe4", name)
         for setting in off_default(rule) - {"rollout_rs_threshold"}:
+            if shows[setting] >= 10:
+                continue
             change = {setting: DEFAULTS[setting]}
             if setting == "eps_clip_high":
                 change[setting] = rule.eps_clip  # unset, it means that
@@ -539,7 +541,7 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
             shows[setting] = max(shows[setting], *found.values())
     del shows["rollout_rs_threshold"]
     print({name: f"{times:.2g}" for name, times in shows.items()})
-    assert min(shows.values()) >= 10, shows
+    assert min(shows.values()) >= 10
 
 
 @pytest.mark.parametrize("job", BUGS, ids=lambda job: job.name)
