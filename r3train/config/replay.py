@@ -8,6 +8,25 @@ from pydantic import Field
 
 from r3train.config.section import Section
 
+RouteBug = Literal[
+    "one_expert",
+    "token_shift",
+    "layer_swap",
+    "bypass",
+    "answer_with_rows_of_another",
+    "answer_without_second_stage",
+]
+PublishBug = Literal[
+    "expert_never_sent",
+    "tensor_of_last_version",
+    "weights_frozen",
+    "export_frozen",
+    "probe_of_itself",
+    "expert_bias_not_exported",
+    "version_with_first_bucket",
+    "cache_not_flushed",
+]
+
 
 class ReplaySection(Section):
     """Replay of the rollout's experts in the trainer, and its proof."""
@@ -37,16 +56,6 @@ class ReplaySection(Section):
     route_store_host: str | None = Field(default=None, min_length=1)
     """Address or network interface that the route stores bind.  Unset: loopback on one node; over
     several nodes, the address by which each node reaches the rendezvous."""
-    plant_bug: (
-        Literal[
-            "one_expert",
-            "token_shift",
-            "layer_swap",
-            "bypass",
-            "answer_with_rows_of_another",
-            "answer_without_second_stage",
-        ]
-        | None
-    ) = None
-    """Plant a deliberate bug in the replay, or (answer_...) in the servers' answers, to test that the
-    check fails."""
+    plant_bug: Literal[RouteBug, PublishBug] | None = None
+    """Plant a deliberate bug in the replay, (answer_...) in the servers' answers, or in the weights' way
+    to the servers, to test that its check fails."""

@@ -6,8 +6,9 @@ Those of SGLang's servers are in r3train/engine/refusals.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
+from r3train.config.replay import PublishBug
 from r3train.config.run import RunConfig
 
 
@@ -75,15 +76,20 @@ def replay_conflicts(config: RunConfig) -> Iterator[str]:
                 " routed experts too"
             )
     yield from _route_stores(config)
+    bug = config.replay.plant_bug
+    if bug in get_args(PublishBug):
+        if not config.trainer.check_weight_update_equal:
+            yield f"--plant-bug {bug} needs --check-weight-update-equal: nothing would notice the bug"
+        bug = None
     if not config.replay.use_rollout_routing_replay:
-        if config.replay.plant_bug is not None:
+        if bug is not None:
             yield "--plant-bug needs --use-rollout-routing-replay: there is no replay to spoil"
         if config.replay.r3_keep_score_ratio:
             yield "--r3-keep-score-ratio needs --use-rollout-routing-replay: nothing is replayed"
         if config.replay.log_route_drift:
             yield "--log-route-drift needs --use-rollout-routing-replay: nothing to drift away from"
         return
-    if config.replay.plant_bug is not None and not config.r3_check_enabled:
+    if bug is not None and not config.r3_check_enabled:
         yield "--plant-bug needs --enable-r3-correctness-check: nothing would notice the bug"
     elif str(config.replay.plant_bug).startswith("answer_"):
         if not config.audit_share or config.replay.route_stores:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
@@ -29,15 +29,17 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed import finalize_model_grads as megatron_finalize
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe import router as megatron_router
+from safetensors.torch import load_file
 
 from r3train import types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.engine import client, publish, publish_disk
 from r3train.generation import conversation
-from r3train.engine import client, publish
+from r3train.hf_checkpoint import weight_files
 from r3train.layout import microbatch
-from r3train.loop import prepare, scatter
+from r3train.loop import prepare, scatter, weight_probe
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import (
     actor,
@@ -764,4 +766,103 @@ def answer_on_stale_prefix(config, hf):
 
     with patched(publish.DistributedPublisher, "__init__", init):
         with patched(client.SGLangClient, "_body", body):
+            yield
+
+
+# -- publishing --------------------------------------------------------------------------------
+
+publishing = partial(mutation, caught_by="tests/e2e/test_weights_are_proved.py")
+
+
+def _with_old(
+    hf: HfModelFacts, tensors: Iterable[tuple[str, torch.Tensor]], is_old: Callable[[str], bool]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors; those that ``is_old`` names have the checkpoint's values, from before any step."""
+    before = {n: t for file in weight_files(hf.path) for n, t in load_file(file).items()}
+    for name, tensor in tensors:
+        yield name, before[name].to(tensor) if is_old(name) else tensor
+
+
+def _some_expert(hf: HfModelFacts) -> str:
+    return f"model.layers.{hf.moe_layer_numbers[-1] - 1}.mlp.experts.{hf.num_experts - 1}."
+
+
+def changes_transport(change: Callable) -> Patch:
+    """Make a patch that changes (hf, tensors) where the configured transport takes them."""
+
+    @wraps(change)
+    def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
+        disk = config.trainer.update_weight_transfer_mode == "disk"
+        owner, name = (publish_disk, "write_shards") if disk else (publish, "buckets")
+        return patched(owner, name, lambda original, t, *a, **k: original(change(hf, t), *a, **k))
+
+    return patch
+
+
+def changes_export(change: Callable) -> Patch:
+    """Make a patch that changes (hf, tensors) where the actor exports them, for whatever use."""
+
+    @wraps(change)
+    def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
+        return patched(actor, "export_hf_weights", lambda original, *a: change(hf, original(*a)))
+
+    return patch
+
+
+@publishing("one expert is never sent")
+@changes_transport
+def expert_never_sent(hf, tensors):
+    return ((n, t) for n, t in tensors if _some_expert(hf) not in n)
+
+
+@publishing("one tensor is sent as it was in the version before")
+@changes_transport
+def tensor_of_last_version(hf, tensors):
+    return _with_old(hf, tensors, lambda name: name == _some_expert(hf) + "down_proj.weight")
+
+
+@publishing("every version is sent as the first one")
+@changes_transport
+def weights_frozen(hf, tensors):
+    return _with_old(hf, tensors, lambda name: True)
+
+
+@publishing("every version is exported as the first one, to the transport and to its check")
+@changes_export
+def export_frozen(hf, tensors):
+    return _with_old(hf, tensors, lambda name: True)
+
+
+@publishing("the weights are frozen, and the probe compares the actor with itself")
+@contextmanager
+def probe_of_itself(config, hf):
+    def compare(original, actor, engine, *args, **kwargs):
+        return original(actor, actor, *args, **kwargs)
+
+    with patched(weight_probe, "compare", compare):
+        with MUTATIONS["weights_frozen"].patch(config, hf):
+            yield
+
+
+@publishing("the expert biases are not exported")
+@changes_export
+def expert_bias_not_exported(hf, tensors):
+    return ((n, t) for n, t in tensors if not n.endswith("e_score_correction_bias"))
+
+
+@publishing("the version label goes out with the first bucket instead of the last")
+@replaces(publish, "_with_last")
+def version_with_first_bucket(original, items):
+    return ((item, i == 0) for i, item in enumerate(items))
+
+
+@publishing("the servers keep what they cached under the weights before")
+@contextmanager
+def cache_not_flushed(config, hf):
+    def kept(original, *args, **kwargs):
+        return original(*args, **{**kwargs, "flush_cache": False})
+
+    control = publish.EngineControl
+    with patched(control, "update_weights_from_distributed", kept):
+        with patched(control, "update_weights_from_disk", kept):
             yield

@@ -187,6 +187,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
                 **R3,
             },
         ),
+        ("needs --check-weight-update-equal: nothing", {"plant_bug": "weights_frozen", **R3}),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(message, fields):
@@ -255,6 +256,7 @@ def test_r3_accepts_the_harmless_value_of_the_same_setting(name, value):
         {"rollout_filter": ["zero_variance", "aborted"]},
         {"rollout_num_engines": 3},
         {"plant_bug": "bypass", "enable_r3_correctness_check": True, **R3},
+        {"plant_bug": "weights_frozen", "check_weight_update_equal": True},
     ],
 )
 def test_settings_that_can_go_together_pass(fields):

@@ -1,0 +1,204 @@
+"""--check-weight-update-equal with planted bugs: a real server, a real actor, the loop's own publish.
+
+The model has dense layers, shared experts and expert biases.  Between two versions its parameters are
+moved by hand, as a step would move them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+DEVICE = prepare_device()
+
+from r3train.config import RunConfig  # noqa: E402
+from r3train.config.data import DataSection  # noqa: E402
+from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.config.model import ModelSection  # noqa: E402
+from r3train.config.rollout import RolloutSection  # noqa: E402
+from r3train.config.trainer import TrainerSection  # noqa: E402
+from r3train.engine.backend import EngineError  # noqa: E402
+from r3train.engine.server import SGLangServer  # noqa: E402
+from r3train.host_group import join_ranks  # noqa: E402
+from r3train.launch.actor import build_actor  # noqa: E402
+from r3train.launch.engines import Engines  # noqa: E402
+from r3train.launch.job import Job  # noqa: E402
+from r3train.launch.resume import ResumePoint  # noqa: E402
+from r3train.launch.routes import build_routes  # noqa: E402
+from r3train.loop.async_loop import AsyncLoop  # noqa: E402
+from r3train.loop.parts import RankZero  # noqa: E402
+from r3train.observe.console import RunDisplay  # noqa: E402
+from r3train.observe.metrics import MetricsWriter  # noqa: E402
+from r3train.trainer.megatron import topology  # noqa: E402
+from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
+from r3train.types import Prompt  # noqa: E402
+from r3train.verify.model_zoo import VARIANTS, write_checkpoint  # noqa: E402
+from r3train.verify.mutations import MUTATIONS, planted_by  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+VARIANT = VARIANTS["glm"]
+PROMPT = Prompt("p", 0, "", np.arange(4, dtype=np.int32), None)
+TENSORS, PARAMETERS = 51, 93  # on the server, in the actor
+
+
+@dataclass
+class Run:
+    """A run of one rank that only publishes."""
+
+    config: RunConfig
+    hf: object
+    actor: MegatronActor
+    loops: dict[str, AsyncLoop]  # by transport
+    run_dir: Path
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        states = [chunk.state_dict().values() for chunk in self.actor.model.unwrapped]
+        tensors = [t for state in states for t in state if torch.is_tensor(t)]
+        self.first = [(t, t.clone()) for t in tensors if t.is_floating_point()]
+
+    def publish(self, kind: str) -> dict:
+        """Move all parameters as a step would, and bring the server to them."""
+        with torch.no_grad():
+            for tensor, first in self.first:
+                tensor.copy_(first * (1 + 0.05 * torch.randn_like(first)))
+        self.version += 1
+        return self.loops[kind]._publish(self.version)
+
+    def planted(self, bug: str, kind: str):
+        return MUTATIONS[bug].planted(self.loops[kind]._config, self.hf)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    """Log-probs are almost alike, so that no near tie of bfloat16 routers moves one by much."""
+    directory = write_checkpoint(VARIANT, tmp_path_factory.mktemp("model"))
+    tensors = load_file(directory / "model.safetensors")
+    tensors["lm_head.weight"] *= 0.02
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def run(request, checkpoint, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("run")
+    hf = read_hf_facts(checkpoint)
+
+    def config(kind: str) -> RunConfig:
+        return RunConfig(
+            model=ModelSection(
+                hf_checkpoint=checkpoint,
+                bf16=request.param == "bfloat16",
+                transformer_overrides=VARIANT.overrides,
+            ),
+            data=DataSection(prompt_data="none"),
+            rollout=RolloutSection(
+                num_rollout=99,
+                rollout_batch_size=2,
+                rollout_max_response_len=4,
+                rollout_external_engine_addrs=[server.addr],
+            ),
+            trainer=TrainerSection(
+                check_weight_update_equal=True,
+                update_weight_transfer_mode=kind,
+                update_weight_buffer_size=50_000,
+            ),
+        )
+
+    with SGLangServer(checkpoint, run_dir / "sglang.log", dtype=request.param) as server:
+        server.wait_ready()
+        store = torch.distributed.FileStore(str(run_dir / "store"), 1)
+        join_ranks("auto", store, 0, 1, timeout=timedelta(minutes=5))
+        display = RunDisplay(1, enabled=False)
+        loops, engines = {}, []
+        try:
+            actor = None
+            for kind in ("distributed", "disk"):
+                reward = SimpleNamespace(close=lambda: None)
+                job = Job(config(kind), hf, [PROMPT], None, reward, None)
+                actor = actor or build_actor(job, DEVICE, ResumePoint())
+                routes = build_routes(job.config, hf)
+                routes.open(actor.topology)
+                engines.append(Engines(job, run_dir, display, 0, routes))
+                engines[-1].wait_ready()
+                loops[kind] = AsyncLoop(
+                    job.config,
+                    hf,
+                    actor,
+                    rank_zero=RankZero(engines[-1], display, MetricsWriter(run_dir, False)),
+                    evidence=None,
+                    keeper=None,
+                    routes=routes,
+                )
+            yield Run(job.config, hf, actor, loops, run_dir)
+        finally:
+            for each in engines:
+                each.close()
+            topology.shutdown()
+
+
+KINDS = ("distributed", "disk")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sound_update_passes_and_the_check_leaves_nothing_behind(run, kind):
+    for _ in range(2):
+        with run.planted("null", kind):
+            metrics = run.publish(kind)
+        gap = 0.5 if run.config.model.bf16 else 1e-4
+        assert metrics["train/weight_probe_gap"] <= gap
+    assert not list((run.run_dir / "weight_check").iterdir())
+
+
+# what says so: the checksums of the servers for the transport that is no checkpoint on disk; for the one
+# that is, whose files the check reads too, the actor that loads them back
+SERVERS, ACTOR = (
+    r"(\d+) of 51 tensors of engine 0 are not",
+    r"(\d+) parameters of rank 0 are not what",
+)
+EXPERT = r"model\.layers\.3\.mlp\.experts\.7\."
+CAUGHT = {
+    "expert_never_sent": [(KINDS, rf"{EXPERT}down_proj.weight, .* was not sent", None)],
+    "tensor_of_last_version": [
+        (("distributed",), SERVERS + r".* rank 0 model.layers.3.mlp.experts.w2_weight", 1),
+        (("disk",), ACTOR + r".*experts.*linear_fc2", 1),
+    ],
+    "weights_frozen": [(("distributed",), SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
+    "export_frozen": [(KINDS, ACTOR, PARAMETERS)],
+    "probe_of_itself": [(("distributed",), SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
+    "expert_bias_not_exported": [(KINDS, r"e_score_correction_bias was not sent", None)],
+    "version_with_first_bucket": [(("distributed",), "last bucket carried no version", None)],
+    "cache_not_flushed": [(KINDS, "still had 31 of 32 probe tokens", None)],
+}
+CASES = [
+    pytest.param(bug, kind, text, count, id=f"{bug}-{kind}")
+    for bug, catches in CAUGHT.items()
+    for kinds, text, count in catches
+    for kind in kinds
+]
+
+
+@pytest.mark.parametrize("bug, kind, text, count", CASES)
+def test_a_planted_bug_is_caught_by_name(run, bug, kind, text, count):
+    run.publish(kind)
+    with run.planted(bug, kind), pytest.raises((AssertionError, ValueError, EngineError)) as error:
+        run.publish(kind)
+    found = re.search(text, str(error.value))
+    assert found and "\n" not in str(error.value), str(error.value)
+    if count is not None:
+        assert int(found[1]) == count
+    run.publish(kind)  # the run could go on: the bug was the only fault
+
+
+def test_every_bug_of_publishing_is_planted_here():
+    assert {bug.name for bug in planted_by("tests/e2e/test_weights_are_proved.py")} == set(CAUGHT)
