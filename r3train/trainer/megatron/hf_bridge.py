@@ -174,6 +174,7 @@ class _Compared:
         self._held = {
             name: tensor.detach().as_subclass(_Held) if torch.is_tensor(tensor) else tensor
             for name, tensor in adapted.state_dict().items()
+            if "_extra_state" not in name  # Transformer Engine's, of no checkpoint
         }
 
     def state_dict(self) -> dict[str, Any]:
