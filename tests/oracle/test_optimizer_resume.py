@@ -36,9 +36,7 @@ TOPOLOGIES = {
         "pp2_sharded": SHARDED | dict(pipeline_model_parallel_size=2),
     },
     4: {
-        "tp2_pp2_etp1_sharded": TP2
-        | SHARDED
-        | dict(pipeline_model_parallel_size=2, expert_tensor_parallel_size=1),
+        "tp2_pp2_etp1": TP2 | dict(pipeline_model_parallel_size=2, expert_tensor_parallel_size=1),
         "dp2_tp2_ep2_sharded": TP2 | SHARDED | dict(expert_model_parallel_size=2),
         "pp2_ep2": dict(pipeline_model_parallel_size=2, expert_model_parallel_size=2),
         "tp2_cp2_etp1": TP2 | dict(context_parallel_size=2, expert_tensor_parallel_size=1),
