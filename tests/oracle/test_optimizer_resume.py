@@ -60,7 +60,7 @@ def save_as_before(actor: Any, directory: Path) -> None:
     torch.distributed.barrier()
     rng.save(directory, rank)
     state = checkpoint._model_state(actor)
-    state["optimizer"] = actor.optimizer.sharded_state_dict(state, metadata=METADATA)
+    state["optimizer"] = actor.optimizer.sharded_state_dict(state, metadata=dict(METADATA))
     state["scheduler"] = actor.scheduler.state_dict()
     dist_checkpointing.save(state, str(directory))
 

@@ -54,7 +54,7 @@ class CheckpointError(RuntimeError):
 def _model_state(actor: MegatronActor) -> dict[str, Any]:
     chunks = actor.model.unwrapped
     return {
-        _model_key(i, len(chunks)): chunk.sharded_state_dict(metadata=METADATA)
+        _model_key(i, len(chunks)): chunk.sharded_state_dict(metadata=dict(METADATA))
         for i, chunk in enumerate(chunks)
     }
 

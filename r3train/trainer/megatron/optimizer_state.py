@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # can be loaded with other TP, PP and DP sizes; Megatron's default type needs Transformer Engine
-METADATA = {
+METADATA = {  # to be copied: Megatron adds its process groups
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -46,7 +46,7 @@ class OptimizerState:
             # SGD has no state to make room for
             model_state,
             is_loading=is_loading and _has_moments(optimizer),
-            metadata=METADATA,
+            metadata=dict(METADATA),
         )
         self.tensors: dict[int, Any] = {}
         self._own: dict[int, torch.Tensor] = {}  # not in the checkpoint
