@@ -1,7 +1,7 @@
 """Model families whose numbers were held against transformers; every other one is refused by name.
 
-The bridge to Megatron knows more families than these, and builds some of them wrongly without a word:
-Mixtral's log-probs are off by 1.1, Qwen2-MoE's by 2.7.  A family is added here with a case in
+The bridge to Megatron knows more families than these, and builds some of them wrongly without a word.
+A family is added here and in ``trainer/megatron/families/``, with a case in
 tests/oracle/test_families.py.
 """
 
@@ -15,6 +15,7 @@ from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.sources import ConfigError
 
 _ROPE = ("rope_parameters", "rope_scaling")
+_MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
 
 
 @dataclass(frozen=True)
@@ -22,12 +23,14 @@ class Family:
     """A family of checkpoints, as far as it was verified.
 
     ``needs``: key of config.json -> (its only verified value, the value that transformers takes where
-    the key is missing).  The rest are names of tensors: those of every layer, of an attention with
-    ``use_qk_norm``, and of a layer with experts beside the experts themselves.
+    the key is missing).  The rest are names of tensors: those of every layer, of the router, of one
+    expert {e}, of a layer with experts beside these, and of an attention with ``use_qk_norm``.
     """
 
     needs: Mapping[str, tuple[Any, Any]]
     layer: tuple[str, ...] = ()
+    router: str = "mlp.gate.weight"
+    expert: tuple[str, ...] = tuple(f"mlp.experts.{{e}}.{name}" for name in _MLP)
     moe_layer: tuple[str, ...] = ()
     always_qk_norm: bool = False
 
@@ -35,14 +38,22 @@ class Family:
 _SILU = {"hidden_act": ("silu", "silu")}
 _QWEN3 = _SILU | {"attention_bias": (False, False), "use_sliding_window": (False, False)}
 _QKV_BIAS = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
-_MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(_QWEN3, always_qk_norm=True),
-    "qwen3_moe": Family(
-        # transformers takes false, which leaves the gates of the chosen experts as they are
-        _QWEN3 | {"norm_topk_prob": (True, False)},
-        always_qk_norm=True,
+    "qwen3_moe": Family(_QWEN3, always_qk_norm=True),
+    "qwen2_moe": Family(
+        _SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
+        layer=_QKV_BIAS,
+        moe_layer=(
+            "mlp.shared_expert_gate.weight",
+            *(f"mlp.shared_expert.{name}" for name in _MLP),
+        ),
+    ),
+    "mixtral": Family(
+        _SILU | {"sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)},
+        router="block_sparse_moe.gate.weight",
+        expert=tuple(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3)),
     ),
     "glm4_moe": Family(
         _SILU
@@ -114,8 +125,8 @@ def tensor_names(hf: HfModelFacts) -> frozenset[str]:
     every += [f"self_attn.{name}_proj.weight" for name in "qkvo"]
     if family.always_qk_norm or content.get("use_qk_norm"):
         every += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
-    experts = [f"mlp.experts.{e}.{name}" for e in range(hf.num_experts) for name in _MLP]
-    sparse = ["mlp.gate.weight", *family.moe_layer, *experts]
+    experts = [name.format(e=e) for e in range(hf.num_experts) for name in family.expert]
+    sparse = [family.router, *family.moe_layer, *experts]
     dense = [f"mlp.{name}" for name in _MLP]
     for number in range(1, hf.num_hidden_layers + 1):
         mlp = sparse if number in hf.moe_layer_numbers else dense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
@@ -11,6 +12,17 @@ def _alloc_host(
     dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None
 ):  # noqa: ANN001 - SGLang's own call signature
     return allocator.allocate(dims, dtype=dtype, device=device)
+
+
+def _add_gated(
+    hidden_states: torch.Tensor,
+    gate_weight: torch.Tensor,
+    shared_output: torch.Tensor,
+    final_hidden_states: torch.Tensor,
+) -> None:
+    """Add the shared expert's output [T, hidden] under its gate, in place (Qwen2-MoE)."""
+    gate = torch.sigmoid(hidden_states @ gate_weight.reshape(-1, 1))
+    final_hidden_states += gate * shared_output
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
@@ -26,10 +38,13 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Give the host buffer of routed experts plain memory.
+        """Give the host buffer of routed experts plain memory, and kernels of triton a plain twin.
 
         SGLang looks the allocator up by device name; its default pins memory through CUDA.
+        Models are imported afterwards, and take the kernels from where they are replaced here.
         """
+        from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
+        elementwise.fused_gate_sigmoid_mul_add = _add_gated

@@ -20,34 +20,36 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
     """An mbridge Bridge for the checkpoint's model family.
 
     overrides: TransformerConfig fields that replace those of the checkpoint.
-    Raises ValueError for a model family that mbridge does not know.
+    Raises ValueError for a model family that nobody verified.
     """
     declare_torchvision_ops()
-    from mbridge.core.auto_bridge import AutoBridge
-    from mbridge.core.bridge import _MODEL_REGISTRY
     from transformers import AutoConfig
 
-    hf_config = AutoConfig.from_pretrained(hf_checkpoint)
-    if hf_config.model_type not in _MODEL_REGISTRY:
-        raise ValueError(
-            f"{hf_checkpoint}/config.json: model_type {hf_config.model_type!r} has no weight map; "
-            f"known: {', '.join(sorted(AutoBridge.list_supported_models()))}"
-        )
-    _restore_rope_theta(hf_config)
-    family = _MODEL_REGISTRY[hf_config.model_type]
+    from r3train.trainer.megatron.families import FAMILIES
 
-    class Adapted(family):
+    hf_config = AutoConfig.from_pretrained(hf_checkpoint)
+    if hf_config.model_type not in FAMILIES:
+        raise ValueError(
+            f"{hf_checkpoint}/config.json: model_type {hf_config.model_type!r} was not verified;"
+            f" known: {', '.join(sorted(FAMILIES))}"
+        )
+    _fill_in(hf_config)
+    family = FAMILIES[hf_config.model_type]
+    bridge = family.bridge
+    fields = family.fields(hf_config) | overrides
+
+    class Adapted(bridge):
         """The family's bridge with our overrides and the names of its dense layers."""
 
-        _MLP_MAPPING = {**_DENSE_MLP, **getattr(family, "_MLP_MAPPING", {})}
+        _MLP_MAPPING = {**_DENSE_MLP, **getattr(bridge, "_MLP_MAPPING", {})}
         # The last of several pipeline stages has its own output layer, a copy of the embedding.
         if hf_config.tie_word_embeddings:
-            _DIRECT_MAPPING = family._DIRECT_MAPPING | {
-                OUTPUT_LAYER: family._DIRECT_MAPPING["embedding.word_embeddings.weight"]
+            _DIRECT_MAPPING = bridge._DIRECT_MAPPING | {
+                OUTPUT_LAYER: bridge._DIRECT_MAPPING["embedding.word_embeddings.weight"]
             }
 
         def _build_base_config(self, **kwargs: Any) -> Any:
-            return super()._build_base_config(**{**kwargs, **overrides})
+            return super()._build_base_config(**{**kwargs, **fields})
 
         # mbridge splits experts over TP instead of ETP: wrong if only one of them is 1.
         def _weight_merge_across_tp(self, name: str, shards: list, param: Any) -> torch.Tensor:
@@ -98,10 +100,15 @@ _DENSE_MLP = {
 }
 
 
-def _restore_rope_theta(hf_config: Any) -> None:
-    """Put rope_theta where mbridge reads it; transformers 5 moved it into rope_parameters."""
+def _fill_in(hf_config: Any) -> None:
+    """Put values where mbridge reads them.
+
+    transformers 5 moved rope_theta into rope_parameters; Mixtral's published head_dim is null.
+    """
     if not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
+    if getattr(hf_config, "head_dim", None) is None:
+        hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
 
 
 class _TENames:
