@@ -53,7 +53,8 @@ def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
     assert job.code != 0 and "R3 mismatch tokens" in job.output
     assert "staleness does not explain them" in job.output
     # every route was replayed: the weights of the step are kept, before the run ends
-    assert (job.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == "1"
+    saved = job.run_dir / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert saved.read_text().strip() == "1"
     assert said["exit"] == 1
     # the server's answers are right: what came of them behind is not
     assert [claim for claim, of in said["claims"].items() if of != "passed"] == ["agreement"]
