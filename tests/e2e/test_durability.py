@@ -155,7 +155,7 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
     # the engine's own log-probs carry the rounding of whichever batches it made of the requests
     # and of a step that was trained twice, once before the kill, the second time counts
     steps = read_metrics(run_dir)
-    jobs.same_numbers(whole.metrics(), steps, but="log_prob_gap")
+    jobs.same_numbers(whole.metrics(), steps, but=jobs.OF_THE_GAP)
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
 
 
