@@ -95,6 +95,15 @@ class RolloutSection(Section):
         return self.environment_max_turns if self.environment_samples == "turn" else 1
 
     @property
+    def fresh_prefixes(self) -> bool:
+        """True when no request uses a prefix that was cached before the last weight update.
+
+        in_place flushes nothing: a request that waited for its turn over the update finds the prefix of
+        the weights that it was sent under.
+        """
+        return self.flush_cache_on_update and self.pause_generation_mode != "in_place"
+
+    @property
     def groups_per_rollout(self) -> int:
         """over_sampling_batch_size with its default resolved."""
         return self.over_sampling_batch_size or self.rollout_batch_size

@@ -276,6 +276,12 @@ class SGLangClient:
         if server is None:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
+        held = request.weight_version if self._versions is None else self._versions.all()[server]
+        if held != request.weight_version:  # it was updated or restarted since
+            raise EngineError(
+                f"server {self.http.urls[server]} holds weight version {held} (None is unknown),"
+                f" and no longer {request.weight_version}"
+            )
         rid = f"{self._name}-again-{request.sample_id}-{next(self._requests)}."
         body = {
             "input_ids": np.asarray(request.token_ids).tolist(),

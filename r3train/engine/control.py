@@ -123,11 +123,21 @@ class EngineControl:
 
     def server_info(self) -> list[dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
-        return self._run(self._http.call_all("/server_info", what="server_info", method="GET"))
+        return self._objects("server_info")
 
     def model_info(self) -> list[dict[str, Any]]:
         """Each server's current model: model_path, weight_version, ..."""
-        return self._run(self._http.call_all("/model_info", what="model_info", method="GET"))
+        return self._objects("model_info")
+
+    def _objects(self, name: str) -> list[dict[str, Any]]:
+        found = self._run(self._http.call_all(f"/{name}", what=name, method="GET"))
+        for url, info in zip(self._http.urls, found, strict=True):
+            if not isinstance(info, dict):
+                raise EngineError(
+                    f"engine {url}: /{name} answered {str(info)[:60]!r}, expected a JSON object: is it"
+                    " an SGLang server?"
+                )
+        return found
 
     def weight_versions(self) -> list[str]:
         """The version label that each server holds now."""

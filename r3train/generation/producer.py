@@ -328,6 +328,7 @@ class Producer:
             self._frozen = True
             await self._backend.pause_generation(self._rollout.pause_generation_mode)
         elif self._rollout.pause_generation_mode == "abort":
+            await self._end_rescoring()  # an abort ends these too
             self._aborting = True
             while self._in_flight:
                 # repeated: an abort misses a request that is still on its way to the server

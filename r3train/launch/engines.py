@@ -192,8 +192,7 @@ class Engines:
     @property
     def _flush_cache(self) -> bool:
         """True when servers drop their caches at an update; frozen requests still need theirs."""
-        rollout = self.job.config.rollout
-        return rollout.flush_cache_on_update and rollout.pause_generation_mode != "in_place"
+        return self.job.config.rollout.fresh_prefixes
 
     @property
     def publisher(self) -> WeightPublisher:

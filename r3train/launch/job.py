@@ -188,8 +188,9 @@ def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]
 
 def check_can_be_made(directory: Path, setting: str) -> None:
     """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to."""
-    there = next(p for p in (directory.absolute(), *directory.absolute().parents) if p.exists())
+    places, there = (directory.absolute(), *directory.absolute().parents), directory
     try:
+        there = next(p for p in places if p.exists())
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:

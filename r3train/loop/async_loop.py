@@ -339,7 +339,8 @@ class AsyncLoop:
             self._hf.moe_layer_numbers,
             log_probs=self._config.rollout.rollout_temperature == 1,
         )
-        return records, rescored.missed
+        # a prompt that was computed under other weights than its answer is not compared
+        return records, rescored.missed + len(rescored.parts) - len(records)
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""

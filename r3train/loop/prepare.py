@@ -79,7 +79,7 @@ def prepare(
             place,
             row_shape,
             first_microbatch_id=sum(counts),
-            fresh_prefixes=config.rollout.flush_cache_on_update,
+            fresh_prefixes=config.rollout.fresh_prefixes,
         )
         steps.append(dealt)
         counts.append(len(built[0]))
@@ -196,7 +196,7 @@ def _rows_current(
     The actor holds weight version ``rollout_id`` in the old-log-prob pass and in the first optimizer
     step.  After that step it holds weights that no server ever held.
     """
-    fresh = config.rollout.flush_cache_on_update
+    fresh = config.rollout.fresh_prefixes
     of_sample = [
         int((row_versions(s.sample, fresh_prefixes=fresh) == rollout_id).sum()) for s in samples
     ]

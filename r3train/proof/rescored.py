@@ -176,7 +176,7 @@ def compare_rollout(
 
 
 def _first_version(sample: RolloutSample) -> int:
-    versions = sample.weight_versions[sample.loss_mask]
+    versions = sample.weight_versions[sample.weight_versions >= 0]
     return int(versions[0]) if len(versions) else -1
 
 
@@ -238,4 +238,4 @@ def _log_probs_off(sample: RolloutSample, again: Rescored) -> np.ndarray:
     first, end = again.first_row + 1, len(again.token_ids)
     off = np.abs(again.log_probs.astype(np.float64) - sample.rollout_log_probs[first:end])
     of_part = sample.weight_versions[first:end] == again.weight_version
-    return np.where(sample.loss_mask[first:end] & of_part, off, np.nan)
+    return np.where(of_part, off, np.nan)

@@ -58,6 +58,18 @@ async def test_the_kv_pools_of_all_servers_and_their_ranks_add_up_where_all_are_
         assert await asyncio.to_thread(engine.pool_tokens) is None
 
 
+@pytest.mark.parametrize("name", ["server_info", "model_info"])
+async def test_an_address_that_answers_something_else_is_no_server(name):
+    async def page(_request, _body):
+        return web.json_response("welcome")
+
+    async with control_of(Fake(page)) as engine:
+        with pytest.raises(
+            EngineError, match=f"/{name} answered 'welcome', expected a JSON object"
+        ):
+            await asyncio.to_thread(getattr(engine, name))
+
+
 async def test_calls_reach_every_server():
     fakes = [Fake(), Fake(), Fake()]
     async with client_of(*fakes) as client:

@@ -4,12 +4,13 @@ import asyncio
 import socket
 import time
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import EngineDied, EngineError, SamplingParams, sample_seed
+from r3train.engine.backend import EngineDied, EngineError, Request, SamplingParams, sample_seed
 from r3train.engine.control import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
@@ -198,6 +199,19 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
         versions.record(1, server=0)
         await asyncio.gather(*[ask(client, i, 1) for i in range(100, 108)])
         assert [len(fake.bodies) for fake in fakes] == [8, 17]
+
+
+async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_by_now():
+    versions = ServerVersions([3])
+    async with client_of(Fake(), versions=versions) as client:
+        client._sent_routes = object()  # nothing is sent, so no row is read
+        request = Request(
+            0, 0, "p", np.array(PROMPT.token_ids), 0, SamplingParams(4), weight_version=3
+        )
+        for change, held in ((versions.unknown, None), (partial(versions.record, 4), 4)):
+            change()
+            with pytest.raises(EngineError, match=f"holds weight version {held} .*no longer 3"):
+                await client.rescore(request, "whole", 0)
 
 
 async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():

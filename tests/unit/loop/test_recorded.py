@@ -190,3 +190,27 @@ def test_rows_of_the_actors_own_version_end_with_its_first_optimizer_step(optimi
         "ref_log_prob": 0,
         "train": second if optimizer_steps == 1 else 0,
     }
+
+
+@pytest.mark.parametrize("mode, fresh", [("drain", True), ("abort", True), ("in_place", False)])
+def test_rows_of_a_prompt_that_may_be_cached_from_before_an_update_are_of_no_known_version(
+    mode, fresh
+):
+    rollout = CONFIG.rollout.model_copy(update={"pause_generation_mode": mode})
+    assert rollout.fresh_prefixes == fresh
+    kept = rollout.model_copy(update={"flush_cache_on_update": False})
+    assert not kept.fresh_prefixes
+    (sample, *_) = play(True)
+    config = CONFIG.model_copy(
+        update={
+            "rollout": rollout.model_copy(
+                update={"rollout_batch_size": 1, "n_samples_per_prompt": 1}
+            )
+        }
+    )
+    samples = [TrainSample(sample, 1.0, np.zeros(sample.num_tokens, np.float32))]
+    place = RankTopology(moe_layer_numbers=(LAYERS,))
+    prepared = prepare(0, samples, config, HF, ROUTES, [place], passes=("train",))
+    ((batch,),) = prepared.microbatches
+    known = batch.row_versions[: sample.prompt_len - 1] >= 0
+    assert known.all() == fresh and known.any() == fresh

@@ -82,6 +82,12 @@ def test_equal_sets_of_experts_and_log_probs_pass_and_all_of_them_are_counted():
     assert (record.num_rows, record.num_log_probs) == (TOKENS - 1, TOKENS - PROMPT)
 
 
+def test_a_sample_that_is_not_trained_is_compared_all_the_same():
+    masked = replace(sample_of(), loss_mask=np.zeros(TOKENS, bool))
+    record, failures = judged(masked, again_of(sample_of()))
+    assert not failures and record.num_log_probs == TOKENS - PROMPT
+
+
 def test_rows_of_another_sample_fail_in_every_layer_far_above_what_may_differ():
     record, failures = judged(sample_of(), again_of(sample_of(), rows=routes(1)))
     assert [f.layer_number for f in failures] == list(LAYERS)
@@ -176,7 +182,8 @@ def test_missing_slots_and_an_environments_tokens_are_left_out():
     delivered[-5:] = 255
     mask = sample.loss_mask.copy()
     mask[60:80] = False
-    sample = replace(sample, routed_experts=delivered, loss_mask=mask)
+    versions = np.where(mask, sample.weight_versions, -1)
+    sample = replace(sample, routed_experts=delivered, loss_mask=mask, weight_versions=versions)
     record, failures = judged(sample, again_of(sample_of()))
     assert not failures and record.num_rows == TOKENS - 6
     assert record.num_log_probs == TOKENS - PROMPT - 20
