@@ -99,6 +99,16 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
             f" {rollout.max_weight_staleness} weight versions old (--max-weight-staleness), and nothing"
             " corrects for it: see --rollout-is, --rollout-rs, --ratio-anchor rollout"
         )
+    if config.steps_per_rollout == 1:
+        names = {
+            "--opsm-delta": algorithm.opsm_delta is not None,
+            "--use-unbiased-kl": algorithm.use_unbiased_kl,
+        }
+        for flag in (name for name, given in names.items() if given):
+            warnings.append(
+                f"{flag} compares the actor with itself before the rollout, and has no effect with one"
+                " optimizer step a rollout (--global-batch-size)"
+            )
     if algorithm.policy_loss == "gspo" and max(algorithm.eps_clip, algorithm.clip_high) > 1e-2:
         warnings.append(
             f"gspo with eps_clip {algorithm.eps_clip} and eps_clip_high {algorithm.clip_high} hardly"
@@ -231,6 +241,8 @@ def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
         yield "--use-unbiased-kl needs --kl-loss-coef above 0"
     if algorithm.rollout_rs_threshold and not algorithm.rollout_rs:
         yield "--rollout-rs-threshold needs --rollout-rs"
+    if len(set(algorithm.rollout_rs)) < len(algorithm.rollout_rs):
+        yield f"rollout_rs {' '.join(algorithm.rollout_rs)} names an estimate twice"
     try:
         algorithm.rejection_bounds
     except ValueError as error:
@@ -443,10 +455,11 @@ def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if config.trainer.freeze_moe_router and not hf.is_moe:
         yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
     every = tuple(range(1, hf.num_hidden_layers + 1))
-    if hf.model_type == "qwen3_moe" and hf.is_moe and hf.moe_layer_numbers != every:
-        # sglang 0.5.23 builds every qwen3_moe layer sparse and would serve garbage for the others
+    of_qwen = hf.model_type in ("qwen2_moe", "qwen3_moe")
+    if of_qwen and hf.is_moe and hf.moe_layer_numbers != every:
+        # sglang 0.5.23 builds every layer of them sparse and would serve garbage for the others
         missing = sorted(set(every) - set(hf.moe_layer_numbers))
         yield (
             f"{hf.path}: layers {missing} are dense (mlp_only_layers, decoder_sparse_step), and"
-            " SGLang serves every qwen3_moe layer with experts: its answers would be wrong"
+            f" SGLang serves every {hf.model_type} layer with experts: its answers would be wrong"
         )

@@ -287,7 +287,11 @@ class AsyncLoop:
         if self._config.trainer.ci_test and rollout_id == 0:
             _check_first_step(reports[0])
         drift = self._actor.collect_drift()
-        return {**train_metrics(reports), **drift, "perf/log_prob_s": log_prob_s}
+        return {
+            **train_metrics(reports, self._actor.maxima),
+            **drift,
+            "perf/log_prob_s": log_prob_s,
+        }
 
     def _judge(self, rollout_id: int, prepared: Prepared | None) -> StepVerdict | None:
         """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,8 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
     prompts = np.array([s.sample.prompt_len for s in samples])
     truncated = sum(s.sample.finish_reason == "length" for s in samples)
     # tokens of the prompt and of an environment have version -1: no weights generated them
-    oldest = [
-        int(s.sample.weight_versions[s.sample.loss_mask].min(initial=1 << 30)) for s in samples
-    ]
-    staleness = [report.rollout_id - v for v in oldest if v < 1 << 30]
+    generated = [_versions(s) for s in samples]
+    staleness = [report.rollout_id - int(versions[0]) for versions in generated if len(versions)]
     histogram = {
         f"rollout/staleness_{age}": staleness.count(age)
         for age in range(max(staleness, default=0) + 1)
@@ -60,7 +58,7 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/generation_s_mean": float(seconds.mean()),
         "rollout/generation_s_max": float(seconds.max()),
         "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
-        "rollout/spanning_samples": sum(_num_versions(s) > 1 for s in samples),
+        "rollout/spanning_samples": sum(len(versions) > 1 for versions in generated),
         **histogram,
     }
 
@@ -76,9 +74,13 @@ def repetition(sample: RolloutSample) -> float:
     return 1 - len(np.unique(runs)) / len(runs)
 
 
-def _num_versions(s: TrainSample) -> int:
-    """Count the weight versions that generated the sample; a sample of several spans an update."""
-    return len(np.unique(s.sample.weight_versions[s.sample.loss_mask]))
+def _versions(s: TrainSample) -> np.ndarray:
+    """The weight versions that generated the sample, trained or masked; of several it spans an update.
+
+    int32, ascending and distinct; empty for an answer without a token.
+    """
+    versions = s.sample.weight_versions
+    return np.unique(versions[versions >= 0])
 
 
 def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,16 +148,21 @@ _NAMES = {
 }
 _LAST = ("lr",)
 # the p99.9 too: this is an upper bound of the p99.9 over all tokens of the rollout
-_MAX = ("log_prob_gap_max", "log_prob_gap_p999")
+_MAX = ("log_prob_gap_p999",)
 _SUM = ("num_loss_tokens", "skipped_steps", "low_ess_steps")
 
 
-def train_metrics(reports: Sequence[dict[str, float]]) -> dict[str, Any]:
-    """Join the numbers of a rollout's optimizer steps: means, except for maxima and sums."""
+def train_metrics(
+    reports: Sequence[dict[str, float]], maxima: Collection[str] = ()
+) -> dict[str, Any]:
+    """Join the numbers of a rollout's optimizer steps: means, except for maxima and sums.
+
+    maxima: names of the loss's maxima.
+    """
     out: dict[str, Any] = {}
     for name in reports[0]:
         values = [r[name] for r in reports]
-        if name in _MAX:
+        if name in maxima or name in _MAX:
             value = max(values)
         elif name in _SUM:
             value = sum(values)

@@ -125,3 +125,30 @@ def test_a_loss_weighs_what_was_configured_whatever_share_is_trained(world_size,
         for name, want in reference.items():
             error = (gradients[name].double() - want).norm() / max(float(want.norm()), 1e-6)
             assert error < 1e-3, (run, name, float(error), float(want.norm()))
+
+
+def of_three_samples(model: Path) -> dict[str, torch.Tensor]:
+    """The gradients of three samples, each a microbatch of its own."""
+    from r3train.trainer.megatron.export import export_hf_weights
+
+    hf = read_hf_facts(model)
+    config = configuration(
+        model,
+        use_rollout_routing_replay=True,
+        rollout_batch_size=3,
+        max_tokens_per_gpu=16,
+        moe_aux_loss_coeff=COEFF,
+    )
+    batch = samples(hf, [(4, 10)] * 3, advantage=0.0)
+    with actor_of(config) as actor:
+        slices, _ = slices_of(actor, config, hf, batch)
+        actor.backward(slices, actor.compute_log_probs(slices, "old_log_prob"), None)
+        gradients = export_hf_weights(actor.model.bridge, actor.model.chunks, lambda p: p.main_grad)
+        return {n: t.clone() for n, t in gradients}
+
+
+def test_a_rank_with_a_pack_of_padding_alone_adds_nothing(model, tmp_path):
+    one, two = (in_ranks(n, tmp_path / f"{n}", of_three_samples, model)[0] for n in (1, 2))
+    assert any(g.any() for g in one.values())
+    for name, want in one.items():
+        torch.testing.assert_close(two[name], want, rtol=1e-4, atol=1e-6, msg=name)

@@ -51,6 +51,7 @@ class MegatronActor:
         self._metric_names = metric_names(
             get_policy_loss(config.algorithm.policy_loss), config.algorithm
         )
+        self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
         self.scheduler = build_scheduler(config, self.optimizer)

@@ -10,14 +10,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe import router as router_module
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_tokens_per_expert_and_token_count,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 
 from r3train.types import RankSlice, RankTopology
+
+
+def _token_counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
+    """Megatron's counts of a router's call, of one token where a pack holds padding alone.
+
+    Megatron divides by them.  A data-parallel rank without a sample would make NaN of all gradients.
+    """
+    per_expert, local, total = get_tokens_per_expert_and_token_count(*args, **kwargs)
+    return per_expert, local, total.clamp(min=1) if torch.is_tensor(total) else total
 
 
 class AuxiliaryLosses:
@@ -43,6 +57,7 @@ class AuxiliaryLosses:
         self._routers = [
             r for r in routers if r.is_aux_loss_enabled() or r.config.moe_z_loss_coeff is not None
         ]
+        router_module.get_tokens_per_expert_and_token_count = _token_counts
         for router in self._routers:
             router.attach_and_log_load_balancing_loss = self._attach
             router.apply_z_loss = partial(self._begin_call, router)

@@ -7,7 +7,7 @@ either.  Every weight update still sends it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from r3train.trainer.megatron.hf_bridge import hf_names
 def check_freezing(config: RunConfig, hf: HfModelFacts) -> None:
     """Raise ValueError for a --freeze-params that no tensor of the checkpoint matches.
 
-    Reads the checkpoint's headers alone.
+    With --save also for one that matches some experts of a layer: a checkpoint of Megatron has the
+    moments of a layer's experts as one tensor.  Reads the checkpoint's headers alone.
     """
     patterns = config.trainer.freeze_params
     names = read_headers(hf.path) if patterns else {}
@@ -31,6 +32,21 @@ def check_freezing(config: RunConfig, hf: HfModelFacts) -> None:
             raise ValueError(
                 f"--freeze-params {pattern!r} matches none of the {len(names)} tensors of {hf.path} "
                 f"({shown}, ...)"
+            )
+    if patterns and config.checkpoint.save is not None:
+        _check_whole_layers(patterns, names)
+
+
+def _check_whole_layers(patterns: Sequence[str], names: Collection[str]) -> None:
+    frozen: dict[str, list[bool]] = {}
+    for name in names:
+        layer = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        frozen.setdefault(layer, []).append(any(re.search(r, name) for r in patterns))
+    for layer, experts in frozen.items():
+        if any(experts) and not all(experts):
+            raise ValueError(
+                f"--freeze-params matches {sum(experts)} of the {len(experts)} tensors {layer}: --save "
+                "holds their moments as one, match all or none of them"
             )
 
 

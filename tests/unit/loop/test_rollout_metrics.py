@@ -9,7 +9,7 @@ from tests.unit.algo.rollouts import sample, scored
 from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.prepare import train_samples
-from r3train.loop.report import RolloutReport, rollout_metrics
+from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
 
 
 def metrics(groups):
@@ -54,3 +54,22 @@ def test_repetition_is_the_share_of_runs_of_four_that_came_before():
     assert repeated(7, 7, 7, 7, 7, 7) == pytest.approx(2 / 3)  # three runs, one kind
     assert repeated(1, 2, 3, 4, 1, 2, 3, 4) == pytest.approx(1 / 5)
     assert repeated(4, 3, 2, 1, 1, 2, 3, 4) == 0.0  # order matters
+
+
+def test_a_masked_answer_is_as_stale_as_it_is():
+    cut = replace(
+        sample(0, 5),
+        finish_reason="length",
+        weight_versions=np.array([-1, 3, 3, 4, 4], np.int32),
+    )
+    new = replace(sample(1, 3), weight_versions=np.array([-1, 5, 5], np.int32))
+    samples, stats = train_samples(
+        [[(cut, 0.0), (new, 1.0)]], AlgorithmSection(mask_truncated=True), 8
+    )
+    got = rollout_metrics(RolloutReport(5, stats), samples)
+    assert (got["rollout/staleness_max"], got["rollout/spanning_samples"]) == (2, 1)
+
+
+def test_a_maximum_of_several_optimizer_steps_is_the_largest():
+    steps = [{"mine": 1.0, "loss": 1.0}, {"mine": 5.0, "loss": 3.0}]
+    assert train_metrics(steps, ("mine",)) == {"train/mine": 5.0, "train/loss": 2.0}

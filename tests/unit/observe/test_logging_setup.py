@@ -12,6 +12,7 @@ from r3train.observe.logging_setup import log_path, setup_logging
 
 @pytest.fixture
 def rank0(tmp_path):
+    logging.captureWarnings(False)  # a job that a test ran in this process left it on
     setup = setup_logging(tmp_path, 0, "INFO")
     yield setup
     setup.close()
