@@ -284,7 +284,12 @@ def dense_offset_dropped(routes, hf):
         r[:, moe] = r[:, : len(moe)].copy()
 
 
-@mutation("expert ids above 255 wrap round", topology="one_wide300", phase=ROUTES)
+@mutation(
+    "expert ids above 255 wrap round",
+    topology="one_wide300",
+    phase=ROUTES,
+    expect_error="twice",  # of 300 experts some row holds 13 and 269
+)
 def uint8_wrap(config, hf):
     return mock.patch.object(types.RouteShape, "dtype", np.dtype(np.uint8))
 

@@ -156,7 +156,9 @@ class CaseRun:
         watch = Watch(actor, source["model.embed_tokens.weight"].to(DEVICE, dtype))
         with watch.open():
             if self.mutation is not None and self.mutation.decoy_pass:
-                rotated = (self.batch.routes + 1) % self.variant.num_experts
+                routes = self.batch.routes
+                # a slot that was not recorded stays so
+                rotated = np.where(routes < 0, -1, (routes + 1) % self.variant.num_experts)
                 decoys, _ = self._slices(job, actor, replace(self.batch, routes=rotated))
                 watch.begin(None)
                 actor.compute_log_probs(decoys, "old_log_prob", weight_version=0)
