@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_IDLE_S = 60.0
 _ALIVE_EVERY_S = 0.5
 
 
@@ -202,6 +203,14 @@ class EngineControl:
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         self._post("destroy_weights_update_group", {"group_name": group_name})
+
+    def drop_caches(self) -> None:
+        """Wait until no server works on a request, then drop every cached prefix.
+
+        A server that answered its last request a moment ago still counts as busy, and an update that is
+        to drop the cache would be refused after it has loaded the weights.
+        """
+        self._post(f"flush_cache?timeout={_IDLE_S:g}")
 
     def begin_weight_update(self) -> None:
         self.versions.unknown()

@@ -256,8 +256,7 @@ def small_server(models, tmp_path_factory):
             yield server
 
 
-@pytest.mark.parametrize("policy", ["accept", "regenerate"])
-def test_rows_of_retracted_answers_are_found_where_they_are_accepted(policy, small_server, models):
+def test_rows_of_retracted_answers_are_found_where_they_are_accepted(small_server, models):
     rollout = RolloutSection(
         rollout_batch_size=2,
         n_samples_per_prompt=4,
@@ -265,7 +264,7 @@ def test_rows_of_retracted_answers_are_found_where_they_are_accepted(policy, sma
         rollout_max_response_len=90,
         rollout_max_concurrency=8,
         pause_generation_mode="in_place",
-        retraction_policy=policy,
+        retraction_policy="accept",
     )
     with EngineControl([small_server.addr]) as control:
         control.update_weights_from_disk(str(models[0]), weight_version=0)
@@ -292,11 +291,7 @@ def test_rows_of_retracted_answers_are_found_where_they_are_accepted(policy, sma
         publisher.close()
     samples = [sample for group in groups for sample, _ in group]
     records = compare_rollout(0, rescored, samples, lambda s: s, list(LAYERS), log_probs=True)
-    judged = judge_rescored(records, rescored.missed)
     assert stats["retracted_answers"] > 0, stats
-    if policy == "regenerate":
-        assert judged.verdict == "passed", judged.failures
-        return
     retracted = {s.sample_id for s in samples if s.num_retractions}
     failed = [r for r in records if rescored_failures(r)]
     assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
