@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_NOT_FLUSHED = "the cache was not flushed"
 _IDLE_S = 60.0
 _ALIVE_EVERY_S = 0.5
 
@@ -122,6 +123,21 @@ class EngineControl:
         call = self._http.call_all(f"/{name}", body, what=name)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
+    async def _updated(self, call: Coroutine[Any, Any, Any], version: int | None) -> None:
+        """Make an update; where servers had loaded it and not dropped their caches, do that now.
+
+        A request in progress forbids it, and SGLang answers ``/health`` with one of its own.  Such a
+        server keeps its old label too.  /flush_cache waits until it is idle.
+        """
+        try:
+            await call
+        except EngineError as error:
+            if version is None or _NOT_FLUSHED not in str(error):
+                raise
+            await self._http.call_all(f"/flush_cache?timeout={_IDLE_S:g}", what="flush_cache")
+            label = {"new_version": str(version), "abort_all_requests": False}
+            await self._http.call_all("/update_weight_version", label, what="update_weight_version")
+
     def server_info(self) -> list[dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
         return self._objects("server_info")
@@ -204,14 +220,6 @@ class EngineControl:
     def destroy_weights_update_group(self, group_name: str) -> None:
         self._post("destroy_weights_update_group", {"group_name": group_name})
 
-    def drop_caches(self) -> None:
-        """Wait until no server works on a request, then drop every cached prefix.
-
-        A server that answered its last request a moment ago still counts as busy, and an update that is
-        to drop the cache would be refused after it has loaded the weights.
-        """
-        self._post(f"flush_cache?timeout={_IDLE_S:g}")
-
     def begin_weight_update(self) -> None:
         self.versions.unknown()
         self._sent_version = None
@@ -236,7 +244,9 @@ class EngineControl:
         self._sent_version = weight_version
         if weight_version is not None:
             arguments["weight_version"] = str(weight_version)
-        return self._post_later("update_weights_from_distributed", arguments)
+        name = "update_weights_from_distributed"
+        call = self._updated(self._http.call_all(f"/{name}", arguments, what=name), weight_version)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def update_weights_from_disk(
         self, model_path: str, *, weight_version: int, flush_cache: bool = True
@@ -247,7 +257,9 @@ class EngineControl:
             "weight_version": str(weight_version),
             "flush_cache": flush_cache,
         }
-        self._post("update_weights_from_disk", body)
+        name = "update_weights_from_disk"
+        call = self._http.call_all(f"/{name}", body, what=name)
+        self._run(self._updated(call, weight_version))
         self.confirm_version(weight_version)
 
     def confirm_version(self, version: int) -> None:

@@ -175,8 +175,6 @@ class DistributedPublisher:
         self.connect()
         sent: dict[str, TensorKind] = {}
         num_bytes = num_buckets = 0
-        if self._flush_cache:
-            self._engine.drop_caches()
         self._engine.begin_weight_update()
         try:
             for bucket, is_last in _with_last(buckets(named_tensors, self._bucket_bytes)):

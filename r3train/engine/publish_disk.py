@@ -61,8 +61,6 @@ class DiskPublisher:
         # Renamed at the end: a reader sees a whole checkpoint or none.
         shutil.rmtree(final, ignore_errors=True)
         os.replace(partial, final)
-        if self._flush_cache:
-            self._engine.drop_caches()
         self._engine.update_weights_from_disk(
             str(final), weight_version=version, flush_cache=self._flush_cache
         )

@@ -70,6 +70,36 @@ async def test_an_address_that_answers_something_else_is_no_server(name):
             await asyncio.to_thread(getattr(engine, name))
 
 
+@pytest.mark.parametrize("by", ["distributed", "disk"])
+async def test_a_server_that_could_not_drop_its_cache_does_so_when_it_is_idle(by):
+    """SGLang 0.5.23 has loaded the weights by then, and its label is still the old one."""
+    calls, label = [], ["6"]
+
+    async def server(request, body):
+        calls.append(request.path_qs)
+        if request.path == "/model_info":
+            return web.json_response({"weight_version": label[0]})
+        if request.path == "/update_weight_version":
+            label[0] = body["new_version"]
+        if request.path.startswith("/update_weights"):
+            message = "Weights were updated, but the cache was not flushed because requests are"
+            return web.json_response({"success": False, "message": message}, status=400)
+        return web.json_response({"success": True})
+
+    def update(engine):
+        if by == "disk":
+            return engine.update_weights_from_disk("v7", weight_version=7)
+        engine.begin_weight_update()
+        engine.update_weights_from_distributed(names=[], weight_version=7).result(5)
+        engine.end_weight_update()
+
+    async with control_of(Fake(server)) as engine:
+        await asyncio.to_thread(update, engine)
+        assert engine.versions.all() == [7]
+    assert calls.index("/flush_cache?timeout=60") < calls.index("/update_weight_version")
+    assert calls.index(f"/update_weights_from_{by}") < calls.index("/flush_cache?timeout=60")
+
+
 async def test_calls_reach_every_server():
     fakes = [Fake(), Fake(), Fake()]
     async with client_of(*fakes) as client:
