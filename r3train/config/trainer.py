@@ -41,7 +41,7 @@ class TrainerSection(Section):
     """Do not train the routers: neither their weights nor their expert biases move."""
     freeze_params: tuple[str, ...] = Field(default=(), strict=False)
     """Do not train parameters whose name on disk (Hugging Face's, such as
-    model.layers.3.mlp.experts.7.up_proj.weight) holds a match of this regular expression."""
+    model.layers.3.self_attn.o_proj.weight) holds a match of this regular expression."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Gradients are scaled down to this norm; 0 is off."""
     seed: int = Field(default=1234, ge=0)

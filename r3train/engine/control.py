@@ -25,6 +25,10 @@ _IDLE_S = 60.0
 _ALIVE_EVERY_S = 0.5
 
 
+def _label(version: int) -> dict[str, Any]:
+    return {"new_version": str(version), "abort_all_requests": False}
+
+
 class ServerVersions:
     """The weight version of every server, None while it is unknown.  Thread-safe.
 
@@ -135,8 +139,8 @@ class EngineControl:
             if version is None or _NOT_FLUSHED not in str(error):
                 raise
             await self._http.call_all(f"/flush_cache?timeout={_IDLE_S:g}", what="flush_cache")
-            label = {"new_version": str(version), "abort_all_requests": False}
-            await self._http.call_all("/update_weight_version", label, what="update_weight_version")
+            name = "update_weight_version"
+            await self._http.call_all(f"/{name}", _label(version), what=name)
 
     def server_info(self) -> list[dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
@@ -286,8 +290,7 @@ class EngineControl:
 
     def update_weight_version(self, version: int) -> None:
         """Relabel the weights that the servers hold; touches no weight and aborts nothing."""
-        body = {"new_version": str(version), "abort_all_requests": False}
-        self._post("update_weight_version", body)
+        self._post("update_weight_version", _label(version))
 
     def weight_checksums(self) -> list[dict[str, str]]:
         """Checksum every tensor of every server, by ``"rank R NAME"`` of the server's own names.
