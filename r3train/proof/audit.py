@@ -349,6 +349,11 @@ class _RunAudit:
                 found = True
                 what, got, expected = beaten
                 yield step.finding("agreement", what, (), *cell, got=got, expected=expected)
+        for rank in step.of_rank:
+            if rank >= step.line.world_size:
+                found = True
+                what = "world_size of the run is not above the rank of a record"
+                yield step.finding("covered", what, (rank,), got=str(step.line.world_size))
         if found:
             return
         yield from self._own_verdict(step)
@@ -357,7 +362,11 @@ class _RunAudit:
                 what = f"{name} of the step's records, against the count of the run itself,"
                 yield step.finding("covered", what, got=str(got), expected=str(said))
         warned, tells = step.line.stale_warning, step.line.expected_rows_current is not None
-        if tells and self._threshold is None and bool(warned) != bool(step.verdict.stale_warning):
+        if (
+            tells
+            and self._threshold is None
+            and (warned is None) != (step.verdict.stale_warning is None)
+        ):
             what = f"stale_warning of the run is {warned!r:.200}, not as the records have it"
             yield step.finding("agreement", what)
 
@@ -396,12 +405,12 @@ class _RunAudit:
         """The run's own failure, where the records do not show it."""
         line = step.line
         reasons = [(_QUANTITIES.get(f.what, ("applied",))[0], str(f)) for f in line.failures[:3]]
-        if line.threshold_error and self._threshold is None:
+        if line.threshold_error is not None and self._threshold is None:
             reasons.append(("agreement", line.threshold_error))
-        elif line.threshold_error:
+        elif line.threshold_error is not None:
             self._steps_noted[_WAIVED].add(line.step)
         untrue = line.sampling is not None and line.sampling.failures
-        if not reasons and not line.passed and not line.threshold_error and not untrue:
+        if not reasons and not line.passed and line.threshold_error is None and not untrue:
             reasons.append(("applied", "no reason recorded"))
         if reasons:
             text = "; ".join(text for _, text in reasons)

@@ -132,7 +132,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
                     "expected_calls has not both stages, or layers without fingerprint"
                 )
         untrue = self.sampling is not None and self.sampling.failures
-        if self.passed and (self.failures or self.threshold_error or untrue):
+        if self.passed and (self.failures or self.threshold_error is not None or untrue):
             raise ValueError("passed is true beside failures")
 
 
