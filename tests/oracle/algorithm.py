@@ -567,14 +567,16 @@ def _joined(steps: Sequence[dict[str, tuple[float, float]]], which: str) -> dict
 
 
 def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, Any]:
-    """The metrics that follow from what was recorded alone; ages are those of trained tokens."""
+    """The metrics that follow from what was recorded alone; ages are those of generated tokens."""
     rewards = [s.reward for group in groups for s in group]
     samples = [s for group in shaped(groups, rule) for s in group]
     mean = sum(rewards) / len(rewards)
-    oldest = [min(own) for s in samples if len(own := s.weight_versions[s.mask])]
+    # --mask-truncated leaves a cut answer its age
+    generated = [s.weight_versions[s.mask] for group in groups for s in group]
+    oldest = [min(own) for own in generated if len(own)]
     ages = [rollout_id - int(version) for version in oldest]
     lengths = [len(s.tokens) - s.prompt_len for s in samples]
-    spanning = [s for s in samples if len(set(s.weight_versions[s.mask].tolist())) > 1]
+    spanning = [own for own in generated if len(set(own.tolist())) > 1]
 
     def ended(reason: str) -> int:
         return sum(s.finish_reason == reason for s in samples)
