@@ -113,7 +113,8 @@ class AlgorithmSection(Section):
     opsm_delta: float | None = Field(default=None, gt=0)
     """Drop rows with a negative advantage if their sample's mean of old - new log-prob exceeds this."""
     min_ess: float = Field(default=0.0, ge=0, le=1)
-    """Skip an optimizer step whose effective share of samples (train/ess) is lower."""
+    """Skip an optimizer step whose effective share of samples (train/ess) is lower.  The run ends after
+    max_bad_steps rollouts in a row without a step (max_weight_staleness + 1, if that is more)."""
 
     @property
     def clip_high(self) -> float:

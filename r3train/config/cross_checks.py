@@ -99,16 +99,6 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
             f" {rollout.max_weight_staleness} weight versions old (--max-weight-staleness), and nothing"
             " corrects for it: see --rollout-is, --rollout-rs, --ratio-anchor rollout"
         )
-    if config.steps_per_rollout == 1:
-        names = {
-            "--opsm-delta": algorithm.opsm_delta is not None,
-            "--use-unbiased-kl": algorithm.use_unbiased_kl,
-        }
-        for flag in (name for name, given in names.items() if given):
-            warnings.append(
-                f"{flag} compares the actor with itself before the rollout, and has no effect with one"
-                " optimizer step a rollout (--global-batch-size)"
-            )
     if algorithm.policy_loss == "gspo" and max(algorithm.eps_clip, algorithm.clip_high) > 1e-2:
         warnings.append(
             f"gspo with eps_clip {algorithm.eps_clip} and eps_clip_high {algorithm.clip_high} hardly"
@@ -203,15 +193,71 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             f"overlong_buffer_len {algorithm.overlong_buffer_len} exceeds rollout_max_response_len"
             f" {longest}"
         )
-    own_estimator = ":" in algorithm.advantage_estimator
-    if algorithm.gamma != 1 and not (
-        own_estimator or algorithm.advantage_estimator == "reinforce_plus_plus"
-    ):
-        yield f"gamma {algorithm.gamma} needs --advantage-estimator reinforce_plus_plus"
-    if config.model.ref_load is not None and not algorithm.needs_reference:
-        yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
+    yield from _without_effect(config)
     if config.trainer.min_lr > config.trainer.lr:
         yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
+
+
+def _without_effect(config: RunConfig) -> Iterator[str]:
+    """Yield the settings of the learning rule that the others leave without any effect.
+
+    An estimator or a loss by import path may read every setting that its kind can read.
+    """
+    algorithm = config.algorithm
+    estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
+    own_loss, dppo = ":" in loss, loss.startswith("dppo")
+
+    def other(*names: str) -> bool:
+        return estimator not in names and ":" not in estimator
+
+    no_weights = algorithm.importance_level == "none" and not own_loss
+    no_old = config.steps_per_rollout == 1
+    of_dppo = f"--policy-loss {loss} clips nothing: its bound is --dppo-delta"
+    itself = (
+        "it compares the actor with itself before the rollout, which one optimizer step a rollout"
+        " (--global-batch-size) leaves equal"
+    )
+    whitened = f"--advantage-estimator {estimator} whitens its advantages already"
+    needs_weights = "it needs --rollout-is or --use-tis"
+    no_reference = not algorithm.needs_reference
+    # setting -> whether it is without effect, and why
+    rules = {
+        "grpo_std_normalization": (other("grpo"), "it needs --advantage-estimator grpo"),
+        "gamma": (
+            other("reinforce_plus_plus"),
+            "it needs --advantage-estimator reinforce_plus_plus",
+        ),
+        "normalize_advantages": (estimator.startswith("reinforce_plus_plus"), whitened),
+        "overlong_penalty_factor": (
+            algorithm.overlong_buffer_len is None,
+            "it needs --overlong-buffer-len",
+        ),
+        "eps_clip": (dppo, of_dppo),
+        "eps_clip_high": (dppo and algorithm.clip_high != algorithm.eps_clip, of_dppo),
+        "eps_clip_c": (
+            loss == "cispo" or dppo,
+            f"--policy-loss {loss} has no dual clip",
+        ),
+        "dppo_delta": (not (dppo or own_loss), "it needs --policy-loss dppo_tv or dppo_kl"),
+        "ratio_anchor": (dppo, f"--policy-loss {loss} is against the engine as it is"),
+        "kl_loss_type": (no_reference, "it needs --kl-loss-coef above 0"),
+        "use_unbiased_kl": (
+            no_reference or no_old,
+            "it needs --kl-loss-coef above 0" if no_reference else itself,
+        ),
+        "rollout_is_mode": (no_weights, needs_weights),
+        "tis_clip": (no_weights, needs_weights),
+        "tis_clip_low": (no_weights, needs_weights),
+        "rollout_rs_threshold": (not algorithm.rollout_rs, "it needs --rollout-rs"),
+        "opsm_delta": (no_old, itself),
+    }
+    for name, (without, reason) in rules.items():
+        value = getattr(algorithm, name)
+        if without and value != AlgorithmSection.model_fields[name].default:
+            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            yield f"{name} {shown} has no effect: {reason}"
+    if config.model.ref_load is not None and no_reference:
+        yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
 
 
 def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
@@ -229,18 +275,6 @@ def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
                 f"--policy-loss {algorithm.policy_loss} cannot go with --rollout-is or --use-tis: its"
                 " ratio is against the engine, and would be corrected twice"
             )
-    elif algorithm.rollout_is_mode == "mask":
-        yield "--rollout-is-mode mask needs --rollout-is"
-    if algorithm.eps_clip_c is not None and algorithm.policy_loss in (
-        "cispo",
-        "dppo_tv",
-        "dppo_kl",
-    ):
-        yield f"--eps-clip-c has no effect on --policy-loss {algorithm.policy_loss}"
-    if algorithm.use_unbiased_kl and not algorithm.needs_reference:
-        yield "--use-unbiased-kl needs --kl-loss-coef above 0"
-    if algorithm.rollout_rs_threshold and not algorithm.rollout_rs:
-        yield "--rollout-rs-threshold needs --rollout-rs"
     if len(set(algorithm.rollout_rs)) < len(algorithm.rollout_rs):
         yield f"rollout_rs {' '.join(algorithm.rollout_rs)} names an estimate twice"
     try:

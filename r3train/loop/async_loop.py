@@ -136,6 +136,11 @@ class AsyncLoop:
                 self._report(rollout_id, metrics)
                 host_barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
                 raise
+            try:
+                keeper.learned_nothing(rollout_id, int(metrics["train/low_ess_steps"]))
+            except RuntimeError:
+                self._report(rollout_id, metrics)
+                raise
             if failed == "threshold":  # every route was replayed: the weights are as they should be
                 cause = verdict.threshold_error if verdict is not None else ""
                 keeper.failed(rollout_id + 1, cause, what="the R3 check failed")

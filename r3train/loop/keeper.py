@@ -52,6 +52,7 @@ class Keeper:
         self._prompt_file = prompt_file
         self._stop = stop
         self._bad_steps = BadSteps(config.faults.max_bad_steps, run_dir)
+        self._idle_rollouts = 0  # in a row, without a step because of --min-ess
         self._checkpointer = checkpointer
         self._note = note
         self._with_routes = with_routes
@@ -85,6 +86,29 @@ class Keeper:
         if text:
             self._note(text)
             self._bad_steps.raise_if_too_many(text)
+
+    def learned_nothing(self, rollout_id: int, low_ess_steps: int) -> None:
+        """Count the rollouts in a row of which --min-ess left no optimizer step; a collective.
+
+        Saves and raises RuntimeError after max_bad_steps of them, or after as many as there may be
+        rollouts of older weights, if those are more: the weights stood still, so all later rollouts are
+        of the actor's own, and are as far from it.
+        """
+        config = self._config
+        if low_ess_steps < config.steps_per_rollout:
+            self._idle_rollouts = 0
+            return
+        self._idle_rollouts += 1
+        most = max(config.faults.max_bad_steps, config.rollout.max_weight_staleness + 1)
+        if self._idle_rollouts < most:
+            return
+        self.save(rollout_id + 1)
+        self.finish()
+        raise RuntimeError(
+            f"rollout {rollout_id}: {most} rollouts in a row had train/ess below --min-ess"
+            f" {config.algorithm.min_ess}, so nothing was trained on them, and nothing changes by waiting:"
+            " lower --min-ess, or see what sets engine and actor apart (train/log_prob_gap_mean)"
+        )
 
     def _check_prompt_file(self) -> None:
         if not self._prompts_changed and self._prompt_file.changed():

@@ -94,6 +94,7 @@ RULES = {
     ),
     "gspo": replace(
         EVERYTHING,
+        grpo_std_normalization=True,
         advantage_estimator="rloo",
         normalize_advantages=True,
         policy_loss="gspo",
@@ -111,6 +112,7 @@ RULES = {
     ),
     "cispo": replace(
         EVERYTHING,
+        grpo_std_normalization=True,
         advantage_estimator="max_rl",
         policy_loss="cispo",
         eps_clip_c=None,
@@ -124,10 +126,13 @@ RULES = {
     ),
     "anchor": replace(
         EVERYTHING,
+        grpo_std_normalization=True,
         advantage_estimator="reinforce_plus_plus",
         gamma=0.9,
         mask_truncated=False,
         use_tis=False,
+        tis_clip=2.0,
+        tis_clip_low=0.0,
         ratio_anchor="rollout",
         eps_clip=0.3,
         eps_clip_high=0.4,
@@ -140,21 +145,31 @@ RULES = {
     ),
     "dppo_tv": replace(
         EVERYTHING,
+        grpo_std_normalization=True,
         advantage_estimator="reinforce_plus_plus_baseline",
         policy_loss="dppo_tv",
         dppo_delta=0.002,
+        eps_clip=0.2,
+        eps_clip_high=0.2,
         eps_clip_c=None,
         use_tis=False,
+        tis_clip=2.0,
+        tis_clip_low=0.0,
     ),
     "dppo_kl": replace(
         EVERYTHING,
         policy_loss="dppo_kl",
         dppo_delta=0.001,
+        eps_clip=0.2,
+        eps_clip_high=0.2,
         eps_clip_c=None,
         use_tis=False,
+        tis_clip=2.0,
+        tis_clip_low=0.0,
         min_ess=0.85,
     ),
     "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
+    "starved": replace(EVERYTHING, min_ess=1.0),
     "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
 }
 
@@ -178,7 +193,7 @@ DP2_EP2 = ("--expert-model-parallel-size", "2")
 ETP2 = ("--expert-tensor-parallel-size", "2")
 PP2_CP2_FULL = (*PP2_CP2, *FULL, "--recompute-num-layers", "1")
 JOBS = [
-    *(Job(name, rule=name) for name in RULES if name != "everything"),
+    *(Job(name, rule=name) for name in RULES if name not in ("everything", "starved")),
     Job("one"),
     Job("null", bug="null"),
     # expert biases, in the actor and in the reference, moved by every step
@@ -201,7 +216,8 @@ BUGS = [
     Job(bug.name, rule=RULE_OF_BUG.get(bug.name, "everything"), bug=bug.name)
     for bug in planted_by("tests/oracle/test_algorithm.py")
 ]
-ALL_JOBS = {job.name: job for job in [*JOBS, *BUGS]}
+STARVED = Job("starved", rule="starved", parallel=("--max-bad-steps", "2"))
+ALL_JOBS = {job.name: job for job in [*JOBS, *BUGS, STARVED]}
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
@@ -506,6 +522,13 @@ def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Job
     # no token so near to a clipping bound that float32 may put it on the other side
     assert jobs.expected(job.variant, job.rule).margin > 1e-5
     assert max(found.values()) <= 1, worst(found)
+
+
+def test_a_job_that_min_ess_keeps_from_learning_ends_with_the_reason(jobs: Jobs):
+    run = jobs.ended(STARVED).directory / "run"
+    text = "".join(file.read_text() for file in (run / "logs").iterdir())
+    assert "RuntimeError: rollout 1: 2 rollouts in a row had train/ess below --min-ess 1.0" in text
+    assert [m["train/low_ess_steps"] for m in read_metrics(run)] == [3, 3]
 
 
 DEFAULTS = {n: f.default for n, f in AlgorithmSection.model_fields.items()}

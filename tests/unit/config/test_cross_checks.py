@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from r3train.config.algorithm import AlgorithmSection
 from r3train.config.cross_checks import (
     algorithm_warnings,
     check_model,
@@ -106,14 +107,9 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ),
         ("tis_clip_low 3.0 exceeds tis_clip 2.0", {"tis_clip_low": 3.0}),
         ("overlong_buffer_len 99 exceeds rollout_max_resp", {"overlong_buffer_len": 99}),
-        ("gamma 0.5 needs --advantage-estimator reinforce_plus_plus", {"gamma": 0.5}),
         ("--use-tis is --rollout-is token", {"use_tis": True, "rollout_is": "sequence"}),
         ("be corrected twice", {"use_tis": True, "ratio_anchor": "rollout"}),
         ("dppo_tv cannot go with", {"rollout_is": "token", "policy_loss": "dppo_tv"}),
-        ("mask needs --rollout-is", {"rollout_is_mode": "mask"}),
-        ("no effect on --policy-loss cispo", {"eps_clip_c": 3.0, "policy_loss": "cispo"}),
-        ("--use-unbiased-kl needs", {"use_unbiased_kl": True}),
-        ("threshold needs --rollout-rs", {"rollout_rs_threshold": ["2"]}),
         ("has 0 entries for 1", {"rollout_rs": ["token_k1"]}),
         (
             "names an estimate twice",
@@ -196,6 +192,87 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
 )
 def test_settings_that_contradict_each_other_are_refused(message, fields):
     static_refuses(message, **fields)
+
+
+# setting of the learning rule -> (a value off its default, settings that leave it without effect, why)
+WITHOUT_EFFECT = {
+    "grpo_std_normalization": (False, {"advantage_estimator": "rloo"}, "estimator grpo"),
+    "gamma": (0.5, {}, "estimator reinforce_plus_plus"),
+    "normalize_advantages": (
+        True,
+        {"advantage_estimator": "reinforce_plus_plus_baseline"},
+        "already",
+    ),
+    "overlong_penalty_factor": (0.5, {}, "needs --overlong-buffer-len"),
+    "eps_clip": (0.1, {"policy_loss": "dppo_tv"}, "--dppo-delta"),
+    "eps_clip_high": (0.28, {"policy_loss": "dppo_kl"}, "--dppo-delta"),
+    "eps_clip_c": (3.0, {"policy_loss": "cispo"}, "no dual clip"),
+    "dppo_delta": (0.1, {}, "dppo_tv or dppo_kl"),
+    "ratio_anchor": ("rollout", {"policy_loss": "dppo_tv"}, "against the engine as it is"),
+    "kl_loss_type": ("k1", {}, "needs --kl-loss-coef"),
+    "use_unbiased_kl": (True, {"global_batch_size": 8}, "needs --kl-loss-coef"),
+    "rollout_is_mode": ("mask", {}, "needs --rollout-is"),
+    "tis_clip": (3.0, {}, "needs --rollout-is"),
+    "tis_clip_low": (0.5, {}, "needs --rollout-is"),
+    "rollout_rs_threshold": (["2"], {}, "needs --rollout-rs"),
+    "opsm_delta": (0.1, {}, "one optimizer step a rollout"),
+}
+# these choose a rule, or act on their own
+ALWAYS_IN_EFFECT = {
+    *(
+        "advantage_estimator",
+        "policy_loss",
+        "loss_aggregation",
+        "rollout_is",
+        "use_tis",
+        "rollout_rs",
+    ),
+    *(
+        "overlong_buffer_len",
+        "length_penalty_coef",
+        "mask_truncated",
+        "kl_loss_coef",
+        "entropy_coef",
+    ),
+    "min_ess",
+}
+
+
+def test_every_setting_of_the_learning_rule_has_an_effect_or_a_refusal():
+    assert WITHOUT_EFFECT.keys() | ALWAYS_IN_EFFECT == AlgorithmSection.model_fields.keys()
+    assert not WITHOUT_EFFECT.keys() & ALWAYS_IN_EFFECT
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
+    value, others, reason = WITHOUT_EFFECT[name]
+    with pytest.raises(ValueError, match=rf"^{name} .* has no effect: .*{reason}[^\n]*$"):
+        check_static(config(**{name: value}, **others), 1)
+    check_static(config(**others), 1)  # at its default nobody minds
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grpo_std_normalization": False},
+        {"gamma": 0.5, "advantage_estimator": "reinforce_plus_plus"},
+        {"overlong_penalty_factor": 0.5, "overlong_buffer_len": 4},
+        {"eps_clip": 0.1, "eps_clip_high": 0.28, "eps_clip_c": 3.0, "policy_loss": "gspo"},
+        {"eps_clip_high": 0.2, "policy_loss": "dppo_tv"},  # as if it were unset
+        {"dppo_delta": 0.1, "policy_loss": "dppo_kl"},
+        {"kl_loss_type": "k1", "kl_loss_coef": 0.1},
+        {
+            **{"use_unbiased_kl": True, "kl_loss_coef": 0.1, "opsm_delta": 0.1},
+            "global_batch_size": 8,
+        },
+        {"rollout_is_mode": "mask", "tis_clip": 3.0, "tis_clip_low": 0.5, "rollout_is": "token"},
+        # code of a user's own may read what it likes
+        {"gamma": 0.5, "grpo_std_normalization": False, "advantage_estimator": "own:plug"},
+        {"eps_clip_c": 3.0, "dppo_delta": 0.1, "tis_clip": 3.0, "policy_loss": "own:plug"},
+    ],
+)
+def test_the_same_settings_pass_where_they_have_an_effect(fields):
+    check_static(config(**fields), 1)
 
 
 def test_every_broken_rule_is_named_at_once():

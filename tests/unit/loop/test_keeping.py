@@ -16,6 +16,7 @@ from r3train.loop import prompt_log
 from r3train.loop.keeper import BadSteps, Keeper, WatchedSource
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.trainer.megatron.write_results import WriteResults
+from tests.unit.config.test_config import config
 from tests.unit.loop.test_rollout_file import groups
 
 
@@ -59,6 +60,27 @@ def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
     with pytest.raises(FloatingPointError, match="2 in a row"):
         bad.raise_if_too_many(bad.count(3, 1, None))
     assert bad.total == 3
+
+
+@pytest.mark.parametrize("staleness, most", [(1, 3), (4, 5)])
+def test_rollouts_in_a_row_that_min_ess_skips_end_the_run(tmp_path, staleness, most):
+    keeper = Keeper(
+        config(min_ess=0.5, global_batch_size=8, max_weight_staleness=staleness),
+        tmp_path,
+        run_facts={},
+        prompt_file=None,
+        stop=None,
+        checkpointer=None,
+        note=print,
+        with_routes=None,
+    )
+    for rollout_id in range(most - 1):
+        keeper.learned_nothing(rollout_id, 2)
+    keeper.learned_nothing(most, 1)  # one of two steps was made: the row ends
+    for rollout_id in range(most - 1):
+        keeper.learned_nothing(rollout_id, 2)
+    with pytest.raises(RuntimeError, match=rf"^rollout 9: {most} rollouts in a row .* 0\.5"):
+        keeper.learned_nothing(9, 2)
 
 
 def test_the_account_of_prompts_counts_the_later_line_of_a_step(tmp_path):
