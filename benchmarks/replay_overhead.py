@@ -1,8 +1,10 @@
 """Cost of replay and its check in a train step: each over a step without replay, and check over replay.
 
-Three actors hold the same weights and take turns in one process, so that whatever else the machine
+The last arm skips the old-log-prob pass (--reuse-log-probs), over a step that makes it.
+
+All actors hold the same weights and take turns in one process, so that whatever else the machine
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
-model chooses itself, so that all three do the same work.
+model chooses itself, so that all do the same work.
 
     python -m benchmarks.replay_overhead [--rounds 15] [--tokens 1024] [--topk 8]
 """
@@ -113,11 +115,14 @@ def measure(
         "replay and check": make_actor(checkpoint, place, replay=True, check=True),
         "all": make_actor(checkpoint, place, replay=True, check=True, drift=True),
     }
+    skips = make_actor(checkpoint, place, replay=True)
     slices = make_slices(actors["native"], model, arguments.samples, arguments.tokens)
 
-    def step_of(actor: MegatronActor) -> Callable[[], None]:
+    def step_of(actor: MegatronActor, *, reuse: bool = False) -> Callable[[], None]:
         def step() -> None:
-            old = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
+            old = None
+            if not reuse:
+                old = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
             actor.train_step(slices, old, None, weight_version=0)
             actor.collect_evidence(0)
             actor.collect_drift()
@@ -127,8 +132,9 @@ def measure(
         return step
 
     arms = {name: step_of(actor) for name, actor in actors.items()}
+    arms["replay, old pass skipped"] = step_of(skips, reuse=True)
     seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
-    native, replay, drift, check, everything = (seconds[name] for name in arms)
+    native, replay, drift, check, everything, skipped = (seconds[name] for name in arms)
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
         model=f"{describe(model)} experts x {model.moe_intermediate_size}",
@@ -143,6 +149,7 @@ def measure(
         check_over_native=ratios(check, native),
         drift_over_replay=ratios(drift, replay),
         drift_and_check_over_check=ratios(everything, check),
+        skipped_over_replay=ratios(skipped, replay) | {"aim": 0.8},
     )
 
 

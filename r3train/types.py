@@ -369,7 +369,7 @@ class ReplayEvidence:
     rows_overlap: Amount  # some experts shared, not all
     rows_mismatch: Amount  # no expert shared
     rows_recompute_differ: Amount  # recomputed router scores differ from the forward's: must be 0
-    # rows_equal if the routes were one token or one layer off (old_log_prob alone)
+    # rows_equal if the routes were one token or one layer off (first forwards alone)
     control_token_minus: Amount
     control_token_plus: Amount
     control_layer_minus: Amount

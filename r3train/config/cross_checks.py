@@ -156,6 +156,11 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             f" {config.rollout.n_samples_per_prompt} = {samples} does not divide by"
             f" global_batch_size {step}"
         )
+    if config.trainer.reuse_log_probs == "on" and config.steps_per_rollout > 1:
+        yield (
+            "--reuse-log-probs on needs one optimizer step a rollout (--global-batch-size): the"
+            f" log-probs of {config.steps_per_rollout} steps come from different weights"
+        )
     data_ranks = world_size // config.parallel.dense_ranks
     if step < data_ranks:
         yield (

@@ -86,6 +86,21 @@ class RunConfig(Section):
         return self.samples_per_rollout // self.samples_per_step
 
     @property
+    def reuses_log_probs(self) -> bool:
+        """True when the train forward's own log-probs stand for the old ones (--reuse-log-probs).
+
+        With one optimizer step a rollout no weight changes between the two, and the loss's ratio is 1.
+        """
+        return self.trainer.reuse_log_probs != "off" and self.steps_per_rollout == 1
+
+    @property
+    def replay_passes(self) -> tuple[str, ...]:
+        """The passes of a rollout that run the routers, in their order."""
+        old = () if self.reuses_log_probs else ("old_log_prob",)
+        reference = ("ref_log_prob",) if self.algorithm.needs_reference else ()
+        return (*old, *reference, "train")
+
+    @property
     def shards_optimizer(self) -> bool:
         """True when the optimizer's state is sharded over data-parallel ranks; SGD has no state."""
         return self.parallel.use_distributed_optimizer and self.trainer.optimizer == "adam"

@@ -19,6 +19,9 @@ class TrainerSection(Section):
     """Samples of an optimizer step; unset means all samples of a rollout."""
     max_tokens_per_gpu: int = Field(default=4096, ge=1)
     """Most tokens of a microbatch on one rank."""
+    reuse_log_probs: Literal["auto", "on", "off"] = "auto"
+    """Take the old log-probs from the forward of the train step, and skip the pass that would compute
+    them before it: exact with one optimizer step a rollout.  auto: then; on: refuse to start otherwise."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimizer; adam is AdamW."""
     lr: float = Field(default=1e-6, ge=0)

@@ -100,9 +100,7 @@ class AsyncLoop:
         if rank_zero is not None and config.has_engines:
             self._weight_index = WeightIndex(hf, config.model.dtype_name)
         self._topologies = gather_topologies(actor.topology)
-        self._passes = ("old_log_prob", "train")
-        if config.algorithm.needs_reference:
-            self._passes = ("old_log_prob", "ref_log_prob", "train")
+        self._passes = config.replay_passes
 
     def run(self, start_rollout_id: int) -> None:
         """Train to the end; raises what went wrong, on the rank where it did."""
@@ -280,8 +278,11 @@ class AsyncLoop:
             self._rank_zero.display.train_update("training")
         began = time.monotonic()
         everything = [s for step in steps for s in step]
-        old = self._actor.compute_log_probs(everything, "old_log_prob", weight_version=rollout_id)
-        ref = None
+        old = ref = None
+        if not self._config.reuses_log_probs:
+            old = self._actor.compute_log_probs(
+                everything, "old_log_prob", weight_version=rollout_id
+            )
         if self._config.algorithm.needs_reference:
             ref = self._actor.compute_log_probs(everything, "ref_log_prob")
         log_prob_s = time.monotonic() - began

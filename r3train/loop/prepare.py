@@ -193,7 +193,7 @@ def _rows_current(
 ) -> dict[str, int]:
     """Rows whose routes the actor's own weights computed, for each pass.
 
-    The actor holds weight version ``rollout_id`` in the old-log-prob pass and in the first optimizer
+    The actor holds weight version ``rollout_id`` in an old-log-prob pass and in the first optimizer
     step.  After that step it holds weights that no server ever held.
     """
     fresh = config.rollout.fresh_prefixes

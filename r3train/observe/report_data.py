@@ -166,7 +166,7 @@ def _checks(steps: Sequence[AuditedStep], records: Sequence[dict[str, Any]]) -> 
 
 
 def _heat_map(steps: Sequence[AuditedStep]) -> HeatMap | None:
-    """The agreement of the old-log-prob pass; None without evidence."""
+    """The agreement of the rollouts' first forwards; None without evidence."""
     columns = columns_of(sorted(steps, key=lambda step: step.rollout_id))
     layers = sorted({layer for step in steps for layer in step.layers})
     if not layers:

@@ -24,7 +24,7 @@ from r3train.proof.check import (
     ERRORS,
     Failure,
     judge,
-    NATIVE,
+    native,
     StepExpectation,
     StepTotals,
     StepVerdict,
@@ -127,6 +127,12 @@ class _Step:
     totals: StepTotals
     verdict: StepVerdict
 
+    @property
+    def own_choice(self) -> dict[int, dict[str, int]]:
+        """The counters by layer where the trainer's own choice is compared with the routes."""
+        place = native(self.line.passes)
+        return {n: self.totals.counters((*place, n)) for n in self.line.expected_fingerprints}
+
     def finding(self, claim: str, what: str, *place: Any, **values: str) -> Finding:
         """A finding of this step; place: ranks, pass, stage and layer."""
         attempt = self.line.attempt if self.superseded else ""
@@ -182,6 +188,7 @@ class _RunAudit:
         )  # steps whose samples were to be computed again, and were not
         # over the times that count
         self._sums = StepTotals(RouteShape(0, 1, 1))
+        self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``
         self._calls_of_rank: Counter[int] = Counter()
         self._calls_expected = self._rows_expected = 0
         self._highest_threshold: float | None = None
@@ -301,8 +308,8 @@ class _RunAudit:
         if step.verdict.stale_warning:
             self._steps_noted[_STALE].add(line.step)
         if self._keep_steps:
-            native = {n: step.totals.counters((*NATIVE, n)) for n in line.expected_fingerprints}
-            layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in native.items()}
+            own_choice = step.own_choice.items()
+            layers = {n: (v["rows_equal"], _rows_compared(v)) for n, v in own_choice}
             passed = not findings and line.step not in self._failed_before
             verdict = step.verdict
             self.audit.steps.append(
@@ -344,10 +351,11 @@ class _RunAudit:
             if f.what not in untold or _cell(f) not in short:
                 found = True
                 yield _finding(step, f, self._suspects(step, f))
-        for cell in [(*NATIVE, layer) for layer in step.line.expected_fingerprints]:
-            if beaten := beaten_by(step.totals.counters(cell)):
+        for layer, values in step.own_choice.items():
+            if beaten := beaten_by(values):
                 found = True
                 what, got, expected = beaten
+                cell = (*native(step.line.passes), layer)
                 yield step.finding("agreement", what, (), *cell, got=got, expected=expected)
         for rank in step.of_rank:
             if rank >= step.line.world_size:
@@ -452,6 +460,8 @@ class _RunAudit:
         for rank, own in step.of_rank.items():
             self._calls_of_rank[rank] += sum(values[0] for values in own.cells.values())
         self._sums.merge(step.totals)
+        for layer, values in step.own_choice.items():
+            self._own_choice.setdefault(layer, Counter()).update(values)
 
     # -- the run -----------------------------------------------------------------------------
 
@@ -501,13 +511,13 @@ class _RunAudit:
         if self._last is None:
             return
         found = {f.layer_number for f in self.audit.findings if f.claim == "agreement"}
-        layers = {c[2]: self._sums.counters(c) for c in sorted(self._sums.cells) if c[:2] == NATIVE}
+        layers, place = dict(sorted(self._own_choice.items())), native(self._last.line.passes)
         for layer, values in layers.items():
             if layer not in found and (beaten := beaten_by(values)):
                 what, *counts = beaten
                 what = f"over steps {ranges(self._latest)}, {what}"
-                self.audit.find(Finding("agreement", what, None, (), *NATIVE, layer, *counts))
-        self.audit.agreement = agreement_shares(self._sums, layers, self._last.shape)
+                self.audit.find(Finding("agreement", what, None, (), *place, layer, *counts))
+        self.audit.agreement = agreement_shares(list(layers.values()), self._last.shape)
         self.audit.layer_agreement = {
             layer: values["rows_equal"] / _rows_compared(values)
             for layer, values in layers.items()

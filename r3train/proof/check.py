@@ -7,7 +7,7 @@ expected, and a shortfall fails.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any, get_args
@@ -18,9 +18,6 @@ from r3train.routing.agreement import chance_levels
 from r3train.types import ReplayEvidence, ReplayStage, RouteShape
 
 STAGES: tuple[str, ...] = get_args(ReplayStage)
-# The pass and stage in which the trainer's own choice is compared: no weight has changed yet.
-NATIVE = ("old_log_prob", STAGES[0])
-
 # (pass, stage, 1-based layer)
 Cell = tuple[str, str, int]
 # Counters that steps.jsonl and the metrics have.
@@ -70,6 +67,14 @@ _BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
 _BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(LATER)])
 _FINGERPRINT = COUNTERS.index("fingerprint")
 _MASK = (1 << 64) - 1
+
+
+def native(passes: Collection[str]) -> tuple[str, str]:
+    """The pass and stage in which the trainer's own choice is compared: no weight has changed yet.
+
+    passes: of a step.  The train pass takes the place of an old-log-prob pass that was skipped.
+    """
+    return "old_log_prob" if "old_log_prob" in passes else "train", STAGES[0]
 
 
 class StepTotals:
@@ -321,7 +326,9 @@ def judge(
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    agreement = agreement_shares(totals, expectation.fingerprints, shape)
+    place = native(expectation.num_calls)
+    own_choice = [totals.counters((*place, layer)) for layer in expectation.fingerprints]
+    agreement = agreement_shares(own_choice, shape)
     warning = None
     if stale:
         warning = (
@@ -350,15 +357,13 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
     return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_let_go"]}
 
 
-def agreement_shares(
-    totals: StepTotals, layer_numbers: Iterable[int], shape: RouteShape
-) -> dict[str, float]:
-    """Shares of rows in the old-log-prob pass, beside chance and the misaligned controls.
+def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
+    """Shares of rows in the ``native`` place, beside chance and the misaligned controls.
 
+    layers: the counters there of each layer.
     ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the
     others, where there are any.  Empty where no row was replayed in these layers.
     """
-    layers = [totals.counters((*NATIVE, layer)) for layer in layer_numbers]
     rows = sum(values["rows_replayed"] + values["rows_let_go"] for values in layers)
     if not rows:
         return {}

@@ -1,6 +1,6 @@
 """Agreement: the trainer's own choice beside chance, and beside routes that are misaligned on purpose.
 
-Counted in the old-log-prob pass, before the step changes a weight.
+Counted in the rollout's first forwards, before a step changes a weight.
 """
 
 from __future__ import annotations

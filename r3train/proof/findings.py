@@ -51,7 +51,7 @@ class AuditedStep:
 
     passed: no finding names the step, at no time that it was trained, and the run's own verdict
     passed.  counts: ``check.COUNTS``, ``num_calls`` and ``num_calls_expected`` over all passes and
-    layers.  layers: (rows_equal, rows compared) of the old-log-prob pass by 1-based layer number.
+    layers.  layers: (rows_equal, rows compared) of the first forwards by 1-based layer number.
     agreement: shares of rows over all layers, and those of chance (``chance_equal``).
     """
 

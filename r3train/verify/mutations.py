@@ -505,9 +505,9 @@ def routes_not_cleared(config, hf):
         original(self)
         self._staged = staged
 
-    def begin_pass(original, self, *args):
+    def begin_pass(original, self, *args, **settings):
         stale = dict(self._staged)
-        original(self, *args)
+        original(self, *args, **settings)
         self._staged.update(stale)
 
     with patched(RoutingReplayManager, "end_pass", end_pass):

@@ -19,7 +19,7 @@ def proved(tmp_path_factory, tiny_flags, engine) -> jobs.Job:
         *tiny_flags,
         *jobs.R3_FLAGS,
         *("--num-rollout", "3", "--rollout-external-engine-addrs", engine),
-        "--check-weight-update-equal",
+        *("--check-weight-update-equal", "--reuse-log-probs", "off"),
     )
 
 
@@ -125,4 +125,9 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny_flag
     (m,) = job.metrics()
     assert m["r3/passed"] is True and m["train/kl"] == 0.0
     passes = {(e["replay_pass"], e["stage"]) for e in job.evidence()}
-    assert ("ref_log_prob", "replay_forward") in passes and ("train", "replay_backward") in passes
+    # one optimizer step a rollout: its own forward gives the old log-probs
+    reference, train = ("ref_log_prob", "replay_forward"), ("train", "replay_forward")
+    assert passes == {reference, train, ("train", "replay_backward")}
+    assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/ppo_kl"] == 0.0
+    # the controls are counted in the train forward, and agreement beats them there
+    assert m["r3/agreement"] > 0.99 > m["r3/agreement_control_token_minus"] > 0

@@ -169,6 +169,14 @@ RULES = {
         min_ess=0.85,
     ),
     "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
+    # one optimizer step a rollout: there is no old pass to be found in the weights
+    "one_step": replace(
+        EVERYTHING,
+        global_batch_size=GROUPS * GROUP_SIZE,
+        lr_warmup_iters=0,
+        use_unbiased_kl=False,
+        opsm_delta=None,
+    ),
     "starved": replace(EVERYTHING, min_ess=1.0),
     "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
 }
@@ -196,6 +204,7 @@ JOBS = [
     *(Job(name, rule=name) for name in RULES if name not in ("everything", "starved")),
     Job("one"),
     Job("null", bug="null"),
+    Job("one_step_old_pass", rule="one_step", parallel=("--reuse-log-probs", "off")),
     # expert biases, in the actor and in the reference, moved by every step
     Job("expert_biases", variant="glm"),
     Job("dp2_ep2_expert_biases", 2, variant="glm", parallel=DP2_EP2),
@@ -205,6 +214,7 @@ JOBS = [
     Job("etp2", 2, parallel=ETP2),
     Job("pp2_cp2_recompute", 4, parallel=PP2_CP2_FULL),
     Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL),
+    Job("pp2_cp2_recompute_one_step", 4, "one_step", parallel=PP2_CP2_FULL),
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
@@ -522,6 +532,27 @@ def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Job
     # no token so near to a clipping bound that float32 may put it on the other side
     assert jobs.expected(job.variant, job.rule).margin > 1e-5
     assert max(found.values()) <= 1, worst(found)
+
+
+def test_a_skipped_old_pass_changes_neither_weights_nor_metrics_nor_claims(jobs: Jobs):
+    skipped, made = (jobs.ended(ALL_JOBS[name]) for name in ("one_step", "one_step_old_pass"))
+    theirs = made.weights()
+    for name, tensor in skipped.weights().items():
+        assert torch.equal(tensor, theirs[name]), name
+    evidence = []
+    for job in (skipped, made):
+        steps = job.directory / "run" / "evidence" / "steps.jsonl"
+        evidence.append([json.loads(line) for line in steps.read_text().splitlines()])
+    passes = [{tuple(step["passes"]) for step in steps} for steps in evidence]
+    assert passes == [{("ref_log_prob", "train")}, {("old_log_prob", "ref_log_prob", "train")}]
+    for one, other in zip(*evidence, strict=True):
+        # the trainer's own choice beside the controls, in whichever forward is the first
+        assert one["agreement"] == other["agreement"] and one["agreement"]["control_token_plus"]
+        assert one["passed"] and one["expected_fingerprints"] == other["expected_fingerprints"]
+    for one, other in zip(*(read_metrics(j.directory / "run") for j in (skipped, made))):
+        for name in one:
+            if name.startswith("train/"):
+                assert one[name] == pytest.approx(other[name], rel=1e-6, abs=1e-7), name
 
 
 def test_a_job_that_min_ess_keeps_from_learning_ends_with_the_reason(jobs: Jobs):

@@ -13,11 +13,21 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 NAMES = ("left", "gate_mass", "load_entropy", "dead_experts")
 
 
-def logged_and_counted(checkpoint: Path, overrides: dict[str, Any]) -> list[dict[str, float]]:
-    """The drift's metrics of an old-log-prob pass, and the same numbers of the rows by hand."""
+def logged_and_counted(
+    checkpoint: Path, overrides: dict[str, Any], reuse: bool
+) -> list[dict[str, float]]:
+    """The drift's metrics of a rollout's first forwards, and the same numbers of the rows by hand.
+
+    reuse: the first forward is that of the train step, and its backward computes it again.
+    """
     from r3train.trainer.megatron.replay import decoder_routers
 
     config = configuration(
@@ -25,6 +35,7 @@ def logged_and_counted(checkpoint: Path, overrides: dict[str, Any]) -> list[dict
         transformer_overrides=overrides,
         use_rollout_routing_replay=True,
         log_route_drift=True,
+        **(RECOMPUTED if reuse else {}),
     )
     hf = read_hf_facts(checkpoint)
     with actor_of(config) as actor:
@@ -47,9 +58,10 @@ def logged_and_counted(checkpoint: Path, overrides: dict[str, Any]) -> list[dict
         for i, number in enumerate(slices[0].layer_numbers.tolist()):
             slices[0].routes[:20, i] = native[number][0][:20].numpy().astype("uint8")
         logits.clear()
-        old = actor.compute_log_probs(slices, "old_log_prob")
-        passes = {n: x[0].clone() for n, x in logits.items()}
+        old = None if reuse else actor.compute_log_probs(slices, "old_log_prob")
         actor.train_step(slices, old, None)  # other passes are not counted
+        passes = {n: x[0] for n, x in logits.items()}
+        assert {len(x) for x in logits.values()} == {2}
         logged = actor.collect_drift()
         assert actor.collect_drift() == {}
     by_hand = {}
@@ -85,13 +97,15 @@ def live(logits: torch.Tensor, bias: torch.Tensor | None, topk: int) -> tuple:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("variant", ["moe4", "pre_softmax", "glm"])
-def test_the_drift_of_each_layer_is_that_of_its_rows(variant, tmp_path):
+@pytest.mark.parametrize(
+    "variant, reuse", [("moe4", False), ("pre_softmax", False), ("glm", False), ("moe4", True)]
+)
+def test_the_drift_of_each_layer_is_that_of_its_rows(variant, reuse, tmp_path):
     """With softmax over logits, and with sigmoids whose expert bias is no part of the gate."""
     checkpoint = write_checkpoint(VARIANTS[variant], tmp_path / "model")
     overrides = VARIANTS[variant].overrides
     ((logged, by_hand),) = in_ranks(
-        1, tmp_path / "ranks", logged_and_counted, checkpoint, overrides
+        1, tmp_path / "ranks", logged_and_counted, checkpoint, overrides, reuse
     )
     means = {f"r3/drift_{name}" for name in NAMES}
     assert logged.keys() == by_hand.keys() | means

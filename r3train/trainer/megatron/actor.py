@@ -127,19 +127,21 @@ class MegatronActor:
             temperature = self._temperature
         step = make_log_prob_step(batches, self.replay, temperature)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
-        with weights, self._pass(replay_pass, slices, weight_version):
+        native = replay_pass == "old_log_prob"
+        with weights, self._pass(replay_pass, slices, weight_version, native=native):
             results = self._run_schedule(step, slices, forward_only=True)
         return {i: log_probs for result in results for i, log_probs in result.items()}
 
     def train_step(
         self,
         slices: Sequence[RankSlice],
-        old_log_probs: dict[int, torch.Tensor],
+        old_log_probs: dict[int, torch.Tensor] | None,
         ref_log_probs: dict[int, torch.Tensor] | None,
         weight_version: int | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step over all microbatches of the global batch.
 
+        old_log_probs: None if this is the rollout's only step: its own forward gives them.
         weight_version: the version that the actor's weights have before the step; None from the second
         step of a rollout on, because no server ever holds them.
         Returns the same metrics on all ranks: means over the global loss tokens, grad norm, and the
@@ -186,7 +188,7 @@ class MegatronActor:
     def backward(
         self,
         slices: Sequence[RankSlice],
-        old_log_probs: dict[int, torch.Tensor],
+        old_log_probs: dict[int, torch.Tensor] | None,
         ref_log_probs: dict[int, torch.Tensor] | None,
         weight_version: int | None = None,
     ) -> list[dict]:
@@ -204,7 +206,7 @@ class MegatronActor:
         step = make_train_step(
             batches, self.replay, self._algorithm, self._temperature, old_log_probs, ref_log_probs
         )
-        with self._pass("train", slices, weight_version):
+        with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:
@@ -230,12 +232,17 @@ class MegatronActor:
         replay_pass: str | None,
         slices: Sequence[RankSlice],
         weight_version: int | None = None,
+        *,
+        native: bool = False,
     ) -> Iterator[None]:
-        """Stage routes for exactly one pass; after an exception none are left."""
+        """Stage routes for exactly one pass; after an exception none are left.
+
+        native: as for ``RoutingReplayManager.begin_pass``.
+        """
         if self.replay is None or replay_pass is None:
             yield
             return
-        self.replay.begin_pass(replay_pass, slices, weight_version)
+        self.replay.begin_pass(replay_pass, slices, weight_version, native=native)
         try:
             yield
         except BaseException:
@@ -248,7 +255,7 @@ class MegatronActor:
         return [] if self.replay is None else self.replay.collect(step)
 
     def collect_drift(self) -> dict[str, float]:
-        """Return the metrics of the router's drift in the last old-log-prob pass; a collective.
+        """Return the metrics of the router's drift in the rollout's first forwards; a collective.
 
         Empty without --log-route-drift.
         """

@@ -164,11 +164,12 @@ def make_train_step(
     replay: RoutingReplayManager | None,
     algorithm: AlgorithmSection,
     temperature: float,
-    old_log_probs: dict[int, torch.Tensor],
+    old_log_probs: dict[int, torch.Tensor] | None,
     ref_log_probs: dict[int, torch.Tensor] | None,
 ) -> Callable:
     """Make a Megatron forward step that returns (loss sum, token count, metric sums).
 
+    Without ``old_log_probs`` those of this very forward stand for them, without gradient.
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     """
     policy_loss = get_policy_loss(algorithm.policy_loss)
@@ -177,9 +178,11 @@ def make_train_step(
         # the entropy first: token_log_probs overwrites the logits
         with torch.set_grad_enabled(algorithm.entropy_coef > 0):
             entropy = token_entropy(logits, temperature)
+        log_probs = token_log_probs(logits, batch.labels, temperature)
+        old = log_probs.detach() if old_log_probs is None else old_log_probs[batch.microbatch_id]
         rows = LossRows(
-            log_probs=token_log_probs(logits, batch.labels, temperature),
-            old_log_probs=old_log_probs[batch.microbatch_id],
+            log_probs=log_probs,
+            old_log_probs=old,
             rollout_log_probs=batch.rollout_log_probs,
             advantages=batch.advantages,
             mask=batch.loss_mask,

@@ -150,7 +150,7 @@ class RouterReplay:
             manager.recorder.note_choice(
                 Choice(self.layer_number, scores.detach(), experts, own, let_go, self._gates)
             )
-        if manager.drifts:
+        if manager.drifts and not in_recomputation():
             whole = staged.real
             if staged.rows_with_missing is not None:
                 whole = whole & (recorded != staged.marker).all(1)
@@ -276,11 +276,18 @@ class RoutingReplayManager:
     # -- fill and stage ----------------------------------------------------------------------
 
     def begin_pass(
-        self, replay_pass: str, slices: Sequence[RankSlice], weight_version: int | None = None
+        self,
+        replay_pass: str,
+        slices: Sequence[RankSlice],
+        weight_version: int | None = None,
+        *,
+        native: bool = False,
     ) -> None:
         """Stage the routes of all microbatches of a pass (old_log_prob, ref_log_prob or train).
 
-        weight_version: as for ``StagedRoutes.from_slice``.
+        weight_version: as for ``StagedRoutes.from_slice``.  native: True for the rollout's first
+        forwards of the actor's own weights; there its own choice is compared with misaligned routes
+        too, and its drift counted.
         """
         assert not self._active, "a pass is still open"
         self._staged = {
@@ -290,9 +297,9 @@ class RoutingReplayManager:
             for s in slices
         }
         self._active = True
-        self.drifts = self.drift is not None and replay_pass == "old_log_prob"
+        self.drifts = self.drift is not None and native
         if self.recorder is not None:
-            self.recorder.begin_pass(replay_pass)
+            self.recorder.begin_pass(replay_pass, native=native)
 
     def begin_forward(self, vp_stage: int, microbatch_id: int) -> None:
         """Name the microbatch that the chunk runs forward next."""

@@ -89,15 +89,15 @@ class CallRecorder:
         self._keep_score_ratio = keep_score_ratio
         self._calls: list[_Call] = []
         self._choice: Choice | None = None
-        self._pass = ""
+        self._pass, self._native = "", False
         # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
         # must repeat
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
         self._projection: torch.Tensor | None = None
 
-    def begin_pass(self, replay_pass: str) -> None:
-        """Name the pass of the calls that follow."""
-        self._pass = replay_pass
+    def begin_pass(self, replay_pass: str, *, native: bool) -> None:
+        """Name the pass of the calls that follow; native: its forwards count the controls."""
+        self._pass, self._native = replay_pass, native
 
     def end_pass(self) -> None:
         """Drop the scores of the pass: they must not be compared with a later one's."""
@@ -167,7 +167,7 @@ class CallRecorder:
             if staged.num_current:
                 equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
                 values.update(rows_current_equal=equal, rows_current_mismatch=none)
-            if self._pass == "old_log_prob":
+            if self._native and stage == "replay_forward":
                 values.update(_controls(staged, choice.own, replayed_routes, column, whole))
             if self._pass == "train":
                 values["rows_recompute_differ"] = self._recompute_differ(

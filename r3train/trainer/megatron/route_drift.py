@@ -1,6 +1,6 @@
 """The router's drift away from the replayed experts, by layer, for the metrics (--log-route-drift).
 
-Counted in the old-log-prob pass, before a step changes a weight.  Sums stay on the device; they are
+Counted in the rollout's first forwards, before a step changes a weight.  Sums stay on the device; they are
 added up over ranks and read once a step.
 """
 

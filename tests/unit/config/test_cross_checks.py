@@ -84,6 +84,10 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ("needs --overlap-grad", {"overlap_param_gather": True}),
         ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
         ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
+        (
+            "--reuse-log-probs on needs one optimizer step a rollout .* of 2 steps",
+            {"reuse_log_probs": "on", "global_batch_size": 8},
+        ),
         ("--save-interval needs --save", {"save_interval": 2}),
         ("--save-keep-last needs --save", {"save_keep_last": 2}),
         ("--async-save needs --save", {"async_save": True}),
@@ -342,6 +346,22 @@ def test_r3_accepts_the_harmless_value_of_the_same_setting(name, value):
 )
 def test_settings_that_can_go_together_pass(fields):
     check_static(config(**fields), 1)
+
+
+@pytest.mark.parametrize(
+    "fields, passes",
+    [
+        ({}, ("train",)),
+        ({"reuse_log_probs": "on", "kl_loss_coef": 0.1}, ("ref_log_prob", "train")),
+        ({"global_batch_size": 16}, ("train",)),
+        ({"global_batch_size": 8}, ("old_log_prob", "train")),
+        ({"reuse_log_probs": "off"}, ("old_log_prob", "train")),
+    ],
+)
+def test_the_old_pass_is_skipped_with_one_optimizer_step_a_rollout(fields, passes):
+    made = config(**fields)
+    check_static(made, 1)
+    assert made.replay_passes == passes
 
 
 @pytest.mark.parametrize("replay", [True, False])
