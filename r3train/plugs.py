@@ -46,16 +46,18 @@ def import_plug(flag: str, path: str) -> Any:
     return getattr(module, name)
 
 
-def require_function(flag: str, name: str, found: Any, *arguments: str) -> Callable:
+def require_function(
+    flag: str, name: str, found: Any, *arguments: str, may_be_async: bool = False
+) -> Callable:
     """Return ``found`` if it is a plain function that can be called with ``arguments``.
 
-    Raises ValueError beginning with the flag: for what cannot be called, for an async function, and
-    for one that takes other arguments.
+    Raises ValueError beginning with the flag: for what cannot be called, for an async function unless
+    ``may_be_async``, and for one that takes other arguments.
     """
     expected = f"expected a function ({', '.join(arguments)})"
     if not callable(found):
         raise ValueError(f"{flag} {name}: found {found!r}, {expected}")
-    if inspect.iscoroutinefunction(found):
+    if inspect.iscoroutinefunction(found) and not may_be_async:
         raise ValueError(f"{flag} {name}: found an async function, {expected}")
     try:
         signature = inspect.signature(found)

@@ -27,9 +27,16 @@ class DataSection(Section):
     """Wrap every prompt in the tokenizer's chat template."""
     rollout_shuffle: bool = True
     """Draw prompts in a new order every epoch, from rollout_seed."""
-    rm_type: str = Field(default="accepted_words", min_length=1)
-    """Reward by registered name: accepted_words, exact_match, math."""
+    rm_type: str | None = Field(default=None, min_length=1)
+    """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1; boxed_ before a
+    name scores the last box alone.  metadata.rm_type of a row wins."""
     custom_rm_path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     """Your own reward as module:function; it replaces rm_type."""
+    group_rm: bool = False
+    """Call custom_rm_path once for all samples of a prompt; it returns a list of numbers."""
+    reward_key: str | None = Field(default=None, min_length=1)
+    """Key of the reward, if the reward returns a table."""
+    reward_concurrency: int = Field(default=64, ge=1)
+    """Rewards computed at once."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one reward may take."""

@@ -118,6 +118,8 @@ def _servers(config: RunConfig) -> Iterator[str]:
 
 def _environment(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
+    if rollout.environment is not None and config.data.group_rm:
+        yield "--group-rm scores answers of one turn: an --environment gives rewards of its own"
     if rollout.environment is None:
         if rollout.environment_samples == "turn":
             yield "--environment-samples turn needs --environment"

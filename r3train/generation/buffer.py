@@ -18,7 +18,7 @@ import numpy as np
 from r3train.algo.reward_stats import zero_variance
 from r3train.config.rollout import RolloutSection
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt, Rescored, Scored
+from r3train.types import Prompt, Rescored, RolloutSample, Scored
 
 OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was drawn
 
@@ -35,6 +35,8 @@ class Group:
     attempt: int = 0
     started_version: int | None = None  # of the servers when its first request was sent
     samples: dict[int, list[Scored]] = field(default_factory=dict)  # place in the group -> samples
+    # place -> a sample that waits for the rest of its group, to be scored with it
+    unscored: dict[int, RolloutSample] = field(default_factory=dict)
     oldest: int | None = None  # of its tokens, once complete
     complete: bool = False
     rescored: list[Rescored] = field(default_factory=list)  # parts of its samples

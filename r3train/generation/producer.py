@@ -72,6 +72,7 @@ class Producer:
 
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
     ``score`` gives a sample's reward if its episode gave none; without ``score`` that is 0.
+    ``score_group``, in its place, gives the rewards of all samples of a group at once.
     ``make_episode`` makes one rollout's ``Episode``; without it a rollout is one turn.  ``decode``
     gives the text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer
     answer takes several requests, and the tokens of finished ones survive a lost server.
@@ -97,6 +98,7 @@ class Producer:
         start_rollout: int = 0,
         segment_len: int | None = None,
         score: Callable[[RolloutSample], Awaitable[float]] | None = None,
+        score_group: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]] | None = None,
         make_episode: Callable[[Prompt], Episode] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         check_alive: Callable[[], None] | None = None,
@@ -112,6 +114,7 @@ class Producer:
         self._sampling = sampling
         self._segment_len = segment_len
         self._score = score
+        self._score_group = score_group
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._decode = decode or (lambda ids: "")
         self._keep_decoded = keep_decoded
@@ -505,11 +508,28 @@ class Producer:
         if not self._keep_decoded:
             samples = [replace(sample, decoded=()) for sample in samples]
         self._rates.finished(samples)
+        if self._score_group is not None:
+            (group.unscored[item.place],) = samples
+            if len(group.unscored) + len(group.samples) < self._rollout.n_samples_per_prompt:
+                return  # the group's last rollout has it scored
         self._scoring.add(item.sample_id)
-        scored = [(sample, await self._reward(sample, own)) for sample in samples]
+        if self._score_group is not None:
+            places = await self._rewards_of(group)
+        else:
+            places = {item.place: [(s, await self._reward(s, own)) for s in samples]}
         if self._buffer.current(*item.key) is group:
-            self._buffer.finish(group, item.place, scored)
+            if self._score_group is not None:
+                group.samples.clear()
+            for place, scored in places.items():
+                self._buffer.finish(group, place, scored)
             self._log_outcomes()
+
+    async def _rewards_of(self, group: Group) -> dict[int, list[Scored]]:
+        """Score a group as a whole, also samples that an earlier run has scored; by place."""
+        earlier = {place: scored[0][0] for place, scored in group.samples.items()}
+        samples = dict(sorted((earlier | group.unscored).items()))
+        rewards = await self._score_group(list(samples.values()))
+        return {place: [(s, reward)] for (place, s), reward in zip(samples.items(), rewards)}
 
     async def _reward(self, sample: RolloutSample, own: float | None) -> float:
         """Return the episode's ``own`` reward, or if that is None the reward of the text."""

@@ -18,7 +18,6 @@ from r3train.observe.console import RunDisplay
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.loop.routes import Routes
-from r3train.rewards.scoring import Scorer
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import EngineControl, ServerVersions
@@ -313,7 +312,8 @@ class Engines:
             ),
             start_rollout=self._start_rollout,
             segment_len=self._segment_len,
-            score=Scorer(job.reward, timeout_s=job.config.data.reward_timeout_s),
+            score=None if job.reward.takes_groups else job.reward,
+            score_group=job.reward.group if job.reward.takes_groups else None,
             make_episode=_conversations(job),
             decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
             check_alive=self.check_alive,

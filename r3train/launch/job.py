@@ -28,7 +28,7 @@ from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
-from r3train.rewards.registry import Reward, get_reward
+from r3train.rewards.scoring import Scorer
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
@@ -57,7 +57,7 @@ class Job:
     hf: HfModelFacts
     prompts: list[Prompt]
     tokenizer: Any
-    reward: Reward
+    reward: Scorer
     prompt_file: FileFingerprint
     warnings: tuple[JobWarning, ...] = ()
 
@@ -153,10 +153,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         # the environment may refuse the prompts
         name = config.rollout.environment
         attempt(settings, lambda: get_environment(name)(prompts[0]))
-    reward = attempt(
-        "reward",
-        lambda: get_reward(data.rm_type, data.custom_rm_path, timeout_s=data.reward_timeout_s),
-    )
+    reward = attempt("reward", Scorer, data)
     # an environment gives rewards of its own, and dumped rollouts have theirs
     scores = config.has_engines and config.rollout.environment is None
     if for_all_ranks and scores and prompts and reward is not None:

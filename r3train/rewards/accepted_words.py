@@ -5,7 +5,7 @@ from __future__ import annotations
 from r3train.types import Prompt
 
 
-def accepted_words(prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
+def accepted_words(prompt: Prompt, text: str) -> float:
     """The share of the response's words that the label accepts, in 0..1.
 
     The label is a list of words, or words with spaces between.  ``metadata["num_words"]`` is
@@ -26,6 +26,6 @@ def accepted_words(prompt: Prompt, response_text: str, response_ids: list[int]) 
         raise ValueError(
             f"prompt {prompt.prompt_id}: num_words must be an integer of at least 0, got {asked!r}"
         )
-    words = response_text.split()
+    words = text.split()
     right = sum(word in set(accepted) for word in words)
     return right / max(len(words), asked, 1)

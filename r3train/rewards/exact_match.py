@@ -5,7 +5,7 @@ from __future__ import annotations
 from r3train.types import Prompt
 
 
-def exact_match(prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
+def exact_match(prompt: Prompt, text: str) -> float:
     """1 where the response is the label, white space at either end aside, else 0.
 
     The label is text or a number.  Raises ValueError for a label of another kind.
@@ -14,4 +14,4 @@ def exact_match(prompt: Prompt, response_text: str, response_ids: list[int]) -> 
         raise ValueError(
             f"prompt {prompt.prompt_id}: exact_match needs a label of text, got {prompt.label!r}"
         )
-    return float(response_text.strip() == str(prompt.label).strip())
+    return float(text.strip() == str(prompt.label).strip())

@@ -1,105 +1,130 @@
-"""Reward for a mathematical answer of the right value."""
+"""Rewards for mathematical answers of the right value."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
-from collections.abc import Sequence
+import os
+import re
 
-from r3train.types import Prompt
+from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
+from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
+from r3train.types import Prompt, RolloutSample
 
-
-# a label takes the child some milliseconds
-_CHECKED = 200
-
-
-def _require_text(prompt: Prompt) -> None:
-    if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: math needs a label of text, got {prompt.label!r}"
-        )
+# expressions of a kind that the library answers at all are answered in a fraction of this
+_CALL_S = 3.0
+_PROCESSES = 4
+_DAPO_TAIL = 300
+_ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
 class MathReward:
-    """1 where math-verify finds the response's answer equal to the label, else 0.
+    """1 where the final answer of the response (``answers.final_answer``) equals the label, else 0.
 
-    The comparison runs in a child process, so that any thread may call it.  An answer that cannot
-    be evaluated in ``timeout_s`` (9^9^9^9) costs that time and scores 0.  The child starts with the
-    first call and ends with ``close`` or with its owner.
+    The label is a number or text; of a whole solution its own box or ``####`` counts.  Two plain
+    numbers are compared at once, all else by math-verify in processes of their own: an answer that
+    cannot be evaluated in 3 s (9^9^9^9), or that ends the process, scores 0.
     """
 
-    def __init__(self, timeout_s: float = 10.0) -> None:
-        self._timeout_s = timeout_s
-        self._lock = threading.Lock()
-        self._worker: subprocess.Popen[str] | None = None
+    name, needs_label = "math", True
 
-    def __call__(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = min(timeout_s, _CALL_S)
+        processes = min(_PROCESSES, os.cpu_count() or 1)
+        function = "r3train.rewards.math_worker:equal"
+        self._workers = Workers(function, processes=processes, calls=1)
+
+    async def __call__(self, sample: RolloutSample) -> float:
         """Score one response; ValueError names the prompt of a label that is no mathematics."""
-        _require_text(prompt)
-        request = {
-            "label": str(prompt.label),
-            "response": response_text,
-            "timeout_s": self._timeout_s,
-        }
-        with self._lock:
-            answer = self._ask(request)
-        if answer is None:
+        answer = final_answer(sample.text)
+        return 0.0 if not answer else await self._equal(sample.prompt, answer)
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that is neither text nor a number."""
+        label_text(prompt, self.name)
+
+    async def check(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that is no mathematics."""
+        label = wanted_answer(prompt, self.name)
+        if number_of(label) is None and await self._equal(prompt, label) != 1.0:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: math cannot read the label {prompt.label!r}:"
+                " an answer that equals it letter by letter scores 0"
+            )
+
+    async def _equal(self, prompt: Prompt, answer: str) -> float:
+        label = wanted_answer(prompt, self.name)
+        number, found = number_of(label), number_of(answer)
+        if number is not None and found is not None:
+            return float(number == found)
+        try:
+            equal = await self._workers.call(label, answer, timeout_s=self._timeout_s)
+        except (TimeoutError, WorkerEnded):
             return 0.0
-        if answer.get("bad_label"):
+        except CallFailed as error:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: math cannot compare {answer!r} with the label"
+                f" {prompt.label!r}: {error}"
+            ) from None
+        if equal < 0:
             raise ValueError(
                 f"prompt {prompt.prompt_id}: math cannot read the label {prompt.label!r}"
             )
-        return float(answer["equal"])
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError for the first label that is no text, or of the first 200 no mathematics."""
-        for prompt in prompts:
-            _require_text(prompt)
-        for prompt in prompts[:_CHECKED]:
-            self(prompt, "", [])
+        return equal
 
     def close(self) -> None:
-        """End the child process."""
-        with self._lock:
-            self._stop()
+        """End the processes."""
+        self._workers.close()
 
-    def _ask(self, request: dict[str, str | float]) -> dict[str, bool] | None:
-        """The child's answer, or None if the kernel ended the child, out of time or memory."""
-        worker = self._worker or self._start()
-        try:
-            worker.stdin.write(json.dumps(request) + "\n")
-            worker.stdin.flush()
-            line = worker.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if line:
-            return json.loads(line)
-        code = worker.wait()
-        self._stop()
-        if code >= 0:
-            raise RuntimeError(f"the math process ended with code {code}")
-        return None
 
-    def _start(self) -> subprocess.Popen[str]:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "r3train.rewards.math_worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+def label_text(prompt: Prompt, name: str) -> str:
+    """The label as text; raises ValueError for one that is neither text nor a number."""
+    if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: {name} needs a label of text, got {prompt.label!r}"
         )
-        if not worker.stdout.readline():
-            raise ValueError(
-                f"rm_type math: its process ended with code {worker.wait()} at start;"
-                " is math-verify installed?"
-            )
-        self._worker = worker
-        return worker
+    return str(prompt.label)
 
-    def _stop(self) -> None:
-        worker, self._worker = self._worker, None
-        if worker is None:
-            return
-        worker.kill()
-        worker.communicate()
+
+def wanted_answer(prompt: Prompt, name: str) -> str:
+    """The answer that a label asks for: its last box, else what follows ####, else all of it."""
+    label = label_text(prompt, name)
+    for find in (last_box, after_mark):
+        if answer := find(label):
+            return answer
+    return label.strip()
+
+
+def gsm8k(prompt: Prompt, text: str) -> float:
+    """1 where the response's final answer is the label's number, else 0; reads no other mathematics.
+
+    The label is a number, or a solution of the data set, which ends in ``#### number``.
+    """
+    label = number_of(wanted_answer(prompt, "gsm8k").rstrip("%"))
+    if label is None:
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: gsm8k needs a label that is a number or ends in"
+            f" '#### number', got {prompt.label!r}"
+        )
+    answer = number_of((final_answer(text) or "").rstrip("%"))
+    return float(answer == label)
+
+
+def dapo(prompt: Prompt, text: str) -> float:
+    """1 where the last line ``Answer: ...`` of the response is the label, else -1.
+
+    Reads the last 300 characters, as DAPO does (arXiv 2503.14476).  Dollar signs, a box and white
+    space do not count; numbers are compared by value.
+    """
+    label = wanted_answer(prompt, "dapo")
+    lines = _ANSWER.findall(text[-_DAPO_TAIL:])
+    if not lines:
+        return -1.0
+    answer = last_box(lines[-1]) or lines[-1]
+    number, found = number_of(label), number_of(answer)
+    if number is not None and found is not None:
+        return 1.0 if number == found else -1.0
+    return 1.0 if _bare(answer) == _bare(label) else -1.0
+
+
+def _bare(text: str) -> str:
+    """The letters of an answer without dollar signs, white space and a full stop at the end."""
+    return "".join(text.replace("$", "").split()).rstrip(".")

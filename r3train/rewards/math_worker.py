@@ -1,61 +1,39 @@
-"""The child process behind the math reward: one JSON request a line, one JSON answer a line.
-
-Run as ``python -m r3train.rewards.math_worker``.  A request {"label", "response", "timeout_s"} is
-answered by {"equal": bool} or {"bad_label": true}.  If a request runs over its time, the kernel
-ends this process, even inside C code, and the caller notices its end.
-"""
+"""Equality of mathematical expressions by math-verify, for a process of its own (``workers``)."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import resource
-import select
-import signal
-import sys
 
-MEMORY_BYTES = 4 * 1024**3
-PARENT_CHECK_S = 1.0
+import math_verify
 
+_MEMORY_BYTES = 4 * 1024**3
 
-def main() -> None:
-    """Serve until the caller closes stdin or is gone."""
-    # a nested power may ask for more memory than the machine has
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
-    import math_verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    parent = os.getppid()
-    print(json.dumps({"ready": True}), flush=True)
-    while os.getppid() == parent:
-        if not select.select([sys.stdin], [], [], PARENT_CHECK_S)[0]:
-            continue
-        line = sys.stdin.readline()
-        if not line:
-            return
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["timeout_s"])
-        answer = judge(math_verify, request["label"], request["response"])
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(answer), flush=True)
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+_bounded = False
 
 
-def judge(math_verify, label: str, response: str) -> dict[str, bool]:
-    """Compare the response's answer with the label, by value rather than by letters."""
-    written = label if "\\boxed" in label or "$" in label else f"\\boxed{{{label}}}"
-    # the library's own timeouts need signals of their own: this process has a harder one
-    gold = math_verify.parse(written, parsing_timeout=None)
+def equal(label: str, answer: str) -> float:
+    """1 where both texts are mathematics of one value, else 0; -1 for a label that is none."""
+    _bound_memory()
+    # the library's own time-outs need signals of their own: this process has a harder one
+    gold = math_verify.parse(_written(label), parsing_timeout=None)
     if not gold:
-        return {"bad_label": True}
+        return -1.0
     try:
-        answer = math_verify.parse(response, parsing_timeout=None)
-        return {"equal": bool(math_verify.verify(gold, answer, timeout_seconds=None))}
+        found = math_verify.parse(_written(answer), parsing_timeout=None)
+        return float(math_verify.verify(gold, found, timeout_seconds=None))
     except Exception:  # sympy raises many kinds for an answer that makes no sense
-        return {"equal": False}
+        return 0.0
 
 
-if __name__ == "__main__":
-    main()
+def _written(text: str) -> str:
+    return text if "$" in text else f"\\boxed{{{text}}}"
+
+
+def _bound_memory() -> None:
+    """Bound this process' memory: a nested power may ask for more than the machine has."""
+    global _bounded
+    if not _bounded:
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+        _bounded = True

@@ -2,93 +2,157 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
+from r3train.config.data import DataSection
 from r3train.plugs import find_plug, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
+from r3train.rewards.answers import last_box
 from r3train.rewards.exact_match import exact_match
-from r3train.rewards.math import MathReward
-from r3train.types import Prompt
+from r3train.rewards.math import MathReward, dapo, gsm8k
+from r3train.rewards.text import f1, gpqa
+from r3train.rewards.workers import Workers
+from r3train.types import Prompt, RolloutSample
 
-RewardFunction = Callable[[Prompt, str, list[int]], float]
+BOXED = "boxed_"
 
-# name -> makes the reward, given the seconds that one call may take
-REWARDS: dict[str, Callable[[float], RewardFunction]] = {
-    "accepted_words": lambda timeout_s: accepted_words,
-    "exact_match": lambda timeout_s: exact_match,
-    "math": MathReward,
+
+class Reward(Protocol):
+    """A reward of r3train: it bounds its own time, and scores an answer that takes longer."""
+
+    name: str
+    needs_label: bool
+
+    async def __call__(self, sample: RolloutSample) -> Any:
+        """Score a sample; raise ValueError naming the prompt for a label that it cannot use."""
+        ...
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label of another kind, looking at nothing else."""
+        ...
+
+    async def check(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that the reward cannot use, in some milliseconds."""
+        ...
+
+    def close(self) -> None:
+        """End helpers."""
+        ...
+
+
+class TextReward:
+    """A reward that looks at label and text alone and takes no time."""
+
+    needs_label = True
+
+    def __init__(self, name: str, function: Callable[[Prompt, str], float]) -> None:
+        self.name, self._function = name, function
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Score a sample."""
+        return self._function(sample.prompt, sample.text)
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Score an empty answer, which reads the label."""
+        self._function(prompt, "")
+
+    async def check(self, prompt: Prompt) -> None:
+        """Nothing is left to check."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+# name -> makes the reward from the settings
+REWARDS: Mapping[str, Callable[[DataSection], Reward]] = {
+    "accepted_words": lambda data: TextReward("accepted_words", accepted_words),
+    "exact_match": lambda data: TextReward("exact_match", exact_match),
+    "math": lambda data: MathReward(data.reward_timeout_s),
+    "gsm8k": lambda data: TextReward("gsm8k", gsm8k),
+    "dapo": lambda data: TextReward("dapo", dapo),
+    "gpqa": lambda data: TextReward("gpqa", gpqa),
+    "f1": lambda data: TextReward("f1", f1),
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Reward:
-    """A reward function whose result is known to be a finite number."""
+class BoxedReward:
+    """Another reward, for the content of the last box of the response; "" without one."""
 
-    name: str
-    function: RewardFunction
-    bounds_its_time: bool  # the function itself ends a call that takes too long
+    def __init__(self, inner: Reward) -> None:
+        self.name, self.needs_label = BOXED + inner.name, inner.needs_label
+        self.require_label, self.check, self.close = inner.require_label, inner.check, inner.close
+        self._inner = inner
 
-    def __call__(self, prompt: Prompt, response_text: str, response_ids: list[int]) -> float:
-        """Score one response; raise ValueError naming the prompt if the function fails."""
+    async def __call__(self, sample: RolloutSample) -> Any:
+        """Score a sample's box."""
+        return await self._inner(replace(sample, text=last_box(sample.text) or ""))
+
+
+class CustomReward:
+    """A function of the user, in a process of its own: one for all calls, so its state is shared.
+
+    It takes (prompt, response_text, response_ids), (sample), or with ``group`` (samples), is async or
+    not, and returns numbers or tables of them.
+    """
+
+    def __init__(self, flag: str, name: str, *, calls: int, group: bool) -> None:
+        self.name, self.group = name, group
+        self._function = import_plug(flag, name)
+        self._whole = group or not _takes(self._function, 3)
+        if group:
+            require_function(flag, name, self._function, "samples", may_be_async=True)
+        elif not _takes(self._function, 1):
+            names = ("prompt", "response_text", "response_ids")
+            require_function(flag, name, self._function, *names, may_be_async=True)
+        self._workers = Workers(name, processes=1, calls=calls)
+
+    async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
+        """Call the function for one sample, or for a group."""
+        whole = [replace(sample, routed_experts=None, decoded=()) for sample in samples]
+        if self.group:
+            arguments: tuple[Any, ...] = (whole,)
+        elif self._whole:
+            arguments = (whole[0],)
+        else:
+            sample = whole[0]
+            ids = sample.token_ids[sample.prompt_len :].tolist()
+            arguments = (sample.prompt, sample.text, ids)
+        return await self._workers.call(*arguments, timeout_s=timeout_s)
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Let the function's attribute ``check`` look at the prompts, if it has one."""
+        own = getattr(self._function, "check", None)
+        if own is None:
+            return
         try:
-            value = self.function(prompt, response_text, response_ids)
-        except Exception as error:  # a custom reward may raise anything; say which prompt it was
-            if isinstance(error, ValueError) and prompt.prompt_id in str(error):
-                raise
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: reward {self.name} raised"
-                f" {type(error).__name__}: {error}"
-            ) from error
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = math.nan
-        if not math.isfinite(number):
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: reward {self.name} must be a finite number,"
-                f" got {value!r}"
-            )
-        return number
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError naming a prompt whose label the reward cannot use.
-
-        A reward of r3train scores an empty answer to every prompt, or has a ``check`` of its own; so
-        may a custom one, as an attribute: a function of the list of prompts that raises ValueError.
-        """
-        own = getattr(self.function, "check", None)
-        if own is not None:
-            try:
-                own(prompts)
-            except Exception as error:  # a custom check may raise anything
-                raise ValueError(f"reward {self.name}: {error}") from error
-        elif self.bounds_its_time:
-            for prompt in prompts:
-                self(prompt, "", [])
+            own(prompts)
+        except Exception as error:  # a custom check may raise anything
+            raise ValueError(f"reward {self.name}: {error}") from error
 
     def close(self) -> None:
-        """Close the reward function, if it can be closed."""
-        if hasattr(self.function, "close"):
-            self.function.close()
+        """End the process."""
+        self._workers.close()
 
 
-def get_reward(
-    rm_type: str, custom_rm_path: str | None = None, *, timeout_s: float = 10.0
-) -> Reward:
-    """Return the reward registered as ``rm_type``, or the function that "module:function" names.
+def _takes(function: Any, count: int) -> bool:
+    """True if a function can be called with so many arguments, or does not say."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some functions written in C
+        return count == 3
+    return True
 
-    Such a path stands in ``custom_rm_path``, which wins, or in ``rm_type``; the function takes
-    (prompt, response_text, response_ids) and returns a number.  Raises ValueError, naming the flag,
-    for an unknown name, for a path that cannot be imported, and for anything but a plain function
-    of three arguments.
+
+def get_reward(name: str, data: DataSection, flag: str = "--rm-type") -> Reward:
+    """Return the reward registered as ``name``; ``boxed_`` before it scores the last box alone.
+
+    Raises ValueError, naming the flag, for an unknown name.
     """
-    flag, name = "--rm-type", rm_type
-    if custom_rm_path is not None:
-        flag, name = "--custom-rm-path", custom_rm_path
-    elif ":" not in rm_type:
-        return Reward(name, find_plug(flag, name, REWARDS)(timeout_s), bounds_its_time=True)
-    function = import_plug(flag, name)
-    require_function(flag, name, function, "prompt", "response_text", "response_ids")
-    return Reward(name, function, bounds_its_time=False)
+    if name.startswith(BOXED):
+        return BoxedReward(get_reward(name.removeprefix(BOXED), data, flag))
+    return find_plug(flag, name, REWARDS)(data)

@@ -1,62 +1,166 @@
-"""Score samples on threads beside the event loop, a few at once and each with a time limit."""
+"""Scoring of samples: the one path from a finished answer to its reward."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
-from r3train.rewards.registry import Reward
-from r3train.types import RolloutSample
+from r3train.config.data import DataSection
+from r3train.rewards.registry import CustomReward, Reward, get_reward
+from r3train.rewards.worker import quoted
+from r3train.rewards.workers import CallFailed, WorkerEnded
+from r3train.types import Prompt, RolloutSample
 
-_CONCURRENCY = 4
+# a look at a label may take milliseconds
+_CHECKED = 200
 
 
 class Scorer:
-    """Scores samples with one reward, in one event loop.
+    """Scores samples in one event loop, ``reward_concurrency`` at once, each within a bound.
 
-    A call of a custom reward that takes longer than ``timeout_s`` is an error.  The rewards of
-    r3train end such a call themselves (``Reward.bounds_its_time``) and score it.
+    ``rm_type`` (a name, or module:function) takes the place of the section's rm_type and
+    custom_rm_path: an evaluation may have its own.  Rows whose ``metadata.rm_type`` names a reward
+    are scored by that one, unless the reward is a function of the user.
+
+    A function of the user that takes longer than ``reward_timeout_s``, raises or ends its process is an
+    error, which names it and the prompt.  The rewards of r3train end such a call themselves and score
+    it.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
+    lacks.
     """
 
-    def __init__(self, reward: Reward, *, timeout_s: float) -> None:
-        self._reward = reward
-        self._timeout_s = None if reward.bounds_its_time else timeout_s
-        self._room = asyncio.Semaphore(_CONCURRENCY)
+    def __init__(self, data: DataSection, *, rm_type: str | None = None) -> None:
+        self._data = data
+        self._timeout_s = data.reward_timeout_s
+        self._custom: CustomReward | None = None
+        self._named: dict[str, Reward] = {}
+        flag, name = "--rm-type", rm_type or data.rm_type
+        if rm_type is None and data.custom_rm_path is not None:
+            flag, name = "--custom-rm-path", data.custom_rm_path
+        self._default = None if name is None or ":" in name else name
+        if name is not None and ":" in name:
+            self._custom = CustomReward(
+                flag, name, calls=data.reward_concurrency, group=data.group_rm
+            )
+        elif self._default is not None:
+            self._reward_named(self._default)
+        if data.group_rm and self._custom is None:
+            raise ValueError("--group-rm needs --custom-rm-path: a function of all samples")
+        self._room = asyncio.Semaphore(data.reward_concurrency)
+
+    @property
+    def name(self) -> str:
+        """The reward's name, for people."""
+        if self._custom is not None:
+            return self._custom.name
+        return self._default or "metadata.rm_type"
+
+    @property
+    def takes_groups(self) -> bool:
+        """True if only ``group`` can be called: the reward needs all samples of a prompt (--group-rm)."""
+        return self._custom is not None and self._custom.group
 
     async def __call__(self, sample: RolloutSample) -> float:
-        """Score a sample's text.
+        """Score one sample; raises ValueError naming the prompt, the reward and the sample."""
+        assert not self.takes_groups, "a reward of groups was asked for one sample"
+        if self._custom is None:
+            async with self._room:
+                value = await self._reward_for(sample.prompt)(sample)
+            return self._number(sample, value)
+        return self._number(sample, await self._call_custom([sample]))
 
-        Raises ValueError naming the prompt and the function if it fails or takes too long.
-        """
-        prompt, ids = sample.prompt, sample.token_ids[sample.prompt_len :].tolist()
-        async with self._room:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    return await _in_thread(lambda: self._reward(prompt, sample.text, ids))
-            except TimeoutError:
-                raise ValueError(
-                    f"prompt {prompt.prompt_id}: reward {self._reward.name} took longer than"
-                    f" reward_timeout_s {self._timeout_s:g} (sample {sample.sample_id})"
-                ) from None
+    async def group(self, samples: Sequence[RolloutSample]) -> list[float]:
+        """Score all samples of one prompt, whatever the reward takes; raises ValueError as above."""
+        if not self.takes_groups:
+            return list(await asyncio.gather(*(self(sample) for sample in samples)))
+        values = await self._call_custom(list(samples))
+        if not isinstance(values, list) or len(values) != len(samples):
+            got = f"{len(values)} numbers" if isinstance(values, list) else quoted(values)
+            raise ValueError(
+                f"prompt {samples[0].prompt.prompt_id}: reward {self.name} got {len(samples)} samples"
+                f" and must return a number for each, got {got}"
+            )
+        return [self._number(sample, value) for sample, value in zip(samples, values)]
 
-
-def _in_thread(call: Callable[[], float]) -> asyncio.Future[float]:
-    """Run ``call`` in a daemon thread: one that never returns must not keep the process alive."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[float] = loop.create_future()
-
-    def settle(setter: Callable[[object], None], value: object) -> None:
-        if not future.done():
-            setter(value)
-
-    def work() -> None:
+    async def _call_custom(self, samples: list[RolloutSample]) -> Any:
+        first = samples[0]
+        about = f"prompt {first.prompt.prompt_id}: reward {self.name}"
         try:
-            outcome = (future.set_result, call())
-        except Exception as error:
-            outcome = (future.set_exception, error)
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, *outcome)
+            return await self._custom(samples, self._timeout_s)
+        except TimeoutError:
+            error = f"took longer than reward_timeout_s {self._timeout_s:g}"
+        except (CallFailed, WorkerEnded) as failure:
+            error = str(failure)
+        raise ValueError(f"{about} {error} (sample {first.sample_id})")
 
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return future
+    def _number(self, sample: RolloutSample, value: Any) -> float:
+        """The reward in what a function returned; raises ValueError if that is no finite number."""
+        about = f"prompt {sample.prompt.prompt_id}: reward {self.name}"
+        key = self._data.reward_key
+        if isinstance(value, dict):
+            if key is None or key not in value:
+                named = "--reward-key is not set" if key is None else f"no number at key {key}"
+                raise ValueError(f"{about} returned a table, and {named}: {quoted(value)}")
+            value = value[key]
+        elif key is not None:
+            raise ValueError(f"{about} must return a table (--reward-key {key}), got {value!r}")
+        if not isinstance(value, float) or not math.isfinite(value):
+            raise ValueError(f"{about} must be a finite number, got {quoted(value)}")
+        return value
+
+    def _reward_named(self, name: str, flag: str = "--rm-type") -> Reward:
+        if name not in self._named:
+            self._named[name] = get_reward(name, self._data, flag)
+        return self._named[name]
+
+    def _reward_for(self, prompt: Prompt) -> Reward:
+        """The reward of a prompt; raises ValueError naming it if there is none or its label lacks."""
+        name = prompt.metadata.get("rm_type")
+        flag = f"prompt {prompt.prompt_id}: metadata.rm_type"
+        if name is None and self._default is None:
+            raise ValueError(
+                f"--rm-type is required: {flag} is missing, and so is --custom-rm-path"
+            )
+        if name is not None and (not isinstance(name, str) or ":" in name):
+            raise ValueError(f"{flag} must be a registered name, got {quoted(name)}")
+        reward = self._reward_named(name or self._default, flag if name else "--rm-type")
+        if reward.needs_label and prompt.label is None:
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: {reward.name} needs a label, and key"
+                f" {self._data.label_key} is missing or null (--label-key)"
+            )
+        return reward
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ValueError naming a prompt that cannot be scored: no reward, or a label of no use.
+
+        Reads every label, and the first 200 of each reward more closely.  A custom reward may have
+        a ``check`` of its own, as an attribute: a function of the list of prompts that raises
+        ValueError.  Not to be called from an event loop.
+        """
+        if self._custom is not None:
+            self._custom.check(list(prompts))
+            return
+        of_reward: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            reward = self._reward_for(prompt)
+            if reward.needs_label:
+                reward.require_label(prompt)
+            of_reward.setdefault(reward.name, []).append(prompt)
+        first = [prompt for found in of_reward.values() for prompt in found[:_CHECKED]]
+        try:
+            asyncio.run(_one_by_one(lambda p: self._reward_for(p).check(p), first))
+        finally:
+            self.close()  # helpers belong to that loop
+
+    def close(self) -> None:
+        """End the processes of rewards, from any thread; a later call starts them again."""
+        for reward in (self._custom, *self._named.values()):
+            if reward is not None:
+                reward.close()
+
+
+async def _one_by_one(call: Callable[[Prompt], Awaitable[None]], prompts: list[Prompt]) -> None:
+    for prompt in prompts:
+        await call(prompt)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.unit.algo.rollouts import advantages
+from tests.unit.rewards.test_scoring import sample, scored
 
 from r3train.algo.advantages.registry import ADVANTAGES
 from r3train.algo.check import check_algorithm
@@ -16,12 +17,14 @@ from r3train.algo.losses.registry import POLICY_LOSSES, get_policy_loss
 from r3train.algo.policy_loss import microbatch_loss
 from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
+from r3train.config.data import DataSection
 from r3train.environments import ENVIRONMENTS, Turn, get_environment
-from r3train.rewards import REWARDS, get_reward
+from r3train.rewards.registry import REWARDS
 from r3train.types import Prompt
 
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()
 RULES = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
+DATA = (Path(__file__).parents[3] / "docs/data.md").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -37,9 +40,15 @@ def prompt(label):
 
 
 def test_the_reward():
-    reward = get_reward("math", "my_reward:short_answer")
-    assert reward(prompt("four"), " four\n", [1, 2]) == pytest.approx(0.98)
-    assert reward(prompt("four"), "five", [1]) == pytest.approx(-0.01)
+    data = DataSection(prompt_data="-", custom_rm_path="my_reward:short_answer")
+    answers = [sample(text, label="four") for text in (" four", "five")]
+    assert scored(data, *answers) == pytest.approx([0.95, -0.04])
+
+
+def test_the_reward_of_a_group():
+    data = DataSection(prompt_data="-", custom_rm_path="my_group_reward:shortest", group_rm=True)
+    answers = [sample("x" * length) for length in (5, 2, 3)]
+    assert scored(data, *answers, group=True) == [0.0, 1.0, 0.0]
 
 
 async def test_the_environment():
@@ -81,4 +90,4 @@ def test_the_policy_loss():
 
 def test_the_pages_name_everything_that_is_registered():
     for name in (*ADVANTAGES, *POLICY_LOSSES, *REWARDS, *ENVIRONMENTS):
-        assert f"`{name}`" in PAGE + RULES
+        assert f"`{name}`" in PAGE + RULES + DATA

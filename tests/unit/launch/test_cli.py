@@ -15,7 +15,7 @@ from r3train import tiny
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.data import load_prompts, load_tokenizer
-from r3train.rewards import get_reward
+from r3train.rewards.accepted_words import accepted_words
 
 
 def make(output: Path, *args: str):
@@ -100,16 +100,15 @@ def test_chance_leaves_room_to_learn(model):
 
     tokenizer = load_tokenizer(model / "model")
     prompts = load_prompts(model / "prompts.jsonl", tokenizer=tokenizer)
-    reward = get_reward("accepted_words")
     generator = random.Random(0)
     vocabulary = list(range(len(tokenizer)))
     scores = [
-        reward(prompt, tokenizer.decode(generator.choices(vocabulary, k=8)), [])
+        accepted_words(prompt, tokenizer.decode(generator.choices(vocabulary, k=8)))
         for prompt in prompts
         for _ in range(20)
     ]
     assert 0.1 < sum(scores) / len(scores) < 0.3
-    assert reward(prompts[0], " ".join(prompts[0].label[:8]), []) == 1.0
+    assert accepted_words(prompts[0], " ".join(prompts[0].label[:8])) == 1.0
 
 
 def test_the_same_options_again_are_reused_and_change_nothing(model):

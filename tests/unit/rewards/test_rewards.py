@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import threading
 import time
-from pathlib import Path
 
-import numpy as np
 import pytest
+from tests.unit.rewards.test_scoring import sample, scored, settings
 
-from r3train.rewards import get_reward
-from r3train.types import Prompt
-
-
-def prompt(label, metadata=None, prompt_id="p.jsonl:7") -> Prompt:
-    return Prompt(prompt_id, 7, "text", np.zeros(1, np.int32), label, metadata or {})
+from r3train.rewards.scoring import Scorer
 
 
 def reward_of(rm_type, label, response, metadata=None) -> float:
-    return get_reward(rm_type)(prompt(label, metadata), response, [])
+    (reward,) = scored(settings(rm_type=rm_type), sample(response, label=label, metadata=metadata))
+    return reward
 
 
 ANIMALS = ["cat", "dog"]
@@ -68,170 +59,154 @@ def test_exact_match_compares_text_without_outer_space():
         reward_of("exact_match", ["a"], "a")
 
 
-@pytest.fixture(scope="module")
-def math_reward():
-    pytest.importorskip("math_verify")
-    reward = get_reward("math", timeout_s=2.0)
-    yield reward
-    reward.close()
-
-
 @pytest.mark.parametrize(
     "label, response, reward",
     [
         ("42", r"The answer is \boxed{42}.", 1.0),
         (42, "so it is 42", 1.0),
-        ("1/2", r"$\frac{1}{2}$", 1.0),
-        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
-        (r"$x^2 + 1$", r"\boxed{1 + x^2}", 1.0),
+        (42, "so it is 42.", 1.0),
         ("42", r"\boxed{41}", 0.0),
         ("42", "no idea", 0.0),
         ("42", "", 0.0),
+        # the last box, else ####, else the last number
+        ("72", r"\boxed{71} then \boxed{72}", 1.0),
+        ("71", r"\boxed{71} then \boxed{72}", 0.0),
+        ("72", "#### 72\nAnd 3 more words", 1.0),
+        ("72", r"\boxed{72} and then #### 5", 1.0),
+        ("72", "there are 72 of them, or 71", 0.0),
+        ("71", "there are 72 of them, or 71", 1.0),
+        # an answer that was cut off inside its box is no answer
+        ("72", r"first 72, so \boxed{7", 0.0),
+        ("72", "72 " + "so it goes on " * 400 + "to the end", 0.0),
+        ("1,234", "1234", 1.0),
+        (r"\$12.50", "12.5", 1.0),
+        # a whole solution as label
+        ("first 3 and 4.\n#### 7", "it is 7", 1.0),
+        (r"we find \boxed{\frac{1}{2}}", r"$\frac{2}{4}$", 1.0),
     ],
 )
-def test_math_compares_by_value(math_reward, label, response, reward):
-    assert math_reward(prompt(label), response, []) == reward
+def test_math_reads_the_last_box_else_the_mark_else_the_last_number(label, response, reward):
+    assert reward_of("math", label, response) == reward
 
 
-def test_math_works_from_several_threads_at_once(math_reward):
-    results = {}
+def test_math_compares_by_value():
+    pairs = [
+        ("1/2", r"$\frac{1}{2}$", 1.0),
+        (r"\frac{1}{2}", r"\boxed{0.5}", 1.0),
+        (r"$x^2 + 1$", r"\boxed{1 + x^2}", 1.0),
+        (r"2\sqrt{3}", r"\boxed{\sqrt{12}}", 1.0),
+        (r"\text{even}", r"\boxed{even}", 1.0),
+        ("10%", r"\boxed{0.1}", 1.0),
+        ("(1, 2)", r"\boxed{(2, 1)}", 0.0),
+        ("7", r"\boxed{\infty}", 0.0),
+    ]
+    samples = [sample(response, label=label) for label, response, _ in pairs]
+    assert scored(settings(rm_type="math"), *samples) == [reward for _, _, reward in pairs]
 
-    def work(number):
-        results[number] = math_reward(prompt(str(number)), rf"\boxed{{{number}}}", [])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: 1.0 for number in range(8)}
-
-
-def test_an_answer_that_cannot_be_evaluated_scores_0_in_time_and_the_next_one_is_judged(
-    math_reward,
-):
-    math_reward(prompt("4"), "4", [])
-    start = time.monotonic()
-    assert math_reward(prompt("4"), r"\boxed{9^{9^{9^{9}}}}", []) == 0.0
-    assert time.monotonic() - start < 5
-    assert math_reward(prompt("4"), r"\boxed{4}", []) == 1.0
+def test_hostile_expressions_score_0_beside_the_others_and_end_their_process():
+    hostile = [sample(r"\boxed{9^{9^{9^{9}}}}", label="x", number=n) for n in range(3)]
+    good = [sample(r"\boxed{\frac{4}{2}}", label="2", number=n) for n in range(20)]
+    began = time.monotonic()
+    data = settings(rm_type="math", reward_timeout_s=10.0)
+    assert scored(data, *hostile, *good) == [0.0] * 3 + [1.0] * 20
+    assert (
+        time.monotonic() - began < 25
+    ), "three at a time take 3 s, and no other call queues for them"
 
 
 @pytest.mark.parametrize("label", ["", ["4"], True])
-def test_math_names_the_prompt_of_a_bad_label(math_reward, label):
+def test_math_names_the_prompt_of_a_bad_label(label):
     with pytest.raises(ValueError, match="prompt p.jsonl:7"):
-        math_reward(prompt(label), "4", [])
+        Scorer(settings(rm_type="math")).check([sample(label=label).prompt])
 
 
-def test_closing_math_ends_its_process(math_reward):
-    math_reward(prompt("4"), "4", [])
-    worker = math_reward.function._worker
-    math_reward.close()
-    assert worker.returncode is not None
-    with pytest.raises(ProcessLookupError):
-        os.kill(worker.pid, 0)
-
-
-def test_the_math_process_ends_with_an_owner_that_is_killed():
-    pytest.importorskip("math_verify")
-    code = (
-        "import time\n"
-        "import numpy as np\n"
-        "from r3train.rewards import get_reward\n"
-        "from r3train.types import Prompt\n"
-        "reward = get_reward('math')\n"
-        "reward(Prompt('p', 0, 't', np.zeros(1, np.int32), '4'), '4', [])\n"
-        "print(reward.function._worker.pid, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    worker = int(owner.stdout.readline())
-    assert is_running(worker)
-    owner.kill()
-    owner.communicate()
-    deadline = time.monotonic() + 5
-    while is_running(worker) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not is_running(worker)
-
-
-def test_a_math_process_that_breaks_is_an_error_and_no_reward():
-    pytest.importorskip("math_verify")
-    reward = get_reward("math")
-    reward(prompt("4"), "4", [])
-    reward.function._worker.stdin.close()
-    reward.function._worker.wait()
-    reward.function._worker.stdin = open(os.devnull, "w")
-    with pytest.raises(ValueError, match="p.jsonl:7: .* the math process ended with code 0"):
-        reward(prompt("4"), "4", [])
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def test_an_unknown_reward_suggests_the_nearest_name():
-    with pytest.raises(ValueError, match=r"--rm-type maths: unknown.*Did you mean math\?"):
-        get_reward("maths")
-
-
-CUSTOM = """
-import time
-def half(prompt, text, ids): return 0.5
-def number(prompt, text, ids): return len(ids)
-def nan(prompt, text, ids): return float("nan")
-def nothing(prompt, text, ids): return None
-def fails(prompt, text, ids): raise KeyError("gold")
-def short(text): return 1.0
-async def later(prompt, text, ids): return 1.0
-value = 3
-"""
-
-
-@pytest.fixture
-def custom(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_for_test.py").write_text(CUSTOM)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return lambda name: get_reward("accepted_words", f"my_rewards_for_test:{name}")
-
-
-def test_a_custom_reward_takes_the_place_of_rm_type(custom):
-    assert get_reward("my_rewards_for_test:half")(prompt("x"), "", []) == 0.5
-    assert custom("half")(prompt("x"), "", []) == 0.5
-    assert custom("number")(prompt("x"), "", [1, 2, 3]) == 3.0
+def test_closing_math_ends_its_process():
+    scorer = Scorer(settings(rm_type="math"))
+    scorer.check([sample(label="x+1").prompt])
+    (math,) = scorer._named.values()
+    assert all(worker._process is None for worker in math._workers._workers)
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "label, response, reward",
     [
-        ("nan", "must be a finite number, got nan"),
-        ("nothing", "must be a finite number, got None"),
-        ("fails", "raised KeyError: 'gold'"),
+        (72, "so #### 72", 1.0),
+        ("48/2 = 24\n#### 72", r"\boxed{72}", 1.0),
+        ("72", "the answer is $72.00.", 1.0),
+        ("1,072", "1072", 1.0),
+        ("72", "#### seventy-two", 0.0),
+        ("72", r"\boxed{\frac{144}{2}}", 0.0),
+        ("72", "", 0.0),
     ],
 )
-def test_a_custom_reward_that_gives_no_number_names_the_prompt(custom, name, message):
-    with pytest.raises(ValueError, match=f"prompt p.jsonl:7: reward .*:{name} {message}"):
-        custom(name)(prompt("x"), "", [])
+def test_gsm8k_compares_numbers_alone(label, response, reward):
+    assert reward_of("gsm8k", label, response) == reward
+
+
+def test_gsm8k_refuses_a_label_without_a_number():
+    with pytest.raises(ValueError, match="p.jsonl:7: gsm8k needs a label that is a number"):
+        Scorer(settings(rm_type="gsm8k")).check([sample(label="Paris").prompt])
 
 
 @pytest.mark.parametrize(
-    "name, message",
+    "label, response, reward",
     [
-        ("absent", "has no absent"),
-        ("value", "found 3, expected a function"),
-        ("short", r"found a function \(text\), expected a function \(prompt, response_text"),
-        ("later", "found an async function"),
+        ("34", "Answer: 34", 1.0),
+        ("34", "Answer: 33\nno: answer: $34$.", 1.0),
+        ("34", r"Answer: \boxed{34}", 1.0),
+        ("34", r"\boxed{34}", -1.0),
+        ("34", "Answer: 34" + " and so on" * 100, -1.0),
+        ("x + 1", "Answer: x+1", 1.0),
+        ("34", "", -1.0),
     ],
 )
-def test_a_custom_path_that_leads_nowhere_is_refused(custom, name, message):
-    with pytest.raises(ValueError, match=message):
-        custom(name)
+def test_dapo_reads_the_last_line_of_answer_and_gives_1_or_minus_1(label, response, reward):
+    assert reward_of("dapo", label, response) == reward
 
 
-@pytest.mark.parametrize("path", ["no_colon", "no_such_module_here:f", ":f", "m:"])
-def test_a_custom_path_that_cannot_be_imported_is_refused(path):
-    with pytest.raises(ValueError, match="--custom-rm-path"):
-        get_reward("accepted_words", path)
+@pytest.mark.parametrize(
+    "label, response, metadata, reward",
+    [
+        ("B", "The answer is (B).", None, 1.0),
+        ("B", "A is wrong, C too. Answer: B", None, 1.0),
+        ("B", r"\boxed{B}", None, 1.0),
+        ("B", r"answer A, no: \boxed{C}", None, 0.0),
+        ("B", "<think>the answer is A</think> B", None, 1.0),
+        ("B", "nothing", None, 0.0),
+        (1, "Answer: B", {"choices": ["red", "green"]}, 1.0),
+        ("green", "Answer: B", {"choices": ["red", "green"]}, 1.0),
+        ("B", "Answer: E", {"choices": ["red", "green"]}, 0.0),
+    ],
+)
+def test_gpqa_takes_the_letter_that_was_chosen(label, response, metadata, reward):
+    assert reward_of("gpqa", label, response, metadata) == reward
+
+
+def test_gpqa_names_the_prompt_of_a_label_that_is_no_choice():
+    with pytest.raises(ValueError, match="p.jsonl:7: gpqa needs a label that is one of A to B"):
+        row = sample(label="blue", metadata={"choices": ["red", "green"]}).prompt
+        Scorer(settings(rm_type="gpqa")).check([row])
+
+
+@pytest.mark.parametrize(
+    "label, response, reward",
+    [
+        ("the red house", "A red house!", 1.0),
+        ("red house", "a red car", 0.5),
+        (["blue", "red car"], "the red car", 1.0),
+        ("red", "blue", 0.0),
+        ("red", "", 0.0),
+    ],
+)
+def test_f1_counts_shared_words_as_squad_does(label, response, reward):
+    assert reward_of("f1", label, response) == reward
+
+
+def test_boxed_scores_the_last_box_alone():
+    assert reward_of("boxed_exact_match", "yes", r"no \boxed{no} \boxed{yes} no") == 1.0
+    assert reward_of("boxed_exact_match", "yes", "yes") == 0.0
+    assert reward_of("boxed_gsm8k", 7, r"\boxed{7} 8") == 1.0
+    assert reward_of("boxed_f1", "red house", r"\boxed{a red house}") == 1.0
+    with pytest.raises(ValueError, match="--rm-type nothing: unknown"):
+        Scorer(settings(rm_type="boxed_nothing"))

@@ -1,0 +1,79 @@
+"""Rewards for multiple choice and for words."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+from r3train.rewards.answers import TAIL, last_box
+from r3train.types import Prompt
+
+_LETTERS = string.ascii_uppercase
+# without choices in the metadata: no data set of this kind has more
+_MOST_CHOICES = 10
+_STATED = re.compile(
+    r"(?i:answer|option|choice)\s*(?i:is|:)?\s*[*_$(\\]*\s*(?:boxed\{)?\(?([A-Z])\b"
+)
+_ALONE = re.compile(r"\b([A-Z])\b")
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+
+
+def gpqa(prompt: Prompt, text: str) -> float:
+    """1 where the response chose the right letter of several choices, else 0.
+
+    The label is a letter, a 0-based number of a choice, or the text of one of ``metadata["choices"]``.
+    The letter is taken from the last box, else from the last "answer is X", else it is the last letter
+    that stands alone.  Nothing before ``</think>`` counts.
+    """
+    letters, right = _choices(prompt)
+    tail = text.rpartition("</think>")[2][-TAIL:]
+    found = [(last_box(tail) or "").strip("() .").upper()]
+    found += _STATED.findall(tail)[::-1] + _ALONE.findall(tail)[::-1]
+    return float(next((letter for letter in found if letter in letters), None) == right)
+
+
+def _choices(prompt: Prompt) -> tuple[Sequence[str], str]:
+    """The letters that may be chosen and the right one; raises ValueError naming the prompt."""
+    choices, label = prompt.metadata.get("choices"), prompt.label
+    if isinstance(choices, dict):
+        choices = list(choices.values())
+    letters = list(_LETTERS[: len(choices) if choices else _MOST_CHOICES])
+    if isinstance(label, str):
+        if label.strip().upper() in letters:
+            return letters, label.strip().upper()
+        if choices and label in choices:
+            return letters, letters[choices.index(label)]
+    elif isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
+        return letters, letters[label]
+    raise ValueError(
+        f"prompt {prompt.prompt_id}: gpqa needs a label that is one of {letters[0]} to {letters[-1]},"
+        f" a number below {len(letters)} or one of metadata.choices, got {label!r}"
+    )
+
+
+def f1(prompt: Prompt, text: str) -> float:
+    """F1 of the words that response and label share, in 0..1, as SQuAD computes it.
+
+    Case, punctuation and articles do not count.  Of several labels (a list) the best counts.
+    """
+    labels = prompt.label if isinstance(prompt.label, list) else [prompt.label]
+    if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
+        raise ValueError(
+            f"prompt {prompt.prompt_id}: f1 needs a label of text or a list of texts,"
+            f" got {prompt.label!r}"
+        )
+    return max(_word_f1(_words(text), _words(str(label))) for label in labels)
+
+
+def _words(text: str) -> list[str]:
+    bare = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
+    return _ARTICLES.sub(" ", bare).split()
+
+
+def _word_f1(answer: list[str], label: list[str]) -> float:
+    shared = sum((Counter(answer) & Counter(label)).values())
+    if not answer or not label:
+        return float(answer == label)
+    return 2 * shared / (len(answer) + len(label))

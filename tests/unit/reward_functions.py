@@ -1,0 +1,157 @@
+"""Reward functions of a user, good and bad, for tests that name them by their import path."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+
+import numpy as np
+
+PATH = f"{__name__}:"
+calls: Counter[str] = Counter()
+
+
+def half(prompt, text, ids):
+    return 0.5
+
+
+def number(prompt, text, ids):
+    return len(ids)
+
+
+def numpy_number(prompt, text, ids):
+    return np.float32(0.25)
+
+
+def length_of_text(sample):
+    return len(sample.text)
+
+
+async def later(prompt, text, ids):
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+async def later_of_sample(sample):
+    await asyncio.sleep(0.01)
+    return sample.response_len
+
+
+def by_prompt(prompt, text, ids):
+    time.sleep(0.001)
+    return prompt.index / 2
+
+
+def one_second(prompt, text, ids):
+    time.sleep(1)
+    return 1.0
+
+
+def counts_calls(prompt, text, ids):
+    calls["all"] += 1
+    return calls["all"]
+
+
+def ranks(samples):
+    """The rank of each sample's length in its group."""
+    lengths = [len(sample.text) for sample in samples]
+    return [sorted(lengths).index(length) for length in lengths]
+
+
+async def ranks_later(samples):
+    await asyncio.sleep(0.01)
+    return np.array(ranks(samples))
+
+
+def tables(prompt, text, ids):
+    return {"score": 0.5, "length": len(text), "why": "half of it"}
+
+
+def tables_of_group(samples):
+    return [{"score": place} for place, _ in enumerate(samples)]
+
+
+def one_too_few(samples):
+    return [0.0] * (len(samples) - 1)
+
+
+def nan(prompt, text, ids):
+    return float("nan")
+
+
+def nothing(prompt, text, ids):
+    return None
+
+
+def text(prompt, text, ids):
+    return "1.0"
+
+
+def fails(prompt, text, ids):
+    raise KeyError("gold")
+
+
+def floods(prompt, text, ids):
+    sys.stdout.write("x" * 1_000_000)
+    raise ValueError("y" * 10_000_000)
+
+
+def returns_much(prompt, text, ids):
+    return ["z" * 10_000_000]
+
+
+def cancels(prompt, text, ids):
+    raise asyncio.CancelledError
+
+
+def exits(prompt, text, ids):
+    sys.exit(0)
+
+
+async def exits_later(prompt, text, ids):
+    sys.exit(0)
+
+
+def ends_its_process(prompt, text, ids):
+    os._exit(3)
+
+
+def crashes(prompt, text, ids):
+    os.abort()
+
+
+def hangs(prompt, text, ids):
+    if prompt.index == 1:
+        threading.Event().wait()
+    return 1.0
+
+
+def hangs_with_child(prompt, text, ids):
+    child = subprocess.Popen(["sleep", "600"])
+    prompt.metadata["pids"].write_text(f"{os.getpid()} {child.pid}")
+    child.wait()
+
+
+async def hangs_async(prompt, text, ids):
+    time.sleep(600)  # blocks its own event loop
+
+
+def holds_the_interpreter(prompt, text, ids):
+    return float(bool(re.match(r"(a+)+$", "a" * 64 + "b")))  # years, without letting go
+
+
+def short(text):
+    return 1.0
+
+
+def two(prompt, text):
+    return 1.0
+
+
+value = 3
