@@ -20,7 +20,8 @@ from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, open_run_dir, preflight, start_stamp
+from r3train.launch.job import Job, claim_directories, open_run_dir, preflight
+from r3train.launch.job import raise_file_limit, start_stamp
 
 
 @train_options
@@ -37,14 +38,21 @@ def main(config: RunConfig) -> None:
             click.echo("\n".join(f"# {line}" for line in shown(job.prompts[0], job.tokenizer)))
         job.reward.close()
         return
-    if rank == 0:
-        with usage_errors():
-            server_gpus_here(config)
-    sys.exit(run(job, rank))
+    with ExitStack() as claims:
+        run_dir = None
+        if rank == 0:
+            raise_file_limit()
+            with usage_errors():
+                server_gpus_here(config)
+                run_dir = claim_directories(config, claims)
+        sys.exit(run(job, rank, run_dir))
 
 
-def run(job: Job, rank: int) -> int:
-    """Join the ranks, train, close everything; returns the exit code."""
+def run(job: Job, rank: int, run_dir: Path | None) -> int:
+    """Join the ranks, train, close everything; returns the exit code.
+
+    run_dir: the run's directory, on rank 0.
+    """
     began = time.monotonic()
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
@@ -67,7 +75,7 @@ def run(job: Job, rank: int) -> int:
                         config.parallel.distributed_timeout_minutes,
                     )
                     parts.callback(topology.shutdown)
-                    run_dir = open_run_dir(config, broadcast_json)
+                    run_dir = open_run_dir(config, run_dir, broadcast_json)
                     log = setup_logging(run_dir, rank, config.run.log_level)
                 train(job, device, rank, run_dir, display, stop, parts)
             if rank == 0:

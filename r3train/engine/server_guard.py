@@ -49,6 +49,11 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
+def signal_when_parent_ends(number: int) -> None:
+    """Have this process sent a signal when the thread that started it ends, by SIGKILL too."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
@@ -188,7 +193,7 @@ def run(owner_pid: int, command: list[str]) -> int:
             env=env,
             start_new_session=True,
             # Were the guard itself killed, the server must not outlive it.
-            preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL),
+            preexec_fn=lambda: signal_when_parent_ends(signal.SIGKILL),
         )
         leftovers: set[str] = set()
         status = _watch(owner_pid, child, stopping, leftovers)

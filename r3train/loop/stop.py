@@ -1,7 +1,7 @@
 """Handle SIGTERM and SIGUSR1: finish and save within a grace period, then exit.
 
 Slurm sends one of them before it takes a job away; torchrun sends SIGTERM to its other ranks when
-one has died.
+one has died.  A rank whose torchrun is gone gets SIGTERM from the kernel: nobody would end it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from r3train.engine.server_guard import signal_when_parent_ends
 from r3train.host_group import host_group
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ class StopSignal:
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, and no shell
+            signal_when_parent_ends(signal.SIGTERM)
 
     def __enter__(self) -> StopSignal:
         for number in SIGNALS:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -38,6 +39,23 @@ LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
 _TENSORS = "optimizer_tensors"
 _NAME = re.compile(r"iter_\d{7}")
+
+# all that torch writes into .metadata, beside dtypes
+_PLANS = {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
+_DESCRIPTIONS = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"}
+_DESCRIPTIONS |= {
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+}
+_ALLOWED = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": _DESCRIPTIONS,
+    "torch.distributed.checkpoint.planner": _PLANS,
+}
 
 # writes further files into the checkpoint's directory, on rank 0
 WriteExtra = Callable[[Path], None]
@@ -301,14 +319,38 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise ValueError(f"{checkpoint / _STATE}: cannot be read: {error}") from None
 
 
+class _MetadataReader(pickle.Unpickler):
+    """Refuses every name that torch does not write there: a pickle can call what it names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not dtype and name not in _ALLOWED.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def check_metadata(checkpoint: Path) -> None:
+    """Raise ValueError if torch would run anything but its own descriptions to read a checkpoint.
+
+    ``.metadata`` is a pickle, the only one of a torch_dist checkpoint: torch opens it without limits.
+    """
+    path = checkpoint / ".metadata"
+    try:
+        with path.open("rb") as file:
+            _MetadataReader(file).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise ValueError(f"{path}: refused: {_cause(error)}") from None
+
+
 def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool = False) -> None:
     """Load a checkpoint into the actor; a collective.
 
     model_only: leave optimizer, schedule and RNG as they are; the topology may differ.
     Learning rate, weight decay and their schedule are the configuration's, at the checkpoint's step;
     a warning names those that differ from the checkpoint's.
-    Raises ValueError if another optimizer saved it.
+    Raises ValueError if another optimizer saved it, and if its metadata could run code.
     """
+    check_metadata(checkpoint)
     topology = read_state(checkpoint)["topology"]
     wanted, optimizer = _model_state(actor), None
     if not model_only:

@@ -8,6 +8,7 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()
 
+import pickle  # noqa: E402
 import random  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -149,3 +150,16 @@ def test_a_random_state_that_cannot_be_read_is_named(tmp_path, content):
         path.write_bytes(content)
     with pytest.raises(ValueError, match="rng_00003.safetensors: cannot read the random state"):
         rng.load(tmp_path, 3)
+
+
+class Run:
+    def __reduce__(self):
+        return print, ("code of a checkpoint ran",)
+
+
+@pytest.mark.parametrize("content", [pickle.dumps(Run()), pickle.dumps({"a": Run()}), b"", b"\x80"])
+def test_metadata_that_names_anything_but_torchs_descriptions_is_refused(content, tmp_path, capsys):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata: refused"):
+        checkpoint.check_metadata(tmp_path)
+    assert capsys.readouterr().out == ""

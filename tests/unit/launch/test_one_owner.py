@@ -1,0 +1,125 @@
+"""One job a directory, and no job without its launcher."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from r3train.config.options import train_options
+from r3train.config.sources import ConfigError
+from r3train.launch.job import claim_directories, OWNER_FILE, raise_file_limit
+from tests.unit.launch.test_preflight import ROOT, start
+
+HOLDER = """
+import sys, time
+from contextlib import ExitStack
+from r3train.config.options import train_options
+from r3train.launch.job import claim_directories
+
+config = train_options(lambda config: config).main(sys.argv[1:], standalone_mode=False)
+with ExitStack() as claims:
+    claim_directories(config, claims)
+    print("held", flush=True)
+    time.sleep(600)
+"""
+RANK = """
+import os, pathlib, sys, time
+from r3train.loop.stop import StopSignal
+
+directory = pathlib.Path(sys.argv[1])
+with StopSignal(60) as stop:
+    (directory / "pid").write_text(f"{os.getpid()}\\n")
+    while stop.received is None:
+        time.sleep(0.05)
+    (directory / "saved").write_text(stop.received)
+"""
+# tests run with torch's threads held to one
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.parametrize("setting", ["run_dir", "save"])
+def test_a_directory_of_a_running_job_is_refused_until_that_job_has_ended(setting, tiny, tmp_path):
+    taken, flag = tmp_path / "taken", "--" + setting.replace("_", "-")
+    own = () if setting == "run_dir" else ("--run-dir", str(tmp_path / "own"))
+    command = [sys.executable, "-c", HOLDER, *_flags(tiny), *own, flag, str(taken)]
+    holder = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        here = () if setting == "run_dir" else ("--run-dir", str(tmp_path / "other"))
+        refused = start(tiny, *here, flag, str(taken))
+        assert refused.exit_code == 2
+        said = f"{taken}: in use \\({setting}\\) by process {holder.pid} on .*: one job a directory"
+        assert re.search(said, refused.output), refused.output
+    finally:
+        holder.kill()
+        holder.wait()
+        holder.stdout.close()
+    with ExitStack() as claims:  # a job that was killed leaves its file, and no lock
+        refused_no_more = _config(tiny, *own, flag, str(taken))
+        claim_directories(refused_no_more, claims)
+        assert f"process {os.getpid()} on" in (taken / OWNER_FILE).read_text()
+        with pytest.raises(ConfigError, match="in use"):
+            claim_directories(refused_no_more, claims)
+
+
+def _config(tiny: Path, *flags: str):
+    command = train_options(lambda config: config)
+    return command.main([*_flags(tiny), *flags], standalone_mode=False)
+
+
+def _flags(tiny: Path) -> tuple[str, ...]:
+    model = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
+    return ("--config", str(ROOT / "configs/tiny_cpu.toml"), *model)
+
+
+def test_jobs_that_start_in_one_second_have_directories_of_their_own(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = _config(tiny)
+    with ExitStack() as claims:
+        made = [claim_directories(config, claims) for _ in range(5)]
+    assert len(set(made)) == 5 and all(path.is_dir() for path in made)
+
+
+def test_a_rank_saves_and_ends_when_its_torchrun_is_killed(tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = subprocess.Popen(
+        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)], env=ENVIRONMENT, cwd=ROOT
+    )
+    pid = tmp_path / "pid"
+    try:
+        while not (pid.exists() and pid.read_text().endswith("\n")):
+            assert torchrun.poll() is None
+            time.sleep(0.05)
+        rank = psutil.Process(int(pid.read_text()))
+        torchrun.send_signal(signal.SIGKILL)
+        psutil.wait_procs([rank], timeout=60)
+        left = rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
+        if left:
+            rank.kill()
+        assert not left
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    assert (tmp_path / "saved").read_text() == "SIGTERM"
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_left():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        raise_file_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert hard == before[1] and soft == min(hard, 65536)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
