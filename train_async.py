@@ -20,7 +20,7 @@ from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, claim_directories, open_run_dir, preflight
+from r3train.launch.job import Job, claim_directories, eval_settings, open_run_dir, preflight
 from r3train.launch.job import raise_file_limit, start_stamp
 
 
@@ -36,7 +36,7 @@ def main(config: RunConfig) -> None:
                 click.secho(str(warning), fg="yellow", err=True)
             click.echo(config.to_toml())
             click.echo("\n".join(f"# {line}" for line in shown(job.prompts[0], job.tokenizer)))
-        job.reward.close()
+        job.close()
         return
     with ExitStack() as claims:
         run_dir = None
@@ -96,6 +96,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     from r3train.launch.routes import build_routes
     from r3train.launch.sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
+    from r3train.loop.evaluation import Evaluations
     from r3train.loop.parts import RankZero
     from r3train.loop.scatter import broadcast_json
     from r3train.observe.metrics import MetricsWriter
@@ -126,8 +127,11 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     routes.open(actor.topology)
     if engines is not None:
         engines.wait_ready()
-        rank_zero = RankZero(engines, display, MetricsWriter(run_dir, config.run.tensorboard))
-        parts.callback(rank_zero.metrics.close)
+        metrics = MetricsWriter(run_dir, config.run.tensorboard)
+        parts.callback(metrics.close)
+        settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
+        evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
+        rank_zero = RankZero(engines, display, metrics, evaluations)
     if config.r3_check_enabled:
         evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
         parts.callback(evidence.close)
@@ -148,13 +152,14 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
     """Draw the plot; returns the numbers of the summary."""
-    from r3train.observe.metrics import read_metrics, summarise
+    from r3train.observe.metrics import read_metrics, summarise, summarise_evaluations
     from r3train.observe.plot import plot_run
 
     if config.run.plot:
         plot_run(run_dir)
     wall_s = time.monotonic() - began
-    return {**summarise(read_metrics(run_dir)), "wall_s": wall_s, "run_dir": run_dir}
+    numbers = {**summarise(read_metrics(run_dir)), **summarise_evaluations(run_dir)}
+    return {**numbers, "wall_s": wall_s, "run_dir": run_dir}
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again

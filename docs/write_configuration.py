@@ -11,6 +11,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from r3train.config import RunConfig
+from r3train.config.section import Section
 
 PAGE = Path(__file__).with_name("configuration.md")
 HEAD = """# Configuration
@@ -72,7 +73,7 @@ def type_words(annotation: Any) -> str:
         return " or ".join(type_words(kind) for kind in arguments if kind is not type(None))
     if origin in (tuple, list):
         return f"list of {type_words(arguments[0])}"
-    if origin is dict:
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, Section)):
         return "table"
     return {bool: "switch", int: "integer", float: "number", str: "text", Path: "path"}[annotation]
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from r3train.config.algorithm import AlgorithmSection
+from r3train.config.eval_checks import eval_conflicts
+from r3train.config.evaluation import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
@@ -28,6 +30,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_checkpoints(config),
             *replay_conflicts(config),
             *rollout_conflicts(config),
+            *eval_conflicts(config),
         ]
     )
 
@@ -75,6 +78,15 @@ def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
     if asked is not None and asked <= room:
         return asked, f"rollout_max_prompt_len {asked}"
     return room, f"{name} {context} - rollout_max_response_len {response}"
+
+
+def eval_prompt_limit(config: RunConfig, hf: HfModelFacts, dataset: EvalDataset) -> tuple[int, str]:
+    """The longest prompt of an evaluation set, see ``prompt_limit``; raises ConfigError for none."""
+    context, name = _context(config, hf)
+    words = f"{name} {context} - max_response_len {dataset.max_response_len}"
+    if dataset.max_response_len >= context:
+        raise ConfigError(f"evaluation set {dataset.name}: {words} leaves no room for a prompt")
+    return context - dataset.max_response_len, words
 
 
 def replay_warnings(config: RunConfig) -> list[str]:

@@ -13,12 +13,13 @@ import click
 from click.core import ParameterSource
 
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError, Place, nearest, places
+from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, places
 
 SERVER_PREFIX = "--sglang-"
 PASSTHROUGH_HELP = {
     "transformer_overrides": ("--transformer-override NAME=VALUE", "Repeatable."),
     "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
+    FILE_FIELD: (f"[[eval.{FILE_FIELD}]] in the file", ""),
 }
 
 
@@ -140,8 +141,8 @@ def usage_errors() -> Iterator[None]:
 
 
 def _option(place: Place) -> click.Option | None:
-    """Return the click option of a field; None for ``sglang``, whose flags are not known here."""
-    if place.name == "sglang":
+    """Return the click option of a field; None for one whose flags are not known here, or has none."""
+    if place.name in ("sglang", FILE_FIELD):
         return None
     if place.name == "transformer_overrides":
         return ListOption(["--transformer-override"], multiple=True, metavar="NAME=VALUE")

@@ -12,6 +12,7 @@ from r3train.config import sources
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.checkpoint import CheckpointSection
 from r3train.config.data import DataSection
+from r3train.config.evaluation import EvalDataset, EvalSection
 from r3train.config.faults import FaultsSection
 from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
@@ -52,6 +53,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     trainer: TrainerSection = TrainerSection()
     replay: ReplaySection = ReplaySection()
+    eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
     run: RunSection = RunSection()
@@ -71,6 +73,46 @@ class RunConfig(Section):
         """
         exact = self.has_engines and self.rollout.flush_cache_on_update
         return self.replay.r3_audit_share if self.r3_check_enabled and exact else 0.0
+
+    @property
+    def eval_sets(self) -> tuple[EvalDataset, ...]:
+        """The evaluation sets, those of the flag first, with defaults resolved; rm_type None is the run's reward."""
+        own, data, rollout = self.eval, self.data, self.rollout
+        defaults = {
+            "input_key": own.eval_input_key or data.input_key,
+            "label_key": own.eval_label_key or data.label_key,
+            "metadata_key": data.metadata_key,
+            "apply_chat_template": data.apply_chat_template,
+            "rm_type": own.eval_rm_type,
+            "n_samples_per_eval_prompt": own.n_samples_per_eval_prompt,
+            "temperature": _first(own.eval_temperature, rollout.rollout_temperature),
+            "top_p": _first(own.eval_top_p, rollout.rollout_top_p),
+            "top_k": _first(own.eval_top_k, rollout.rollout_top_k),
+            "max_response_len": own.eval_max_response_len or rollout.rollout_max_response_len,
+        }
+        pairs = zip(own.eval_prompt_data[::2], own.eval_prompt_data[1::2])
+        asked = [EvalDataset(name=name, path=path) for name, path in pairs]
+        return tuple(
+            dataset.model_copy(
+                update={k: v for k, v in defaults.items() if getattr(dataset, k) is None}
+            )
+            for dataset in (*asked, *own.datasets)
+        )
+
+    def eval_due(self, weight_version: int) -> bool:
+        """True where a run that trains through ``weight_version`` evaluates it."""
+        if not self.eval_sets:
+            return False
+        if weight_version == 0:
+            return not self.eval.skip_eval_before_train
+        interval = self.eval.eval_interval
+        at_interval = interval is not None and weight_version % interval == 0
+        return at_interval or weight_version == self.rollout.num_rollout
+
+    @property
+    def eval_places(self) -> int:
+        """eval_max_concurrency with its default resolved."""
+        return self.eval.eval_max_concurrency or max(1, self.rollout.rollout_max_concurrency // 2)
 
     @property
     def samples_per_rollout(self) -> int:
@@ -148,3 +190,7 @@ class RunConfig(Section):
     def to_toml(self) -> str:
         """The resolved configuration as TOML that ``from_toml`` reads back to an equal one."""
         return sources.to_toml(self)
+
+
+def _first(own: Any, default: Any) -> Any:
+    return default if own is None else own

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
 # fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "sglang")
+# a field of tables that a file alone can hold
+FILE_FIELD = "datasets"
 
 
 class ConfigError(ValueError):
@@ -161,7 +163,9 @@ def _readable(
         inside = "".join(f".{part}" for part in problem["loc"][2:] if isinstance(part, int))
         if name in TABLE_FIELDS and len(problem["loc"]) > 2:
             inside = f".{problem['loc'][2]}"
-        if problem["type"] == "missing":
+        if name == FILE_FIELD:
+            inside = "".join(f".{part}" for part in problem["loc"][2:])
+        if problem["type"] == "missing" and not inside:
             where = f" in {file}" if file is not None else " in a --config file"
             lines.append(
                 f"{known[name].flag} is required"

@@ -1,10 +1,13 @@
-"""A fingerprint of the prompt file, which shows if the file changed since the run began."""
+"""Fingerprints of files and settings, which show if they changed since they were used."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,9 @@ class FileFingerprint:
 def _marks(path: Path) -> tuple[int, int, int]:
     stat = path.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def facts_fingerprint(facts: Mapping[str, Any]) -> str:
+    """A short fingerprint of JSON-able facts, in any order."""
+    text = json.dumps(facts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

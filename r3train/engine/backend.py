@@ -105,6 +105,7 @@ class Request:
     num_generated: int = 0  # tokens of token_ids that the model generated
     weight_version: int | None = None  # every new token must carry it; None: any version
     exact_version: bool = True  # False: weight_version is the oldest that a token may carry
+    wants_routes: bool = True  # False: the answer brings no rows, under R3 too
 
     @property
     def name(self) -> str:

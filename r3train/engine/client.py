@@ -138,7 +138,8 @@ class SGLangClient:
         self._running: dict[str, int] = {}  # request id -> its server
         self._versions = versions
         self._cache_per_version = cache_per_version
-        self._transport = transport or DirectTransport()
+        self._direct = DirectTransport()
+        self._transport = transport or self._direct
         self._aborts: set[asyncio.Task] = set()
 
     @property
@@ -194,7 +195,7 @@ class SGLangClient:
                 segment = read_answer(
                     await self._ask(body, request, asked),
                     request,
-                    routes=self.routes,
+                    routes=self.routes if request.wants_routes else None,
                     decode=self._transport.decode,
                 )
                 return replace(segment, server=asked[-1])
@@ -229,7 +230,7 @@ class SGLangClient:
             "input_ids": np.asarray(request.token_ids).tolist(),
             "sampling_params": params,
             "return_logprob": True,
-            "return_routed_experts": self.routes is not None,
+            "return_routed_experts": self.routes is not None and request.wants_routes,
         }
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
@@ -248,10 +249,10 @@ class SGLangClient:
             rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
             self._load[server] += 1
             self._running[rid] = server
+            # what brings no routes needs no transport of routes
+            transport = self._transport if request.wants_routes else self._direct
             try:
-                return await self._transport.generate(
-                    self.http, server, {**body, "rid": rid}, request
-                )
+                return await transport.generate(self.http, server, {**body, "rid": rid}, request)
             except (asyncio.CancelledError, AnswerLate):
                 self._abort_later(server, rid)
                 raise

@@ -13,6 +13,9 @@ training thread posts calls into the loop and waits for their results.
         set_version(n + 1)  -->    go on
 
 ``buffer`` decides which groups are submitted, too old, or part of a rollout.
+
+An evaluation runs in the loop beside generation, with at most ``eval_places`` of the places in flight.
+A weight update waits for its end, so one weight version answers all of it.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, 
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
+from r3train.generation.evaluate import EvalSet, EvaluationEnded, Row, evaluate
 from r3train.generation.rates import Rates
 from r3train.generation.rescoring import Rescoring, Unbroken
 from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
@@ -81,6 +85,7 @@ class Producer:
     samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says what
     the servers' KV pools hold and what they need, for the error of a request that is retracted again
     and again.  The servers compute a share of the samples, ``audit_share``, again (see ``rescored``).
+    ``eval_places`` bounds the requests of an evaluation while rollouts are left to generate.
     Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
@@ -107,6 +112,7 @@ class Producer:
         keep_decoded: bool = False,
         pool_facts: str | None = None,
         audit_share: float = 0.0,
+        eval_places: int = 1,
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -120,6 +126,8 @@ class Producer:
         self._keep_decoded = keep_decoded
         self._pool_facts = f": {pool_facts}" if pool_facts else ""
         self._audit_share = audit_share
+        self._eval_places = eval_places
+        self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
         self._rescoring: Rescoring | None = None
         self._measuring: asyncio.Task[None] | None = None
         self._last_taken: list[Group] = []
@@ -139,6 +147,8 @@ class Producer:
         self._rates = Rates()
         self._in_flight = 0  # places taken, each for one rollout's requests
         self._going_on = 0  # resumed rollouts that wait for a place in flight
+        self._evaluating = 0  # places taken by an evaluation, beside those of ``_in_flight``
+        self._to_evaluate = 0  # answers of an evaluation that wait for a place
         self._short_of_room = 0  # retracted rollouts that wait, in their place, for others to end
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
@@ -202,6 +212,21 @@ class Producer:
         Waits a limited time for what is under way.
         """
         return self._call(self._rescored())
+
+    def begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
+        """Begin to evaluate the weights that the servers hold, beside generation."""
+        self._call(self._begin_evaluation(sets))
+
+    def await_evaluation(self, on_wait: OnWait | None = None) -> None:
+        """Wait until every set is evaluated or has failed; raises as ``next_batch`` does."""
+        self._wait(self._until(lambda: self._evaluation_done), on_wait)
+
+    def take_evaluation(self) -> dict[str, list[Row] | Exception]:
+        """End the evaluation; returns the rows of each set, or its error.
+
+        A set that is not complete is given up: its error is EvaluationEnded.
+        """
+        return self._call(self._take_evaluation())
 
     def stats(self) -> dict[str, Any]:
         """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
@@ -320,9 +345,37 @@ class Producer:
         self._advance()
         return [group.scored() for group in groups]
 
+    async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
+        assert not self._evaluation, "the evaluation before was not taken"
+        over = self._buffer.next_rollout == self._rollout.num_rollout  # nothing is left to generate
+        places = self._rollout.rollout_max_concurrency if over else self._eval_places
+        room = _EvaluationRoom(self, places)
+        for asked in sets:
+            task = self._loop.create_task(self._evaluate(asked, self._version, room, places))
+            task.add_done_callback(lambda _: self._advance())
+            self._evaluation[asked.name] = task
+
+    async def _evaluate(
+        self, asked: EvalSet, version: int, room: _EvaluationRoom, places: int
+    ) -> list[Row]:
+        await self._until(lambda: self._backend is not None)
+        return await evaluate(asked, self._backend, version, room, places)
+
+    @property
+    def _evaluation_done(self) -> bool:
+        return all(task.done() for task in self._evaluation.values())
+
+    async def _take_evaluation(self) -> dict[str, list[Row] | Exception]:
+        tasks, self._evaluation = self._evaluation, {}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        return {name: _outcome(task) for name, task in tasks.items()}
+
     async def _pause(self) -> None:
         """Stop sending, and drain, freeze or abort the requests in flight."""
         self._pauses += 1
+        await self._until(lambda: self._evaluation_done)
         self._expire()
         await self._until(lambda: self._backend is not None)
         self._raise_failure()
@@ -407,6 +460,7 @@ class Producer:
         if self._measuring is not None:
             self._measuring.cancel()
             running.append(self._measuring)
+        await self._take_evaluation()
         await asyncio.gather(*running, return_exceptions=True)
         await self._end_rescoring()
         if self._backend is not None:
@@ -451,7 +505,8 @@ class Producer:
         # a resumed rollout comes before a new one, and so does one that was retracted
         if self._short_of_room:
             return None
-        if self._in_flight + self._going_on >= self._rollout.rollout_max_concurrency:
+        waiting = self._going_on + self._to_evaluate
+        if self._in_flight + self._evaluating + waiting >= self._rollout.rollout_max_concurrency:
             return None
         while True:
             if not self._items and not self._submit_group():
@@ -552,7 +607,8 @@ class Producer:
         limit = self._rollout.rollout_max_concurrency
         try:
             await self._until(
-                lambda: not self._pauses and self._in_flight < limit, though_failed=True
+                lambda: not self._pauses and self._in_flight + self._evaluating < limit,
+                though_failed=True,
             )
             self._take_place()
         finally:
@@ -569,7 +625,8 @@ class Producer:
         self._short_of_room += 1
         try:
             await self._until(
-                lambda: not self._frozen and self._in_flight - self._short_of_room < half,
+                lambda: not self._frozen
+                and self._in_flight + self._evaluating - self._short_of_room < half,
                 though_failed=True,
             )
         finally:
@@ -597,6 +654,49 @@ class Producer:
     def _log_outcomes(self) -> None:
         for outcome in self._buffer.drain_log():
             self._on_outcome(outcome)
+
+
+def _outcome(task: asyncio.Task[list[Row]]) -> list[Row] | Exception:
+    if task.cancelled():
+        return EvaluationEnded("it was given up before its end")
+    error = task.exception()
+    if error is None:
+        return task.result()
+    return error if isinstance(error, Exception) else EvaluationEnded(repr(error))
+
+
+class _EvaluationRoom:
+    """A place in flight for each answer of an evaluation, ``places`` at once at most.
+
+    The next answers of its share come before new rollouts: without that a freed place would always
+    go to a rollout.
+    """
+
+    def __init__(self, producer: Producer, places: int) -> None:
+        self._producer = producer
+        self._share = asyncio.Semaphore(places)
+
+    async def __aenter__(self) -> None:
+        p = self._producer
+        limit = p._rollout.rollout_max_concurrency
+        await self._share.acquire()
+        p._to_evaluate += 1
+        try:
+            await p._until(
+                lambda: not p._short_of_room and p._in_flight + p._evaluating < limit,
+                though_failed=True,
+            )
+            p._evaluating += 1
+        except BaseException:
+            self._share.release()
+            raise
+        finally:
+            p._to_evaluate -= 1
+
+    async def __aexit__(self, *_exc: object) -> None:
+        self._producer._evaluating -= 1
+        self._share.release()
+        self._producer._advance()
 
 
 class _Turns:

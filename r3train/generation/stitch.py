@@ -54,6 +54,7 @@ def next_request(
     limit: int | None = None,
     weight_version: int | None = None,
     exact_version: bool = True,
+    wants_routes: bool = True,
 ) -> Request:
     """The request for the rest of a sample, or for at most ``limit`` tokens of it."""
     left = tokens_left(sample, sampling)
@@ -69,6 +70,7 @@ def next_request(
         num_generated=int(sample.loss_mask.sum()),
         weight_version=weight_version,
         exact_version=exact_version,
+        wants_routes=wants_routes,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from r3train.engine.control import EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
+from r3train.generation.episode import generate_once
+from r3train.generation.evaluate import EvalSet
 from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -268,37 +270,37 @@ class Engines:
         samples = [(self._routes.keep(sample), reward) for sample, reward in self._buffer.samples]
         return ProducerState(samples, self._buffer.facts)
 
+    def make_client(self) -> RolloutBackend:
+        """Make the client of the servers, in the event loop that uses it."""
+        job, rollout = self.job, self.job.config.rollout
+        client = SGLangClient(
+            self._addrs,
+            routes=self._routes.row_shape,
+            sent_routes=self._route_shape,
+            api_key=self._api_key,
+            request_timeout_s=rollout.rollout_request_timeout_s,
+            max_concurrency=rollout.rollout_max_concurrency,
+            check_alive=self.check_alive if self._servers else None,
+            max_bad_answers=job.config.faults.max_bad_answers,
+            on_bad_answer=self._count_bad_answer,
+            shared_servers=not self._servers,
+            health_timeout_s=job.config.faults.engine_health_timeout_s,
+            versions=self._versions,
+            cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
+            transport=self._routes.transport(),
+        )
+        self._client = client
+        if self._supervisor is None or not self._supervisor.restartable:
+            return client
+        return ResubmittingBackend(client, self._supervisor)
+
     def start_producer(self) -> Producer:
         """Start generation."""
         job, rollout = self.job, self.job.config.rollout
         order = PromptOrder(len(job.prompts), rollout.rollout_seed, job.config.data.rollout_shuffle)
-        addrs, api_key = self._addrs, self._api_key
-
-        def make_client() -> RolloutBackend:
-            client = SGLangClient(
-                addrs,
-                routes=self._routes.row_shape,
-                sent_routes=self._route_shape,
-                api_key=api_key,
-                request_timeout_s=rollout.rollout_request_timeout_s,
-                max_concurrency=rollout.rollout_max_concurrency,
-                check_alive=self.check_alive if self._servers else None,
-                max_bad_answers=job.config.faults.max_bad_answers,
-                on_bad_answer=self._count_bad_answer,
-                shared_servers=not self._servers,
-                health_timeout_s=job.config.faults.engine_health_timeout_s,
-                versions=self._versions,
-                cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
-                transport=self._routes.transport(),
-            )
-            self._client = client
-            if self._supervisor is None or not self._supervisor.restartable:
-                return client
-            return ResubmittingBackend(client, self._supervisor)
-
         self._producer = Producer(
             rollout,
-            make_client,
+            self.make_client,
             lambda group: job.prompts[order.indices(group, 1)[0]],
             SamplingParams(
                 max_new_tokens=rollout.rollout_max_response_len,
@@ -315,15 +317,44 @@ class Engines:
             score=None if job.reward.takes_groups else job.reward,
             score_group=job.reward.group if job.reward.takes_groups else None,
             make_episode=_conversations(job),
-            decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+            decode=self._decode,
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
             keep_decoded=job.config.r3_check_enabled,
             pool_facts=self._pool_facts,
             audit_share=job.config.audit_share,
+            eval_places=job.config.eval_places,
         )
         return self._producer
+
+    def eval_sets(self) -> list[EvalSet]:
+        """The evaluation sets, as generation takes them."""
+        job, rollout = self.job, self.job.config.rollout
+        return [
+            EvalSet(
+                name=data.dataset.name,
+                prompts=data.prompts,
+                num_samples=data.dataset.n_samples_per_eval_prompt,
+                sampling=SamplingParams(
+                    max_new_tokens=data.dataset.max_response_len,
+                    temperature=data.dataset.temperature,
+                    top_p=data.dataset.top_p,
+                    top_k=data.dataset.top_k,
+                    stop_token_ids=rollout.rollout_stop_token_ids or job.hf.eos_token_ids,
+                    max_context_len=rollout.rollout_max_context_len,
+                    seed=rollout.rollout_seed,
+                ),
+                score=data.reward.group,
+                make_episode=_conversations(job) or (lambda prompt: generate_once),
+                decode=self._decode,
+                ids_per_episode=rollout.samples_per_episode,
+            )
+            for data in job.eval_data
+        ]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self.job.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def _group_ended(self, outcome: Outcome) -> None:
         """Append a prompt's fate as it happens, so that it survives the process."""
@@ -339,7 +370,7 @@ class Engines:
             self._supervisor.close()
         for server in self._servers:
             server.stop()
-        self.job.reward.close()
+        self.job.close()
 
 
 def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:

@@ -24,13 +24,17 @@ from r3train.config.cross_checks import (
     check_longest_sample,
     check_model,
     check_static,
+    eval_prompt_limit,
     prompt_limit,
     replay_warnings,
 )
+from r3train.config.data import DataSection
+from r3train.config.eval_checks import eval_conflicts
+from r3train.config.evaluation import EvalDataset
 from r3train.config.families import check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
-from r3train.data.fingerprint import FileFingerprint
+from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.prompts import load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
@@ -60,6 +64,16 @@ _SAME_MODEL = (
 
 
 @dataclass(frozen=True)
+class EvalData:
+    """An evaluation set that was checked: its settings, its prompts and its reward."""
+
+    dataset: EvalDataset
+    prompts: list[Prompt]
+    reward: Scorer
+    prompt_file: FileFingerprint
+
+
+@dataclass(frozen=True)
 class Job:
     """A checked configuration, with the files that its checks have read."""
 
@@ -70,11 +84,18 @@ class Job:
     reward: Scorer
     prompt_file: FileFingerprint
     warnings: tuple[JobWarning, ...] = ()
+    eval_data: tuple[EvalData, ...] = ()
 
     @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt."""
+        """Tokens of the longest prompt of the rollouts."""
         return max(len(prompt.token_ids) for prompt in self.prompts)
+
+    def close(self) -> None:
+        """End the helpers of all rewards."""
+        self.reward.close()
+        for data in self.eval_data:
+            data.reward.close()
 
 
 @dataclass(frozen=True)
@@ -168,13 +189,45 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     scores = config.has_engines and config.rollout.environment is None
     if for_all_ranks and scores and prompts and reward is not None:
         attempt("reward", reward.check, prompts)
+    eval_data: list[EvalData] = []
+    if hf is not None and tokenizer is not None:
+        for dataset in config.eval_sets:
+            found = attempt("prompts", read_eval_data, config, dataset, hf, tokenizer)
+            if found is not None:
+                eval_data.append(found)
+                if for_all_ranks and scores:
+                    attempt("reward", check_rewards, found)
     if faults:
-        if reward is not None:
-            reward.close()
+        for made in [reward, *(data.reward for data in eval_data)]:
+            if made is not None:
+                made.close()
         raise PreflightError(faults, warnings)
     assert hf is not None and prompts is not None and reward is not None
     prompt_file = FileFingerprint.of(data.prompt_data)
-    return Job(config, hf, prompts, tokenizer, reward, prompt_file, tuple(warnings))
+    return Job(
+        config, hf, prompts, tokenizer, reward, prompt_file, tuple(warnings), tuple(eval_data)
+    )
+
+
+def preflight_evaluation(config: RunConfig) -> Job:
+    """Check what an evaluation without training needs; raises ValueError naming the fault.
+
+    Its prompts are those of all sets.
+    """
+    if not config.eval_sets:
+        raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
+    complaints = list(eval_conflicts(config))
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+    check_server_flags(config.rollout.sglang, replay=False)
+    hf = read_hf_facts(config.model.hf_checkpoint)
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    check_vocabulary(tokenizer, hf)
+    data = tuple(read_eval_data(config, each, hf, tokenizer) for each in config.eval_sets)
+    for each in data:
+        check_rewards(each)
+    prompts = [prompt for each in data for prompt in each.prompts]
+    return Job(config, hf, prompts, tokenizer, data[0].reward, data[0].prompt_file, eval_data=data)
 
 
 def _warnings(config: RunConfig) -> Iterator[JobWarning]:
@@ -274,6 +327,70 @@ def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Pr
         max_prompt_len=limit,
         limit_name=limit_name,
     )
+
+
+def read_eval_data(
+    config: RunConfig, dataset: EvalDataset, hf: HfModelFacts, tokenizer: Any
+) -> EvalData:
+    """Read an evaluation set and make its reward; raises ValueError naming file, line or flag."""
+    limit, limit_name = eval_prompt_limit(config, hf, dataset)
+    try:
+        prompts = load_prompts(
+            dataset.path,
+            tokenizer=tokenizer,
+            input_key=dataset.input_key,
+            label_key=dataset.label_key,
+            metadata_key=dataset.metadata_key,
+            apply_chat_template=dataset.apply_chat_template,
+            max_prompt_len=limit,
+            limit_name=limit_name,
+        )
+        reward = Scorer(scored_by(config.data, dataset), rm_type=dataset.rm_type)
+    except ValueError as error:
+        raise ValueError(f"evaluation set {dataset.name}: {error}") from None
+    return EvalData(dataset, prompts, reward, FileFingerprint.of(dataset.path))
+
+
+def check_rewards(data: EvalData) -> None:
+    """Raise ValueError naming the set and a prompt that its reward cannot score."""
+    try:
+        data.reward.check(data.prompts)
+    except ValueError as error:
+        raise ValueError(f"evaluation set {data.dataset.name}: {error}") from None
+
+
+def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:
+    """The reward's settings for an evaluation set; --group-rm and --reward-key are of functions alone."""
+    if dataset.rm_type is None or ":" in dataset.rm_type:
+        return data
+    return data.model_copy(update={"group_rm": False, "reward_key": None})
+
+
+def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
+    """Fingerprint, by name, all that the answers of an evaluation set depend on beside its version.
+
+    weights: the checkpoint that training began with; None: hf_checkpoint.
+    """
+    rollout, data = job.config.rollout, job.config.data
+    shared = {
+        "weights": str(weights or job.config.model.hf_checkpoint),
+        "seed": rollout.rollout_seed,
+        "stop": rollout.rollout_stop_token_ids,
+        "context": rollout.rollout_max_context_len,
+        "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
+        "environment": rollout.environment,
+        "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
+    }
+    return {
+        each.dataset.name: facts_fingerprint(
+            {
+                **shared,
+                **each.dataset.model_dump(mode="json", exclude={"path"}),
+                "sha256": each.prompt_file.sha256,
+            }
+        )
+        for each in job.eval_data
+    }
 
 
 def claim_directories(config: RunConfig, claims: ExitStack) -> Path:

@@ -13,6 +13,7 @@ from r3train.launch.resume import ResumePoint
 from r3train.loop.routes import Routes
 from r3train.loop.replay_source import DumpedRollouts
 from r3train.generation.buffer import ProducerState
+from r3train.generation.evaluate import EvalSet
 from r3train.hf_checkpoint import NamedTensors
 
 
@@ -53,6 +54,10 @@ class Replayed:
             steps_per_rollout=config.steps_per_rollout,
         )
 
+    def eval_sets(self) -> list[EvalSet]:
+        """Return none: there is no server that could answer."""
+        return []
+
     def hold_weights(self, weights: NamedTensors, version: int) -> Path:
         """Refused by the configuration's checks: there is no server."""
         raise AssertionError("replayed rollouts have no server")
@@ -81,5 +86,5 @@ class Replayed:
         return {}
 
     def close(self) -> None:
-        """End the reward's helpers."""
-        self._job.reward.close()
+        """End the rewards' helpers."""
+        self._job.close()

@@ -110,10 +110,12 @@ class AsyncLoop:
             self._publish(start_rollout_id)
         if self._rank_zero is not None:
             self._source = keeper.watch(self._rank_zero.engines.start_producer())
+        self._begin_evaluation(start_rollout_id, at_start=True)
         for rollout_id in range(start_rollout_id, num_rollout):
             began = time.monotonic()
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
+                self._end_evaluation()
                 return keeper.stopped(rollout_id)
             slices, prepared, metrics = taken
             waited = time.monotonic()
@@ -145,10 +147,14 @@ class AsyncLoop:
                 if verdict is not None:
                     verdict.raise_if_failed()
             trained = time.monotonic()
+            self._end_evaluation()
+            evaluated = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
             # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
                 metrics.update(self._publish(rollout_id + 1))
+            if not stopping and not is_last:
+                self._begin_evaluation(rollout_id + 1)
             published = time.monotonic()
             keeper.poll()
             if keeper.due(rollout_id + 1):
@@ -159,20 +165,41 @@ class AsyncLoop:
                 {
                     "perf/rollout_wait_s": waited - began,
                     "perf/train_s": trained - waited,
-                    "perf/publish_s": published - trained,
+                    "perf/publish_s": published - evaluated,
                     "perf/save_s": done - published,
                     "perf/step_s": done - began,
                     "perf/tokens_per_s": metrics.get("rollout/tokens", 0) / (done - began),
                 }
             )
+            if config.eval_sets:
+                metrics["perf/eval_wait_s"] = evaluated - trained
             self._report(rollout_id, metrics)
             if stopping and not is_last:
                 return keeper.stopped(rollout_id + 1)
         if num_rollout > start_rollout_id:
             keeper.save(num_rollout)
             keeper.finish()
+            if (
+                config.eval_due(num_rollout) and not stopping
+            ):  # after the save, which it cannot spoil
+                if not config.trainer.check_weight_update_equal:
+                    self._publish(num_rollout)
+                self._begin_evaluation(num_rollout)
+        self._end_evaluation()
+        host_barrier()  # the other ranks wait for rank 0's last evaluation
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
+
+    def _begin_evaluation(self, weight_version: int, *, at_start: bool = False) -> None:
+        """Rank 0: begin to evaluate the weights that the servers hold, if the settings ask for it."""
+        failed = self._recovery.fatal is not None  # then the servers may hold older weights
+        if self._rank_zero is not None and self._config.eval_due(weight_version) and not failed:
+            self._rank_zero.evaluations.begin(self._source, weight_version, at_start=at_start)
+
+    def _end_evaluation(self) -> None:
+        """Rank 0: wait for the evaluation under way and write it."""
+        if self._rank_zero is not None:
+            self._rank_zero.evaluations.end(self._source)
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         if self._rank_zero is not None:

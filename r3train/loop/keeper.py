@@ -237,8 +237,7 @@ class WatchedSource:
         """Return the source's next batch; raise StopRequested once the run is told to stop."""
 
         def waiting(stats: dict[str, Any]) -> None:
-            if self._stop.received is not None:
-                raise StopRequested(self._stop.received)
+            self._heed_stop(stats)
             if on_wait is not None:
                 on_wait(stats)
 
@@ -246,6 +245,14 @@ class WatchedSource:
         if self._dump is not None:
             self._dump(rollout_id, self.last)
         return self.last
+
+    def await_evaluation(self) -> None:
+        """Wait for the source's evaluation; raise StopRequested once the run is told to stop."""
+        self._inner.await_evaluation(self._heed_stop)
+
+    def _heed_stop(self, _stats: dict[str, Any]) -> None:
+        if self._stop.received is not None:
+            raise StopRequested(self._stop.received)
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on to the source."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from r3train.engine.publish import WeightPublisher
 from r3train.hf_checkpoint import NamedTensors
+from r3train.loop.evaluation import Evaluations
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
 from r3train.types import RescoredRollout, Scored
@@ -68,3 +69,4 @@ class RankZero:
     engines: RolloutSide
     display: RunDisplay
     metrics: MetricsWriter
+    evaluations: Evaluations

@@ -22,6 +22,12 @@ Keys are grouped by a slash.  The plot and the console read these:
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
 | perf/rollout_s | seconds since the last step's batch with a request in flight; beside the others |
+| perf/eval_wait_s | seconds that training waited for an evaluation's end |
+
+An evaluation is of a weight version and not of a step, so it has a file of its own, ``eval/metrics.jsonl``,
+with one line for each set and version (``step`` is the version) and the keys eval/NAME/mean,
+standard_error, pass_at_1, _2, _4, ..., truncated_share, response_len_mean, response_len_max, num_prompts,
+num_samples.  Its rows are in ``eval/VERSION-NAME.jsonl``.
 """
 
 from __future__ import annotations
@@ -29,6 +35,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterable, Mapping
 from numbers import Integral, Real
@@ -42,6 +49,8 @@ logger = logging.getLogger(__name__)
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
 TENSORBOARD_DIR = "tensorboard"
+EVAL_DIR = "eval"
+EVAL_METRICS_FILE = f"{EVAL_DIR}/{METRICS_FILE}"
 
 # JSON has no such numbers, and a reader that meets a bare NaN may refuse the whole file
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -78,11 +87,49 @@ class MetricsWriter:
         record = {"step": int(step), "time": round(time.time(), 3), **plain}
         line = {key: _finite_or_name(value) for key, value in record.items()}
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        if self._board is not None:
-            for key, value in plain.items():
-                if isinstance(value, (bool, int, float)):
-                    self._board.add_scalar(key, float(value), global_step=int(step))
-            self._board.flush()
+        self._draw(int(step), plain)
+
+    def write_evaluation(
+        self,
+        version: int,
+        name: str,
+        settings: str,
+        rows: Iterable[Mapping[str, Any]],
+        metrics: Mapping[str, Any],
+    ) -> None:
+        """Write the evaluation of one set: its rows in one step, and then its line of metrics.
+
+        ``settings`` is a fingerprint of what was asked, kept for ``evaluated``.
+        """
+        path = eval_rows_path(self.path.parent, version, name)
+        path.parent.mkdir(exist_ok=True)
+        temporary = path.with_suffix(".tmp")
+        lines = (json.dumps(row, default=str) + "\n" for row in rows)
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(lines)
+        os.replace(temporary, path)
+        plain = {f"eval/{name}/{key}": _plain(key, value) for key, value in metrics.items()}
+        facts = {"step": int(version), "time": round(time.time(), 3), "name": name}
+        record = {**facts, "settings": settings, **plain}
+        line = {key: _finite_or_name(value) for key, value in record.items()}
+        append_lines(self.path.parent / EVAL_METRICS_FILE, [line])
+        self._draw(int(version), plain)
+
+    def evaluated(self, version: int, name: str, settings: str) -> bool:
+        """True if this run directory holds the evaluation of a set by this version and settings."""
+        if not eval_rows_path(self.path.parent, version, name).is_file():
+            return False
+        lines = read_evaluations(self.path.parent)
+        found = [line for line in lines if (line["step"], line["name"]) == (version, name)]
+        return bool(found) and found[0].get("settings") == settings
+
+    def _draw(self, step: int, plain: Mapping[str, Any]) -> None:
+        if self._board is None:
+            return
+        for key, value in plain.items():
+            if isinstance(value, (bool, int, float)):
+                self._board.add_scalar(key, float(value), global_step=step)
+        self._board.flush()
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append a few samples of a step, JSON-able facts and text, to ``run_dir/samples.jsonl``."""
@@ -125,6 +172,30 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     return [steps[step] for step in sorted(steps)]
 
 
+def eval_rows_path(run_dir: Path, version: int, name: str) -> Path:
+    """The file of the rows of one evaluation."""
+    return run_dir / EVAL_DIR / f"{version:07d}-{name}.jsonl"
+
+
+def read_evaluations(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Read the lines of ``eval/metrics.jsonl`` in order of version and name; [] without the file.
+
+    Of two lines for one set and version (a resumed run) the later counts.  Raises ValueError, with file
+    and line, for a line without a version and a name.
+    """
+    path = Path(run_dir) / EVAL_METRICS_FILE
+    found: dict[tuple[int, str], dict[str, Any]] = {}
+    for number, record in enumerate(read_lines(path) if path.is_file() else [], start=1):
+        step, name = record.get("step"), record.get("name")
+        if not isinstance(step, int) or not isinstance(name, str):
+            raise ValueError(f"{path}:{number}: got {str(record)[:80]}, expected a step and a name")
+        found[step, name] = {
+            key: NOT_FINITE.get(value, value) if key.startswith("eval/") else value
+            for key, value in record.items()
+        }
+    return [found[key] for key in sorted(found)]
+
+
 def numbers(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """The steps at which ``key`` has a number, and the numbers; True is 1 and NaN is kept."""
     pairs = [(r["step"], float(r[key])) for r in records if isinstance(r.get(key), Real)]
@@ -156,6 +227,28 @@ def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
         "r3": r3,
         "failed_steps": failed,
     }
+
+
+def summarise_evaluations(run_dir: str | Path) -> dict[str, str]:
+    """The first and the last mean reward of each evaluation set, as words for a run's last lines."""
+    of_sets: dict[str, list[dict[str, Any]]] = {}
+    for line in read_evaluations(run_dir):
+        of_sets.setdefault(line["name"], []).append(line)
+    words = {}
+    for name, lines in of_sets.items():
+        shown = [eval_words(line, name) for line in (lines[0], lines[-1])]
+        places = [
+            f"{text} (version {line['step']})" for text, line in zip(shown, (lines[0], lines[-1]))
+        ]
+        words[f"evaluation of {name}"] = " -> ".join(places[: 1 + (len(lines) > 1)])
+    return words
+
+
+def eval_words(metrics: Mapping[str, Any], name: str) -> str:
+    """The mean reward of an evaluation with its standard error, as a person reads it."""
+    mean = metrics[f"eval/{name}/mean"]
+    error = metrics.get(f"eval/{name}/standard_error")
+    return f"{mean:.3f}" + (f" ± {error:.3f}" if error is not None else "")
 
 
 def _plain(key: str, value: Any) -> bool | int | float | str | None:

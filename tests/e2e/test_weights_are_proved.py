@@ -36,6 +36,7 @@ from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.launch.routes import build_routes  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
+from r3train.loop.evaluation import Evaluations  # noqa: E402
 from r3train.loop.parts import RankZero  # noqa: E402
 from r3train.observe.console import RunDisplay  # noqa: E402
 from r3train.observe.metrics import MetricsWriter  # noqa: E402
@@ -131,11 +132,13 @@ def run(request, checkpoint, tmp_path_factory):
                 routes.open(actor.topology)
                 engines.append(Engines(job, run_dir, display, 0, routes))
                 engines[-1].wait_ready()
+                metrics = MetricsWriter(run_dir, False)
+                evaluations = Evaluations([], {}, metrics, display)
                 loops[kind] = AsyncLoop(
                     job.config,
                     hf,
                     actor,
-                    rank_zero=RankZero(engines[-1], display, MetricsWriter(run_dir, False)),
+                    rank_zero=RankZero(engines[-1], display, metrics, evaluations),
                     evidence=None,
                     keeper=None,
                     routes=routes,

@@ -52,20 +52,23 @@ def test_help_shows_every_field_under_its_section():
         assert heading > position
         position = heading
     for place in places(RunConfig).values():
-        if place.name not in ("sglang", "transformer_overrides"):
+        if place.name not in ("sglang", "transformer_overrides", "datasets"):
             assert place.flag in result.output or f"--[no-]{place.flag[2:]}" in result.output
     assert "--sglang-FLAG" in result.output and "--transformer-override" in result.output
+    assert "[[eval.datasets]]" in result.output
 
 
 def test_every_field_is_a_flag():
     for place in places(RunConfig).values():
-        if place.name in ("sglang", "transformer_overrides"):
+        if place.name in ("sglang", "transformer_overrides", "datasets"):
             continue
         words = [place.flag]
         kind = str(place.info.annotation)
         if "bool" not in kind:
             choice = kind.partition("Literal['")[2].partition("'")[0]
             words.append(choice or ("m:f" if place.name == "custom_rm_path" else "1"))
+            if place.name == "eval_prompt_data":
+                words += ["data.jsonl"]
             if place.name == "rollout_max_context_len":
                 words[-1] = "2"
             if place.name == "virtual_pipeline_model_parallel_size":

@@ -14,6 +14,7 @@ from r3train.engine.backend import EngineDied, EngineError, Request, SamplingPar
 from r3train.engine.control import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
+from r3train.types import RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
 from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, hang_up, one, refuse
@@ -263,3 +264,23 @@ async def test_a_cancelled_request_is_aborted_on_its_server():
         await client.aclose()
     assert fake.paths == ["/generate", "/abort_request"]
     assert fake.bodies[1] == {"rid": fake.bodies[0]["rid"]}
+
+
+async def test_a_request_that_wants_no_routes_goes_past_their_transport_and_brings_none():
+    class Transport:
+        decode = None
+
+        async def generate(self, *_):
+            raise AssertionError("a transport of routes was asked")
+
+        async def aclose(self):
+            pass
+
+    fake = Fake()
+    async with client_of(fake, routes=RouteShape(2, 2, 8), transport=Transport()) as client:
+        request = Request(1, 1, "p", PROMPT.token_ids, 4, SamplingParams(4))
+        segment = await client.generate(replace(request, wants_routes=False))
+        assert segment.rows is None and len(segment.token_ids)
+        assert fake.bodies[0]["return_routed_experts"] is False
+        with pytest.raises(AssertionError, match="a transport of routes was asked"):
+            await client.generate(request)  # as any other request does

@@ -14,6 +14,7 @@ import torch
 from click.testing import CliRunner
 
 import train_async
+from r3train.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -74,6 +75,64 @@ def test_a_bad_setting_is_named(flags, world_size, message, tiny):
     result = start(tiny, *flags, world_size=world_size)
     assert result.exit_code == 2, result.output
     assert message in result.output
+
+
+@pytest.mark.parametrize(
+    ("line", "flags", "message"),
+    [
+        (None, [], "no such prompt file"),
+        ("{not json", [], "line 1"),
+        (json.dumps({"input": "name fruits", "label": ["apple"]}), [], ""),
+        (json.dumps({"input": "name fruits", "label": 3}), [], "accepted_words needs a label"),
+        (
+            json.dumps({"input": "name fruits", "label": ["apple"]}),
+            ["--eval-rm-type", "exact_match"],
+            "exact_match needs a label of text",
+        ),
+        (
+            json.dumps({"input": "name fruits", "label": ["apple"]}),
+            ["--eval-rm-type", "no_such_reward"],
+            "no_such_reward",
+        ),
+        (
+            json.dumps({"input": "cat " * 120, "label": ["apple"]}),
+            ["--eval-max-response-len", "450"],
+            "max_response_len 450",
+        ),
+        (
+            json.dumps({"input": "name fruits", "label": ["apple"]}),
+            ["--eval-max-response-len", "5000"],
+            "leaves no room for a prompt",
+        ),
+        (json.dumps({"q": "name fruits", "label": ["apple"]}), ["--eval-input-key", "q"], ""),
+        (json.dumps({"input": "name fruits", "a": ["apple"]}), ["--eval-label-key", "a"], ""),
+    ],
+)
+def test_an_evaluation_set_is_checked_by_its_own_settings(line, flags, message, tiny, tmp_path):
+    """In a dry run of training and of ``r3train eval``."""
+    path = tmp_path / "held_out.jsonl"
+    if line is not None:
+        path.write_text(f"{line}\n")
+    sets = ["--eval-prompt-data", "held-out", str(path), *flags, "--dry-run"]
+    alone = ["eval", str(tiny / "model"), *sets, "--rollout-max-response-len", "8"]
+    alone += ["--rm-type", "accepted_words"]
+    for result in (start(tiny, *sets), CliRunner().invoke(main, alone)):
+        if message:
+            assert result.exit_code == 2, result.output
+            words = " ".join(result.output.split())
+            assert message in words and "evaluation set held-out: " in words
+        else:
+            assert result.exit_code == 0, result.output
+            assert 'eval_prompt_data = [\n    "held-out"' in result.output
+
+
+def test_an_evaluation_without_a_set_or_a_length_is_refused(tiny):
+    for flags, message in (
+        (["--eval-max-response-len", "8"], "--eval-prompt-data is required"),
+        (["--eval-prompt-data", "a", "b.jsonl"], "--rollout-max-response-len is required"),
+    ):
+        result = CliRunner().invoke(main, ["eval", str(tiny / "model"), *flags])
+        assert result.exit_code == 2 and message in result.output, result.output
 
 
 def test_a_dense_checkpoint_is_refused_with_r3(dense):

@@ -1,0 +1,172 @@
+"""Evaluation of one weight version: every prompt of a set is answered, and every answer scored.
+
+An evaluation brings no routes and no log-probs to anybody: its samples are made by the same episodes
+and scored by the same rewards as those of a rollout, and end as rows, JSON-able dicts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from r3train.algo.reward_stats import pass_at_k
+from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams
+from r3train.generation import stitch
+from r3train.generation.episode import Episode
+from r3train.types import Prompt, RolloutSample
+
+Row = dict[str, Any]
+# a sample and its own reward, None if its episode gave none
+Answer = tuple[RolloutSample, float | None]
+
+# sample ids of evaluations begin here: no rollout has them, so no seed is drawn twice
+_FIRST_ID = 1 << 62
+# group ids below it are of evaluations
+_LAST_GROUP = -2
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSet:
+    """A set of prompts, ``num_samples`` answers to each, and their reward."""
+
+    name: str
+    prompts: Sequence[Prompt]
+    num_samples: int
+    sampling: SamplingParams
+    score: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]]  # of one prompt's samples
+    make_episode: Callable[[Prompt], Episode]
+    decode: Callable[[Sequence[int]], str]
+    ids_per_episode: int = 1
+
+
+class EvaluationEnded(Exception):
+    """An evaluation was given up before it was complete."""
+
+
+async def evaluate(
+    asked: EvalSet,
+    backend: RolloutBackend,
+    version: int | None,
+    room: AbstractAsyncContextManager,
+    num_workers: int,
+    on_answer: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """Return the rows of a set in order of prompt and sample, all answered by one weight version.
+
+    version: the one that every token must carry; None: any, the same for all.  room: entered for
+    each answer, it bounds the requests in flight.  num_workers: answers that wait or run at once.
+    on_answer: called after each answer.
+    Raises the first error, and ValueError where versions differ.
+    """
+    rows: dict[int, list[Row]] = {}  # by the prompt's place
+    answers: list[dict[int, Answer]] = [{} for _ in asked.prompts]
+
+    async def score(place: int) -> None:
+        done = [answer for _, answer in sorted(answers[place].items())]
+        unscored = [sample for sample, own in done if own is None]
+        found = iter(await asked.score(unscored) if unscored else [])
+        rewards = [next(found) if own is None else own for _, own in done]
+        rows[place] = [_row(i, sample, r) for i, ((sample, _), r) in enumerate(zip(done, rewards))]
+
+    async def work(jobs: Iterator[tuple[int, int]], tasks: asyncio.TaskGroup) -> None:
+        for place, number in jobs:
+            async with room:
+                samples, own = await _answer(asked, backend, version, place, number)
+            answers[place][number] = (samples[-1], own)
+            on_answer()
+            if len(answers[place]) == asked.num_samples:
+                tasks.create_task(score(place))
+
+    jobs = ((p, i) for p in range(len(asked.prompts)) for i in range(asked.num_samples))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(num_workers):
+                tasks.create_task(work(jobs, tasks))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    found = [row for place in sorted(rows) for row in rows[place]]
+    versions = {row["version"] for row in found}
+    if len(versions) > 1:
+        raise ValueError(f"answers of several weight versions: {sorted(versions)}")
+    return found
+
+
+async def _answer(
+    asked: EvalSet, backend: RolloutBackend, version: int | None, place: int, number: int
+) -> tuple[list[RolloutSample], float | None]:
+    """Play one episode; returns its samples and its own reward, None if it gave none."""
+    prompt = asked.prompts[place]
+    base = _FIRST_ID | (zlib.crc32(asked.name.encode()) >> 2) << 32
+    sample_id = base + (place * asked.num_samples + number) * asked.ids_per_episode
+
+    async def generate(
+        resume_from: RolloutSample | None = None, turn_limit: int | None = None
+    ) -> RolloutSample:
+        sample = resume_from or stitch.begin(
+            prompt, sample_id=sample_id, group_id=_LAST_GROUP - place
+        )
+        request = stitch.next_request(
+            sample, asked.sampling, limit=turn_limit, weight_version=version, wants_routes=False
+        )
+        segment = await backend.generate(request)
+        if segment.finish_reason == "abort":
+            raise EngineError(f"sample {request.name} was aborted")
+        if version is not None and (segment.weight_versions != version).any():
+            found = sorted(set(segment.weight_versions.tolist()))
+            raise ValueError(f"sample {request.name} has weight versions {found}, not {version}")
+        sample = stitch.extend(sample, segment)
+        text = asked.decode(sample.token_ids[sample.prompt_len :].tolist())
+        return replace(sample, text=text)
+
+    episode = asked.make_episode(prompt)
+    return await episode(generate, prompt, sampling=asked.sampling, sample_id=sample_id)
+
+
+def _row(number: int, sample: RolloutSample, reward: float) -> Row:
+    versions = sorted(set(sample.weight_versions[sample.loss_mask].tolist()))
+    if len(versions) > 1:
+        raise ValueError(f"sample {sample.sample_id} spans weight versions {versions}")
+    return {
+        "prompt_id": sample.prompt.prompt_id,
+        "sample": number,
+        "prompt": sample.prompt.text,
+        "label": sample.prompt.label,
+        "answer": sample.text,
+        "reward": reward,
+        "version": versions[0],
+        "response_len": int(sample.loss_mask.sum()),
+        "finish_reason": sample.finish_reason,
+    }
+
+
+def evaluation_metrics(rows: Sequence[Mapping[str, Any]], num_samples: int) -> dict[str, Any]:
+    """The numbers of an evaluation, from its rows in order: ``num_samples`` of each prompt.
+
+    The standard error is that of the mean over prompts: answers to one prompt are no independent
+    draws.  None with one prompt.  Source: E. Miller, arXiv 2411.00640, clustered standard errors.
+
+    >>> rows = [{"reward": r, "response_len": 4, "finish_reason": "stop"} for r in (1, 0, 1, 1)]
+    >>> numbers = evaluation_metrics(rows, 2)
+    >>> numbers["mean"], numbers["standard_error"], numbers["pass_at_1"], numbers["pass_at_2"]
+    (0.75, 0.25, 0.75, 1.0)
+    """
+    rewards = np.array([row["reward"] for row in rows], np.float64).reshape(-1, num_samples)
+    lengths = np.array([row["response_len"] for row in rows])
+    of_prompts = rewards.mean(axis=1)
+    spread = of_prompts.std(ddof=1) / np.sqrt(len(of_prompts)) if len(of_prompts) > 1 else None
+    return {
+        "mean": float(rewards.mean()),
+        "standard_error": None if spread is None else float(spread),
+        **{f"pass_at_{k}": share for k, share in pass_at_k(rewards).items()},
+        "truncated_share": float(np.mean([row["finish_reason"] == "length" for row in rows])),
+        "response_len_mean": float(lengths.mean()),
+        "response_len_max": int(lengths.max()),
+        "num_prompts": len(of_prompts),
+        "num_samples": len(rows),
+    }

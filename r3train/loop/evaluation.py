@@ -1,0 +1,105 @@
+"""Evaluations of a run on rank 0: begun after a weight update, ended before the next one.
+
+An evaluation runs beside the training of the rollout that follows.  A set is written as a whole or not
+at all, so a crash loses the sets that were not complete, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from r3train.generation.evaluate import EvalSet, Row, evaluation_metrics
+from r3train.loop.stop import StopRequested
+from r3train.observe.console import RunDisplay
+from r3train.observe.metrics import MetricsWriter, eval_words
+
+if TYPE_CHECKING:
+    from r3train.loop.keeper import WatchedSource
+
+
+class Evaluations:
+    """Begins and ends the evaluations of a run; without ``sets`` it does nothing.
+
+    settings: a fingerprint for each set of all that its answers depend on, beside the weights.
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[EvalSet],
+        settings: Mapping[str, str],
+        metrics: MetricsWriter,
+        display: RunDisplay,
+    ):
+        self._sets = {asked.name: asked for asked in sets}
+        self._settings = settings
+        self._metrics = metrics
+        self._display = display
+        self._version: int | None = None  # of the evaluation that is under way
+
+    def begin(self, source: WatchedSource, version: int, *, at_start: bool = False) -> None:
+        """Begin to evaluate ``version``, which the servers hold.
+
+        at_start: leave out the sets that an earlier start of this run has evaluated.  Later versions
+        are evaluated again: the weights that had their numbers are lost.
+        """
+        sets = [
+            asked
+            for name, asked in self._sets.items()
+            if not (at_start and self._metrics.evaluated(version, name, self._settings[name]))
+        ]
+        if sets:
+            self._version = version
+            source.begin_evaluation(sets)
+
+    def end(self, source: WatchedSource) -> None:
+        """Wait for the evaluation under way, and write the sets that are complete.
+
+        A set with an error is named to people; the run goes on without its numbers.  So it does when it
+        is told to stop, or when a server is lost.
+        """
+        if self._version is None:
+            return
+        version, self._version = self._version, None
+        ended_by: Exception | None = None
+        self._display.train_update("waiting for the evaluation")
+        try:
+            source.await_evaluation()
+        except StopRequested as error:
+            ended_by = StopRequested(f"stopped by {error}")
+        except (
+            Exception
+        ) as error:  # noqa: BLE001 - the next rollout or update meets it and says more
+            ended_by = error
+        for name, outcome in source.take_evaluation().items():
+            if isinstance(outcome, Exception):
+                cause = ended_by or outcome
+                self._display.note(
+                    f"warning: weight version {version} was not evaluated on {name}: {cause}",
+                    style="yellow",
+                )
+            else:
+                self._write(version, name, outcome)
+
+    def _write(self, version: int, name: str, rows: list[Row]) -> None:
+        asked, settings = self._sets[name], self._settings[name]
+        self._display.note(write_evaluation(self._metrics, asked, version, settings, rows))
+
+
+def write_evaluation(
+    metrics: MetricsWriter, asked: EvalSet, version: int, settings: str, rows: list[Row]
+) -> str:
+    """Write the rows and numbers of a set that was evaluated; returns a line for people."""
+    numbers = evaluation_metrics(rows, asked.num_samples)
+    metrics.write_evaluation(version, asked.name, settings, rows, numbers)
+    return evaluation_line(version, asked.name, numbers)
+
+
+def evaluation_line(version: int, name: str, numbers: Mapping[str, Any]) -> str:
+    """The numbers of an evaluation as one line for people."""
+    mean = eval_words({f"eval/{name}/{key}": value for key, value in numbers.items()}, name)
+    passes = {k: v for k, v in numbers.items() if k.startswith("pass_at_")}
+    shares = [f"pass@{k.removeprefix('pass_at_')} {v:.3f}" for k, v in passes.items()]
+    shares.append(f"truncated {numbers['truncated_share']:.1%}")
+    count = f"{numbers['num_samples']:,} answers to {numbers['num_prompts']:,} prompts"
+    return f"evaluation of weight version {version} on {name}: {mean}, {', '.join(shares)}; {count}"
