@@ -313,13 +313,14 @@ def plot_chart(chart: Chart) -> Figure:
             style = {"ls": "--", "alpha": 0.6} if line.dashed else {"label": f" {line.name}"}
             if len(line.points) == 1:
                 style["marker"] = "o"
-            axes.plot(*zip(*line.points), color=PALETTE[line.run % len(PALETTE)], lw=1.6, **style)
+            style |= {"color": PALETTE[line.run % len(PALETTE)], "lw": 1.6}
+            axes.errorbar(*zip(*line.points), yerr=line.errors or None, capsize=2, **style)
     if chart.log and any(line.points for line in chart.lines):
         axes.set_yscale("log")
     axes.set_title(chart.title, loc="left", fontweight="bold", pad=18)
     axes.text(0, 1.02, chart.note, transform=axes.transAxes, fontsize=8, color=_GREY)
     missing = [part for text in chart.missing for part in textwrap.wrap(text, 100)]
-    axes.set_xlabel("\n".join(["step", *missing[:4]]), parse_math=False)
+    axes.set_xlabel("\n".join([chart.over, *missing[:4]]), parse_math=False)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     handles, labels = axes.get_legend_handles_labels()

@@ -54,6 +54,7 @@ _PART_COLOURS = {
     "route exchange": "#be123c",
     "log-probs": "#7c3aed",
     "training": "#0f766e",
+    "evaluation": "#0369a1",
     "weight sync": "#be185d",
     "saving": "#4d7c0f",
     "other": "#64748b",

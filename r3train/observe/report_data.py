@@ -8,7 +8,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3train.observe.metrics import numbers
-from r3train.observe.run_files import read_samples, read_steps, read_uses_r3, Sample
+from r3train.observe.run_files import (
+    read_evaluations,
+    read_samples,
+    read_steps,
+    read_uses_r3,
+    Sample,
+)
 from r3train.proof.audit import audit_run
 from r3train.proof.findings import Audit, AuditedStep, FAILED, NO_EVIDENCE, PASSED, ranges
 
@@ -19,6 +25,7 @@ TIMES = (
     ("route exchange", "perf/route_exchange_s", "waiting for rollout"),
     ("log-probs", "perf/log_prob_s", "training"),
     ("training", "perf/train_s", None),
+    ("evaluation", "perf/eval_wait_s", None),
     ("weight sync", "perf/publish_s", None),
     ("saving", "perf/save_s", None),
 )
@@ -77,6 +84,12 @@ class RunReport:
     checks: list[StepCheck]
     samples: list[Sample]
     notices: list[str]
+    evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # numbers, by set
+
+    def evaluated(self, name: str, key: str) -> list[tuple[int, float]]:
+        """Weight versions and a number of an evaluation set; those that can be drawn."""
+        lines = self.evaluations.get(name, [])
+        return [(v, n) for v, n in zip(*numbers(lines, key)) if _drawable(n, positive=False)]
 
     def series(self, key: str, *, positive: bool = False) -> list[tuple[int, float]]:
         """Steps and numbers of a metric that can be drawn; ``positive`` for a logarithmic axis."""
@@ -134,7 +147,10 @@ def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
     samples = _notable(read_samples(path, notices))
     audit = audit_run(path, keep_steps=True)
     heat, checks = _heat_map(audit.steps), _checks(audit.steps, records)
-    return RunReport(path, name, uses_r3, records, audit, heat, checks, samples, notices)
+    evaluations = read_evaluations(path, notices)
+    return RunReport(
+        path, name, uses_r3, records, audit, heat, checks, samples, notices, evaluations
+    )
 
 
 def columns_of(steps: Sequence[_T]) -> list[Sequence[_T]]:

@@ -91,6 +91,7 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]  # (step, value)
     dashed: bool = False
+    errors: Sequence[float] = ()  # of each point, half the length of its bar; empty: no bars
 
 
 @dataclass(frozen=True)
@@ -102,11 +103,12 @@ class Chart:
     lines: Sequence[Line]
     log: bool = False
     missing: Sequence[str] = ()
+    over: str = "step"
 
 
 def charts(runs: Sequence[RunReport]) -> list[Chart]:
     """Every line chart for which one run has a number at least, or one that cannot be drawn."""
-    out = []
+    out = _evaluations(runs)
     for key, title, note, log in CHARTS:
         lines = [Line(i, run.name, run.series(key, positive=log)) for i, run in enumerate(runs)]
         out.append(Chart(title, note, lines, log, _missing(runs, key, log)))
@@ -119,6 +121,26 @@ def charts(runs: Sequence[RunReport]) -> list[Chart]:
         out.append(Chart(title, note, lines, missing=missing))
     out.append(_coverage(runs))
     return [c for c in out if c.missing or any(line.points for line in c.lines)]
+
+
+def _evaluations(runs: Sequence[RunReport]) -> list[Chart]:
+    """A chart for each evaluation set: its mean reward, and pass@k of the largest k above 1."""
+    out = []
+    for name in dict.fromkeys(name for run in runs for name in run.evaluations):
+        keys = {key for run in runs for line in run.evaluations.get(name, ()) for key in line}
+        most = max((int(k.removeprefix("pass_at_")) for k in keys if "pass_at_" in k), default=1)
+        lines = []
+        for i, run in enumerate(runs):
+            errors = dict(run.evaluated(name, "standard_error"))
+            points = run.evaluated(name, "mean")
+            bars = [errors.get(version, 0.0) for version, _ in points] if errors else []
+            lines.append(Line(i, run.name, points, errors=bars))
+            if most > 1:
+                passed = run.evaluated(name, f"pass_at_{most}")
+                lines.append(Line(i, f"{run.name}, pass@{most}", passed, dashed=True))
+        note = "mean reward and its standard error" + (f"; dashed: pass@{most}" if most > 1 else "")
+        out.append(Chart(f"Evaluation: {name}", note, lines, over="weight version"))
+    return out
 
 
 def _missing(runs: Sequence[RunReport], key: str, log: bool) -> list[str]:
@@ -143,6 +165,8 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
     if not drawn:
         return None
     values = [value for _, points in drawn for _, value in points]
+    bars = [(v, e) for line, _ in drawn for (_, v), e in zip(line.points, line.errors)]
+    values += [value + sign * error for value, error in bars for sign in (-1, 1)]
     low, high = axis_range(min(values), max(values), chart.log)
     last_run = max(line.run for line, _ in drawn)
     data = []
@@ -164,8 +188,10 @@ def chart_figure(chart: Chart) -> dict[str, Any] | None:
                 },
             }
         )
+        if line.errors and len(points) == len(line.points):
+            data[-1]["error_y"] = {"array": list(line.errors), "thickness": 1, "width": 3}
     steps = [step for _, points in drawn for step, _ in points]
-    x_axis = {"title": {"text": "step", "standoff": 4}, "tickformat": "d", "nticks": 8}
+    x_axis = {"title": {"text": chart.over, "standoff": 4}, "tickformat": "d", "nticks": 8}
     if max(steps) - min(steps) < 8:
         x_axis["dtick"] = 1
     y_axis = {"range": [low, high], "nticks": 6, "hoverformat": ".4~g"}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from r3train.observe.metrics import METRICS_FILE, NOT_FINITE, SAMPLES_FILE
+from r3train.observe.metrics import EVAL_METRICS_FILE, METRICS_FILE, NOT_FINITE, SAMPLES_FILE
 
 CONFIG_FILE = "config.toml"
 # Far below the integers that a float, which is what a chart holds, cannot tell apart.
@@ -84,6 +84,34 @@ def read_samples(run_dir: Path, notices: list[str]) -> Iterator[Sample]:
     except OSError as error:
         notices.append(f"{path.name}: cannot be read: {error.strerror}")
     notices += _first(path, damaged)
+
+
+def read_evaluations(run_dir: Path, notices: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """The numbers of each evaluation set, by name: ``step`` (the version) and those of its keys.
+
+    Of two lines for one version (a resumed run) the later counts; {} where there is no file.
+    """
+    path, damaged = run_dir / EVAL_METRICS_FILE, []
+    sets: dict[str, dict[int, dict[str, Any]]] = {}
+    try:
+        for place, record in _objects(path, notices, damaged):
+            step, name = record.get("step"), record.get("name")
+            if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(name, str):
+                damaged.append(f"{place}: expected a step and a name, got {str(record):.60}")
+                continue
+            numbers, start = {}, f"eval/{name}/"
+            for key in sorted(k for k in record if k.startswith(start)):
+                try:
+                    numbers[key.removeprefix(start)] = _number(record[key])
+                except (TypeError, KeyError, OverflowError):
+                    damaged.append(f"{place}: {key} is {record[key]!r:.60}, expected a number")
+            sets.setdefault(name, {})[step] = {"step": step, **numbers}
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        notices.append(f"{EVAL_METRICS_FILE}: cannot be read: {error.strerror}")
+    notices += _first(path, damaged)
+    return {name: [of[step] for step in sorted(of)] for name, of in sorted(sets.items())}
 
 
 def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:

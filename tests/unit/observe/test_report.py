@@ -151,3 +151,57 @@ def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
     slowest = [s.generation_s for s in samples if s.kind == "slowest"]
     assert slowest == [3.25, 2.25, 1.25]
     assert "3 tokens in 3.25 s" in page_of(runs[0]).words
+
+
+def with_evaluations(run_dir: Path, final: float = 0.5) -> Path:
+    rows = [{"reward": 1.0}]
+    with MetricsWriter(with_metrics(run_dir), tensorboard=False) as metrics:
+        for version, mean in ((0, 0.125), (2, 0.25), (2, final)):
+            numbers = {"mean": mean, "standard_error": 0.0625, "pass_at_1": mean, "pass_at_4": 0.75}
+            metrics.write_evaluation(version, "held-out", "fingerprint", rows, numbers)
+        metrics.write_evaluation(0, "other", "fingerprint", rows, {"mean": 3.0, "pass_at_1": 0.0})
+    return run_dir
+
+
+def test_every_evaluation_set_has_a_chart_over_versions_with_its_standard_error(tmp_path):
+    page = page_of(with_evaluations(tmp_path / "one"), with_evaluations(tmp_path / "two", 0.75))
+    figure = page.figures["Evaluation: held-out"]
+    plotly.graph_objects.Figure(figure)
+    assert page.lines("Evaluation: held-out") == {
+        "one": [(0, 0.125), (2, 0.5)],  # of two lines for one version the later
+        "one, pass@4": [(0, 0.75), (2, 0.75)],
+        "two": [(0, 0.125), (2, 0.75)],
+        "two, pass@4": [(0, 0.75), (2, 0.75)],
+    }
+    assert [line.get("error_y", {}).get("array") for line in figure["data"]] == [
+        *([0.0625, 0.0625], None, [0.0625, 0.0625], None)
+    ]
+    assert figure["layout"]["xaxis"]["title"]["text"] == "weight version"
+    low, high = figure["layout"]["yaxis"]["range"]
+    assert low < 0.125 - 0.0625 and 0.75 + 0.0625 < high, "a bar is cut"
+    alone = page.figures["Evaluation: other"]["data"]
+    assert [line["name"] for line in alone] == ["one", "two"], "pass@1 alone is no second line"
+    assert "error_y" not in alone[0]
+    titles = list(page.figures)
+    assert titles.index("Evaluation: held-out") < titles.index("Reward")
+
+
+def test_damaged_evaluations_are_left_out_and_named(tmp_path):
+    run = with_evaluations(tmp_path / "run")
+    path = run / "eval" / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    damaged = [
+        "[]",
+        '{"step": -1, "name": "x"}',
+        '{"step": 9, "name": "held-out", "eval/held-out/mean": []}',
+    ]
+    path.write_text("\n".join([*lines, *damaged]) + "\n" + '{"step": 3, ')
+    page = page_of(run)
+    assert page.lines("Evaluation: held-out")["run"] == [(0, 0.125), (2, 0.5)]
+    for words in (
+        "line 5: got a list, expected an object",
+        "line 6: expected a step and a name",
+        "line 7: eval/held-out/mean is [], expected a number",
+        "metrics.jsonl ends within a line",
+    ):
+        assert words in page.words
