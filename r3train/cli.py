@@ -17,6 +17,10 @@ SUBCOMMANDS = {
         "r3train.launch.serve:serve",
         "Run one SGLang server as a configuration asks, for trainers on other nodes.",
     ),
+    "eval": (
+        "r3train.launch.evaluate:evaluate_command",
+        "Evaluate a checkpoint on the evaluation sets of a configuration, without training.",
+    ),
     "doctor": (
         "r3train.doctor.command:doctor",
         "Check this machine for faults that would stop a run of this configuration.",

@@ -74,13 +74,16 @@ class Engines:
         self._routes = routes
         self._api_key = engine_api_key(os.environ)
 
-    def start_server(self) -> None:
-        """Start this run's servers and return at once; ``wait_ready`` waits for them."""
+    def start_server(self, num_ranks: int | None = None) -> None:
+        """Start this run's servers and return at once; ``wait_ready`` waits for them.
+
+        num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
+        """
         config = self.job.config
         if self._addrs:
             return
         count = config.rollout.rollout_num_engines
-        gpus = server_gpus_here(config)
+        gpus = server_gpus_here(config, num_ranks)
         for i in range(count):
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
             args = self._server_args(i, gpus)

@@ -22,14 +22,15 @@ _SHARING = (
 )
 
 
-def server_gpus_here(config: RunConfig) -> list[range]:
-    """Return ``server_gpus`` of this node; for rank 0."""
+def server_gpus_here(config: RunConfig, num_ranks: int | None = None) -> list[range]:
+    """Return ``server_gpus`` of this node; for rank 0.  num_ranks: None means as torchrun says."""
     import torch
 
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    num_ranks = int(local) if local else ranks_that_fit(world_size, num_visible)
+    if num_ranks is None:
+        local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        num_ranks = int(local) if local else ranks_that_fit(world_size, num_visible)
     return server_gpus(config, num_ranks=num_ranks, num_visible=num_visible)
 
 

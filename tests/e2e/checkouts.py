@@ -57,7 +57,8 @@ def add_qwen3_30b_a3b(directory: Path, tiny: Path) -> None:
     _update(model / "tokenizer_config.json", chat_template=template)
     (directory / "data").mkdir()
     rows = {"prompt": [[{"role": "user", "content": "name fruits"}]] * 64, "label": ["1"] * 64}
-    parquet.write_table(pyarrow.table(rows), directory / "data" / "math_train.parquet")
+    for name in ("math_train", "math500"):
+        parquet.write_table(pyarrow.table(rows), directory / "data" / f"{name}.parquet")
 
 
 def _update(path: Path, **values: object) -> None:

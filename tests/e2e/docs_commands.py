@@ -79,6 +79,13 @@ RULES = (
     Rule(r"r3train verify ", Kind.LONG),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),
+    Rule(
+        r"r3train eval ",
+        Kind.ELSEWHERE,
+        "needs a checkpoint that a run has exported",
+        "tests/e2e/test_durability.py"
+        "::test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server",
+    ),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),
     Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),
