@@ -99,10 +99,7 @@ def read_rescored(
     label = str(meta.get("weight_version"))
     if not label.isdigit():
         raise ValueError(f"sample {name}: weight version {label!r}, expected a number")
-    entries = meta.get("input_token_logprobs")
-    if isinstance(entries, list) and entries:
-        entries = [[0.0, *entries[0][1:]], *entries[1:]]  # the first token has none
-    scored = _log_probs(entries, np.asarray(request.token_ids), name)
+    scored = input_log_probs(meta, request.token_ids, name)
     start = request.rows_start
     rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
     return Rescored(
@@ -116,6 +113,20 @@ def read_rescored(
         rows=rows,
         log_probs=scored[start + 1 :],
     )
+
+
+def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -> np.ndarray:
+    """Read the log-probs of a text that was sent: float32[T], 0 for the first token, which has none.
+
+    SGLang 0.5.23 says 0 for the last id of the vocabulary (``logprob_result_processor.py``: an id stays if
+    it is below ``vocab_size - 1``); its log-prob is right.  So 0 is taken for the id that was sent.
+    Raises ValueError if another text was scored.
+    """
+    entries = meta.get("input_token_logprobs")
+    if isinstance(entries, list) and len(entries) == len(token_ids) and entries:
+        entries = [[e[0], e[1] or sent] for e, sent in zip(entries, token_ids, strict=True)]
+        entries[0][0] = 0.0
+    return _log_probs(entries, np.asarray(token_ids), name)
 
 
 def _check_versions(
@@ -177,21 +188,19 @@ def _output_ids(output_ids: Any, name: str) -> np.ndarray:
     return np.asarray(output_ids, dtype=np.int32)
 
 
-def _log_probs(entries: Any, output_ids: np.ndarray, name: str) -> np.ndarray:
-    """``[[log_prob, token_id, text], ...]`` -> float32[R]; the ids must be ``output_ids``."""
-    if entries is None and len(output_ids) == 0:
+def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
+    """``[[log_prob, token_id, text], ...]`` -> float32[R]; the ids must be ``token_ids``."""
+    if entries is None and len(token_ids) == 0:
         return np.zeros(0, dtype=np.float32)
-    if not isinstance(entries, list) or len(entries) != len(output_ids):
+    if not isinstance(entries, list) or len(entries) != len(token_ids):
         got = len(entries) if isinstance(entries, list) else entries
-        raise ValueError(
-            f"sample {name}: {got} output_token_logprobs for {len(output_ids)} output tokens"
-        )
+        raise ValueError(f"sample {name}: {got} log-probs for {len(token_ids)} tokens")
     ids = np.asarray([entry[1] for entry in entries], dtype=np.int32)
-    if not np.array_equal(ids, output_ids):
-        at = int(np.argmax(ids != output_ids))
+    if not np.array_equal(ids, token_ids):
+        at = int(np.argmax(ids != token_ids))
         raise ValueError(
-            f"sample {name}: log-prob {at} is of token {int(ids[at])}, output token {at} is "
-            f"{int(output_ids[at])}"
+            f"sample {name}: log-prob {at} is of token {int(ids[at])}, token {at} is "
+            f"{int(token_ids[at])}"
         )
     values = np.asarray([entry[0] for entry in entries], dtype=np.float32)
     if not np.isfinite(values).all():

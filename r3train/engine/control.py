@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.config.sources import ConfigError
+from r3train.engine.answer import input_log_probs
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
 from r3train.engine.refusals import server_conflicts
@@ -335,13 +336,10 @@ class EngineControl:
         }
         answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
         meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
-        entries = meta.get("input_token_logprobs") or []
-        if [entry[1] for entry in entries] != ids:
-            raise EngineError(
-                f"probe_log_probs: {self._http.urls[server]} scored {len(entries)} tokens, "
-                f"expected the {len(ids)} that were sent"
-            )
-        return np.asarray([0.0] + [entry[0] for entry in entries[1:]], dtype=np.float32)
+        try:
+            return input_log_probs(meta, token_ids, "probe_log_probs")
+        except ValueError as error:
+            raise EngineError(f"{self._http.urls[server]}: {error}") from None
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

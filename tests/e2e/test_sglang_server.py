@@ -157,6 +157,7 @@ def test_an_update_changes_every_weight_and_its_label(
     # As under torchrun, whose agent a rendezvous would wait for.
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     probe = prompt_of(9, 64).token_ids
+    probe[5] = VOCAB - 1  # which the server calls 0 when it scores a text
     before = engine.probe_log_probs(probe)
     np.testing.assert_allclose(before, references[0](probe)[0], atol=1e-4)
     publisher = publishers(kind, engine, models, tmp_path)

@@ -40,8 +40,21 @@ async def test_log_probs_that_are_not_of_the_text_are_refused():
         return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
 
     async with control_of(Fake(short)) as engine:
-        with pytest.raises(EngineError, match="scored 1 tokens, expected the 3"):
+        with pytest.raises(EngineError, match="1 log-probs for 3 tokens"):
             await asyncio.to_thread(engine.probe_log_probs, [5, 6, 7])
+
+
+async def test_the_last_id_of_the_vocabulary_which_the_engine_calls_0_keeps_its_log_prob():
+    said = [[None, 5, None], [-0.5, 0, None], [-1.5, 7, None]]
+
+    async def scored(_request, _body):
+        return web.json_response({"meta_info": {"input_token_logprobs": said}})
+
+    async with control_of(Fake(scored), Fake(scored)) as engine:
+        got = await asyncio.to_thread(engine.probe_log_probs, [5, 63, 7])
+        assert got.tolist() == [0.0, -0.5, -1.5]
+        with pytest.raises(EngineError, match="log-prob 2 is of token 7, token 2 is 8"):
+            await asyncio.to_thread(engine.probe_log_probs, [5, 63, 8])
 
 
 async def test_the_kv_pools_of_all_servers_and_their_ranks_add_up_where_all_are_known():
