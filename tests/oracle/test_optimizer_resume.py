@@ -1,4 +1,4 @@
-"""A resume into another topology: the moments are the same, whole, and the settings the configuration's."""
+"""A resume into another topology: weights and moments are the same, whole; settings the configuration's."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def save_as_before(actor: Any, directory: Path) -> None:
 
 
 def whole(actor: Any) -> dict[str, torch.Tensor]:
-    """The moments, whole, by Hugging Face name; on rank 0."""
+    """The weights and the moments, whole, by Hugging Face name; on rank 0."""
     from r3train.trainer.megatron.export import export_hf_weights
 
-    found = {}
+    found = {f"weight.{name}": t.float().clone() for name, t in actor.hf_weights()}
     for key in ("exp_avg", "exp_avg_sq"):
         parameters = [p for chunk in actor.model.chunks for p in chunk.parameters()]
         gathered = {p: moment(actor.optimizer, p, key) for p in parameters}
@@ -153,8 +153,12 @@ def test_full_state_goes_from_every_topology_to_every_other(groups, tmp_path):
     assert len(loaded) == len(saved) * sum(len(TOPOLOGIES[group]) for group in groups)
     for pair, moments in loaded.items():
         expected = saved[pair.split(" -> ")[0]]
-        assert moments.keys() == expected.keys() and len(moments) == 2 * NUM_WEIGHTS, pair
-        wrong = [n for n in moments if not torch.equal(moments[n], expected[n])]
+        assert moments.keys() == expected.keys() and len(moments) == 3 * NUM_WEIGHTS, pair
+        if "bf16" in pair:
+            expected = {n: t.bfloat16() if "weight." in n[:7] else t for n, t in expected.items()}
+        wrong = [
+            n for n, t in moments.items() if not torch.equal(t.to(expected[n].dtype), expected[n])
+        ]
         assert not wrong, (pair, wrong)
         assert all(t.abs().max() > 0 for n, t in expected.items() if ".experts." not in n)
 

@@ -367,7 +367,8 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     changed = changed_settings(actor.scheduler, state)
     if changed and dist.get_rank() == 0:
         logger.warning("%s: resumed with other settings: %s", checkpoint, "; ".join(changed))
-    optimizer.restore(state.get(_TENSORS, {}), state["optimizer"])
+    parameters = [p for chunk in chunks for p in chunk.parameters()]
+    optimizer.restore(state.get(_TENSORS, {}), state["optimizer"], parameters)
     actor.scheduler.load_state_dict(state["scheduler"])
     if topology == _sizes(actor):
         rng.load(checkpoint, dist.get_rank())

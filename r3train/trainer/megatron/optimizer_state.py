@@ -8,6 +8,7 @@ Learning rates and the rest of the parameter groups come from the configuration.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,20 @@ class OptimizerState:
                     " another model or other weights frozen; --load-model-only takes the model alone"
                 )
 
-    def restore(self, loaded: dict[int, torch.Tensor], saved: dict[str, Any]) -> None:
+    def restore(
+        self,
+        loaded: dict[int, torch.Tensor],
+        saved: dict[str, Any],
+        parameters: Iterable[torch.nn.Parameter],
+    ) -> None:
         """Put loaded tensors and the saved number of steps into the optimizer, after the model's.
 
         saved: ``facts``, or the optimizer's own form in a checkpoint of before there were any.
+        parameters: the model's, as they were loaded.
         """
+        # in float32 the sharded optimizer's weights are their memory: where the checkpoint has none beside
+        # the model's, the optimizer's empty ones are written there
+        weights = [(p, p.detach().clone()) for p in parameters] if self._own else []
 
         def fill(leaf: Any) -> Any:
             if not isinstance(leaf, _Place):
@@ -114,6 +124,8 @@ class OptimizerState:
                 for group in inner["param_groups"]:
                     group["step"] = int(step)
         self._optimizer.load_state_dict(self._form)
+        for parameter, value in weights:
+            parameter.data.copy_(value)
         if self._own:
             self._optimizer.reload_model_params()
 
