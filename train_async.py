@@ -147,7 +147,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         plant=plant,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
-        export_hf(actor, config.model.hf_checkpoint, config.checkpoint.save_hf)
+        export_hf(job, actor)
 
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:

@@ -6,12 +6,14 @@ fused in-memory expert names, answers "Succeeded" and leaves the experts as they
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from safetensors.torch import save_file
 
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.lora import LoraSection
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -121,6 +124,27 @@ def read_headers(directory: Path) -> dict[str, TensorKind]:
     }
 
 
+@cache
+def identity(directory: Path) -> str:
+    """Return a digest of a checkpoint's config.json and its tensors: names, kinds, first rows.
+
+    It does not depend on the shards.  Training moves all rows of a matrix, so another model of the same
+    shape has another digest, and a large checkpoint need not be read whole.
+    """
+    digest = hashlib.sha256((directory / "config.json").read_bytes())
+    rows: dict[str, bytes] = {}
+    for file in weight_files(directory):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():
+                part = shard.get_slice(name)
+                kind = f"{part.get_dtype()} {part.get_shape()} "
+                row = part[:1].contiguous().view(torch.uint8).numpy().tobytes()
+                rows[name] = kind.encode() + row
+    for name in sorted(rows):
+        digest.update(name.encode() + b" " + rows[name])
+    return digest.hexdigest()
+
+
 def check_tensors(hf: HfModelFacts) -> None:
     """Raise ValueError for a tensor that the actor would not train, and for one that is missing.
 
@@ -144,27 +168,41 @@ class WeightIndex:
     Left out are layers beyond the model's own (multi-token prediction, which no server loads as part
     of the model), a tied output layer and rotary frequencies.  An update may be in the run's
     ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one.
+    With LoRA an update after the first brings the adapted tensors alone.
     """
 
-    def __init__(self, hf: HfModelFacts, dtype: str) -> None:
+    def __init__(self, hf: HfModelFacts, dtype: str, lora: LoraSection = LoraSection()) -> None:
         self._path = hf.path
         self._dtypes = {dtype, "float32"}
         self._kinds = {
             name: kind for name, kind in read_headers(hf.path).items() if _is_trained(name, hf)
         }
+        self._targets = lora.targets(self._kinds) if lora.enabled else frozenset()
 
-    def require(self, sent: Mapping[str, TensorKind], num_bytes: int, *, version: int) -> None:
-        """Raise ValueError unless an update had these names, shapes and dtypes, and so many bytes."""
+    def require(
+        self,
+        sent: Mapping[str, TensorKind],
+        num_bytes: int,
+        *,
+        version: int,
+        targets_alone: bool = False,
+    ) -> None:
+        """Raise ValueError unless an update had these names, shapes and dtypes, and so many bytes.
+
+        targets_alone: the names must be those of tensors with an adapter.
+        """
         update = f"weight update {version} does not fit {self._path}:"
+        wanted = {n: k for n, k in self._kinds.items() if not targets_alone or n in self._targets}
+        unknown = "has no adapter and was sent" if targets_alone else "was sent and is not in it"
         for what, names in (
-            ("was not sent", self._kinds.keys() - sent.keys()),
-            ("was sent and is not in it", sent.keys() - self._kinds.keys()),
+            ("was not sent", wanted.keys() - sent.keys()),
+            (unknown, sent.keys() - wanted.keys()),
         ):
             if names:
                 first = sorted(names)[:4]
                 more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
                 raise ValueError(f"{update} {', '.join(first)}{more} {what}")
-        for name, kind in self._kinds.items():
+        for name, kind in wanted.items():
             got = sent[name]
             if got.shape != kind.shape or got.dtype not in self._dtypes:
                 dtypes = " or ".join(sorted(self._dtypes))

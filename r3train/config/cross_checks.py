@@ -11,6 +11,7 @@ from r3train.config.algorithm import AlgorithmSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
 from r3train.config.rollout_checks import rollout_conflicts
@@ -28,6 +29,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_algorithm(config),
             *_recompute(config),
             *_checkpoints(config),
+            *lora_conflicts(config),
             *replay_conflicts(config),
             *rollout_conflicts(config),
             *eval_conflicts(config),
@@ -44,6 +46,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
             *_model_lengths(config, hf),
             *_model_engine(config, hf),
             *_model_replay(config, hf),
+            *model_lora_conflicts(config, hf),
         ]
     )
 

@@ -14,6 +14,7 @@ from r3train.config.checkpoint import CheckpointSection
 from r3train.config.data import DataSection
 from r3train.config.evaluation import EvalDataset, EvalSection
 from r3train.config.faults import FaultsSection
+from r3train.config.lora import LoraSection
 from r3train.config.model import ModelSection
 from r3train.config.parallel import ParallelSection
 from r3train.config.replay import ReplaySection
@@ -47,6 +48,7 @@ class RunConfig(Section):
     """The whole configuration; each section is an attribute and a TOML table."""
 
     model: ModelSection
+    lora: LoraSection = LoraSection()
     parallel: ParallelSection = ParallelSection()
     data: DataSection
     rollout: RolloutSection
@@ -156,11 +158,17 @@ class RunConfig(Section):
     def servers_may_hold_other_weights(self) -> bool:
         """True when the servers may start with other weights than the actor.
 
-        Servers start from hf_checkpoint, and a loaded actor is ahead of it.  An external server may
-        hold anything.
+        Servers start from hf_checkpoint, and a loaded actor or adapter is ahead of it.  An external
+        server may hold anything.
         """
         external = bool(self.rollout.rollout_external_engine_addrs)
-        return external or self.checkpoint.load is not None
+        ahead = self.checkpoint.load is not None or self.lora.lora_adapter_path is not None
+        return external or ahead
+
+    @property
+    def reference_is_base(self) -> bool:
+        """True when the KL reference is the actor with its adapters switched off."""
+        return self.lora.enabled and self.ref_checkpoint == self.model.hf_checkpoint
 
     @property
     def ref_checkpoint(self) -> Path:

@@ -5,16 +5,18 @@ Import this module after ``cpu_device.prepare_device()``: it imports megatron-co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from r3train.hf_checkpoint import export_checkpoint
+from r3train.hf_checkpoint import NamedTensors, export_checkpoint
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint, run_facts
 from r3train.loop.keeper import Keeper
 from r3train.loop.stop import StopSignal
+from r3train.peft_files import saved_forms, write_adapter
 from r3train.trainer.megatron import checkpoint
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.topology import init_model_parallel
@@ -26,7 +28,7 @@ def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> Megatron
     config = job.config
     topology = init_model_parallel(config.parallel, config.trainer.seed)
     actor = MegatronActor(config, job.hf, topology, device)
-    if config.algorithm.needs_reference:
+    if config.algorithm.needs_reference and not config.reference_is_base:
         actor.load_reference(config.ref_checkpoint)
     if resume.checkpoint is not None:
         checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
@@ -66,11 +68,28 @@ def build_keeper(
     )
 
 
-def export_hf(actor: MegatronActor, hf_checkpoint: Path, directory: Path) -> None:
-    """Write the actor's weights as a Hugging Face checkpoint; a collective."""
-    weights = actor.hf_weights()
+def export_hf(job: Job, actor: MegatronActor) -> None:
+    """Write the actor's weights to --save-hf in the forms that were asked for; a collective."""
+    config = job.config
+    base, directory = config.model.hf_checkpoint, config.checkpoint.save_hf
+    merged, adapter = saved_forms(config.lora, job.hf)
+    if merged:
+        with _on_rank_0(actor, actor.hf_weights()) as weights:
+            if weights is not None:
+                export_checkpoint(weights, directory, hf_checkpoint=base)
+    if adapter:
+        with _on_rank_0(actor, actor.adapter_weights()) as factors:
+            if factors is not None:
+                place = directory / "adapter" if merged else directory
+                write_adapter(factors, place, config.lora, job.hf)
+
+
+@contextmanager
+def _on_rank_0(actor: MegatronActor, whole: NamedTensors) -> Iterator[NamedTensors | None]:
+    """Yield a collective's whole tensors on rank 0; the other ranks drain theirs and get None."""
     if actor.topology.rank == 0:
-        export_checkpoint(weights, directory, hf_checkpoint=hf_checkpoint)
-    else:
-        for _ in weights:
-            raise AssertionError("only rank 0 holds whole tensors")
+        yield whole
+        return
+    for _ in whole:
+        raise AssertionError("only rank 0 holds whole tensors")
+    yield None

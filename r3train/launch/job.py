@@ -31,7 +31,7 @@ from r3train.config.cross_checks import (
 from r3train.config.data import DataSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
-from r3train.config.families import check_family
+from r3train.config.families import FAMILIES, check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
@@ -47,6 +47,7 @@ from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt
 from r3train.hf_checkpoint import check_export_directory, check_tensors
+from r3train.peft_files import check_adapter, lost_by_peft
 
 T = TypeVar("T")
 
@@ -167,6 +168,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         warnings += _model_warnings(config, hf)
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
+        attempt(settings, check_adapter, config.lora, hf)
         attempt("checkpoint", check_trainable, hf)
         if config.model.ref_load is not None:
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
@@ -241,6 +243,17 @@ def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]
     if hf.is_moe and not config.replay.use_rollout_routing_replay:
         text = "mixture of experts without R3: rollout and trainer will choose different experts"
         yield JobWarning("model", text, "add --use-rollout-routing-replay")
+    lora, form = config.lora, config.lora.lora_save_hf
+    known = hf.model_type in FAMILIES  # or it is refused
+    if config.checkpoint.save_hf is not None and lora.enabled and form != "merged" and known:
+        lost = lost_by_peft(lora, hf)
+        if lost is not None:
+            text = (
+                f"--save-hf will be the merged checkpoint alone: PEFT drops the adapter of {lost}"
+            )
+            yield JobWarning(
+                "configuration", text, "docs/lora.md says which targets PEFT reads whole"
+            )
     if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
         text = "no eos_token_id in config.json or generation_config.json"
         yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")
@@ -308,6 +321,13 @@ def check_layers_here(config: RunConfig) -> None:
 
     if torch.cuda.is_available():  # a login node without a device is no reason to refuse
         uses_transformer_engine(config.model.attention_backend, on_cuda=True)
+    if config.lora.enabled and (
+        torch.cuda.is_available() or config.model.attention_backend == "te"
+    ):
+        raise ValueError(
+            "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"
+            " of Transformer Engine, which a CUDA device needs, have none yet"
+        )
 
 
 def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:

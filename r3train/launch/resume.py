@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
 from r3train.loop.rollout_file import read_samples
 from r3train.trainer.megatron import checkpoint
 from r3train.types import Scored
+
+_LORA = "lora"  # among the facts of a run
 
 
 @dataclass(frozen=True)
@@ -51,11 +54,36 @@ def resume_point(job: Job) -> ResumePoint:
         return ResumePoint()
     path = checkpoint.latest_checkpoint(settings.load)
     if settings.load_model_only:
+        _check_adapters(job, path)
         return ResumePoint(path, model_only=True)
     return _point(job, path)
 
 
+def _check_adapters(job: Job, path: Path) -> None:
+    """Raise ValueError for a checkpoint of other adapters than the run's, or of another base."""
+    saved, now = checkpoint.read_state(path).get("run", {}).get(_LORA), run_facts(job)[_LORA]
+    if (saved is None) != (now is None):
+        has = "the whole model" if saved is None else "LoRA adapters"
+        raise ValueError(
+            f"{path}: holds {has}, and --lora-rank is {job.config.lora.lora_rank}: a run resumes with"
+            " adapters or without, as it began"
+        )
+    for name, value in (now or {}).items():
+        if saved.get(name) == value:
+            continue
+        if name == "base":
+            raise ValueError(
+                f"{path}: its adapters belong to another base than --hf-checkpoint"
+                f" {job.config.model.hf_checkpoint} (identity {str(saved.get(name))[:12]}..., now"
+                f" {value[:12]}...)"
+            )
+        raise ValueError(
+            f"{path}: its adapters have {name} {saved.get(name)!r}, and the run has {value!r}"
+        )
+
+
 def _point(job: Job, path: Path) -> ResumePoint:
+    _check_adapters(job, path)
     state = checkpoint.read_state(path)
     saved, now = state.get("run", {}), run_facts(job)
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
@@ -79,9 +107,15 @@ def _point(job: Job, path: Path) -> ResumePoint:
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """Return the settings that decide the order of prompts and the numbers of samples."""
+    """Return the settings that decide the order of prompts, the numbers of samples and the adapters."""
     config: RunConfig = job.config
+    lora = None
+    if config.lora.enabled:
+        fields = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+        lora = config.lora.model_dump(mode="json", include=set(fields))
+        lora["base"] = identity(config.model.hf_checkpoint)
     return {
+        _LORA: lora,
         "prompt_data_sha256": job.prompt_file.sha256,
         "num_prompts": len(job.prompts),
         "rollout_batch_size": config.rollout.rollout_batch_size,

@@ -96,9 +96,10 @@ class AsyncLoop:
         self._source_stats: dict[str, Any] = {}
         self._route_wire_bytes = 0
         self._held_export: Path | None = None  # on rank 0, of the newest update
+        self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._weight_index = None
         if rank_zero is not None and config.has_engines:
-            self._weight_index = WeightIndex(hf, config.model.dtype_name)
+            self._weight_index = WeightIndex(hf, config.model.dtype_name, config.lora)
         self._topologies = gather_topologies(actor.topology)
         self._passes = config.replay_passes
 
@@ -318,7 +319,9 @@ class AsyncLoop:
             for i, step in enumerate(steps)
         ]
         if self._config.trainer.ci_test and rollout_id == 0:
-            _check_first_step(reports[0])
+            _check_first_step(
+                reports[0], reference_is_actor=not self._config.lora.lora_adapter_path
+            )
         drift = self._actor.collect_drift()
         return {
             **train_metrics(reports, self._actor.maxima),
@@ -400,6 +403,7 @@ class AsyncLoop:
         metrics, failure = self._send_weights(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
+        self._servers_hold_base = True
         if self._config.trainer.check_weight_update_equal:
             # after the pause, because a paused server would not answer
             metrics.update(self._check_update(weight_version))
@@ -414,9 +418,16 @@ class AsyncLoop:
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
         are not those of the checkpoint.
         """
-        # --check-weight-update-equal: what was sent is held against another export
-        exports = 2 if self._config.trainer.check_weight_update_equal else 1
-        weights, *again = [self._actor.hf_weights() for _ in range(exports)]
+        # with files a server reads whole checkpoints, and may lay all of its tensors out anew
+        targets_alone = (
+            self._config.lora.enabled
+            and self._servers_hold_base
+            and self._config.trainer.update_weight_transfer_mode == "distributed"
+        )
+        weights, again = self._actor.hf_weights(targets_alone=targets_alone), []
+        if self._config.trainer.check_weight_update_equal:
+            # what was sent is held against another export, a whole one
+            again = [self._actor.hf_weights()]
         self._held_export = None
         if self._rank_zero is None:
             for _ in chain(weights, *again):
@@ -427,7 +438,10 @@ class AsyncLoop:
             with quiet:
                 published = engines.publisher.publish(weights, version=weight_version)
                 self._weight_index.require(
-                    published.sent, published.num_bytes, version=weight_version
+                    published.sent,
+                    published.num_bytes,
+                    version=weight_version,
+                    targets_alone=targets_alone,
                 )
                 for export in again:
                     self._held_export = engines.hold_weights(export, weight_version)
@@ -446,6 +460,7 @@ class AsyncLoop:
             return {}, None
         return {
             "perf/published_bytes": published.num_bytes,
+            "perf/published_tensors": published.num_tensors,
             "rollout/weight_version": weight_version,
         }, None
 
@@ -460,9 +475,11 @@ class AsyncLoop:
                 self._keeper.save(weight_version)
                 self._keeper.finish()
                 raise failure
+            self._servers_hold_base = False  # a new one has the checkpoint's
             # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._send_weights(weight_version, nullcontext())
             if not self._recovery.needed(failure):
+                self._servers_hold_base = True
                 self._recovery.restored(weight_version)
                 return metrics
 
@@ -509,9 +526,12 @@ class AsyncLoop:
         return {"train/weight_probe_gap": gap}
 
 
-def _check_first_step(report: dict[str, float]) -> None:
-    """--ci-test: at the first step the actor is the policy that its log-probs came from."""
-    for name in ("ppo_kl", "kl"):
+def _check_first_step(report: dict[str, float], *, reference_is_actor: bool) -> None:
+    """--ci-test: at the first step the actor is the policy that its log-probs came from.
+
+    reference_is_actor: it is the KL reference too.
+    """
+    for name in ("ppo_kl", "kl") if reference_is_actor else ("ppo_kl",):
         if abs(report.get(name, 0.0)) > 1e-8:
             other = "ref_log_probs" if name == "kl" else "old log_probs"
             raise AssertionError(

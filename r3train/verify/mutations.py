@@ -46,6 +46,7 @@ from r3train.trainer.megatron import (
     checkpoint,
     forward_step,
     hf_bridge,
+    lora,
     model,
     optimizer,
     replay,
@@ -726,6 +727,136 @@ def decay_counted_in_rollouts(original, config, optimizer):
 @replaces(actor.MegatronActor, "_finite")
 def nan_gradients_unseen(original, self, loss):
     return math.isfinite(loss)
+
+
+# -- adapters ----------------------------------------------------------------------------------
+
+of_adapters = partial(mutation, caught_by="tests/oracle/test_lora.py")
+
+
+def _changes_adapters(change: Callable[[lora.Lora], None]) -> Patch:
+    """Make a patch that changes every adapter of a rank once they are installed."""
+
+    @wraps(change)
+    def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
+        def install(original, config, bridge, chunks):
+            original(config, bridge, chunks)
+            for adapter in lora.adapters(chunks):
+                change(adapter)
+
+        return patched(lora, "install", install)
+
+    return patch
+
+
+@of_adapters("the adapters' gradients are neither reduced nor divided")
+@replaces(actor, "_finalize_adapter_grads")
+def adapter_gradients_not_finalised(original, chunks, *args, **kwargs):
+    return None
+
+
+@of_adapters("A of query, key and value has the gradient of this rank's tokens alone")
+@_changes_adapters
+def qkv_a_not_summed(adapter):
+    if adapter.query_groups:
+        adapter.a.sequence_parallel = False
+
+
+@of_adapters("B of the attention's output has the gradient of this rank's tokens alone")
+@_changes_adapters
+def o_proj_b_not_summed(adapter):
+    if not adapter.is_column and not adapter.is_expert:
+        adapter.b0.sequence_parallel = False
+
+
+@of_adapters("an expert's replicated factors have the gradient of one expert-tensor shard")
+@replaces(lora, "sum_over_expert_tp")
+def expert_tp_not_summed(original, chunks):
+    return None
+
+
+@of_adapters("an expert's input gradient is summed over expert-tensor ranks twice")
+@replaces(lora.Lora, "forward")
+def expert_input_summed_twice(original, self, x):
+    if self.is_expert and self.is_column:
+        x = lora.copy_to_tensor_model_parallel_region(x, group=self.group)
+    return original(self, x)
+
+
+@of_adapters("the parts of the attention's output are not summed over tensor ranks")
+@replaces(lora.Lora, "_across_ranks")
+def o_proj_not_reduced(original, self, low):
+    if self.is_column:
+        return original(self, low)
+    return low.chunk(self.group.size())[self.group.rank()]
+
+
+@of_adapters("the parts of the attention's output are averaged over tensor ranks")
+@replaces(lora.Lora, "_across_ranks")
+def o_proj_averaged(original, self, low):
+    return original(self, low) / (1 if self.is_column else self.group.size())
+
+
+@of_adapters("every tensor rank draws its replicas by itself")
+@replaces(lora, "drawn")
+def replicas_drawn_by_rank(original, seed):
+    return original(seed + torch.distributed.get_rank())
+
+
+@of_adapters("the gradient norm counts replicas of experts as those of dense linears")
+@_changes_adapters
+def norm_counts_naively(adapter):
+    for p in adapter.parameters():
+        if p.sharded_dim is None:
+            p.tensor_model_parallel, p.shared = False, False
+
+
+@of_adapters("a frozen embedding's output asks for no gradient, and layers are recomputed")
+@replaces(lora, "let_gradients_pass")
+def embedding_asks_for_no_gradient(original, chunk):
+    return None
+
+
+@of_adapters("alpha / rank is forgotten in the merged weights")
+@replaces(lora.Lora, "delta")
+def scale_not_merged(original, self):
+    return original(self) / self.scale
+
+
+@of_adapters("query, key and value are joined as on disk, not a query group at a time")
+@replaces(lora.Lora, "_joined")
+def qkv_joined_as_on_disk(original, self, parts, dim):
+    return torch.cat(parts, dim)
+
+
+@of_adapters("gate and up are swapped")
+@replaces(lora.Lora, "_joined")
+def gate_and_up_swapped(original, self, parts, dim):
+    return original(self, parts[::-1] if len(parts) == 2 else parts, dim)
+
+
+@of_adapters("experts of all expert ranks are exported under the first rank's ids")
+@replaces(lora.Lora, "named_by_expert")
+def local_expert_ids_exported(original, self, name, experts):
+    return ((name, factor) for factor in experts)
+
+
+@of_adapters("the adapters stay on in the pass of the KL reference")
+@replaces(lora, "switched_off")
+def adapters_in_the_reference(original, chunks):
+    return nullcontext()
+
+
+@of_adapters("a checkpoint takes every factor for a replica, as Megatron's linears would")
+@replaces(lora, "sharded_state")
+def shards_saved_as_replicas(original, chunks):
+    ranks = {adapter.group.rank() for adapter in lora.adapters(chunks)}
+    return {
+        key: lora.ShardedTensor.from_rank_offsets(
+            key, tensor.data, replica_id=(0, max(ranks), tensor.replica_id[2])
+        )
+        for key, tensor in original(chunks).items()
+    }
 
 
 # -- between a server's forward and its answer -------------------------------------------------

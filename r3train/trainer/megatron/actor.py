@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -19,7 +20,7 @@ from r3train.algo.losses.registry import get_policy_loss
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.trainer.megatron import hf_bridge
+from r3train.trainer.megatron import hf_bridge, lora
 from r3train.trainer.megatron.auxiliary_losses import AuxiliaryLosses
 from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
@@ -47,6 +48,7 @@ class MegatronActor:
     ):
         self.device = device
         self._algorithm = config.algorithm
+        self.lora = config.lora
         self._temperature = config.rollout.rollout_temperature
         self._metric_names = metric_names(
             get_policy_loss(config.algorithm.policy_loss), config.algorithm
@@ -89,11 +91,14 @@ class MegatronActor:
             without_padding=config.replay.use_rollout_routing_replay,
         )
         self._reference: dict[str, torch.Tensor] | None = None
+        self._reference_is_base = config.reference_is_base
 
     def _wire_megatron(self, *, overlap_grad_reduce: bool) -> None:
         """Give Megatron's schedules their callbacks, as Megatron's own training loop does."""
         config, chunks = self.model.config, self.model.chunks
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = (
+            _finalize_adapter_grads if self.lora.enabled else finalize_model_grads
+        )
         config.grad_scale_func = self.optimizer.scale_loss
         if overlap_grad_reduce:
             no_sync = [c.no_sync for c in chunks]
@@ -164,6 +169,8 @@ class MegatronActor:
             for bias, before in biases:
                 bias.copy_(before)
         metrics["grad_norm"] = float(grad_norm) if grad_norm is not None else 0.0
+        if success and self.lora.enabled:
+            _check_adapters_learn(metrics)
         metrics["lr"] = lr
         metrics["update_successful"] = float(success)
         metrics["skipped_steps"] = float(not finite)
@@ -265,15 +272,33 @@ class MegatronActor:
 
     # -- weights -----------------------------------------------------------------------------
 
-    def hf_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it."""
+    def hf_weights(self, *, targets_alone: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it.
+
+        With LoRA the adapters are merged; targets_alone leaves out the tensors that have none.
+        """
         self.gather_parameters()
-        return export_hf_weights(self.model.bridge, self.model.chunks)
+        bridge, chunks = self.model.bridge, self.model.chunks
+        if not self.lora.enabled:
+            return export_hf_weights(bridge, chunks)
+        merged, is_adapted = lora.merged_weights(chunks)
+        if targets_alone:
+            return export_hf_weights(bridge, chunks, merged, is_adapted)
+        return export_hf_weights(bridge, chunks, merged)
+
+    def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the adapters' whole factors by name on rank 0; every rank must drain it."""
+        self.gather_parameters()
+        return lora.export_adapters(self.model.chunks)
 
     def parameters_unlike(self, checkpoint: Path) -> list[str]:
-        """Names of this rank's parameters that are not those of an HF checkpoint; a collective."""
+        """Names of this rank's parameters that are not those of an HF checkpoint; a collective.
+
+        With LoRA those of the base count with their adapters merged.
+        """
         self.gather_parameters()
-        return hf_bridge.parameters_unlike(self.model.bridge, self.model.chunks, checkpoint)
+        merged, _ = lora.merged_weights(self.model.chunks)
+        return hf_bridge.parameters_unlike(self.model.bridge, self.model.chunks, checkpoint, merged)
 
     def gather_parameters(self) -> None:
         """Gather every rank's parameters, before anything but a forward reads them.
@@ -295,13 +320,17 @@ class MegatronActor:
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
-        assert self._reference is not None, "load_reference first"
-        actor = self._copy_weights()
-        self._write_weights(self._reference)
-        try:
-            yield
-        finally:
-            self._write_weights(actor)
+        with lora.switched_off(self.model.chunks):
+            if self._reference_is_base:
+                yield
+                return
+            assert self._reference is not None, "load_reference first"
+            actor = self._copy_weights()
+            self._write_weights(self._reference)
+            try:
+                yield
+            finally:
+                self._write_weights(actor)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and the routers' expert biases: all that a checkpoint holds."""
@@ -316,3 +345,22 @@ class MegatronActor:
     def _write_weights(self, weights: dict[str, torch.Tensor]) -> None:
         for name, tensor in self._weights():
             tensor.copy_(weights[name])
+
+
+def _finalize_adapter_grads(chunks: list[torch.nn.Module], *args: Any, **kwargs: Any) -> None:
+    """Reduce and divide the gradients as Megatron does, then sum what it leaves in parts."""
+    finalize_model_grads(chunks, *args, **kwargs)
+    lora.sum_over_expert_tp(chunks)
+
+
+def _check_adapters_learn(metrics: dict[str, float]) -> None:
+    """Raise AssertionError where a loss reaches no adapter.
+
+    Behind a frozen base a lost gradient is exactly 0 and no error.  Where a loss clips every token 0
+    is right.
+    """
+    if metrics["grad_norm"] == 0.0 and metrics["loss"] != 0.0 and metrics.get("clipped", 0.0) < 1:
+        raise AssertionError(
+            f"the loss is {metrics['loss']:g} and the gradient norm of the adapters exactly 0: no"
+            " gradient reached them"
+        )

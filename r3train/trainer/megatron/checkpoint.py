@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from r3train.config.checkpoint import CheckpointSection
 from r3train.host_group import host_barrier
-from r3train.trainer.megatron import rng
+from r3train.trainer.megatron import lora, rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.optimizer_state import METADATA, OptimizerState, changed_settings
 from r3train.trainer.megatron.write_results import WriteResults
@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
 _TENSORS = "optimizer_tensors"
+_ADAPTERS = "adapters"
 _NAME = re.compile(r"iter_\d{7}")
 
 # all that torch writes into .metadata, beside dtypes
@@ -70,6 +71,9 @@ class CheckpointError(RuntimeError):
 
 
 def _model_state(actor: MegatronActor) -> dict[str, Any]:
+    """The model's sharded state; with LoRA that of the adapters alone, for the base never changes."""
+    if actor.lora.enabled:
+        return {_ADAPTERS: lora.sharded_state(actor.model.chunks)}
     chunks = actor.model.unwrapped
     return {
         _model_key(i, len(chunks)): chunk.sharded_state_dict(metadata=dict(METADATA))
@@ -359,8 +363,11 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
         wanted[_TENSORS] = optimizer.tensors
     state = dist_checkpointing.load(wanted, str(checkpoint))
     chunks = actor.model.unwrapped
-    for i, chunk in enumerate(chunks):
-        chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=True)
+    if actor.lora.enabled:
+        lora.load_state(chunks, state[_ADAPTERS])
+    else:
+        for i, chunk in enumerate(chunks):
+            chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=True)
     if optimizer is None:
         actor.optimizer.reload_model_params()
         return

@@ -26,48 +26,56 @@ def export_hf_weights(
     bridge: Any,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
+    is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
 
     value_of: returns the tensor to export for a parameter: the parameter itself, or its gradient.
+    is_wanted: False for a parameter that is left out, the same on every rank that holds a part of it.
     A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
     of one layer.
     """
-    pp_rank, pp_size = (
-        ps.get_pipeline_model_parallel_rank(),
-        ps.get_pipeline_model_parallel_world_size(),
-    )
-    stage_size = dist.get_world_size() // pp_size
-    leader = dist.get_rank() == pp_rank * stage_size
-    merged = _merged_parameters(bridge, chunks, value_of, leader)
-    if pp_rank > 0:
-        for name, tensor in merged:
-            if leader:
-                _send(name, tensor)
-        if leader:
+    for name, tensor in to_rank_0(_merged_parameters(bridge, chunks, value_of, is_wanted)):
+        names, tensors = bridge._weight_to_hf_format(name, tensor)
+        yield from zip(names, tensors)
+
+
+def to_rank_0(
+    of_stage: Iterator[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the named tensors of all pipeline stages' leaders on rank 0, nothing elsewhere.
+
+    of_stage: those of this rank's stage, a collective of the stage; it yields on its leader alone.
+    """
+    if ps.get_pipeline_model_parallel_rank() > 0:
+        for name, tensor in of_stage:
+            _send(name, tensor)
+        if is_leader():
             _send("", None)
         return
-    for name, tensor in merged:
-        if leader:
-            yield from _to_hf(bridge, name, tensor)
-    if leader:
-        for stage in range(1, pp_size):
-            while (received := _receive(stage * stage_size)) is not None:
-                yield from _to_hf(bridge, *received)
+    yield from of_stage
+    if is_leader():
+        for stage in range(1, ps.get_pipeline_model_parallel_world_size()):
+            while (received := _receive(stage * _stage_size())) is not None:
+                yield received
 
 
-def _to_hf(bridge: Any, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    names, tensors = bridge._weight_to_hf_format(name, tensor)
-    return zip(names, tensors)
+def _stage_size() -> int:
+    return dist.get_world_size() // ps.get_pipeline_model_parallel_world_size()
+
+
+def is_leader() -> bool:
+    """Return True on the first rank of a pipeline stage."""
+    return dist.get_rank() == ps.get_pipeline_model_parallel_rank() * _stage_size()
 
 
 def _merged_parameters(
     bridge: Any,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
-    leader: bool,
+    is_wanted: Callable[[torch.Tensor], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this stage's parameters under global TE names; they are whole on the leader alone."""
+    """Yield this stage's parameters, whole, under global TE names, on its leader alone."""
     for chunk in chunks:
         adapted = as_te_names(chunk)
         global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
@@ -77,13 +85,15 @@ def _merged_parameters(
             name = global_names[local_name]
             if name == OUTPUT_LAYER and bridge.hf_config.tie_word_embeddings:
                 continue  # the first stage exports it under the embedding's name
+            if not is_wanted(tensor):
+                continue
             if EXPERT in name:
-                yield from _merge_expert(bridge, name, value_of(tensor), leader)
+                yield from _merge_expert(bridge, name, value_of(tensor))
             elif ps.get_data_parallel_rank(with_context_parallel=True) == 0:
                 split = getattr(tensor, "tensor_model_parallel", False)
                 group = ps.get_tensor_model_parallel_group() if split else None
-                shards = _gather(value_of(tensor), group)
-                if leader:
+                shards = gather(value_of(tensor), group)
+                if is_leader():
                     whole = shards[0]
                     if split:
                         whole = bridge._weight_merge_across_tp(name, shards, tensor)
@@ -91,26 +101,26 @@ def _merged_parameters(
 
 
 def _merge_expert(
-    bridge: Any, name: str, tensor: torch.Tensor, leader: bool
+    bridge: Any, name: str, tensor: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Gather one local expert of every expert-parallel rank: ETP shards first, then EP ranks."""
     if ps.get_expert_data_parallel_rank() != 0:
         return
-    shards = _gather(tensor, ps.get_expert_tensor_parallel_group())
+    shards = gather(tensor, ps.get_expert_tensor_parallel_group())
     whole = None
     if shards is not None:
         whole = bridge._weight_merge_across_tp(name, shards, tensor).contiguous()
     if ps.get_expert_tensor_parallel_rank() != 0:
         return
-    experts = _gather(whole, ps.get_expert_model_parallel_group())
-    if leader:
+    experts = gather(whole, ps.get_expert_model_parallel_group())
+    if is_leader():
         prefix, local_id = name.split(".weight")
         per_rank = bridge.config.num_moe_experts // ps.get_expert_model_parallel_world_size()
         for ep_rank, expert in enumerate(experts):
             yield f"{prefix}.weight{ep_rank * per_rank + int(local_id)}", expert
 
 
-def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:
     """Return all members' tensors on the group's first rank, None on the others."""
     if group is None or group.size() == 1:
         return [tensor]

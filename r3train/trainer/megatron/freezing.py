@@ -74,14 +74,14 @@ def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) ->
             for name, parameter in chunk.named_parameters():
                 if ".mlp.router." in name or name.endswith(".shared_experts.gate_weight"):
                     parameter.requires_grad_(False)
-        _let_gradients_pass(chunk)
+        let_gradients_pass(chunk)
     if not any(p.requires_grad for chunk in chunks for p in chunk.parameters()):
         raise ValueError(
             "--freeze-params and --freeze-moe-router leave a rank without a parameter to train"
         )
 
 
-def _let_gradients_pass(chunk: torch.nn.Module) -> None:
+def let_gradients_pass(chunk: torch.nn.Module) -> None:
     """Make the output of a frozen embedding require a gradient.
 
     Megatron recomputes a layer only if its input requires one: behind a frozen embedding all layers of

@@ -7,7 +7,7 @@ parameter names of Transformer Engine's layer spec; ``_TENames`` renames those o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
 
 EXPERT = ".mlp.experts.linear_fc"
 OUTPUT_LAYER = "output_layer.weight"
+ADAPTER = ".lora."  # in the name of a parameter of an adapter, which no checkpoint of a model has
 
 
 def merge_expert_shards(name: str, shards: list[torch.Tensor]) -> torch.Tensor:
@@ -112,7 +113,7 @@ def _fill_in(hf_config: Any) -> None:
 
 
 class _TENames:
-    """A chunk whose parameters have the names of Transformer Engine's spec."""
+    """A chunk whose parameters have the names of Transformer Engine's spec, without adapters."""
 
     def __init__(self, chunk: torch.nn.Module):
         self._chunk = chunk
@@ -127,10 +128,12 @@ class _TENames:
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1", name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {self._rename(n): t for n, t in self._chunk.state_dict().items() if t is not None}
+        state = self._chunk.state_dict().items()
+        return {self._rename(n): t for n, t in state if t is not None and ADAPTER not in n}
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        return ((self._rename(n), p) for n, p in self._chunk.named_parameters())
+        parameters = self._chunk.named_parameters()
+        return ((self._rename(n), p) for n, p in parameters if ADAPTER not in n)
 
 
 def as_te_names(chunk: torch.nn.Module) -> Any:
@@ -176,11 +179,12 @@ class _Held(torch.Tensor):
 class _Compared:
     """A chunk as ``as_te_names`` gives it, whose parameters are compared instead of loaded."""
 
-    def __init__(self, adapted: Any):
+    def __init__(self, adapted: Any, value_of: Callable[[torch.Tensor], torch.Tensor]):
         self.decoder, self.config = adapted.decoder, adapted.config
+        values = {name: value_of(p) for name, p in adapted.named_parameters()}
         self._held = {
             name: tensor.detach().as_subclass(_Held) if torch.is_tensor(tensor) else tensor
-            for name, tensor in adapted.state_dict().items()
+            for name, tensor in {**adapted.state_dict(), **values}.items()
             if "_extra_state" not in name  # Transformer Engine's, of no checkpoint
         }
 
@@ -193,12 +197,17 @@ class _Compared:
 
 
 @torch.no_grad()
-def parameters_unlike(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> list[str]:
+def parameters_unlike(
+    bridge: Any,
+    chunks: Sequence[torch.nn.Module],
+    path: Path,
+    value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
+) -> list[str]:
     """This rank's parameters that differ from those that a checkpoint would load, bit for bit.
 
-    A collective like ``load_hf_weights``, and the same code: it shows that an export is what the
+    value_of: what was exported for a parameter.  A collective like ``load_hf_weights``, and the same code: it shows that an export is what the
     actor holds without the code that exported it.
     """
-    compared = [_Compared(as_te_names(c)) for c in chunks]
+    compared = [_Compared(as_te_names(c), value_of) for c in chunks]
     bridge.load_weights(compared, str(path))
     return [name for chunk in compared for name in chunk.other()]

@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel import ParallelSection
-from r3train.trainer.megatron import hf_bridge
+from r3train.trainer.megatron import hf_bridge, lora
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
 
@@ -54,6 +54,8 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         chunks.append(_build_chunk(bridge, vp_stage, use_te).to(device))
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
     freeze(config, bridge, chunks)
+    if config.lora.enabled:
+        lora.install(config, bridge, chunks)
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -147,7 +149,9 @@ def _transformer_overrides(
         )
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
-    if config.trainer.freeze_moe_router:  # the bias is no parameter, and moves by this rate
+    if (
+        config.trainer.freeze_moe_router or config.lora.enabled
+    ):  # the bias is no parameter, and moves by this rate
         fields["moe_router_bias_update_rate"] = 0.0
     fields.update(model.transformer_overrides)
     return fields

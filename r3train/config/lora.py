@@ -1,0 +1,63 @@
+"""LoRA: low-rank adapters are trained, and the checkpoint's own weights stay as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from r3train.config.section import Section
+
+ALL_LINEAR = "all-linear"
+# names on disk of the linears that Megatron holds in one matrix
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Mixtral's experts have w1 (gate), w3 (up) and w2 (down)
+LINEARS = (*FUSED[0], "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2")
+
+
+class LoraSection(Section):
+    """Low-rank adapters instead of the weights themselves."""
+
+    title: ClassVar[str] = "LoRA"
+
+    lora_rank: int = Field(default=0, ge=0)
+    """Rank of the adapters; 0 trains the weights themselves."""
+    lora_alpha: float = Field(default=16.0, gt=0)
+    """An adapter adds lora_alpha / lora_rank * B A x to its linear's output."""
+    target_modules: tuple[str, ...] = Field(default=(ALL_LINEAR,), strict=False, min_length=1)
+    """Linears that get an adapter, by their names on disk (q_proj, o_proj, gate_proj, ...), or
+    all-linear: attention, dense layers, shared experts, and one adapter for each routed expert."""
+    exclude_modules: tuple[str, ...] = Field(default=(), strict=False)
+    """Linears that get none: their names, or those of modules above them (experts, self_attn,
+    layers.0)."""
+    lora_adapter_path: Path | None = Field(default=None, strict=False)
+    """Directory of a PEFT adapter to start from."""
+    lora_serving: Literal["merged"] = "merged"
+    """Form in which servers get the adapters: merged into the weights."""
+    lora_save_hf: Literal["both", "merged", "adapter"] = "both"
+    """Form that save_hf writes: a merged checkpoint with the PEFT adapter in its directory adapter,
+    or one of the two alone."""
+
+    @property
+    def enabled(self) -> bool:
+        """True when adapters are trained."""
+        return self.lora_rank > 0
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A."""
+        return self.lora_alpha / self.lora_rank
+
+    def targets(self, names: Iterable[str]) -> frozenset[str]:
+        """Return those tensors of a checkpoint that get an adapter, by their names on disk."""
+        return frozenset(name for name in names if self._is_target(name))
+
+    def _is_target(self, name: str) -> bool:
+        path, _, kind = name.rpartition(".")
+        leaf = path.rpartition(".")[2]
+        wanted = leaf in (LINEARS if ALL_LINEAR in self.target_modules else self.target_modules)
+        if kind != "weight" or leaf not in LINEARS or not wanted:
+            return False
+        return not any(f".{module}." in f".{path}." for module in self.exclude_modules)

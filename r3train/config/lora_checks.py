@@ -1,0 +1,93 @@
+"""Rules of LoRA, alone and against the checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from r3train.config.families import FAMILIES, tensor_names
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.lora import ALL_LINEAR, FUSED, LINEARS, LoraSection
+from r3train.config.run import RunConfig
+
+
+def lora_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a complaint for each setting that does not go with LoRA, or has no effect without."""
+    lora, overrides = config.lora, config.model.transformer_overrides
+    if not lora.enabled:
+        for name, field in LoraSection.model_fields.items():
+            if getattr(lora, name) != field.default:
+                yield f"--{name.replace('_', '-')} has no effect without --lora-rank above 0"
+        return
+    for name in lora.target_modules:
+        if name not in (ALL_LINEAR, *LINEARS):
+            yield f"target_modules: {name} is unknown; known: {', '.join((ALL_LINEAR, *LINEARS))}"
+    if config.trainer.freeze_moe_router or config.trainer.freeze_params:
+        yield (
+            "--freeze-moe-router and --freeze-params have no effect with --lora-rank: adapters alone"
+            " are trained (--target-modules, --exclude-modules)"
+        )
+    if "moe_router_bias_update_rate" in overrides:
+        yield (
+            "transformer_overrides.moe_router_bias_update_rate moves the routers that --lora-rank holds"
+            " still"
+        )
+    if overrides.get("moe_shared_expert_overlap"):
+        yield (
+            "transformer_overrides.moe_shared_expert_overlap runs shared experts past their adapters:"
+            " it cannot go with --lora-rank"
+        )
+    if lora.lora_save_hf != "both" and config.checkpoint.save_hf is None:
+        yield "--lora-save-hf needs --save-hf"
+
+
+def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    """Yield a complaint for each target that the checkpoint's model cannot have."""
+    lora = config.lora
+    if not lora.enabled or hf.model_type not in FAMILIES:  # which check_family refuses
+        return
+    names = tensor_names(hf)
+    targets = lora.targets(names)
+    leaves = {name.split(".")[-2] for name in names}
+    for leaf in (n for n in lora.target_modules if n in LINEARS and n not in leaves):
+        has = ", ".join(n for n in LINEARS if n in leaves)
+        yield f"target_modules: {hf.path} has no {leaf}; it has {has}"
+    paths = [f".{name}" for name in names]
+    for module in lora.exclude_modules:
+        if not any(f".{module}." in path for path in paths):
+            yield f"exclude_modules: {hf.path} has no module {module}"
+    if not targets:
+        yield "--target-modules and --exclude-modules leave no linear with an adapter"
+        return
+    yield from _parts_of_a_matrix(targets, names)
+    tp, heads = config.parallel.tensor_model_parallel_size, hf.num_key_value_heads
+    if heads % tp and any(name.split(".")[-2] in FUSED[0] for name in targets):
+        yield (
+            f"{hf.path}: num_key_value_heads {heads} does not divide by tensor_model_parallel_size {tp},"
+            " which adapters on attention need"
+        )
+
+
+def _parts_of_a_matrix(targets: frozenset[str], names: frozenset[str]) -> Iterator[str]:
+    """Yield the first targets that are only a part of what must be adapted as one."""
+    for name in sorted(targets):
+        head, leaf, kind = name.rsplit(".", 2)
+        group = next((g for g in FUSED if leaf in g), (leaf,))
+        missing = [part for part in group if f"{head}.{part}.{kind}" not in targets]
+        if missing:
+            yield (
+                f"target_modules: {head} has {leaf} and not {', '.join(missing)}: Megatron holds them"
+                " in one matrix, target all or none of them"
+            )
+            return
+    layers: dict[str, list[bool]] = {}
+    for name in sorted(names):
+        layer = re.sub(r"\.experts\.\d+\.", ".experts.*.", name)
+        layers.setdefault(layer, []).append(name in targets)
+    for layer, experts in layers.items():
+        if any(experts) and not all(experts):
+            yield (
+                f"exclude_modules: {sum(experts)} of the {len(experts)} experts of {layer} have an"
+                " adapter: all experts of a layer or none"
+            )
+            return

@@ -1,0 +1,185 @@
+"""A LoRA adapter as PEFT's two files: written for other programs, and read back by the trainer.
+
+Each routed expert has factors of its own, under the names that the checkpoint gives its linears.  PEFT
+reads that form, and so does SGLang.  Nothing is taken from a file that was not looked at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from r3train.config.families import tensor_names
+from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.config.lora import LoraSection
+from r3train.hf_checkpoint import MARKER, read_header, read_headers
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+# what another value than its first would add to B A x; keys that are missing have PEFT's default
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "fan_in_fan_out": (False, None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layer_replication": (None,),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, []),
+}
+
+
+def write_adapter(
+    factors: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    settings: LoraSection,
+    hf: HfModelFacts,
+) -> None:
+    """Write an adapter's directory; one that is there is replaced once the new one is whole.
+
+    factors: (PATH.lora_A, [rank, in]) and (PATH.lora_B, [out, rank]), PATH a linear's on disk: each of
+    the base's targets once.
+    """
+    expected = _expected(settings, hf)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in factors:
+            key = f"{_PREFIX}{name}{_SUFFIX}"
+            shape = tuple(tensor.shape)
+            assert (
+                key not in tensors and expected.get(key) == shape
+            ), f"{name} {shape}: twice, or wrong"
+            tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
+        assert len(tensors) == len(expected), f"{min(expected.keys() - tensors.keys())} is missing"
+        save_file(tensors, partial / TENSORS, {"format": "pt"})
+        config = dict(
+            peft_type="LORA",
+            task_type="CAUSAL_LM",
+            base_model_name_or_path=str(hf.path),
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,
+            lora_dropout=0.0,
+            bias="none",
+            target_modules=sorted({name.split(".")[-3] for name in tensors}),
+            inference_mode=True,
+            fan_in_fan_out=False,
+            init_lora_weights=True,
+            modules_to_save=None,
+            use_rslora=False,
+            use_dora=False,
+        )
+        text = json.dumps(config, indent=1) + "\n"
+        (partial / CONFIG).write_text(text, encoding="utf-8")
+        facts = {"num_tensors": len(tensors), "num_bytes": sum(t.nbytes for t in tensors.values())}
+        (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        shutil.rmtree(directory, ignore_errors=True)
+        os.replace(partial, directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def lost_by_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
+    """Return what PEFT would drop of an adapter of these settings without a word, or None.
+
+    Source: peft 0.21.2 with transformers 5.19: where a model has fused experts and they are among the
+    targets, it takes every gate_proj, up_proj and down_proj for theirs; with GLM in any case.
+    """
+    targets = settings.targets(tensor_names(hf))
+    routed = hf.model_type == "glm4_moe" or any(".experts." in name for name in targets)
+    others = [n for n in targets if n.split(".")[-2] in _OF_EXPERTS and ".experts." not in n]
+    return min(others).rpartition(".")[0] if others and routed else None
+
+
+def saved_forms(settings: LoraSection, hf: HfModelFacts) -> tuple[bool, bool]:
+    """Return (is a merged checkpoint written, is a PEFT adapter) by --save-hf."""
+    if not settings.enabled:
+        return True, False
+    form = "merged" if lost_by_peft(settings, hf) else settings.lora_save_hf
+    return form != "adapter", form != "merged"
+
+
+def check_adapter(settings: LoraSection, hf: HfModelFacts) -> None:
+    """Raise ValueError unless --lora-adapter-path holds what these settings would train.
+
+    Rank, alpha and the adapted linears must be the same.  Headers alone are read.
+    """
+    directory = settings.lora_adapter_path
+    if directory is None:
+        return
+    file = directory / CONFIG
+    _check_config(file, load_json_object(file), settings)
+    found = {name: kind.shape for name, kind in read_header(directory / TENSORS).items()}
+    expected = _expected(settings, hf)
+    if any(".base_layer." in name for name in found):
+        raise ValueError(
+            f"{directory / TENSORS}: holds experts fused as transformers has them in memory; expected"
+            " one pair of factors an expert (mlp.experts.0.gate_proj.lora_A)"
+        )
+    for names, words in (
+        (expected.keys() - found.keys(), "missing, and --target-modules wants it"),
+        (found.keys() - expected.keys(), "not among --target-modules"),
+    ):
+        if names:
+            first = sorted(names)[0]
+            raise ValueError(f"{directory / TENSORS}: {first} is {words} ({len(names)} such)")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ValueError(
+                f"{directory / TENSORS}: {name} is {list(found[name])}, expected {list(shape)}"
+            )
+
+
+def _check_config(file: Path, config: Mapping[str, Any], settings: LoraSection) -> None:
+    for key, ours, flag in (
+        ("r", settings.lora_rank, "--lora-rank"),
+        ("lora_alpha", settings.lora_alpha, "--lora-alpha"),
+    ):
+        if config.get(key) != ours:
+            raise ValueError(f"{file}: {key} is {config.get(key)!r}, and {flag} is {ours!r}")
+    for key, plain in _PLAIN.items():
+        if config.get(key, plain[0]) not in plain:
+            raise ValueError(
+                f"{file}: {key} is {config[key]!r}: the trainer computes plain LoRA, in which it is"
+                f" {plain[0]!r}"
+            )
+
+
+def _expected(settings: LoraSection, hf: HfModelFacts) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the files' tensors."""
+    kinds, rank = read_headers(hf.path), settings.lora_rank
+    expected = {}
+    for name in settings.targets(kinds):
+        path, (rows, columns) = name.rpartition(".")[0], kinds[name].shape
+        expected[f"{_PREFIX}{path}.lora_A{_SUFFIX}"] = (rank, columns)
+        expected[f"{_PREFIX}{path}.lora_B{_SUFFIX}"] = (rows, rank)
+    return expected
+
+
+class AdapterFile:
+    """The factors of an adapter's directory, each read when it is asked for."""
+
+    def __init__(self, directory: Path):
+        self._file = directory / TENSORS
+        self._tensors = safe_open(self._file, "pt")
+
+    def whole(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """Return a factor: PATH.lora_A, [rank, in], or PATH.lora_B, [out, rank]."""
+        tensor = self._tensors.get_tensor(f"{_PREFIX}{name}{_SUFFIX}")
+        assert tuple(tensor.shape) == shape, (self._file, name, tensor.shape, shape)
+        return tensor

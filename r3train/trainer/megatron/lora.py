@@ -1,0 +1,393 @@
+"""LoRA on Megatron's parallel linears: adapters, their gradients, and the merged weights.
+
+An adapter is a child (``.lora``) of the linear that it adapts, and a forward hook calls it, so that no
+parameter of the base has another name.  ``y = W x + scale * B A x``, one A and one B for each of the
+linear's projections on disk (query, key, value; gate, up).  The A's are stacked in one parameter:
+
+=============  ===========================  =========================  ===============================
+linear         A [parts * r, in]            B [out of a part, r]       not whole after backward
+=============  ===========================  =========================  ===============================
+column, TP+SP  replicated, on the SP shard  sharded (rows)             A: tokens of a shard, sum over TP
+row, TP+SP     sharded (columns)            replicated, on the shard   B: tokens of a shard, sum over TP
+column, ETP    replicated, all tokens       sharded (rows)             A: output shards, sum over ETP
+row, ETP       sharded (columns)            replicated, partial sums   B: input shards, sum over ETP
+=============  ===========================  =========================  ===============================
+
+Only the rank-r result crosses tensor ranks, never the hidden state.  An expert's adapter communicates
+nothing: the dispatcher sums outputs and input gradients over expert-tensor ranks, and that is linear.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core import parallel_state as ps
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from r3train.config import RunConfig
+from r3train.config.lora import FUSED, LoraSection
+from r3train.peft_files import AdapterFile
+from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
+from r3train.trainer.megatron.freezing import let_gradients_pass
+from r3train.trainer.megatron.hf_bridge import hf_names
+
+# (name of a whole factor, as PEFT has it on disk; its shape) -> its values
+Factors = Callable[[str, tuple[int, int]], torch.Tensor]
+_EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
+
+
+class Lora(torch.nn.Module):
+    """The adapter of one linear.
+
+    linear: a parallel linear of this rank.  paths: its projections' paths on disk, in Megatron's order
+    of rows.  query_groups: those of this rank, of a linear that joins query, key and value; else 0.
+    """
+
+    def __init__(
+        self,
+        linear: ColumnParallelLinear | RowParallelLinear,
+        paths: Sequence[str],
+        widths: Sequence[int],
+        settings: LoraSection,
+        *,
+        is_expert: bool,
+        query_groups: int,
+    ):
+        super().__init__()
+        self.paths = tuple(paths)
+        self.rank, self.scale = settings.lora_rank, settings.scale
+        self.is_expert, self.query_groups = is_expert, query_groups
+        self._experts_per_rank = 0
+        if is_expert:
+            ranks = ps.get_expert_model_parallel_world_size()
+            self._experts_per_rank = linear.config.num_moe_experts // ranks
+        self.is_column = isinstance(linear, ColumnParallelLinear)
+        self.group = linear.tp_group
+        self.enabled = True
+        self.sequence_parallel = linear.sequence_parallel and not is_expert
+        weight = linear.weight
+        self.a = self._parameter(weight, len(paths) * self.rank, weight.shape[1])
+        self._mark(self.a, weight, sharded_dim=None if self.is_column else 1)
+        for i, width in enumerate(widths):
+            # not in a ParameterList: Megatron's overlap_param_gather waits for the parameters that a
+            # module itself holds when it is called, and nobody calls a list
+            b = self._parameter(weight, width, self.rank)
+            self._mark(b, weight, sharded_dim=0 if self.is_column else None)
+            self.register_parameter(f"b{i}", b)
+
+    @staticmethod
+    def _parameter(weight: torch.Tensor, rows: int, columns: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(
+            torch.empty(rows, columns, dtype=weight.dtype, device=weight.device)
+        )
+
+    def _mark(self, p: torch.nn.Parameter, weight: torch.Tensor, sharded_dim: int | None) -> None:
+        """Set Megatron's attributes: who sums the gradient, and who counts it in the norm."""
+        p.sharded_dim = sharded_dim
+        p.sum_over_expert_tp = False
+        # Megatron's mark of a parameter that is reduced over the dense data-parallel group
+        p.allreduce = getattr(weight, "allreduce", True)
+        p.partition_dim = -1 if sharded_dim is None else sharded_dim
+        p.partition_stride = 1
+        if sharded_dim is not None or self.group.size() == 1:
+            # of an expert every rank counts it: the norm asks the dense tensor rank of a replica
+            p.tensor_model_parallel = sharded_dim is not None or self.is_expert
+        elif self.is_expert:
+            p.tensor_model_parallel = True
+            p.shared = self.group.rank() != 0
+            p.sum_over_expert_tp = True
+        else:
+            p.tensor_model_parallel = False
+            p.sequence_parallel = self.sequence_parallel  # finalize_model_grads sums it over TP
+
+    @property
+    def b(self) -> list[torch.nn.Parameter]:
+        """B of each projection."""
+        return [getattr(self, f"b{i}") for i in range(len(self.paths))]
+
+    def factors(self) -> Iterator[tuple[str, torch.nn.Parameter, slice]]:
+        """Yield every factor: its name on disk, the parameter that holds it, its rows there."""
+        for i, path in enumerate(self.paths):
+            yield f"{path}.lora_A", self.a, slice(i * self.rank, (i + 1) * self.rank)
+            yield f"{path}.lora_B", self.b[i], slice(None)
+
+    def saved(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the parameters, each by its name in a training checkpoint."""
+        head = self.paths[0].rpartition(".")[0]
+        leaves = "+".join(path.rpartition(".")[2] for path in self.paths)
+        yield f"{head}.{leaves}.lora_A", self.a
+        yield from ((f"{path}.lora_B", b) for path, b in zip(self.paths, self.b))
+
+    def named_by_expert(
+        self, name: str, experts: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield one factor of this local expert of every expert-parallel rank, by its own name.
+
+        name: that of the first rank's.
+        """
+        first = int(_EXPERT_ID.search(name)[1])
+        for ep_rank, factor in enumerate(experts):
+            expert = first + ep_rank * self._experts_per_rank
+            yield _EXPERT_ID.sub(f".experts.{expert}.", name), factor
+
+    @torch.no_grad()
+    def fill(self, whole: Factors) -> None:
+        """Take this rank's shards of whole factors."""
+        size = self.group.size()
+        for name, parameter, rows in self.factors():
+            shard = parameter[rows]
+            shape, dim = list(shard.shape), parameter.sharded_dim
+            if dim is not None:
+                shape[dim] *= size
+            values = whole(name, (shape[0], shape[1]))
+            if dim is not None:
+                values = values.chunk(size, dim)[self.group.rank()]
+            shard.copy_(values)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what to add to the linear's output; x is the linear's input."""
+        low = F.linear(x, self.a)
+        if self.group.size() > 1 and not self.is_expert:
+            low = self._across_ranks(low)
+        parts = [F.linear(part, b) for part, b in zip(low.split(self.rank, -1), self.b)]
+        return self.scale * self._joined(parts, -1)
+
+    def _across_ranks(self, low: torch.Tensor) -> torch.Tensor:
+        if self.is_column and self.sequence_parallel:
+            return gather_from_sequence_parallel_region(low, True, group=self.group)
+        if self.is_column:
+            return copy_to_tensor_model_parallel_region(low, group=self.group)
+        if self.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(low, group=self.group)
+        return reduce_from_tensor_model_parallel_region(low, group=self.group)
+
+    def _joined(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+        """Join projections in the order of Megatron's rows: query, key, value a group; gate, up."""
+        if not self.query_groups:
+            return torch.cat(parts, dim)
+        grouped = [part.unflatten(dim, (self.query_groups, -1)) for part in parts]
+        at = dim - 1 if dim < 0 else dim
+        return torch.cat(grouped, at + 1).flatten(at, at + 1)
+
+    @torch.no_grad()
+    def delta(self) -> torch.Tensor:
+        """Return what merging adds to this rank's shard of the weight, float32; no communication."""
+        parts = [b.float() @ a.float() for a, b in zip(self.a.split(self.rank), self.b)]
+        return self.scale * self._joined(parts, 0)
+
+
+# -- installation --------------------------------------------------------------------------------
+
+
+def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -> None:
+    """Freeze this rank's chunks and hang adapters on them; call it before DDP wraps them.
+
+    They are those of --lora-adapter-path, or else A is random and B is zero.  Raises ValueError where
+    a rank would have no adapter, and where a target is no parallel linear.
+    """
+    settings = config.lora
+    whole = drawn(config.trainer.seed)
+    if settings.lora_adapter_path is not None:
+        whole = AdapterFile(settings.lora_adapter_path).whole
+    for chunk in chunks:
+        linears = {
+            id(m.weight): m
+            for m in chunk.modules()
+            if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and m.weight is not None
+        }
+        chunk.requires_grad_(False)
+        let_gradients_pass(chunk)
+        for names, parameter in list(hf_names(bridge, chunk)):
+            targets = settings.targets(names)
+            if not targets:
+                continue
+            if id(parameter) not in linears or len(targets) < len(names):
+                raise ValueError(f"no adapter can be put on {', '.join(names)}")
+            _attach(linears[id(parameter)], names, settings, whole)
+    if not any(True for _ in adapters(chunks)):
+        raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
+
+
+def _attach(linear: Any, names: list[str], settings: LoraSection, whole: Factors) -> None:
+    paths = [name.rpartition(".")[0] for name in names]
+    rows, config, query_groups = linear.weight.shape[0], linear.config, 0
+    widths = [rows // len(paths)] * len(paths)
+    if paths[0].endswith(FUSED[0][0]) and len(paths) == len(FUSED[0]):
+        query_groups = config.num_query_groups // linear.tp_group.size()
+        assert query_groups, "tensor ranks beyond the number of key-value heads"
+        key = query_groups * config.kv_channels
+        widths = [rows - 2 * key, key, key]
+    is_expert = _EXPERT_ID.search(names[0]) is not None
+    adapter = Lora(linear, paths, widths, settings, is_expert=is_expert, query_groups=query_groups)
+    adapter.fill(whole)
+    linear.lora = adapter
+    linear.register_forward_hook(_add_delta)
+
+
+def _add_delta(linear: Any, args: tuple, output: tuple) -> tuple | None:
+    if not linear.lora.enabled:
+        return None
+    out, bias = output
+    return out + linear.lora(args[0]), bias
+
+
+def drawn(seed: int) -> Factors:
+    """Return random A's and zero B's, from seed and name alone: equal in every topology."""
+
+    def draw(name: str, shape: tuple[int, int]) -> torch.Tensor:
+        if name.endswith(".lora_B"):
+            return torch.zeros(shape)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+        bound = 1 / math.sqrt(shape[1])  # PEFT's: kaiming_uniform with a of sqrt 5
+        return (torch.rand(shape, generator=generator) * 2 - 1) * bound
+
+    return draw
+
+
+def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Lora]:
+    """Yield this rank's adapters."""
+    return (m for chunk in chunks for m in chunk.modules() if isinstance(m, Lora))
+
+
+@contextmanager
+def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Compute with the base alone."""
+    every = list(adapters(chunks))
+    for adapter in every:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter in every:
+            adapter.enabled = True
+
+
+# -- gradients -----------------------------------------------------------------------------------
+
+
+def sum_over_expert_tp(chunks: Sequence[torch.nn.Module]) -> None:
+    """Sum gradients of replicated expert factors over expert-tensor ranks; a collective.
+
+    Megatron has no attribute for it.  Call it after ``finalize_model_grads``, when no overlapped
+    reduction runs in the buffers any more.
+    """
+    group = ps.get_expert_tensor_parallel_group()
+    if group.size() == 1:
+        return
+    grads = [
+        p.main_grad
+        for adapter in adapters(chunks)
+        for p in adapter.parameters()
+        if p.sum_over_expert_tp
+    ]
+    if not grads:
+        return
+    flat = torch.cat([g.reshape(-1) for g in grads])
+    dist.all_reduce(flat, group=group)
+    for g, summed in zip(grads, flat.split([g.numel() for g in grads])):
+        g.copy_(summed.view_as(g))
+
+
+# -- out of the trainer --------------------------------------------------------------------------
+
+
+def merged_weights(
+    chunks: Sequence[torch.nn.Module],
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], bool]]:
+    """Return (value of a parameter with its adapter merged, is there one), for ``export_hf_weights``.
+
+    A shard of W needs the replicated factor and its own shard of the other: nothing is sent.
+    """
+    owner = {
+        id(m.weight): m.lora
+        for chunk in chunks
+        for m in chunk.modules()
+        if isinstance(getattr(m, "lora", None), Lora)
+    }
+
+    def value_of(p: torch.Tensor) -> torch.Tensor:
+        adapter = owner.get(id(p))
+        return p if adapter is None else (p.detach().float() + adapter.delta()).to(p.dtype)
+
+    return value_of, lambda p: id(p) in owner
+
+
+@torch.no_grad()
+def export_adapters(
+    chunks: Sequence[torch.nn.Module],
+    value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (PATH.lora_A or PATH.lora_B, whole factor) on rank 0, nothing elsewhere; a collective.
+
+    PATH is the linear's on disk, each expert's its own.  value_of: the parameter itself, or its
+    gradient.
+    """
+    return to_rank_0(_whole_factors(chunks, value_of))
+
+
+def _whole_factors(
+    chunks: Sequence[torch.nn.Module], value_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this stage's factors, whole, on its leader."""
+    for adapter in adapters(chunks):
+        if adapter.is_expert:
+            holds_copy = ps.get_expert_data_parallel_rank() != 0
+        else:
+            holds_copy = ps.get_data_parallel_rank(with_context_parallel=True) != 0
+        if holds_copy:
+            continue
+        for name, parameter, rows in adapter.factors():
+            shard, dim = value_of(parameter)[rows], parameter.sharded_dim
+            shards = gather(shard, None if dim is None else adapter.group)
+            whole = None if shards is None else torch.cat(shards, dim or 0).contiguous()
+            if not adapter.is_expert:
+                if is_leader():
+                    yield name, whole
+            elif adapter.group.rank() == 0:
+                experts = gather(whole, ps.get_expert_model_parallel_group())
+                if is_leader():
+                    yield from adapter.named_by_expert(name, experts)
+
+
+def sharded_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]:
+    """Return the adapters as ShardedTensors of global names, which any topology can load.
+
+    Not the chunks' own ``sharded_state_dict``: parallel linears save what they do not know as replicas,
+    and of a sharded factor rank 0's shard alone would be left, without a word.
+    """
+    state = {}
+    for adapter in adapters(chunks):
+        if adapter.is_expert:
+            copy = ps.get_expert_data_parallel_rank()
+        else:
+            copy = ps.get_data_parallel_rank(with_context_parallel=True)
+        rank, size = adapter.group.rank(), adapter.group.size()
+        for key, p in adapter.saved():
+            offsets = [] if p.sharded_dim is None else [(p.sharded_dim, rank, size)]
+            replica = (0, rank if p.sharded_dim is None else 0, copy)
+            state[key] = ShardedTensor.from_rank_offsets(key, p, *offsets, replica_id=replica)
+    return state
+
+
+@torch.no_grad()
+def load_state(chunks: Sequence[torch.nn.Module], loaded: dict[str, torch.Tensor]) -> None:
+    """Take what was loaded for ``sharded_state``."""
+    for adapter in adapters(chunks):
+        for key, p in adapter.saved():
+            p.copy_(loaded[key])

@@ -1,0 +1,92 @@
+"""Rules of LoRA: each is broken once; and the tensors that get an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from r3train.config.cross_checks import check_model, check_static
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora import LoraSection
+from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from tests.unit.config.test_config import config
+
+LORA = dict(lora_rank=4)
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """Layer 0 is dense; the others have a shared and eight routed experts."""
+    return read_hf_facts(write_checkpoint(VARIANTS["glm"], tmp_path_factory.mktemp("glm")))
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        ("--lora-alpha has no effect without --lora-rank", dict(lora_alpha=8.0)),
+        ("--target-modules has no effect without", dict(target_modules=["q_proj"])),
+        ("--exclude-modules has no effect without", dict(exclude_modules=["mlp"])),
+        ("--lora-adapter-path has no effect without", dict(lora_adapter_path=Path("a"))),
+        ("--lora-save-hf has no effect without", dict(lora_save_hf="merged")),
+        ("--lora-save-hf needs --save-hf", LORA | dict(lora_save_hf="merged")),
+        (
+            "gate_up_proj is unknown; known: all-linear, q_proj",
+            LORA | dict(target_modules=["gate_up_proj"]),
+        ),
+        ("have no effect with --lora-rank", LORA | dict(freeze_moe_router=True)),
+        ("have no effect with --lora-rank", LORA | dict(freeze_params=["norm"])),
+        (
+            "moves the routers that --lora-rank holds still",
+            LORA | dict(transformer_overrides={"moe_router_bias_update_rate": 0.01}),
+        ),
+        (
+            "runs shared experts past their adapters",
+            LORA | dict(transformer_overrides={"moe_shared_expert_overlap": True}),
+        ),
+    ],
+)
+def test_settings_that_do_not_go_with_lora_are_refused(message, fields):
+    with pytest.raises(ValueError, match=message):
+        check_static(config(**fields), 1)
+
+
+def test_another_way_of_serving_is_refused():
+    with pytest.raises(ValueError, match="lora-serving: input should be .merged"):
+        config(**LORA, lora_serving="adapter")
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        ("has no w1; it has q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj", dict(target_modules=["q_proj", "k_proj", "v_proj", "w1"])),
+        ("exclude_modules: .* has no module expert$", dict(exclude_modules=["expert"])),
+        ("leave no linear with an adapter", dict(exclude_modules=["layers"])),
+        ("self_attn has q_proj and not k_proj: Megatron holds them in one", dict(target_modules=["q_proj", "v_proj", "o_proj"])),
+        ("has gate_proj and not up_proj", dict(exclude_modules=["up_proj"])),
+        ("7 of the 8 experts of .*layers.1.*: all experts of a layer or none", dict(exclude_modules=["layers.1.mlp.experts.3"])),
+        (
+            "num_key_value_heads 2 does not divide by tensor_model_parallel_size 4",
+            dict(tensor_model_parallel_size=4, sequence_parallel=True),
+        ),
+    ],
+)  # fmt: skip
+def test_targets_that_the_model_cannot_have_are_refused(message, fields, glm):
+    with pytest.raises(ValueError, match=f"(?m){message}"):
+        check_model(config(**LORA, **fields), glm, fields.get("tensor_model_parallel_size", 1))
+
+
+def test_all_linear_is_attention_dense_shared_and_every_routed_expert(glm):
+    from r3train.hf_checkpoint import read_headers
+
+    names = read_headers(glm.path)
+    targets = LoraSection(**LORA).targets(names)
+    left = {n for n in names if n not in targets}
+    assert len(targets) == 4 * 4 + 3 + 3 * (3 + 3 * 8)
+    assert all(
+        any(part in n for part in ("norm", "bias", "embed", "lm_head", "mlp.gate.weight"))
+        for n in left
+    )
+    without = LoraSection(**LORA, exclude_modules=["experts", "layers.2"]).targets(names)
+    assert without == {n for n in targets if ".experts." not in n and ".layers.2." not in n}
+    check_model(config(**LORA), glm, 1)
