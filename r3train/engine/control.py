@@ -226,9 +226,17 @@ class EngineControl:
         self._post("destroy_weights_update_group", {"group_name": group_name})
 
     def begin_weight_update(self) -> None:
+        """Begin an update; one that a killed job has left open on a server is ended first."""
         self.versions.unknown()
         self._sent_version = None
-        self._post("begin_weight_update")
+        try:
+            self._post("begin_weight_update")
+        except EngineError as error:
+            if "session is already open" not in str(error):
+                raise
+            logger.warning("%s: it is ended, and all weights are sent anew", error)
+            self._post("end_weight_update")  # the call has begun it on every other server
+            self._post("begin_weight_update")
 
     def end_weight_update(self) -> None:
         """End the update; raises EngineError where its last bucket carried no version label."""

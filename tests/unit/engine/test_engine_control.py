@@ -251,3 +251,36 @@ def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():
     assert time.monotonic() - began < 10
     loop.call_soon_threadsafe(stop.set)
     thread.join(timeout=5)
+
+
+class Session:
+    """The weight-update session of a server, as SGLang 0.5.23 keeps it."""
+
+    def __init__(self, is_open):
+        self.is_open, self.calls = is_open, []
+
+    async def __call__(self, request, _body):
+        call = request.path.removeprefix("/").removesuffix("_weight_update")
+        self.calls.append(call)
+        if self.is_open == (call == "begin"):
+            message = "a weight-update session is already open; call end_weight_update() first"
+            return web.json_response({"success": False, "message": message}, status=400)
+        self.is_open = call == "begin"
+        return web.json_response({"success": True})
+
+
+async def test_an_update_that_a_killed_job_left_open_on_one_server_is_ended_on_all_and_begun_anew():
+    sessions = [Session(False), Session(True)]
+    async with control_of(*map(Fake, sessions)) as engine:
+        await asyncio.to_thread(engine.begin_weight_update)
+    assert [session.is_open for session in sessions] == [True, True]
+    assert sessions[0].calls == sessions[1].calls == ["begin", "end", "begin"]
+
+
+async def test_another_refusal_of_a_weight_update_is_an_error():
+    async def refuse(_request, _body):
+        return web.json_response({"success": False, "message": "no memory"}, status=400)
+
+    async with control_of(Fake(refuse)) as engine:
+        with pytest.raises(EngineError, match="no memory"):
+            await asyncio.to_thread(engine.begin_weight_update)
