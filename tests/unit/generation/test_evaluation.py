@@ -143,13 +143,14 @@ def test_two_sets_draw_with_other_seeds_and_a_second_evaluation_with_the_same():
     assert len(ids[0]) == 6 and len(ids[1]) == 12 and ids[0] < ids[1]
 
 
-def test_a_weight_update_waits_for_the_evaluation_and_one_version_answers_all_of_it():
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_a_weight_update_waits_for_the_evaluation_and_one_version_answers_all_of_it(mode):
     engine = Engine(slow=lambda sample_id: 20 if sample_id >= EVAL_IDS else 1)
-    with producer_of(engine) as producer:
+    with producer_of(engine, pause_generation_mode=mode) as producer:
         producer.next_batch(0)
         producer.begin_evaluation([eval_set(num_prompts=4)])
         with producer.quiesced():
-            assert not engine.running
+            assert not [i for i in engine.running if i >= EVAL_IDS]
             assert len(engine.of_evaluations) == 8
             engine.version = 1
             producer.set_version(1)
