@@ -106,6 +106,7 @@ class Request:
     weight_version: int | None = None  # every new token must carry it; None: any version
     exact_version: bool = True  # False: weight_version is the oldest that a token may carry
     wants_routes: bool = True  # False: the answer brings no rows, under R3 too
+    fresh_prefix: bool = False  # True: no prefix that another weight version has cached, ever
 
     @property
     def name(self) -> str:

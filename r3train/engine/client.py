@@ -234,7 +234,8 @@ class SGLangClient:
         }
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
-        if self._cache_per_version and request.weight_version is not None:
+        own_cache = self._cache_per_version or request.fresh_prefix
+        if own_cache and request.weight_version is not None:
             # with this client's name: another job's version of that number has other weights
             body["extra_key"] = f"{self._name}-weights-{request.weight_version}"
         return body

@@ -114,7 +114,8 @@ async def _answer(
         request = stitch.next_request(
             sample, asked.sampling, limit=turn_limit, weight_version=version, wants_routes=False
         )
-        segment = await backend.generate(request)
+        # the prompts of a set are the same every time: with --no-flush-cache-on-update servers keep them
+        segment = await backend.generate(replace(request, fresh_prefix=True))
         if segment.finish_reason == "abort":
             raise EngineError(f"sample {request.name} was aborted")
         if version is not None and (segment.weight_versions != version).any():

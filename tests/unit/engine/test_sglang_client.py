@@ -282,5 +282,18 @@ async def test_a_request_that_wants_no_routes_goes_past_their_transport_and_brin
         segment = await client.generate(replace(request, wants_routes=False))
         assert segment.rows is None and len(segment.token_ids)
         assert fake.bodies[0]["return_routed_experts"] is False
+        assert "extra_key" not in fake.bodies[0]
         with pytest.raises(AssertionError, match="a transport of routes was asked"):
             await client.generate(request)  # as any other request does
+
+
+async def test_a_request_for_fresh_prefixes_shares_none_with_another_weight_version():
+    fake = Fake()
+    async with client_of(fake) as client:
+        request = Request(1, 1, "p", PROMPT.token_ids, 4, SamplingParams(4), fresh_prefix=True)
+        for _ in range(2):
+            await client.generate(replace(request, weight_version=0))
+        with pytest.raises(ValueError):  # the server has version 0 alone
+            await client.generate(replace(request, weight_version=1))
+    keys = [body["extra_key"] for body in fake.bodies]
+    assert keys[0] == keys[1] != keys[2]

@@ -126,6 +126,7 @@ def test_an_evaluation_asks_with_its_own_sampling_and_for_no_routes():
         producer.next_batch(0)
     assert len(engine.of_evaluations) == 6
     assert all(r.sampling == asked.sampling and not r.wants_routes for r in engine.of_evaluations)
+    assert all(r.fresh_prefix for r in engine.of_evaluations)
     others = [r for r in engine.requests if r.sample_id < EVAL_IDS]
     assert all(r.sampling == SamplingParams(4) and r.wants_routes for r in others)
     assert len({r.sample_id for r in engine.requests}) == len(engine.requests)
