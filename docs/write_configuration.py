@@ -34,7 +34,8 @@ Two tables take names that are not ours:
   their format, their version and seeds belong to the run: such flags are refused, under any alias.
 
 `r3_mismatch_threshold` may also come from the environment, as `R3_MISMATCH_THRESHOLD` or its alias
-`MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. No other variable is read.
+`MILES_TEST_R3_THRESHOLD`: below flags and file, above the default. Keys alone are read from other
+variables: `R3TRAIN_ENGINE_API_KEY` (slurm.md) and `R3TRAIN_JUDGE_API_KEY` (data.md).
 Unknown flags, tables and keys are errors that name the nearest known one."""
 
 

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import ClassVar
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from r3train.config.section import Section
+
+JUDGE_TEMPLATE = """Question:
+{prompt}
+
+Right answer:
+{label}
+
+Answer of a student:
+{response}
+
+Is the student's answer right? Give reasons, then end with the line "Score: 1" if it is right and with
+"Score: 0" if it is not."""
 
 
 class DataSection(Section):
@@ -28,8 +41,8 @@ class DataSection(Section):
     rollout_shuffle: bool = True
     """Draw prompts in a new order every epoch, from rollout_seed."""
     rm_type: str | None = Field(default=None, min_length=1)
-    """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1; boxed_ before a
-    name scores the last box alone.  metadata.rm_type of a row wins."""
+    """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
+    llm_judge, code; boxed_ before a name scores the last box alone.  metadata.rm_type of a row wins."""
     custom_rm_path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     """Your own reward as module:function; it replaces rm_type."""
     group_rm: bool = False
@@ -40,3 +53,33 @@ class DataSection(Section):
     """Rewards computed at once."""
     reward_timeout_s: float = Field(default=10.0, gt=0)
     """Seconds one reward may take."""
+    rm_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """Server that remote_rm asks."""
+    judge_url: str | None = Field(default=None, pattern=r"^https?://\S+$")
+    """OpenAI-compatible endpoint that llm_judge asks, as http://HOST:PORT/v1."""
+    judge_model: str | None = Field(default=None, min_length=1)
+    """Model that llm_judge asks for."""
+    judge_template: str = JUDGE_TEMPLATE
+    """Message to the judge; {prompt}, {label} and {response} are filled in."""
+    judge_pattern: str = r"(?i)score\s*:\s*([-+]?\d+(?:\.\d+)?)"
+    """Regular expression with one group: its last match in the judge's answer is the reward."""
+    judge_max_tokens: int = Field(default=1024, ge=1)
+    """Most tokens of the judge's answer."""
+
+    @field_validator("judge_template")
+    @classmethod
+    def _with_response(cls, template: str) -> str:
+        if "{response}" not in template:
+            raise ValueError("it has no {response}")
+        return template
+
+    @field_validator("judge_pattern")
+    @classmethod
+    def _with_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"no regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"expected one group, found {groups}")
+        return pattern

@@ -38,6 +38,7 @@ from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.prompts import load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
+from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
@@ -57,6 +58,8 @@ _ANSWER_S = 30.0
 OWNER_FILE = ".owner"
 # open files that a process may have at least, where its hard limit allows that
 _FILES = 65536
+# environment variable with the key of --judge-url
+JUDGE_KEY = "R3TRAIN_JUDGE_API_KEY"
 # facts in which a KL reference must be the actor's model
 _SAME_MODEL = (
     *("model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
@@ -186,7 +189,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         # the environment may refuse the prompts
         name = config.rollout.environment
         attempt(settings, lambda: get_environment(name)(prompts[0]))
-    reward = attempt("reward", Scorer, data)
+    reward = attempt("reward", lambda: Scorer(data, judge_key=os.environ.get(JUDGE_KEY)))
     # an environment gives rewards of its own, and dumped rollouts have theirs
     scores = config.has_engines and config.rollout.environment is None
     if for_all_ranks and scores and prompts and reward is not None:
@@ -235,6 +238,9 @@ def preflight_evaluation(config: RunConfig) -> Job:
 def _warnings(config: RunConfig) -> Iterator[JobWarning]:
     for text in replay_warnings(config):
         yield JobWarning("configuration", text, "add it, or drop the check")
+    if config.data.rm_type == "code" and not isolation():
+        text = "programs of --rm-type code have the network: this machine makes no namespaces"
+        yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
     for text in algorithm_warnings(config):
         yield JobWarning("configuration", text, "docs/configuration.md has them all")
 

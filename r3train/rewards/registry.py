@@ -11,8 +11,10 @@ from r3train.config.data import DataSection
 from r3train.plugs import find_plug, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.answers import last_box
+from r3train.rewards.code import CodeReward
 from r3train.rewards.exact_match import exact_match
 from r3train.rewards.math import MathReward, dapo, gsm8k
+from r3train.rewards.remote import JudgeReward, RemoteReward
 from r3train.rewards.text import f1, gpqa
 from r3train.rewards.workers import Workers
 from r3train.types import Prompt, RolloutSample
@@ -66,15 +68,18 @@ class TextReward:
         """Nothing is open."""
 
 
-# name -> makes the reward from the settings
-REWARDS: Mapping[str, Callable[[DataSection], Reward]] = {
-    "accepted_words": lambda data: TextReward("accepted_words", accepted_words),
-    "exact_match": lambda data: TextReward("exact_match", exact_match),
-    "math": lambda data: MathReward(data.reward_timeout_s),
-    "gsm8k": lambda data: TextReward("gsm8k", gsm8k),
-    "dapo": lambda data: TextReward("dapo", dapo),
-    "gpqa": lambda data: TextReward("gpqa", gpqa),
-    "f1": lambda data: TextReward("f1", f1),
+# name -> makes the reward from the settings and the key of the judge
+REWARDS: Mapping[str, Callable[[DataSection, str | None], Reward]] = {
+    "accepted_words": lambda data, key: TextReward("accepted_words", accepted_words),
+    "exact_match": lambda data, key: TextReward("exact_match", exact_match),
+    "math": lambda data, key: MathReward(data.reward_timeout_s),
+    "gsm8k": lambda data, key: TextReward("gsm8k", gsm8k),
+    "dapo": lambda data, key: TextReward("dapo", dapo),
+    "gpqa": lambda data, key: TextReward("gpqa", gpqa),
+    "f1": lambda data, key: TextReward("f1", f1),
+    "remote_rm": lambda data, key: RemoteReward(data),
+    "llm_judge": JudgeReward,
+    "code": lambda data, key: CodeReward(data.reward_timeout_s),
 }
 
 
@@ -148,11 +153,13 @@ def _takes(function: Any, count: int) -> bool:
     return True
 
 
-def get_reward(name: str, data: DataSection, flag: str = "--rm-type") -> Reward:
+def get_reward(
+    name: str, data: DataSection, judge_key: str | None = None, flag: str = "--rm-type"
+) -> Reward:
     """Return the reward registered as ``name``; ``boxed_`` before it scores the last box alone.
 
     Raises ValueError, naming the flag, for an unknown name.
     """
     if name.startswith(BOXED):
-        return BoxedReward(get_reward(name.removeprefix(BOXED), data, flag))
-    return find_plug(flag, name, REWARDS)(data)
+        return BoxedReward(get_reward(name.removeprefix(BOXED), data, judge_key, flag))
+    return find_plug(flag, name, REWARDS)(data, judge_key)

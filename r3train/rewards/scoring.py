@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from r3train.config.data import DataSection
 from r3train.rewards.registry import CustomReward, Reward, get_reward
-from r3train.rewards.worker import quoted
+from r3train.rewards.worker import plain, quoted
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample
 
@@ -26,12 +27,14 @@ class Scorer:
 
     A function of the user that takes longer than ``reward_timeout_s``, raises or ends its process is an
     error, which names it and the prompt.  The rewards of r3train end such a call themselves and score
-    it.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
+    it.  ``judge_key`` goes to the judge of llm_judge.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
     lacks.
     """
 
-    def __init__(self, data: DataSection, *, rm_type: str | None = None) -> None:
-        self._data = data
+    def __init__(
+        self, data: DataSection, *, rm_type: str | None = None, judge_key: str | None = None
+    ) -> None:
+        self._data, self._judge_key = data, judge_key
         self._timeout_s = data.reward_timeout_s
         self._custom: CustomReward | None = None
         self._named: dict[str, Reward] = {}
@@ -97,13 +100,15 @@ class Scorer:
     def _number(self, sample: RolloutSample, value: Any) -> float:
         """The reward in what a function returned; raises ValueError if that is no finite number."""
         about = f"prompt {sample.prompt.prompt_id}: reward {self.name}"
+        with contextlib.suppress(TypeError, ValueError):
+            value = plain(value)
         key = self._data.reward_key
         if isinstance(value, dict):
             if key is None or key not in value:
                 named = "--reward-key is not set" if key is None else f"no number at key {key}"
                 raise ValueError(f"{about} returned a table, and {named}: {quoted(value)}")
             value = value[key]
-        elif key is not None:
+        elif key is not None and self._custom is not None:
             raise ValueError(f"{about} must return a table (--reward-key {key}), got {value!r}")
         if not isinstance(value, float) or not math.isfinite(value):
             raise ValueError(f"{about} must be a finite number, got {quoted(value)}")
@@ -111,7 +116,7 @@ class Scorer:
 
     def _reward_named(self, name: str, flag: str = "--rm-type") -> Reward:
         if name not in self._named:
-            self._named[name] = get_reward(name, self._data, flag)
+            self._named[name] = get_reward(name, self._data, self._judge_key, flag)
         return self._named[name]
 
     def _reward_for(self, prompt: Prompt) -> Reward:

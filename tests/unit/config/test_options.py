@@ -58,6 +58,16 @@ def test_help_shows_every_field_under_its_section():
     assert "[[eval.datasets]]" in result.output
 
 
+# values of fields that take no other text
+PATTERNED = {
+    "custom_rm_path": "m:f",
+    "rm_url": "http://h",
+    "judge_url": "http://h/v1",
+    "judge_template": "{response}",
+    "judge_pattern": "(1)",
+}
+
+
 def test_every_field_is_a_flag():
     for place in places(RunConfig).values():
         if place.name in ("sglang", "transformer_overrides", "datasets"):
@@ -66,7 +76,7 @@ def test_every_field_is_a_flag():
         kind = str(place.info.annotation)
         if "bool" not in kind:
             choice = kind.partition("Literal['")[2].partition("'")[0]
-            words.append(choice or ("m:f" if place.name == "custom_rm_path" else "1"))
+            words.append(choice or PATTERNED.get(place.name, "1"))
             if place.name == "eval_prompt_data":
                 words += ["data.jsonl"]
             if place.name == "rollout_max_context_len":

@@ -1,0 +1,198 @@
+"""Reward for a program that passes its tests, run in a process with limits.
+
+docs/code_rewards.md says what this protects from and what it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from r3train.types import Prompt, RolloutSample
+
+_LAUNCHER = Path(__file__).with_name("code_launcher.py")
+_MEMORY_BYTES = 1 << 30
+_FILE_BYTES = 64 << 20
+# of what a program prints; more is no answer
+_OUTPUT_BYTES = 1 << 20
+_POLL_S = 0.05
+_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.S)
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
+_OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
+
+
+class CodeReward:
+    """1 where the response's program passes every test of the label, else 0.
+
+    The program is the last fenced block of Python (or without a language).  The label is Python code or
+    a list of it (asserts), run after the program, or ``{"inputs": [...], "outputs": [...]}``: for each
+    input the program must print the output, white space at line ends aside.  A label of text may be
+    JSON.  All tests of a sample together may take ``timeout_s``.
+    """
+
+    name, needs_label = "code", True
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._room = asyncio.Semaphore(os.cpu_count() or 1)
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that holds no tests."""
+        list(_tests(prompt))
+
+    async def check(self, prompt: Prompt) -> None:
+        """Nothing is left to check."""
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Run a sample's program."""
+        tests, program = list(_tests(sample.prompt)), program_of(sample.text)
+        if program is None:
+            return 0.0
+        async with self._room:
+            return float(await asyncio.to_thread(passes, program, tests, self._timeout_s))
+
+    def close(self) -> None:
+        """Nothing outlives a call."""
+
+
+def program_of(text: str) -> str | None:
+    """The last fenced block of Python, or of no language; None without one."""
+    blocks = [body for language, body in _FENCE.findall(text) if language in ("", "python", "py")]
+    return blocks[-1] if blocks else None
+
+
+def _tests(prompt: Prompt) -> Iterator[tuple[str | None, str, str | None]]:
+    """Yield (code, "", None) or (None, input, output) of each test; ValueError names the prompt."""
+    label: Any = prompt.label
+    if isinstance(label, str):
+        with contextlib.suppress(ValueError):
+            label = json.loads(label)
+    if isinstance(label, str) and label.strip():
+        label = [label]
+    if isinstance(label, list) and label and all(isinstance(test, str) for test in label):
+        yield "\n".join(label), "", None
+        return
+    if isinstance(label, dict):
+        inputs, outputs = label.get("inputs"), label.get("outputs")
+        if (
+            isinstance(inputs, list)
+            and isinstance(outputs, list)
+            and 0 < len(inputs) == len(outputs)
+        ):
+            if all(isinstance(text, str) for text in (*inputs, *outputs)):
+                yield from ((None, given, wanted) for given, wanted in zip(inputs, outputs))
+                return
+    raise ValueError(
+        f"prompt {prompt.prompt_id}: code needs a label of Python code, a list of it, or a table with as"
+        f" many texts in inputs as in outputs, got {str(prompt.label)[:200]!r}"
+    )
+
+
+def passes(program: str, tests: list[tuple[str | None, str, str | None]], timeout_s: float) -> bool:
+    """True if a program passes all tests within ``timeout_s``; it stops at the first that fails."""
+    deadline = time.monotonic() + timeout_s
+    for code, given, wanted in tests:
+        output = _run(program, code, given, deadline)
+        if output is None or wanted is not None and _lines(output) != _lines(wanted):
+            return False
+    return True
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def _run(program: str, tests: str | None, given: str, deadline: float) -> str | None:
+    """Run a program; its output if it and its tests came to their end in time, else None."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        return None
+    token = secrets.token_hex(8)
+    job = {"program": program, "tests": tests, "token": token}
+    job |= {"cpu_s": int(left) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
+    result, result_end = os.pipe()
+    with (
+        tempfile.TemporaryDirectory(prefix="r3train-code-") as directory,
+        tempfile.TemporaryFile() as job_file,
+        tempfile.TemporaryFile() as stdin,
+        open(result, "rb", buffering=0) as result_file,
+    ):
+        job_file.write(json.dumps(job).encode())
+        stdin.write(given.encode())
+        for file in (job_file, stdin):
+            file.seek(0)
+        fds = job_file.fileno(), result_end
+        try:
+            process = subprocess.Popen(
+                [*isolation(), sys.executable, "-I", str(_LAUNCHER), *map(str, fds)],
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd=directory,
+                env={"PATH": os.defpath, "HOME": directory, "TMPDIR": directory},
+                pass_fds=fds,
+                start_new_session=True,
+            )
+        finally:
+            os.close(result_end)
+        try:
+            output = _read(process, deadline)
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            process.stdout.close()
+        os.set_blocking(result, False)
+        came_to_its_end = result_file.read(len(token)) == token.encode()
+    return output.decode(errors="replace") if came_to_its_end and output is not None else None
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
+    """All that a process prints until it ends; None if that is too much or takes too long."""
+    output, fd = bytearray(), process.stdout.fileno()
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        if select.select([fd], [], [], 0 if ended else _POLL_S)[0]:
+            part = os.read(fd, 1 << 16)
+            output += part
+            if len(output) > _OUTPUT_BYTES:
+                return None
+            if part:
+                continue
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output
+                process.wait(max(0.0, deadline - time.monotonic()))
+                return bytes(output)
+        elif ended:  # a child of it may keep the pipe open
+            return bytes(output)
+    return None
+
+
+@functools.cache
+def isolation() -> tuple[str, ...]:
+    """The command that takes the network away, and processes that leave the group; () without one."""
+    if shutil.which("unshare") is None:
+        return ()
+    for command in (
+        (*_UNSHARE, *_OWN_PROCESSES, "--mount-proc"),
+        (*_UNSHARE, *_OWN_PROCESSES),
+        _UNSHARE,
+    ):
+        done = subprocess.run([*command, "true"], capture_output=True, check=False)
+        if done.returncode == 0:
+            return command
+    return ()

@@ -1,0 +1,147 @@
+"""Rewards that another process computes, over HTTP: a reward server, or a language model as judge."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from typing import Any
+
+import aiohttp
+
+from r3train.config.data import DataSection
+from r3train.types import Prompt, RolloutSample
+
+logger = logging.getLogger(__name__)
+
+_BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 8.0
+# of an answer that is quoted in a message
+_QUOTED = 300
+_FIELD = re.compile(r"\{(prompt|response|label)\}")
+
+
+class _HttpReward:
+    """A reward that is asked for over HTTP; the other side judges the label."""
+
+    name: str
+    needs_label = False
+
+    def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
+        self._url, self._timeout_s = url, timeout_s
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Any label will do."""
+
+    async def check(self, prompt: Prompt) -> None:
+        """Any label will do."""
+
+    def close(self) -> None:
+        """Nothing is open between calls."""
+
+    async def _post(self, sample: RolloutSample, body: dict[str, Any]) -> Any:
+        """Post JSON until it is answered; returns the answer's JSON.
+
+        Tries again with growing pauses after a lost connection, a status above 499, 408 or 429.
+        Raises ValueError with the last failure after the bound, and for any other status.
+        """
+        about = f"prompt {sample.prompt.prompt_id}: {self.name} {self._url}"
+        began, tries, failure = time.monotonic(), 0, "no answer"
+        while (left := self._timeout_s - (time.monotonic() - began)) > 0:
+            tries += 1
+            try:
+                limit = aiohttp.ClientTimeout(total=left)
+                async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as session:
+                    async with session.post(self._url, json=body) as response:
+                        if response.status == 200:
+                            return await response.json(content_type=None)
+                        text = (await response.text())[:_QUOTED]
+                        failure = f"status {response.status}: {text}"
+                        if response.status < 500 and response.status not in (408, 429):
+                            break
+            except TimeoutError:
+                failure = "no answer"
+            except (aiohttp.ClientError, OSError) as error:
+                failure = f"{type(error).__name__}: {error}"
+            except ValueError as error:  # not JSON
+                failure = f"the answer is not JSON: {error}"
+                break
+            await asyncio.sleep(
+                min(_BACKOFF_S * 2 ** (tries - 1), _LONGEST_BACKOFF_S, max(left, 0))
+            )
+        raise ValueError(
+            f"{about}: {failure} (sample {sample.sample_id}; {tries} tries in"
+            f" {time.monotonic() - began:.1f} s, reward_timeout_s {self._timeout_s:g})"
+        )
+
+
+class RemoteReward(_HttpReward):
+    """The number, or the table, that a server answers (--rm-url).
+
+    It is posted ``{"prompt", "response", "label", "metadata"}``, as slime posts it.
+    """
+
+    name = "remote_rm"
+
+    def __init__(self, data: DataSection) -> None:
+        if data.rm_url is None:
+            raise ValueError("--rm-type remote_rm needs --rm-url")
+        super().__init__(data.rm_url, data.reward_timeout_s)
+
+    async def __call__(self, sample: RolloutSample) -> Any:
+        """Ask the server for a sample's reward."""
+        prompt = sample.prompt
+        body = {"prompt": prompt.text, "response": sample.text, "label": prompt.label}
+        return await self._post(sample, body | {"metadata": prompt.metadata})
+
+
+class JudgeReward(_HttpReward):
+    """The number that a language model gives, at an OpenAI-compatible endpoint (--judge-url).
+
+    The reward is the last match of --judge-pattern in the model's answer, 0 without one.
+    """
+
+    name = "llm_judge"
+
+    def __init__(self, data: DataSection, key: str | None) -> None:
+        if data.judge_url is None:
+            raise ValueError("--rm-type llm_judge needs --judge-url")
+        if data.judge_model is None:
+            raise ValueError("--rm-type llm_judge needs --judge-model")
+        url = data.judge_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        super().__init__(url, data.reward_timeout_s, key)
+        self._data = data
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Ask the judge for a sample's reward."""
+        data, prompt = self._data, sample.prompt
+        filled = {"prompt": prompt.text, "response": sample.text, "label": str(prompt.label)}
+        # in one pass: a response that contains "{label}" must not be filled in
+        content = _FIELD.sub(lambda field: filled[field[1]], data.judge_template)
+        answer = await self._post(
+            sample,
+            {
+                "model": data.judge_model,
+                "messages": [{"role": "user", "content": content}],
+                "temperature": 0,
+                "max_tokens": data.judge_max_tokens,
+            },
+        )
+        try:
+            text = answer["choices"][0]["message"]["content"] or ""
+        except (KeyError, IndexError, TypeError):
+            raise ValueError(
+                f"prompt {prompt.prompt_id}: llm_judge {self._url}: no completion in the answer"
+                f" {str(answer)[:_QUOTED]}"
+            ) from None
+        found = re.findall(data.judge_pattern, text)
+        try:
+            return float(found[-1])
+        except (IndexError, ValueError, TypeError):
+            logger.warning(
+                "prompt %s: the judge's answer has no score and counts 0: ...%r",
+                prompt.prompt_id,
+                text[-_QUOTED:],
+            )
+            return 0.0

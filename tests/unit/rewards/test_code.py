@@ -1,0 +1,125 @@
+"""Programs of a model in real processes: tests that pass, and programs that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+
+import pytest
+from tests.unit.rewards.test_scoring import is_running, sample, scored, settings, wait_for
+
+from r3train.rewards.scoring import Scorer
+from r3train.rewards.code import isolation, program_of
+
+CODE = {"rm_type": "code", "reward_timeout_s": 5.0}
+
+
+def reward_of(program, label, **more) -> float:
+    answer = sample(f"So:\n```python\n{program}\n```\n", label=label)
+    (reward,) = scored(settings(**CODE | more), answer)
+    return reward
+
+
+ADD = "def add(a, b):\n    return a + b\n"
+ADD_TESTS = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
+ECHO = "print(sum(int(word) for word in input().split()))"
+ECHO_TESTS = {"inputs": ["1 2\n", "4 5"], "outputs": ["3\n", "9"]}
+
+
+@pytest.mark.parametrize(
+    "program, label, reward",
+    [
+        (ADD, ADD_TESTS, 1.0),
+        (ADD, "\n".join(ADD_TESTS), 1.0),
+        (ADD, json.dumps(ADD_TESTS), 1.0),
+        (ADD.replace("+", "-"), ADD_TESTS, 0.0),
+        (ECHO, ECHO_TESTS, 1.0),
+        (ECHO, json.dumps(ECHO_TESTS), 1.0),
+        (ECHO + "\nraise SystemExit", ECHO_TESTS, 1.0),
+        (ECHO.replace("sum", "max"), ECHO_TESTS, 0.0),
+        ("print(3", ECHO_TESTS, 0.0),
+        ("1 / 0", ADD_TESTS, 0.0),
+        # no test is passed by a program that does not let it run
+        ("import os; os._exit(0)", ADD_TESTS, 0.0),
+        ("import sys; sys.exit(0)", ADD_TESTS, 0.0),
+        ("print('passed')", ADD_TESTS, 0.0),
+    ],
+)
+def test_a_program_earns_1_if_it_passes_every_test(program, label, reward):
+    assert reward_of(program, label) == reward
+
+
+def test_the_last_block_of_python_counts():
+    text = "```python\n1\n```\n```\n2\n```\n```json\n3\n```"
+    assert program_of(text) == "2\n"
+    assert program_of("no block") is None
+    assert program_of("```python\ncut off") is None
+    assert scored(settings(**CODE), sample("no block", label="assert True")) == [0.0]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "while True: pass",
+        "import time; time.sleep(600)",
+        "while True: print('x' * 100_000)",
+        "x = bytearray(3 << 30)",
+        "open('big', 'wb').write(bytes(200 << 20))",
+        "import os\nwhile True: os.write(1, b'x' * 65536)",
+    ],
+)
+def test_a_program_that_takes_too_much_scores_0_in_time(program):
+    began = time.monotonic()
+    assert reward_of(program, {"inputs": [""], "outputs": ["x"]}, reward_timeout_s=2.0) == 0.0
+    assert time.monotonic() - began < 12
+
+
+def test_children_of_a_program_are_killed_with_it(tmp_path):
+    # one that stays in the group, and one that leaves it
+    program = f"""
+import os, subprocess, sys
+children = [subprocess.Popen(["sleep", "600"], start_new_session=new) for new in (False, True)]
+os._exit(0)
+"""
+    before = sleepers()
+    assert reward_of(program, ADD_TESTS) == 0.0
+    wait_for(lambda: sleepers() == before)
+
+
+def sleepers() -> set[int]:
+    found = set()
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                if file.read() == b"sleep\x00600\x00" and is_running(int(pid)):
+                    found.add(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_program_has_no_network_where_namespaces_can_be_had():
+    if not isolation():
+        pytest.skip("not run: this machine lets nobody make a network namespace (unshare)")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connect = f"import socket; socket.create_connection({server.getsockname()}, timeout=3)"
+        assert reward_of(f"try:\n    {connect}\nexcept OSError: print('none')", no_network()) == 1.0
+        socket.create_connection(server.getsockname(), timeout=3).close()
+
+
+def no_network() -> dict:
+    return {"inputs": [""], "outputs": ["none"]}
+
+
+def test_a_program_sees_none_of_our_environment(monkeypatch):
+    monkeypatch.setenv("SECRET_OF_OURS", "gold")
+    program = "import os\nprint(os.environ.get('SECRET_OF_OURS', 'none'))"
+    assert reward_of(program, no_network()) == 1.0
+
+
+@pytest.mark.parametrize("label", ["", [], [1], {"inputs": ["1"], "outputs": []}, 7])
+def test_a_label_without_tests_is_refused_with_its_prompt(label):
+    with pytest.raises(ValueError, match="p.jsonl:7: code needs a label of Python code"):
+        Scorer(settings(**CODE)).check([sample(label=label).prompt])
