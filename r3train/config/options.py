@@ -16,6 +16,7 @@ from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, places
 
 SERVER_PREFIX = "--sglang-"
+PROMPT_FILES = "--prompt-data"
 PASSTHROUGH_HELP = {
     "transformer_overrides": ("--transformer-override NAME=VALUE", "Repeatable."),
     "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
@@ -166,6 +167,8 @@ def _without_none(annotation: Any) -> tuple[bool, Any]:
 def _metavar(kind: Any, choices: tuple[str, ...]) -> str:
     if choices:
         return "|".join(choices)
+    if get_origin(kind) is dict:
+        return "JSON"
     return {int: "INT", float: "NUMBER", str: "TEXT"}.get(kind, "PATH")
 
 
@@ -182,7 +185,7 @@ def _default_text(place: Place) -> str:
     if place.info.is_required():
         return "[required]"
     default = place.info.default
-    if default is None or default == ():
+    if default is None or default in ((), {}):
         return ""
     if isinstance(default, bool):
         return f"[default: {'on' if default else 'off'}]"
@@ -240,11 +243,15 @@ def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
 
 
 def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
-    """Rewrite ``--list a b,c`` as ``--list a --list b --list c``, which click understands."""
+    """Rewrite ``--list a b,c`` as ``--list a --list b --list c``, which click understands.
+
+    Of ``--prompt-data``, which once took one file, the last counts.
+    """
     lists = {
         flag for param in command.params if isinstance(param, ListOption) for flag in param.opts
     }
     spread: list[str] = []
+    given: list[str] = []
     words = list(args)
     while words:
         word = words.pop(0)
@@ -255,10 +262,14 @@ def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
         values = [value] if equals else []
         while not equals and words and not _is_flag(words[0]):
             values.append(words.pop(0))
-        if flag != "--transformer-override":  # its values may contain commas
+        if flag not in ("--transformer-override", PROMPT_FILES):  # values may contain commas
             values = [part for value in values for part in value.split(",") if part]
         if not values:
             raise click.UsageError(f"{flag} needs at least one value")
+        if flag == PROMPT_FILES:  # as a flag of one value: the last one counts
+            given = values
+            continue
         for part in values:
             spread += [flag, part]
-    return spread
+    # first: a flag at the end that lacks its value must not take this one's
+    return [word for part in given for word in (PROMPT_FILES, part)] + spread

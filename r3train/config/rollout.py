@@ -23,7 +23,7 @@ class RolloutSection(Section):
     n_samples_per_prompt: int = Field(default=8, ge=1)
     """Samples of each prompt; they form the group in which advantages are computed."""
     rollout_max_prompt_len: int | None = Field(default=None, ge=1)
-    """Longest prompt in tokens; a longer one is an error at start-up."""
+    """Longest prompt in tokens; longer ones are dropped (--overlong-prompts)."""
     rollout_max_response_len: int = Field(ge=1)
     """Longest response in tokens."""
     rollout_max_context_len: int | None = Field(default=None, ge=2)

@@ -15,6 +15,7 @@ def rollout_conflicts(config: RunConfig) -> Iterator[str]:
     yield from _updates(config)
     yield from _servers(config)
     yield from _environment(config)
+    yield from _template(config)
 
 
 # SGLang 0.5.23 (sampling_params.py) takes a lower temperature for greedy decoding
@@ -114,6 +115,15 @@ def _servers(config: RunConfig) -> Iterator[str]:
         )
     if len(set(rollout.rollout_external_engine_addrs)) < len(rollout.rollout_external_engine_addrs):
         yield "--rollout-external-engine-addrs names a server twice"
+
+
+def _template(config: RunConfig) -> Iterator[str]:
+    data = config.data
+    if data.apply_chat_template:
+        return
+    for name in ("apply_chat_template_kwargs", "tool_key"):
+        if getattr(data, name):
+            yield f"{name} is for the chat template: add --apply-chat-template"
 
 
 def _environment(config: RunConfig) -> Iterator[str]:

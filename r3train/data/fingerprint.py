@@ -12,27 +12,35 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class FileFingerprint:
-    """A file's content and the marks by which a change is noticed without reading it."""
+    """The content of files and the marks by which a change is noticed without reading them."""
 
-    path: Path
-    sha256: str
-    marks: tuple[int, int, int]  # size in bytes, mtime in ns, inode
+    paths: tuple[Path, ...]
+    sha256: str  # of one file its own, of several that of theirs
+    marks: tuple[tuple[int, int, int], ...]  # size in bytes, mtime in ns, inode
 
     @classmethod
-    def of(cls, path: Path) -> FileFingerprint:
-        """Fingerprint a file; raises OSError if it cannot be read."""
-        marks = _marks(path)
-        with path.open("rb") as file:
-            return cls(path, hashlib.file_digest(file, "sha256").hexdigest(), marks)
+    def of(cls, *paths: Path) -> FileFingerprint:
+        """Fingerprint files; raises OSError if one cannot be read."""
+        marks = tuple(map(_marks, paths))
+        digests = []
+        for path in paths:
+            with path.open("rb") as file:
+                digests.append(hashlib.file_digest(file, "sha256").hexdigest())
+        whole = digests[0] if len(digests) == 1 else _sha256(" ".join(digests))
+        return cls(paths, whole, marks)
 
     def changed(self) -> bool:
         """True if the content has changed or the file is gone; read only if its marks changed."""
         try:
-            if _marks(self.path) == self.marks:
+            if tuple(map(_marks, self.paths)) == self.marks:
                 return False
-            return FileFingerprint.of(self.path).sha256 != self.sha256
+            return FileFingerprint.of(*self.paths).sha256 != self.sha256
         except OSError:
             return True
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _marks(path: Path) -> tuple[int, int, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +24,12 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, add_generation_prompt: bool, tokenize: bool
+        self,
+        conversation: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tokenize: bool,
+        **variables: Any,
     ) -> str: ...
 
     def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
@@ -46,24 +52,34 @@ def load_prompts(
     label_key: str = "label",
     metadata_key: str = "metadata",
     apply_chat_template: bool = False,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    tool_key: str | None = None,
+    rows: slice = slice(None),
     max_prompt_len: int | None = None,
     limit_name: str = "rollout_max_prompt_len",
+    note: Callable[[str], None] | None = None,
 ) -> list[Prompt]:
-    """Read every prompt of a .jsonl or .parquet file, in the order of the file.
+    """Read the prompts of a .jsonl or .parquet file, in the order of the file.
 
-    ``limit_name`` says in errors where ``max_prompt_len`` (tokens) comes from.  Blank lines are
-    skipped; ``metadata_key`` may be absent.  Raises ValueError naming file, line (or row) and key
-    for a missing or empty file, bad JSON, a missing key, an empty prompt or one that is too long.
+    ``rows`` picks lines or rows by their 0-based number.  A key a.b is key b of table a.
+    ``limit_name`` says in errors where ``max_prompt_len`` (tokens) comes from.  Longer prompts are
+    left out and ``note`` is told, once; without it they are errors.  Blank lines are skipped; labels,
+    metadata and tools may be absent.  Raises ValueError naming file, line (or row) and key for a
+    missing or empty file, bad JSON, a missing key and an empty prompt.
     """
     path = Path(path)
-    prompts = []
-    for record in _records(path):
-        text = _prompt_text(record, input_key, tokenizer if apply_chat_template else None)
+    prompts, overlong = [], []
+    template = _Template(tokenizer, template_kwargs, tool_key) if apply_chat_template else None
+    for record in _records(path, rows):
+        text = _prompt_text(record, input_key, template)
         # a chat template writes the special tokens itself
         tokens = tokenizer.encode(text, add_special_tokens=not apply_chat_template)
         if not tokens:
             raise ValueError(f"{record.where}: key {input_key}: the prompt has no tokens")
         if max_prompt_len is not None and len(tokens) > max_prompt_len:
+            if note is not None:
+                overlong.append(len(tokens))
+                continue
             raise ValueError(
                 f"{record.where}: the prompt has {len(tokens)} tokens,"
                 f" at most {max_prompt_len} fit ({limit_name})"
@@ -74,10 +90,18 @@ def load_prompts(
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                label=_required(record, label_key),
+                label=_lookup(record, label_key),
                 metadata=_metadata(record, metadata_key),
             )
         )
+    if overlong:
+        text = (
+            f"{len(overlong):,} of {len(overlong) + len(prompts):,} prompts above {max_prompt_len:,}"
+            f" tokens ({limit_name}; longest {max(overlong):,})"
+        )
+        if not prompts:
+            raise ValueError(f"{path}: nothing is left without {text}")
+        note(f"{path}: dropped {text}")
     if not prompts:
         raise ValueError(f"{path}: holds no prompts")
     return prompts
@@ -120,7 +144,15 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
     )
 
 
-def _records(path: Path) -> Iterator[_Record]:
+def _records(path: Path, rows: slice) -> Iterator[_Record]:
+    for record in _all_records(path):
+        if rows.stop is not None and record.index >= rows.stop:
+            return
+        if record.index >= (rows.start or 0):
+            yield record
+
+
+def _all_records(path: Path) -> Iterator[_Record]:
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file (prompt_data)")
     if path.suffix == ".parquet":
@@ -171,8 +203,20 @@ def _parquet_records(path: Path) -> Iterator[_Record]:
         raise ValueError(f"{path}: cannot read as parquet: {error}") from None
 
 
+def _lookup(record: _Record, key: str) -> Any:
+    """The value of a key, or of a.b key b of table a; None if it is missing or null."""
+    if key in record.content:
+        return record.content[key]
+    found: Any = record.content
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return None
+        found = found[part]
+    return found
+
+
 def _required(record: _Record, key: str) -> Any:
-    value = record.content.get(key)
+    value = _lookup(record, key)
     if value is None:
         state = "is null" if key in record.content else "is missing"
         raise ValueError(
@@ -181,7 +225,45 @@ def _required(record: _Record, key: str) -> Any:
     return value
 
 
-def _prompt_text(record: _Record, key: str, template: Tokenizer | None) -> str:
+def _tools(record: _Record, key: str) -> list[Any] | None:
+    """The tools of a row, as a list or as JSON text; None without any."""
+    value = _lookup(record, key)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ValueError(f"{record.where}: key {key}: not JSON: {error}") from None
+    if value is not None and not isinstance(value, list):
+        raise ValueError(
+            f"{record.where}: key {key} must be a list of tools, got {type(value).__name__}"
+        )
+    return value or None
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The chat template of a tokenizer and what else is given to it."""
+
+    tokenizer: Tokenizer
+    variables: Mapping[str, Any]
+    tool_key: str | None
+
+    def render(self, record: _Record, messages: list[dict[str, Any]]) -> str:
+        """Messages as text; raises ValueError naming the row where the template fails."""
+        given = dict(self.variables)
+        if self.tool_key is not None and (tools := _tools(record, self.tool_key)) is not None:
+            given["tools"] = tools
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False, **given
+            )
+        except (
+            Exception
+        ) as error:  # a template is a program of the checkpoint: it may raise anything
+            raise ValueError(f"{record.where}: the chat template fails: {error}") from error
+
+
+def _prompt_text(record: _Record, key: str, template: _Template | None) -> str:
     """The prompt as text; with ``template``, messages (or one user message) in its chat form."""
     value = _required(record, key)
     if not isinstance(value, str) and template is None:
@@ -201,14 +283,16 @@ def _prompt_text(record: _Record, key: str, template: Tokenizer | None) -> str:
         raise ValueError(
             f"{record.where}: key {key} must be text or a list of messages with role and content"
         )
-    try:
-        return template.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # a template is a program of the checkpoint: it may raise anything
-        raise ValueError(f"{record.where}: the chat template fails: {error}") from error
+    # parquet gives every message the fields of all
+    return template.render(record, [_without_nulls(message) for message in messages])
+
+
+def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _metadata(record: _Record, key: str) -> dict[str, Any]:
-    value = record.content.get(key)
+    value = _lookup(record, key)
     if value is None:
         return {}
     if not isinstance(value, dict):

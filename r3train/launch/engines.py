@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from r3train.data.json_lines import append_lines
-from r3train.data.order import PromptOrder
 from r3train.environments.registry import get_environment
 from r3train.observe.console import RunDisplay
 from r3train.launch.gpus import server_gpus_here
@@ -300,7 +299,7 @@ class Engines:
     def start_producer(self) -> Producer:
         """Start generation."""
         job, rollout = self.job, self.job.config.rollout
-        order = PromptOrder(len(job.prompts), rollout.rollout_seed, job.config.data.rollout_shuffle)
+        order = job.order
         self._producer = Producer(
             rollout,
             self.make_client,

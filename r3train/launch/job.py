@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from r3train.config.families import FAMILIES, check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
+from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.prompts import load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments.registry import get_environment
@@ -83,12 +85,22 @@ class Job:
 
     config: RunConfig
     hf: HfModelFacts
-    prompts: list[Prompt]
+    prompts: list[Prompt]  # file after file
     tokenizer: Any
     reward: Scorer
     prompt_file: FileFingerprint
     warnings: tuple[JobWarning, ...] = ()
     eval_data: tuple[EvalData, ...] = ()
+    sizes: tuple[int, ...] = ()  # prompts of each file
+
+    @property
+    def order(self) -> PromptOrder | MixedOrder:
+        """The order in which prompts are drawn."""
+        seed, data = self.config.rollout.rollout_seed, self.config.data
+        weights = [file.weight for file in data.prompt_files]
+        if None in weights:
+            return PromptOrder(len(self.prompts), seed, data.rollout_shuffle)
+        return MixedOrder(self.sizes, weights, seed, data.rollout_shuffle)
 
     @property
     def longest_prompt(self) -> int:
@@ -166,7 +178,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
     hf = attempt("checkpoint", read_hf_facts, model)
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
-    prompts = None
+    prompts = parts = None
     if hf is not None:
         warnings += _model_warnings(config, hf)
         attempt(settings, check_model, config, hf, world_size)
@@ -177,8 +189,17 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
     if hf is not None and tokenizer is not None:
         attempt("tokenizer", check_vocabulary, tokenizer, hf)
-        prompts = attempt("prompts", read_prompts, config, hf, tokenizer)
+        dropped: list[str] = []
+        parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append)
+        for text in dropped:
+            remedy = "raise the limit, or refuse such data with --overlong-prompts error"
+            warnings.append(JobWarning("prompts", text, remedy))
+        prompts = None if parts is None else [prompt for part in parts for prompt in part]
     if prompts:
+        if all(prompt.label is None for prompt in prompts):
+            text = f"no prompt has a label (key {data.label_key})"
+            remedy = "name its key with --label-key, if the reward needs one"
+            warnings.append(JobWarning("prompts", text, remedy))
         longest = max(len(prompt.token_ids) for prompt in prompts)
         attempt(settings, check_longest_sample, config, longest)
         unknown = attempt("prompts", unknown_tokens, prompts, tokenizer.unk_token_id)
@@ -207,10 +228,12 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
             if made is not None:
                 made.close()
         raise PreflightError(faults, warnings)
-    assert hf is not None and prompts is not None and reward is not None
-    prompt_file = FileFingerprint.of(data.prompt_data)
+    assert hf is not None and prompts is not None and parts is not None and reward is not None
+    prompt_file = FileFingerprint.of(*(file.path for file in data.prompt_files))
+    sizes = tuple(map(len, parts))
     return Job(
-        config, hf, prompts, tokenizer, reward, prompt_file, tuple(warnings), tuple(eval_data)
+        *(config, hf, prompts, tokenizer, reward, prompt_file),
+        *(tuple(warnings), tuple(eval_data), sizes),
     )
 
 
@@ -336,23 +359,52 @@ def check_layers_here(config: RunConfig) -> None:
         )
 
 
-def read_prompts(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> list[Prompt]:
-    """Read the prompts; each leaves room for the longest response in the model's context.
+def read_prompts(
+    config: RunConfig,
+    hf: HfModelFacts,
+    tokenizer: Any,
+    note: Callable[[str], None] | None = None,
+) -> list[list[Prompt]]:
+    """Read the prompts of each file; each leaves room for the longest response in the context.
 
-    Raises ValueError naming file and line.
+    note: told of prompts that were dropped (--overlong-prompts).  Raises ValueError naming file and
+    line, also for a prompt that is read twice.
     """
     data = config.data
     limit, limit_name = prompt_limit(config, hf)
-    return load_prompts(
-        data.prompt_data,
-        tokenizer=tokenizer,
-        input_key=data.input_key,
-        label_key=data.label_key,
-        metadata_key=data.metadata_key,
-        apply_chat_template=data.apply_chat_template,
-        max_prompt_len=limit,
-        limit_name=limit_name,
-    )
+    files = data.prompt_files
+    found = [
+        load_prompts(
+            file.path,
+            rows=slice(file.start, file.stop),
+            tokenizer=tokenizer,
+            input_key=data.input_key,
+            label_key=data.label_key,
+            metadata_key=data.metadata_key,
+            apply_chat_template=data.apply_chat_template,
+            template_kwargs=data.apply_chat_template_kwargs,
+            tool_key=data.tool_key,
+            max_prompt_len=limit,
+            limit_name=limit_name,
+            note=note if data.overlong_prompts == "drop" else None,
+        )
+        for file in files
+    ]
+    if len({file.path.name for file in files}) < len({file.path for file in files}):
+        found = [
+            [
+                dataclasses.replace(prompt, prompt_id=f"{file.path}:{prompt.index}")
+                for prompt in part
+            ]
+            for file, part in zip(files, found)
+        ]
+    counts = Counter(prompt.prompt_id for part in found for prompt in part)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"prompt {twice} is read twice (prompt_data): for more of a file give it a weight"
+        )
+    return found
 
 
 def read_eval_data(
@@ -368,10 +420,13 @@ def read_eval_data(
             label_key=dataset.label_key,
             metadata_key=dataset.metadata_key,
             apply_chat_template=dataset.apply_chat_template,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            tool_key=config.data.tool_key,
             max_prompt_len=limit,
             limit_name=limit_name,
         )
-        reward = Scorer(scored_by(config.data, dataset), rm_type=dataset.rm_type)
+        settings, key = scored_by(config.data, dataset), os.environ.get(JUDGE_KEY)
+        reward = Scorer(settings, rm_type=dataset.rm_type, judge_key=key)
     except ValueError as error:
         raise ValueError(f"evaluation set {dataset.name}: {error}") from None
     return EvalData(dataset, prompts, reward, FileFingerprint.of(dataset.path))

@@ -88,7 +88,8 @@ def _point(job: Job, path: Path) -> ResumePoint:
     saved, now = state.get("run", {}), run_facts(job)
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
         raise ValueError(
-            f"{path}: was trained on prompts of another content than {job.config.data.prompt_data}"
+            f"{path}: was trained on prompts of another content than"
+            f" {' '.join(job.config.data.prompt_data)}"
             f" has now (sha256 {str(saved.get('prompt_data_sha256'))[:12]}..., now"
             f" {now['prompt_data_sha256'][:12]}...): bring the file back, or start anew from the"
             " weights with --load-model-only"
@@ -122,4 +123,13 @@ def run_facts(job: Job) -> dict[str, Any]:
         "n_samples_per_prompt": config.rollout.n_samples_per_prompt,
         "rollout_seed": config.rollout.rollout_seed,
         "rollout_shuffle": config.data.rollout_shuffle,
+        "prompt_files": _prompt_files(config),
     }
+
+
+def _prompt_files(config: RunConfig) -> list[list[Any]] | None:
+    """Name, first row, end and weight of each file of prompts; None for one whole file."""
+    files = config.data.prompt_files
+    if len(files) == 1 and files[0].start == 0 and files[0].stop is None:
+        return None
+    return [[file.path.name, file.start, file.stop, file.weight] for file in files]

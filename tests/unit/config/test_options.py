@@ -65,6 +65,7 @@ PATTERNED = {
     "judge_url": "http://h/v1",
     "judge_template": "{response}",
     "judge_pattern": "(1)",
+    "apply_chat_template_kwargs": '{"a": 1}',
 }
 
 
@@ -118,6 +119,11 @@ def test_booleans_have_an_on_and_an_off_flag(tmp_path):
 )
 def test_lists_are_repeated_or_separated_by_spaces_or_commas(words):
     assert parsed(*words.split()).model.recompute_modules == ("moe", "core_attn", "mla")
+
+
+def test_prompt_data_takes_several_files_and_its_last_mention_counts():
+    words = "--prompt-data x.jsonl --prompt-data a,b.jsonl*1 c@[0:5]*0.5 --bf16"
+    assert parsed(*words.split()).data.prompt_data == ("a,b.jsonl*1", "c@[0:5]*0.5")
 
 
 def test_none_unsets_what_the_file_sets(tmp_path):

@@ -8,7 +8,9 @@ import json
 import numpy as np
 import pytest
 
+from r3train.config.data import DataSection, PromptFile
 from r3train.data import PromptOrder, load_prompts, load_tokenizer
+from r3train.data.order import MixedOrder
 from r3train.torchvision_stub import declare_torchvision_ops
 
 
@@ -82,9 +84,9 @@ def test_a_parquet_row_is_named(tmp_path):
     import pyarrow
     import pyarrow.parquet
 
-    rows = [LINE, {**LINE, "label": None}]
+    rows = [LINE, {**LINE, "input": None}]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
-    with pytest.raises(ValueError, match=r"p\.parquet row 2: key label is null"):
+    with pytest.raises(ValueError, match=r"p\.parquet row 2: key input is null"):
         load(tmp_path / "p.parquet")
 
 
@@ -95,8 +97,6 @@ def test_a_parquet_row_is_named(tmp_path):
         ("not json", r"line 2 column 1: not JSON"),
         ("[1]", r"line 2: expected a JSON object, got list"),
         ({"label": 1, "other": 2}, r"line 2: key input is missing; keys there: label, other"),
-        ({"input": "a"}, r"line 2: key label is missing; keys there: input"),
-        ({"input": "a", "label": None}, r"line 2: key label is null"),
         ({}, r"line 2: key input is missing; keys there: none"),
         ({"input": "", "label": 1}, r"line 2: key input: the prompt is empty"),
         ({"input": " \n", "label": 1}, r"line 2: key input: the prompt is empty"),
@@ -119,6 +119,93 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, bad, message):
 def test_bad_chat_messages_are_named(tmp_path, bad):
     with pytest.raises(ValueError, match=r"line 1: key input"):
         load(jsonl(tmp_path, {"input": bad, "label": 1}), apply_chat_template=True)
+
+
+def test_a_label_may_be_absent(tmp_path):
+    lines = [{"input": "a"}, {"input": "a", "label": None}, {"input": "a", "label": 0}]
+    assert [prompt.label for prompt in load(jsonl(tmp_path, *lines))] == [None, None, 0]
+
+
+VERL = {
+    "prompt": [{"role": "user", "content": "2 + 2"}],
+    "reward_model": {"style": "rule", "ground_truth": "4"},
+    "extra_info": {"split": "train", "index": 3},
+    "a.b": "dotted",
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_key_with_a_dot_goes_into_tables_as_verls_files_need_it(tmp_path, kind):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = jsonl(tmp_path, VERL)
+    if kind == "parquet":
+        path = tmp_path / "verl.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([VERL]), path)
+    keys = {"input_key": "prompt", "metadata_key": "extra_info", "apply_chat_template": True}
+    (prompt,) = load(path, label_key="reward_model.ground_truth", **keys)
+    assert (prompt.text, prompt.label) == ("<user> 2 + 2 <assistant>", "4")
+    assert prompt.metadata == {"split": "train", "index": 3}
+    (prompt,) = load(path, label_key="a.b", **keys)
+    assert prompt.label == "dotted", "a key that is there as it is written comes first"
+    with pytest.raises(ValueError, match="1: key prompt.text is missing; keys there: prompt, rew"):
+        load(path, input_key="prompt.text")
+
+
+def test_rows_pick_lines_by_their_number_and_leave_it_to_them(tmp_path):
+    path = jsonl(tmp_path, *({"input": f"{n} x"} for n in range(6)))
+    assert [p.prompt_id for p in load(path, rows=slice(2, 4))] == [
+        "prompts.jsonl:2",
+        "prompts.jsonl:3",
+    ]
+    assert [p.index for p in load(path, rows=slice(4, None))] == [4, 5]
+
+
+def test_prompts_that_are_too_long_are_dropped_and_told_of_once(tmp_path):
+    path, told = jsonl(tmp_path, LINE, {"input": "a b c d e"}, {"input": "a b c d"}, LINE), []
+    limit = {"max_prompt_len": 3, "limit_name": "the limit's name"}
+    assert [prompt.index for prompt in load(path, note=told.append, **limit)] == [0, 3]
+    assert told == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
+    with pytest.raises(ValueError, match="nothing is left without 2 of 2 prompts above 3 tokens"):
+        load(path, rows=slice(1, 3), note=told.append, **limit)
+
+
+class Chat(WordTokenizer):
+    def apply_chat_template(self, conversation, *, tools=None, thinking=True, **options):
+        text = super().apply_chat_template(conversation, **options)
+        return f"{text} thinking={thinking} tools={json.dumps(tools)}"
+
+
+def test_the_chat_template_gets_its_variables_and_the_tools_of_a_row(tmp_path):
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    rows = [{**LINE, "tools": tools}, {**LINE, "tools": json.dumps(tools)}, {**LINE, "tools": []}]
+    options = {"tokenizer": Chat(), "apply_chat_template": True, "tool_key": "tools"}
+    options["template_kwargs"] = {"thinking": False}
+    texts = [prompt.text for prompt in load_prompts(jsonl(tmp_path, *rows, LINE), **options)]
+    assert texts[0] == texts[1]
+    assert texts[0].endswith(f"thinking=False tools={json.dumps(tools)}")
+    assert texts[2] == texts[3] and texts[2].endswith("tools=null")
+    with pytest.raises(ValueError, match="line 1: key tools must be a list of tools, got dict"):
+        load_prompts(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
+
+
+def test_messages_of_parquet_lack_the_fields_that_only_others_have(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    calls = {"role": "assistant", "content": None, "tool_calls": ["f"]}
+    row = {"input": [{"role": "user", "content": "hi"}, calls]}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "p.parquet")
+    seen = []
+
+    class Records(WordTokenizer):
+        def apply_chat_template(self, conversation, **options):
+            seen.extend(conversation)
+            return "text"
+
+    load_prompts(tmp_path / "p.parquet", tokenizer=Records(), apply_chat_template=True)
+    assert seen == [{"role": "user", "content": "hi"}, calls]
 
 
 def test_a_chat_template_that_fails_names_the_line(tmp_path):
@@ -192,3 +279,62 @@ def test_a_bad_cursor_or_size_is_refused():
         PromptOrder(3, seed=1).indices(-1, 2)
     with pytest.raises(ValueError, match="at least 1, got 0"):
         PromptOrder(0, seed=1)
+
+
+def test_weights_are_shares_of_what_is_drawn():
+    order = MixedOrder([50, 2000, 3], [0.7, 0.3, 0.0001], seed=1)
+    files = [0 if index < 50 else 1 if index < 2050 else 2 for index in order.indices(0, 3000)]
+    assert [files[:1000].count(file) for file in range(3)] == [699, 300, 1]
+    assert [files.count(file) for file in range(3)] == [2097, 900, 3]
+    assert files[:20] != sorted(files[:20])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_file_of_a_mixture_is_drawn_in_epochs_of_its_own(shuffle):
+    drawn = MixedOrder([5, 40], [1, 3], 1, shuffle).indices(0, 200)
+    first = [index for index in drawn if index < 5]
+    second = [index for index in drawn if index >= 5]
+    for start in range(0, len(first) - 5, 5):
+        assert sorted(first[start : start + 5]) == list(range(5))
+    assert sorted(second[:40]) == list(range(5, 45))
+    if not shuffle:
+        assert first[:6] == [0, 1, 2, 3, 4, 0] and len(first) == 50
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_mixture_depends_on_seed_and_cursor_alone(shuffle):
+    everything = MixedOrder([7, 9], [1, 2], 3, shuffle).indices(0, 2100)
+    for start in (0, 1, 6, 999, 1000, 2050):
+        part = MixedOrder([7, 9], [1, 2], 3, shuffle).indices(start, 30)
+        assert part == everything[start : start + 30]
+    assert MixedOrder([7, 9], [1, 2], 4).indices(0, 100) != everything[:100]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("a.jsonl", ("a.jsonl", 0, None, None)),
+        ("d/a.jsonl@[0:1000]*0.3", ("d/a.jsonl", 0, 1000, 0.3)),
+        ("a.jsonl@[5:]", ("a.jsonl", 5, None, None)),
+        ("a.jsonl@[:7]", ("a.jsonl", 0, 7, None)),
+        ("a,b*c.jsonl*2", ("a,b*c.jsonl", 0, None, 2.0)),
+    ],
+)
+def test_a_file_of_prompts_may_have_a_slice_and_a_weight(text, expected):
+    file = PromptFile.of(text)
+    assert (str(file.path), file.start, file.stop, file.weight) == expected
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        (["a@[3:3]"], "no row, or no weight, is left"),
+        (["a*0"], "no row, or no weight, is left"),
+        (["a*1..2"], "expected PATH"),
+        (["a*0.5", "b"], "give every file a weight"),
+        ([], "at least 1"),
+    ],
+)
+def test_files_that_make_no_sense_are_refused(files, message):
+    with pytest.raises(ValueError, match=message):
+        DataSection(prompt_data=files)

@@ -46,15 +46,18 @@ def test_good_input_passes_the_dry_run_and_prints_the_resolved_config(tiny):
         (json.dumps({"label": "x"}), "input"),
         (json.dumps({"input": "", "label": "x"}), "empty"),
         (json.dumps({"input": "cat " * 600, "label": "x"}), "tokens"),
+        (json.dumps({"input": "cat"}), "--label-key"),
     ],
 )
 def test_a_bad_prompt_names_file_and_line(line, message, tiny, tmp_path):
     good = (tiny / "prompts.jsonl").read_text().splitlines()[0]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(f"{good}\n{line}\n")
-    result = start(tiny, "--prompt-data", str(prompts))
+    flags = ["--overlong-prompts", "error", "--label-key", "label"]
+    result = start(tiny, "--prompt-data", str(prompts), *flags)
     assert result.exit_code == 2
-    assert str(prompts) in result.output and "2" in result.output and message in result.output
+    named = "prompts.jsonl:1" if "label-key" in message else str(prompts)
+    assert named in result.output and message in result.output
 
 
 @pytest.mark.parametrize(
@@ -193,6 +196,44 @@ def test_the_dry_run_shows_the_first_prompt_as_rendered_with_its_tokens(tiny, tm
         "# its tokens: " + " ".join(rf"\d+ {token}" for token in tokens), result.output
     )
     assert tomllib.loads(result.stdout)["run"]["dry_run"], "the output stays TOML"
+
+
+def test_prompts_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_path):
+    good, long = {"input": "cat", "label": "cat"}, {"input": "cat " * 40, "label": "cat"}
+    prompts = with_prompts(tiny, tmp_path, long, good)
+    flags = ["--dry-run", "--rollout-max-prompt-len", "32", *prompts]
+    result = start(tiny, *flags)
+    assert result.exit_code == 0, result.output
+    assert (
+        "dropped 1 of 2 prompts above 32 tokens (rollout_max_prompt_len 32; longest 40)"
+        in words(result)
+    )
+    assert "first prompt (prompts.jsonl:1, " in result.output
+    result = start(tiny, *flags, "--overlong-prompts", "error")
+    assert result.exit_code == 2 and "line 1: the prompt has 40 tokens, at most 32" in words(result)
+
+
+def test_several_files_with_slices_and_weights(tiny, tmp_path):
+    rows = (tiny / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "more").mkdir()
+    for path in (tmp_path / "prompts.jsonl", tmp_path / "more/prompts.jsonl"):
+        path.write_text("".join(rows[:10]))
+    files = [f"{tmp_path}/prompts.jsonl@[2:5]*0.7", f"{tmp_path}/more/prompts.jsonl*0.3"]
+    result = start(tiny, "--dry-run", "--prompt-data", *files)
+    assert result.exit_code == 0, result.output
+    assert f"first prompt ({tmp_path}/prompts.jsonl:2, " in result.output
+    assert tomllib.loads(result.stdout)["data"]["prompt_data"] == files
+    again = [files[0].removesuffix("*0.7"), f"{tmp_path}/prompts.jsonl@[4:6]"]
+    result = start(tiny, "--dry-run", "--prompt-data", *again)
+    assert result.exit_code == 2 and "prompts.jsonl:4 is read twice" in words(result)
+
+
+def test_a_reward_must_be_named(tiny, tmp_path):
+    path = tmp_path / "no_reward.toml"
+    text = (ROOT / "configs/tiny_cpu.toml").read_text()
+    path.write_text(text.replace('rm_type = "accepted_words"\n', ""))
+    result = start(tiny, "--dry-run", "--config", str(path))
+    assert result.exit_code == 2 and "--rm-type is required" in words(result), result.output
 
 
 def test_max_tokens_per_gpu_must_hold_the_longest_possible_sample(tiny, tmp_path):
