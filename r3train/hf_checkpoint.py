@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from r3train.config.families import tensor_names
-from r3train.config.hf_facts import HfModelFacts
+from r3train.config.families import FAMILIES, has_fused_experts, tensor_names
+from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -33,9 +34,12 @@ _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
 
-def check_name(name: str) -> str:
-    """Return ``name``; raises ValueError for a fused expert tensor, which SGLang would ignore."""
-    if _FUSED_EXPERTS.search(name):
+def check_name(name: str, fused_experts: bool = False) -> str:
+    """Return ``name``; raises ValueError for a fused expert tensor, which SGLang would ignore.
+
+    fused_experts: the checkpoint's own tensors are fused, and SGLang knows (gpt-oss).
+    """
+    if not fused_experts and _FUSED_EXPERTS.search(name):
         raise ValueError(
             f"weight {name!r} is a fused expert tensor: SGLang answers success and does not load "
             "it; send per-expert names such as mlp.experts.0.gate_proj.weight"
@@ -228,7 +232,7 @@ def _is_trained(name: str, hf: HfModelFacts) -> bool:
 
 
 def write_shards(
-    named_tensors: NamedTensors, directory: Path, *, shard_bytes: int
+    named_tensors: NamedTensors, directory: Path, *, shard_bytes: int, fused_experts: bool = False
 ) -> tuple[int, int, int]:
     """Write tensors as safetensors shards of about ``shard_bytes`` with their index.
 
@@ -245,7 +249,7 @@ def write_shards(
         shard, size, num_shards = {}, 0, num_shards + 1
 
     for name, tensor in named_tensors:
-        if check_name(name) in shard_of:
+        if check_name(name, fused_experts) in shard_of:
             raise ValueError(f"weight {name!r} came twice")
         if shard and size + tensor.nbytes > shard_bytes:
             flush()
@@ -267,6 +271,20 @@ def write_shards(
     with open(directory / "model.safetensors.index.json", "w", encoding="utf-8") as stream:
         json.dump(index, stream, indent=1)
     return len(shard_of), total, num_shards
+
+
+def read_transformers_config(hf_checkpoint: Path) -> Any:
+    """Return transformers' configuration of a checkpoint, also of a model_type that it does not know.
+
+    Call ``declare_torchvision_ops`` first.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    content = dict(load_json_object(hf_checkpoint / "config.json"))
+    family = FAMILIES.get(content.get("model_type", ""))
+    if family is None or family.read_as is None:
+        return AutoConfig.from_pretrained(hf_checkpoint, local_files_only=True)
+    return CONFIG_MAPPING[family.read_as].from_dict(content | {"model_type": family.read_as})
 
 
 def copy_all_but_weights(hf_checkpoint: Path, directory: Path) -> None:
@@ -306,7 +324,12 @@ def export_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        num_tensors, num_bytes, _ = write_shards(named_tensors, partial, shard_bytes=SHARD_BYTES)
+        num_tensors, num_bytes, _ = write_shards(
+            named_tensors,
+            partial,
+            shard_bytes=SHARD_BYTES,
+            fused_experts=has_fused_experts(hf_checkpoint),
+        )
         copy_all_but_weights(hf_checkpoint, partial)
         facts = {"num_tensors": num_tensors, "num_bytes": num_bytes}
         (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")

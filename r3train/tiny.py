@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 from r3train.environments.calculator import calculator_prompts, calculator_words
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
@@ -35,26 +36,6 @@ WORDS_ASKED = 8
 RECORD = "tiny.json"
 # raised when the same options give other files
 RECIPE_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True)
-class TinyOptions:
-    """Shape and seed of the checkpoint; a model with num_experts 0 is dense."""
-
-    num_layers: int = 4
-    hidden_size: int = 64
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 16
-    num_experts: int = 8
-    topk: int = 2
-    moe_intermediate_size: int = 32
-    vocab_size: int = 64
-    max_position_embeddings: int = 512
-    initializer_range: float = 0.1
-    dtype: str = "float32"
-    seed: int = 0
-    task: str = "words"  # or calculator, for --environment calculator
 
 
 def task_words() -> list[str]:
@@ -126,6 +107,12 @@ def _check(options: TinyOptions) -> None:
     least = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]())
     if options.vocab_size < least:
         raise ValueError(f"vocab_size {options.vocab_size} is below the task's {least} words")
+    if options.family not in TINY_FAMILIES:
+        raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_FAMILIES)}")
+    if options.family != "qwen3_moe" and not options.num_experts:
+        raise ValueError(
+            f"num_experts 0: {options.family} has experts, a dense model is of qwen3_moe"
+        )
     if options.num_experts and not 1 <= options.topk <= options.num_experts:
         raise ValueError(f"topk {options.topk} is not in 1..{options.num_experts} (num_experts)")
     if options.num_heads % options.num_kv_heads:
@@ -139,8 +126,9 @@ def _read_record(output: Path) -> dict[str, Any] | None:
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    # early records have no task
-    return {"task": "words", **record} if isinstance(record, dict) else None
+    # early records have neither
+    early = {"task": "words", "family": "qwen3_moe"}
+    return early | record if isinstance(record, dict) else None
 
 
 def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
@@ -150,6 +138,23 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 def _save_model(directory: Path, options: TinyOptions) -> None:
     """Random weights under Hugging Face's per-expert names, the same for the same seed."""
+    import torch
+
+    model = random_model(options)
+    model.to(getattr(torch, options.dtype)).save_pretrained(directory)
+    add_published(directory, options)
+
+
+def add_published(directory: Path, options: TinyOptions) -> None:
+    """Add the keys of the family's published configurations, which transformers did not save."""
+    file, published = directory / "config.json", TINY_FAMILIES[options.family].published
+    if published:
+        content = json.loads(file.read_text(encoding="utf-8")) | dict(published)
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def random_model(options: TinyOptions, **changes: Any) -> Any:
+    """transformers' model of the options, float32; ``changes`` are keys of its configuration."""
     from r3train.torchvision_stub import declare_torchvision_ops
 
     declare_torchvision_ops()
@@ -157,42 +162,41 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    shape = {
-        "vocab_size": options.vocab_size,
-        "hidden_size": options.hidden_size,
-        "intermediate_size": 2 * options.hidden_size,
-        "num_hidden_layers": options.num_layers,
-        "num_attention_heads": options.num_heads,
-        "num_key_value_heads": options.num_kv_heads,
-        "head_dim": options.head_dim,
-        "max_position_embeddings": options.max_position_embeddings,
-        "initializer_range": options.initializer_range,
-        "tie_word_embeddings": False,
+    tokens = {
         "bos_token_id": None,
         "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
         "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
     }
-    if options.num_experts:
-        config = transformers.Qwen3MoeConfig(
-            **shape,
-            num_experts=options.num_experts,
-            num_experts_per_tok=options.topk,
-            moe_intermediate_size=options.moe_intermediate_size,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
-        kind = transformers.Qwen3MoeForCausalLM
-    else:
-        config = transformers.Qwen3Config(**shape)
-        kind = transformers.Qwen3ForCausalLM
+    family = TINY_FAMILIES[options.family]
+    kind, sizes = family.kind, family.sizes(options)
+    if not options.num_experts:
+        kind, sizes = "Qwen3", {"head_dim": options.head_dim}
+    config = getattr(transformers, f"{kind}Config")(**shared(options) | tokens | sizes | changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = kind(config)
+        model = getattr(transformers, f"{kind}ForCausalLM")(config)
         # transformers sets the padding row to 0, and a random policy does write <pad>.  The gradient
         # of an RMSNorm at 0 is 1 / sqrt(eps), a thousand times that of other rows.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)
-    model.to(getattr(torch, options.dtype)).save_pretrained(directory)
+        if options.family != "qwen3_moe":  # the demo's model stays as it always was
+            _make_all_random(model)
+    return model
+
+
+def _make_all_random(model: Any) -> None:
+    """Add noise to what transformers sets to zeros or ones: norms, and biases of all kinds.
+
+    One that is left out somewhere must show.
+    """
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" not in name and (tensor.dim() == 1 or name.endswith("bias")):
+                noise = 0.1 * torch.randn_like(tensor)
+                # transformers takes an expert of a group that was not chosen before one whose score
+                # is negative with its bias; the engines do not, and published biases are positive
+                tensor.add_(noise.abs() if name.endswith("e_score_correction_bias") else noise)
 
 
 def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
@@ -216,6 +220,13 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     type=click.Path(path_type=Path),
     required=True,
     help="Directory to write: model/, prompts.jsonl, tiny.json.",
+)
+@click.option(
+    "--family",
+    type=click.Choice(list(TINY_FAMILIES)),
+    default=TinyOptions().family,
+    show_default=True,
+    help="Architecture of the model.",
 )
 @click.option("--num-layers", default=TinyOptions().num_layers, show_default=True)
 @click.option("--hidden-size", default=TinyOptions().hidden_size, show_default=True)
@@ -249,7 +260,7 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
 )
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
 def make_tiny_model(output: Path, force: bool, **shape: Any) -> None:
-    """Write a tiny random Qwen3-MoE checkpoint and a task that it can learn."""
+    """Write a tiny random mixture-of-experts checkpoint and a task that it can learn."""
     try:
         built = build(output, TinyOptions(**shape), force=force)
     except ValueError as error:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
+from r3train.config.families import topology_conflicts
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
@@ -42,6 +43,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
     _raise_all(
         [
             *_model_topology(config, hf, world_size),
+            *topology_conflicts(hf, config.parallel),
             *_layers_over_stages(config, hf),
             *_model_lengths(config, hf),
             *_model_engine(config, hf),

@@ -7,15 +7,42 @@ tests/oracle/test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.config.parallel import ParallelSection
 from r3train.config.sources import ConfigError
 
 _ROPE = ("rope_parameters", "rope_scaling")
 _MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
+Config = Mapping[str, Any]  # the content of config.json
+
+
+def _heads(*always: str) -> Callable[[Config], tuple[str, ...]]:
+    """Names of an attention of heads, with ``always`` besides, and norms with ``use_qk_norm``."""
+
+    def names(config: Config) -> tuple[str, ...]:
+        norms = ("q_norm.weight", "k_norm.weight") if config.get("use_qk_norm") else ()
+        return (*(f"{name}_proj.weight" for name in "qkvo"), *always, *norms)
+
+    return names
+
+
+def _latent(config: Config) -> tuple[str, ...]:
+    """Names of multi-head latent attention; its queries are compressed with a ``q_lora_rank``."""
+    queries = ("q_proj.weight",)
+    if config.get("q_lora_rank") is not None:
+        queries = ("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight")
+    keys = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight")
+    return (*queries, *keys, "o_proj.weight")
+
+
+def _nothing_else(config: Config) -> Iterator[str]:
+    """Find no conflict."""
+    yield from ()
 
 
 @dataclass(frozen=True)
@@ -23,37 +50,148 @@ class Family:
     """A family of checkpoints, as far as it was verified.
 
     ``needs``: key of config.json -> (its only verified value, the value that transformers takes where
-    the key is missing).  The rest are names of tensors: those of every layer, of the router, of one
-    expert {e}, of a layer with experts beside these, and of an attention with ``use_qk_norm``.
+    the key is missing).  ``conflicts`` yields complaints about several keys together.  ``rope_types``
+    are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
+    ``alone`` are sizes of the topology that must be 1, each with the reason, ``lora`` tells that
+    adapters were verified too.
+    The rest are names of tensors: those of every attention, of the router, of one expert {e}, and of
+    a layer with experts beside these.
     """
 
     needs: Mapping[str, tuple[Any, Any]]
-    layer: tuple[str, ...] = ()
+    attention: Callable[[Config], tuple[str, ...]] = _heads()
     router: str = "mlp.gate.weight"
     expert: tuple[str, ...] = tuple(f"mlp.experts.{{e}}.{name}" for name in _MLP)
     moe_layer: tuple[str, ...] = ()
-    always_qk_norm: bool = False
+    rope_types: tuple[str, ...] = ()
+    alone: Mapping[str, str] = field(default_factory=dict)
+    conflicts: Callable[[Config], Iterator[str]] = _nothing_else
+    read_as: str | None = None
+    lora: bool = False
 
 
 _SILU = {"hidden_act": ("silu", "silu")}
 _QWEN3 = _SILU | {"attention_bias": (False, False), "use_sliding_window": (False, False)}
-_QKV_BIAS = tuple(f"self_attn.{name}_proj.bias" for name in "qkv")
+_QKV_BIAS = tuple(f"{name}_proj.bias" for name in "qkv")
+_QK_NORM = ("q_norm.weight", "k_norm.weight")
+_FUSED_EXPERTS = tuple(
+    f"mlp.experts.{name}{kind}" for name in ("gate_up_proj", "down_proj") for kind in ("", "_bias")
+)
+_W123 = tuple(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3))
+_BIASED_AND_SHARED = (
+    "mlp.gate.e_score_correction_bias",
+    *(f"mlp.shared_experts.{name}" for name in _MLP),
+)
+
+
+def _olmoe_conflicts(config: Config) -> Iterator[str]:
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if groups not in (None, heads):
+        yield (
+            f"num_key_value_heads is {groups}, expected {heads} (num_attention_heads): SGLang"
+            " normalises the keys of olmoe as wide as its queries"
+        )
+
+
+def _minimax_conflicts(config: Config) -> Iterator[str]:
+    """SGLang rotates ``rotary_dim`` numbers of a head, transformers a part of it."""
+    rope, size = config.get("rope_parameters") or {}, config.get("head_dim")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = config.get("rotary_dim", size)
+    if part is not None and size is not None and rotated != int(size * part):
+        yield (
+            f"rotary_dim is {rotated}, expected {int(size * part)}: head_dim {size} times"
+            f" partial_rotary_factor {part}"
+        )
+
+
+def _gpt_oss_conflicts(config: Config) -> Iterator[str]:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        yield f"rope_type is {rope.get('rope_type')!r}, expected 'yarn' as in the published models"
+    if not isinstance(config.get("sliding_window"), int):
+        yield f"sliding_window is {config.get('sliding_window')!r}, expected a number of tokens"
+
+
+def _deepseek_conflicts(config: Config) -> Iterator[str]:
+    topk, groups = config.get("num_experts_per_tok"), config.get("topk_group")
+    if (config.get("n_group") or 1) > 1 and topk != 2 * (groups or 1):
+        yield (
+            f"num_experts_per_tok is {topk} and topk_group {groups}, expected twice as many experts as"
+            " groups: Megatron ranks a group by its best num_experts_per_tok // topk_group experts,"
+            " SGLang by its best two"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scales[0] != scales[1] or not scales[0]:
+        yield (
+            f"yarn with mscale {scales[0]} and mscale_all_dim {scales[1]}: expected two equal numbers"
+            " above 0; the actor scales attention by the first, transformers by the second"
+        )
+
+
+_DEEPSEEK = Family(
+    _SILU
+    | {
+        "norm_topk_prob": (True, True),
+        "attention_bias": (False, False),
+        "scoring_func": ("sigmoid", "sigmoid"),
+        "topk_method": ("noaux_tc", "noaux_tc"),
+        "rope_interleave": (True, True),
+    },
+    attention=_latent,
+    moe_layer=_BIASED_AND_SHARED,
+    rope_types=("yarn",),
+    conflicts=_deepseek_conflicts,
+)
 
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(_QWEN3, always_qk_norm=True),
-    "qwen3_moe": Family(_QWEN3, always_qk_norm=True),
+    "qwen3": Family(_QWEN3, attention=_heads(*_QK_NORM), lora=True),
+    "qwen3_moe": Family(_QWEN3, attention=_heads(*_QK_NORM), lora=True),
     "qwen2_moe": Family(
         _SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
-        layer=_QKV_BIAS,
+        attention=_heads(*_QKV_BIAS),
         moe_layer=(
             "mlp.shared_expert_gate.weight",
             *(f"mlp.shared_expert.{name}" for name in _MLP),
         ),
+        lora=True,
     ),
     "mixtral": Family(
         _SILU | {"sliding_window": (None, None), "router_jitter_noise": (0.0, 0.0)},
         router="block_sparse_moe.gate.weight",
-        expert=tuple(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3)),
+        expert=_W123,
+        lora=True,
+    ),
+    "minimax_m2": Family(
+        _SILU
+        | {
+            # what SGLang takes for a key that is missing is another model
+            "scoring_func": ("sigmoid", None),
+            "use_routing_bias": (True, None),
+            "use_qk_norm": (True, None),
+            "qk_norm_type": ("per_layer", "per_layer"),
+            "router_jitter_noise": (0.0, 0.0),
+        },
+        attention=_heads(),
+        router="block_sparse_moe.gate.weight",
+        expert=_W123,
+        moe_layer=("block_sparse_moe.e_score_correction_bias",),
+        conflicts=_minimax_conflicts,
+    ),
+    "olmoe": Family(
+        _SILU
+        | {
+            "attention_bias": (False, False),
+            "clip_qkv": (None, None),
+            # fixed in SGLang
+            "norm_topk_prob": (False, False),
+            "rms_norm_eps": (1e-5, 1e-5),
+        },
+        attention=_heads(*_QK_NORM),
+        conflicts=_olmoe_conflicts,
     ),
     "glm4_moe": Family(
         _SILU
@@ -64,13 +202,35 @@ FAMILIES: dict[str, Family] = {
             "n_shared_experts": (1, 1),
             "attention_bias": (True, False),
         },
-        layer=_QKV_BIAS,
-        moe_layer=(
-            "mlp.gate.e_score_correction_bias",
-            *(f"mlp.shared_experts.{name}" for name in _MLP),
-        ),
+        attention=_heads(*_QKV_BIAS),
+        moe_layer=_BIASED_AND_SHARED,
+        lora=True,
     ),
+    "gpt_oss": Family(
+        {
+            "hidden_act": ("silu", "silu"),
+            "attention_bias": (True, True),
+            "swiglu_alpha": (1.702, 1.702),
+        },
+        attention=_heads(*_QKV_BIAS, "o_proj.bias", "sinks"),
+        router="mlp.router.weight",
+        expert=_FUSED_EXPERTS,
+        moe_layer=("mlp.router.bias",),
+        rope_types=("yarn",),
+        alone={"expert_tensor_parallel_size": "its experts have biases"},
+        conflicts=_gpt_oss_conflicts,
+    ),
+    "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),
+    "glm4_moe_lite": _DEEPSEEK,
 }
+# families with a reason of their own
+REFUSED = {
+    "deepseek_v32": "its sparse attention runs on CUDA alone, in SGLang and in Megatron, and nobody"
+    " compared the two",
+}
+# SGLang loads these two of a layer as one tensor, forgets one that comes alone, and answers success
+_LOADED_AS_ONE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
 def check_family(hf: HfModelFacts) -> None:
@@ -85,10 +245,14 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     content = load_json_object(hf.path / "config.json")
     family = FAMILIES.get(hf.model_type)
     where = f"{hf.path}/config.json"
+    if hf.model_type in REFUSED:
+        yield f"{where}: model_type {hf.model_type!r} is refused: {REFUSED[hf.model_type]}"
+        return
     if family is None:
         yield (
             f"{where}: model_type {hf.model_type!r} was not verified against transformers, and would"
             f" be trained wrongly without a word; verified: {', '.join(sorted(FAMILIES))}"
+            " (docs/extending.md tells how to add a family)"
         )
         return
     for key, (verified, default) in family.needs.items():
@@ -102,16 +266,63 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     for key in _ROPE:
         rope = content.get(key)
         kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
-        if kind not in (None, "default"):
+        if kind not in (None, "default", *family.rope_types):
+            expected = " or ".join(("default", *family.rope_types))
             yield (
-                f"{where}: {key} has rope_type {kind!r}, and the actor rotates by rope_theta alone;"
-                " expected default"
+                f"{where}: {key} has rope_type {kind!r}, by which the actor of {hf.model_type} does"
+                f" not rotate; expected {expected}"
             )
-    if content.get("quantization_config") is not None:
+    for complaint in family.conflicts(content):
+        yield f"{where}: {complaint}"
+    quantised = content.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
         yield (
-            f"{where}: quantization_config is set: the actor trains weights in float32 or bfloat16;"
-            " convert the checkpoint first"
+            f"{where}: quantization_config is set ({method}): the actor trains weights in float32 or"
+            " bfloat16; convert the checkpoint first (docs/models.md tells how)"
         )
+
+
+def untrained_parts(hf: HfModelFacts) -> str | None:
+    """Return words for the layers that SGLang and the actor leave out; None without such."""
+    content = load_json_object(hf.path / "config.json")
+    counts = map(content.get, ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"))
+    count = next(filter(None, counts), None)
+    if not isinstance(count, int) or not count:
+        return None
+    return f"{count} layer(s) of multi-token prediction are neither served nor trained nor exported"
+
+
+def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[str]:
+    """Yield a complaint for each size of the topology in which the family was not verified."""
+    family = FAMILIES.get(hf.model_type)
+    for name, reason in family.alone.items() if family else ():
+        size = getattr(parallel, name)
+        if size not in (None, 1):
+            flag = name.replace("_", "-")
+            yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
+
+
+def has_fused_experts(hf_checkpoint: Path) -> bool:
+    """Return True where all experts of a layer are one tensor on disk, and SGLang loads it so.
+
+    A directory without config.json has none.
+    """
+    file = hf_checkpoint / "config.json"
+    if not file.is_file():
+        return False
+    family = FAMILIES.get(load_json_object(file).get("model_type", ""))
+    return family is not None and family.expert == _FUSED_EXPERTS
+
+
+def sent_together(hf: HfModelFacts) -> tuple[tuple[str, str], ...]:
+    """Return pairs of tensors that one call of a weight update must bring."""
+    names = tensor_names(hf)
+    pairs = (
+        tuple(f"model.layers.{layer_id}.self_attn.{name}" for name in _LOADED_AS_ONE)
+        for layer_id in range(hf.num_hidden_layers)
+    )
+    return tuple(pair for pair in pairs if names.issuperset(pair))
 
 
 def tensor_names(hf: HfModelFacts) -> frozenset[str]:
@@ -121,10 +332,8 @@ def tensor_names(hf: HfModelFacts) -> frozenset[str]:
     names = {"model.embed_tokens.weight", "model.norm.weight"}
     if not hf.tie_word_embeddings:
         names.add("lm_head.weight")
-    every = [*family.layer, "input_layernorm.weight", "post_attention_layernorm.weight"]
-    every += [f"self_attn.{name}_proj.weight" for name in "qkvo"]
-    if family.always_qk_norm or content.get("use_qk_norm"):
-        every += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+    every = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    every += [f"self_attn.{name}" for name in family.attention(content)]
     experts = [name.format(e=e) for e in range(hf.num_experts) for name in family.expert]
     sparse = [family.router, *family.moe_layer, *experts]
     dense = [f"mlp.{name}" for name in _MLP]

@@ -124,9 +124,17 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
     """Return the 1-based numbers of the layers with experts.
 
     Qwen has decoder_sparse_step and mlp_only_layers.  DeepSeek and GLM have first_k_dense_replace
-    and moe_layer_freq (a period, or a list with 0 or 1 for each layer).  In other models, such as
-    Mixtral, every layer has experts.
+    and moe_layer_freq (a period, or a list with 0 or 1 for each layer).  transformers writes
+    mlp_layer_types in place of these.  In other models, such as Mixtral, every layer has experts.
     """
+    kinds = reader.content.get("mlp_layer_types")
+    if kinds is not None:
+        if not isinstance(kinds, list) or len(kinds) != layers:
+            raise ValueError(
+                f"{reader.file}: key mlp_layer_types must hold {layers} entries, one a layer,"
+                f" got {kinds!r}"
+            )
+        return tuple(i for i, kind in enumerate(kinds, start=1) if kind == "sparse")
     step = reader.integer("decoder_sparse_step", 1, default=1)
     dense = set(reader.integers("mlp_only_layers"))
     first = reader.integer("first_k_dense_replace", 0, default=0)

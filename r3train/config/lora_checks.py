@@ -46,6 +46,10 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     lora = config.lora
     if not lora.enabled or hf.model_type not in FAMILIES:  # which check_family refuses
         return
+    if not FAMILIES[hf.model_type].lora:
+        able = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.lora)
+        yield f"--lora-rank: adapters of {hf.model_type} were not verified; those of {able} were"
+        return
     names = tensor_names(hf)
     targets = lora.targets(names)
     leaves = {name.split(".")[-2] for name in names}

@@ -25,6 +25,27 @@ def _add_gated(
     final_hidden_states += gate * shared_output
 
 
+def _allow_latent_attention() -> None:
+    """Serve multi-head latent attention (DeepSeek, Kimi, Moonlight, GLM-4.7-Flash) by torch_native.
+
+    Prefill and decode both go through the absorbed form, one latent head in the cache: SGLang would
+    give an unknown backend whole keys, and torch_native reads the cache.  Its positions on a CPU
+    know DeepSeek's yarn alone, so they come from the general factory.
+    """
+    from sglang.srt.layers.rotary_embedding import factory
+    from sglang.srt.models.deepseek_common.attention_backend_handler import (
+        AttentionBackendRegistry,
+        AttnForwardMethod,
+    )
+
+    AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
+
+    def get_rope_cpu(*arguments):  # noqa: ANN002 - SGLang's own call signature, the device last
+        return factory.get_rope(*arguments[:8])
+
+    factory.get_rope_cpu = get_rope_cpu
+
+
 class TorchCpuPlatform(CpuSRTPlatform):
     """A platform with torch's native attention; no compiled kernels, triton or graph capture."""
 
@@ -44,7 +65,13 @@ class TorchCpuPlatform(CpuSRTPlatform):
         Models are imported afterwards, and take the kernels from where they are replaced here.
         """
         from sglang.kernels.ops.elementwise import elementwise
+        from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+
+        from r3train.engine.cpu_models import sinks_backend, torch_native_backend
 
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
         elementwise.fused_gate_sigmoid_mul_add = _add_gated
+        register_attention_backend("torch_native")(torch_native_backend)
+        register_attention_backend("triton")(sinks_backend)
+        _allow_latent_attention()

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -59,23 +59,53 @@ class WeightPublisher(Protocol):
 
 
 def buckets(
-    named_tensors: NamedTensors, bucket_bytes: int
+    named_tensors: NamedTensors,
+    bucket_bytes: int,
+    together: Iterable[tuple[str, str]] = (),
+    fused_experts: bool = False,
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Group tensors, in order, into buckets of one dtype and at most ``bucket_bytes``.
 
     A tensor larger than that is a bucket of its own.  One dtype a bucket keeps every tensor
-    aligned inside the flattened bytes, which the receiving side insists on.
+    aligned inside the flattened bytes, which the receiving side insists on.  The first of a pair of
+    ``together`` waits for the second: no bucket ends between them.
     """
     bucket: list[tuple[str, torch.Tensor]] = []
     size = 0
-    for name, tensor in named_tensors:
-        if bucket and (size + tensor.nbytes > bucket_bytes or tensor.dtype != bucket[0][1].dtype):
+    checked = ((check_name(name, fused_experts), tensor) for name, tensor in named_tensors)
+    for unit in _units(checked, together):
+        unit_bytes = sum(tensor.nbytes for _, tensor in unit)
+        if bucket and (size + unit_bytes > bucket_bytes or unit[0][1].dtype != bucket[0][1].dtype):
             yield bucket
             bucket, size = [], 0
-        bucket.append((check_name(name), tensor))
-        size += tensor.nbytes
+        bucket.extend(unit)
+        size += unit_bytes
     if bucket:
         yield bucket
+
+
+def _units(
+    named_tensors: NamedTensors, together: Iterable[tuple[str, str]]
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield tensors alone, and those of a pair at once.
+
+    Raises ValueError for the half of a pair that came alone.
+    """
+    partner = {a: b for pair in together for a, b in (pair, pair[::-1])}
+    held: dict[str, torch.Tensor] = {}
+    for name, tensor in named_tensors:
+        other = partner.get(name)
+        if other is None:
+            yield [(name, tensor)]
+        elif other in held:
+            yield [(other, held.pop(other)), (name, tensor)]
+        else:
+            held[name] = tensor
+    for name in held:
+        raise ValueError(
+            f"weight {name!r} came without {partner[name]!r}: SGLang loads the two as one tensor,"
+            " and would forget it"
+        )
 
 
 def flatten(bucket: list[tuple[str, torch.Tensor]], device: torch.device | str) -> torch.Tensor:
@@ -98,7 +128,8 @@ class DistributedPublisher:
     a port that the system chooses.  ``interface`` is the network interface of that address: gloo
     would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
     The group is made at the first ``publish`` and kept.  ``flush_cache`` drops prefixes that the
-    servers cached under the old weights; they refuse that while requests are running.
+    servers cached under the old weights; they refuse that while requests are running.  ``together``
+    are pairs of names that one bucket must bring, ``fused_experts`` is for ``check_name``.
     """
 
     def __init__(
@@ -112,11 +143,15 @@ class DistributedPublisher:
         interface: str | None = None,
         timeout_s: float = 600.0,
         flush_cache: bool = True,
+        together: Sequence[tuple[str, str]] = (),
+        fused_experts: bool = False,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
         self._engine = engine
         self._bucket_bytes = bucket_bytes
+        self._together = together
+        self._fused_experts = fused_experts
         self._backend = backend
         self._device = torch.device(device)
         self._master_address = master_address
@@ -177,7 +212,10 @@ class DistributedPublisher:
         num_bytes = num_buckets = 0
         self._engine.begin_weight_update()
         try:
-            for bucket, is_last in _with_last(buckets(named_tensors, self._bucket_bytes)):
+            grouped = buckets(
+                named_tensors, self._bucket_bytes, self._together, self._fused_experts
+            )
+            for bucket, is_last in _with_last(grouped):
                 num_bytes += self._send(bucket, version if is_last else None)
                 sent |= {name: kind_of(tensor) for name, tensor in bucket}
                 num_buckets += 1

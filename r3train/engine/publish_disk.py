@@ -12,6 +12,7 @@ import shutil
 import time
 from pathlib import Path
 
+from r3train.config.families import has_fused_experts
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import Published
 from r3train.hf_checkpoint import NamedTensors, copy_all_but_weights, read_headers, write_shards
@@ -56,7 +57,10 @@ class DiskPublisher:
         partial.mkdir(parents=True)
         copy_all_but_weights(self._hf_checkpoint, partial)
         _, num_bytes, num_shards = write_shards(
-            named_tensors, partial, shard_bytes=self._bucket_bytes
+            named_tensors,
+            partial,
+            shard_bytes=self._bucket_bytes,
+            fused_experts=has_fused_experts(self._hf_checkpoint),
         )
         # Renamed at the end: a reader sees a whole checkpoint or none.
         shutil.rmtree(final, ignore_errors=True)

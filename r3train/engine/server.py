@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from r3train.config.families import has_fused_experts
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.flags import check_server_flags
@@ -167,6 +168,8 @@ class SGLangServer:
                 "max_total_tokens": 32768,
                 "sleep_on_idle": True,  # without it an idle scheduler keeps a core busy
             }
+            if has_fused_experts(Path(self.model_path)):  # gpt-oss
+                args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
         args |= self.server_args
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
         # this program reads the key from the environment: everybody can read a command line

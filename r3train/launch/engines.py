@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.environments.registry import get_environment
 from r3train.observe.console import RunDisplay
@@ -223,6 +224,8 @@ class Engines:
                     master_address=address,
                     interface=None if is_loopback(address) else interface_of(address),
                     flush_cache=self._flush_cache,
+                    together=sent_together(self.job.hf),
+                    fused_experts=has_fused_experts(self.job.hf.path),
                 )
         return self._publisher
 

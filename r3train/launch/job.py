@@ -32,7 +32,7 @@ from r3train.config.cross_checks import (
 from r3train.config.data import DataSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
-from r3train.config.families import FAMILIES, check_family
+from r3train.config.families import FAMILIES, check_family, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
@@ -283,6 +283,8 @@ def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]
             yield JobWarning(
                 "configuration", text, "docs/lora.md says which targets PEFT reads whole"
             )
+    if (parts := untrained_parts(hf)) is not None:
+        yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
     if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
         text = "no eos_token_id in config.json or generation_config.json"
         yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")

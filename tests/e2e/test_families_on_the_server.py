@@ -1,71 +1,151 @@
-"""Families beside the demo's, in whole jobs: served, replayed, trained, sent back."""
+"""Families beside the demo's on real servers: served, replayed, trained, sent back."""
 
 from __future__ import annotations
 
-import shutil
+import asyncio
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.config.families import has_fused_experts, sent_together
+from r3train.config.hf_facts import read_hf_facts
+from r3train.engine.backend import SamplingParams
+from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import DistributedPublisher
+from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.server import SGLangServer
+from r3train.hf_checkpoint import copy_all_but_weights
+from r3train.tiny import build
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.types import Prompt, RolloutSample
+from tests import whole_samples
 from tests.e2e import jobs
+from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
 
-SIZES = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    bos_token_id=None,
-    pad_token_id=0,
-    eos_token_id=1,
-    initializer_range=0.1,
-    num_experts_per_tok=2,
-)
-# transformers' model, its configuration
-FAMILIES = {
-    "mixtral": ("Mixtral", SIZES | dict(num_local_experts=8)),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        SIZES
-        | dict(num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48)
-        | dict(norm_topk_prob=False),
-    ),
-    "glm4_moe": (
-        "Glm4Moe",
-        SIZES
-        | dict(n_routed_experts=8, n_shared_experts=1, moe_intermediate_size=32, head_dim=16)
-        | dict(first_k_dense_replace=1, routed_scaling_factor=1.5, attention_bias=True)
-        | dict(use_qk_norm=True, partial_rotary_factor=0.5),
-    ),
-}
+# those that stand for the others where every push is tested
+IN_EVERY_JOB = ("mixtral",)
+ON_EVERY_SERVER = ("olmoe",)
+# SGLang keeps the sinks in bfloat16
+LOOSE = {"gpt_oss": 1e-3}
+OTHERS = [name for name in TINY_FAMILIES if name != "qwen3_moe"]
 
 
-@pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", pytest.param("glm4_moe", marks=pytest.mark.slow)]
-)
-def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, tiny, tmp_path):
-    declare_torchvision_ops()
-    import torch
-    import transformers
+def families(fast: tuple[str, ...]) -> list:
+    """All families but the demo's; those that are not fast are slow."""
+    return [pytest.param(f, marks=() if f in fast else pytest.mark.slow) for f in OTHERS]
 
-    kind, sizes = FAMILIES[family]
-    model = tmp_path / "model"
-    shutil.copytree(tiny / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**sizes)
-    whole = getattr(transformers, f"{kind}ForCausalLM")(config).float()
-    for name, buffer in whole.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, std=0.1)
-    whole.save_pretrained(model)
+
+def answers(server: SGLangServer, checkpoint: Path, version: int) -> list[RolloutSample]:
+    """Answers to prompts of several lengths."""
+    hf = read_hf_facts(checkpoint)
+
+    async def run():
+        client = SGLangClient([server.addr], routes=hf.route_shape, check_alive=server.check_alive)
+        sampling = SamplingParams(12, ignore_eos=True)
+        ids = [np.random.default_rng(i).integers(3, hf.vocab_size, n) for i, n in LENGTHS]
+        prompts = [Prompt(f"p{i}", i, "", x.astype(np.int32), None) for i, x in enumerate(ids)]
+        try:
+            return await asyncio.gather(
+                *(
+                    whole_samples.generate(client, p, sampling, sample_id=i, weight_version=version)
+                    for i, p in enumerate(prompts)
+                )
+            )
+        finally:
+            await client.aclose()
+
+    return asyncio.run(run())
+
+
+LENGTHS = ((0, 2), (1, 7), (2, 31), (3, 54))
+
+
+def moved(checkpoint: Path, directory: Path, seed: int) -> Path:
+    """A checkpoint with every weight moved, under the same configuration."""
+    directory.mkdir()
+    copy_all_but_weights(checkpoint, directory)
+    random = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: tensor + 0.05 * torch.randn(tensor.shape, generator=random)
+        for name, tensor in load_file(checkpoint / "model.safetensors").items()
+    }
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+def agree(server: SGLangServer, engine: EngineControl, checkpoint: Path, version: int) -> None:
+    """Hold the server's answers against transformers: log-probs, and the experts in every layer."""
+    reference = HfReference(checkpoint)
+    within = LOOSE.get(read_hf_facts(checkpoint).model_type, 1e-5)
+    samples = answers(server, checkpoint, version)
+    rows = 0
+    for sample in samples:
+        log_probs, chosen = reference.answer(sample.token_ids)
+        probed = engine.probe_log_probs(sample.token_ids)
+        np.testing.assert_allclose(probed[1:], log_probs[1:], atol=within)
+        mask = sample.loss_mask
+        np.testing.assert_allclose(sample.rollout_log_probs[mask], log_probs[mask], atol=within)
+        for layer, wanted in chosen.items():
+            np.testing.assert_array_equal(
+                np.sort(sample.routed_experts[:, layer], -1), np.sort(wanted, -1)
+            )
+            rows += len(wanted)
+    layers = len(read_hf_facts(checkpoint).moe_layer_numbers)
+    assert rows == layers * sum(s.num_tokens - 1 for s in samples)
+
+
+@pytest.fixture
+def trainer_group(tmp_path):
+    """The default process group that a trainer has."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", families(ON_EVERY_SERVER))
+def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_updates(
+    family, tmp_path, trainer_group
+):
+    build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
+    model = tmp_path / "tiny" / "model"
+    server = SGLangServer(
+        model, tmp_path / "sglang.log", return_routed_experts=True, start_timeout_s=200
+    )
+    with server, EngineControl([server.addr], check_alive=server.check_alive) as engine:
+        server.wait_ready()
+        agree(server, engine, model, 0)
+        # buckets of a few tensors: a boundary falls between any two neighbours
+        broadcast = DistributedPublisher(
+            engine,
+            bucket_bytes=10_000,
+            together=sent_together(read_hf_facts(model)),
+            fused_experts=has_fused_experts(model),
+        )
+        disk = DiskPublisher(
+            engine, directory=tmp_path / "weights", hf_checkpoint=model, bucket_bytes=50_000
+        )
+        for version, publisher in ((1, broadcast), (2, disk)):
+            weights = moved(model, tmp_path / f"moved{version}", version)
+            tensors = load_file(weights / "model.safetensors")
+            publisher.publish(tensors.items(), version=version)
+            agree(server, engine, weights, version)
+        broadcast.close()
+
+
+@pytest.mark.parametrize("family", families(IN_EVERY_JOB))
+def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family, num_layers=3))
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(model), "--prompt-data", str(tiny / "prompts.jsonl")),
+        *("--hf-checkpoint", str(tmp_path / "tiny" / "model")),
+        *("--prompt-data", str(tmp_path / "tiny" / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
         # the entropy moves the weights: a random model gets no reward
         *("--num-rollout", "3", "--max-weight-staleness", "0", "--lr", "1e-3"),

@@ -19,8 +19,9 @@ from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
 from r3train.routing.fingerprint import token_uids
+from tests.hf_reference import HfReference
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
-from tests.oracle.test_families import CASES, Forced, make
+from tests.oracle.test_families import make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -146,9 +147,8 @@ class Expected:
     """transformers with the adapters merged: log-probs by row, gradients of every factor."""
 
     def __init__(self, directory: Path, family: str):
-        kind, sizes = CASES[family]
         base = directory / family
-        make(base, kind, sizes)
+        make(base, family)
         kinds = read_headers(base)
         self.targets = LoraSection(**LORA).targets(kinds)
         self.factors = drawn(list(self.targets), kinds)
@@ -166,8 +166,8 @@ class Expected:
         whole.mkdir()
         (whole / "config.json").write_text((base / "config.json").read_text())
         save_file(self.merged, whole / "model.safetensors", {"format": "pt"})
-        self.reference, _ = self._log_probs(Forced(base, kind))
-        model = Forced(whole, kind)
+        self.reference, _ = self._log_probs(HfReference(base))
+        model = HfReference(whole)
         self.by_uid, loss = self._log_probs(model)
         loss.backward()
         of_weights = model.gradients(directory / f"{family} gradients")
@@ -178,7 +178,7 @@ class Expected:
             self.gradients[f"{path}.lora_A"] = SCALE * b.T @ gradient
             self.gradients[f"{path}.lora_B"] = SCALE * gradient @ a.T
 
-    def _log_probs(self, model: Forced) -> tuple[dict[int, float], torch.Tensor]:
+    def _log_probs(self, model: HfReference) -> tuple[dict[int, float], torch.Tensor]:
         """Log-probs of the batch by row, in float64, and the policy loss."""
         model.model.set_experts_implementation("eager")  # the grouped kernels have no float64
         model.model.double()

@@ -1,4 +1,5 @@
-"""Core attention for machines without Transformer Engine: packed sequences, GQA, context parallel.
+"""Core attention for machines without Transformer Engine: packed sequences, GQA, context parallel,
+sliding windows and sinks.
 
 Megatron's own DotProductAttention refuses packed (thd) input and context parallelism.  This class
 has the same constructor and forward.  It spreads the pack into a [samples, longest] batch with
@@ -16,6 +17,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 
 @dataclass
@@ -66,6 +71,28 @@ class PackedCoreAttention(MegatronModule):
         self.softmax_scale = softmax_scale
         cp_group = pg_collection.cp if pg_collection is not None else None
         self.cp_group = cp_group or parallel_state.get_context_parallel_group()
+        self.window: int | None = None  # tokens before its own that a query sees
+        if config.window_size and is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        ):
+            self.window = config.window_size[0]
+        if config.softmax_type == "learnable":
+            heads = (
+                config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
+            )
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+            self.softmax_offset.tensor_model_parallel = True
+            self.softmax_offset.partition_dim = 0
+            self.softmax_offset.partition_stride = 1
+        else:
+            self.softmax_offset = None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """Name the axis of the sinks for Megatron's checkpoints."""
+        own = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            own, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
     def forward(
         self,
@@ -97,14 +124,24 @@ class PackedCoreAttention(MegatronModule):
         num_sequences = len(cu_seqlens) - 1
         q_positions = _spread(q_places.position, q_places, num_sequences, fill=-1)
         k_positions = _spread(k_places.position, k_places, num_sequences, fill=1 << 30)
+        mask = k_positions[:, None, :] <= q_positions[:, :, None]
+        if self.window is not None:
+            mask &= k_positions[:, None, :] >= q_positions[:, :, None] - self.window
         # a filler query attends to everything: it is not gathered back, but must not be NaN
-        mask = (k_positions[:, None, :] <= q_positions[:, :, None]) | (q_positions < 0)[:, :, None]
+        mask = (mask | (q_positions < 0)[:, :, None])[:, None]
         q, k, v = (
             _spread(x, places, num_sequences).transpose(1, 2)
             for x, places in ((query, q_places), (key, k_places), (value, k_places))
         )
+        if self.softmax_offset is not None:
+            # one more key of zeros whose bias is the sink, one more value of zeros
+            bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, float("-inf"))
+            sinks = self.softmax_offset.to(q.dtype).view(1, -1, 1, 1)
+            sinks = sinks.expand(q.shape[0], -1, q.shape[2], 1)
+            mask = torch.cat([bias.expand(-1, q.shape[1], -1, -1), sinks], -1)
+            k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask[:, None], scale=self.softmax_scale, enable_gqa=True
+            q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=True
         )
         out = out.transpose(1, 2)[q_places.sequence, q_places.slot].flatten(1)
         return out.unsqueeze(1) if batched else out

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from r3train.hf_checkpoint import read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
 
 
@@ -23,11 +24,9 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
     Raises ValueError for a model family that nobody verified.
     """
     declare_torchvision_ops()
-    from transformers import AutoConfig
-
     from r3train.trainer.megatron.families import FAMILIES
 
-    hf_config = AutoConfig.from_pretrained(hf_checkpoint)
+    hf_config = read_transformers_config(hf_checkpoint)
     if hf_config.model_type not in FAMILIES:
         raise ValueError(
             f"{hf_checkpoint}/config.json: model_type {hf_config.model_type!r} was not verified;"
@@ -40,6 +39,8 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
 
     class Adapted(bridge):
         """The family's bridge with our overrides and the names of its dense layers."""
+
+        adapt_layers = staticmethod(family.adapt)
 
         _MLP_MAPPING = {**_DENSE_MLP, **getattr(bridge, "_MLP_MAPPING", {})}
         # The last of several pipeline stages has its own output layer, a copy of the embedding.
@@ -120,11 +121,17 @@ class _TENames:
         self.decoder = chunk.decoder
         self.config = chunk.config
 
-    @staticmethod
-    def _rename(name: str) -> str:
-        name = name.replace(
-            ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
-        )
+    def _rename(self, name: str) -> str:
+        # Transformer Engine fuses a norm into the projection behind it
+        if getattr(self.config, "multi_latent_attention", False):  # its input norm stays apart
+            for norm, behind in (("q_layernorm", "q_up"), ("kv_layernorm", "kv_up")):
+                name = name.replace(f".{norm}.", f".linear_{behind}_proj.layer_norm_")
+        else:
+            name = name.replace(
+                ".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight"
+            )
+        # an expert's bias as a weight: mbridge and the export split names at ".weight"
+        name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.bias", r".\2_bias.weight\1", name)
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1", name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:

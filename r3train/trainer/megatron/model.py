@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -167,6 +168,8 @@ def _build_chunk(bridge: Any, vp_stage: int | None, use_te: bool) -> GPTModel:
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    bridge.adapt_layers(spec, bridge.hf_config, first_layer, use_te)
     return GPTModel(
         config,
         spec,

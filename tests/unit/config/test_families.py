@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from r3train.config.families import FAMILIES, sent_together
+from r3train.config.hf_facts import read_hf_facts
+from r3train.tiny import build
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from tests.unit.launch.test_preflight import start
 
 
@@ -30,12 +34,17 @@ def change(directory: Path, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", "olmoe", "llama"])
+@pytest.mark.parametrize("family", ["deepseek_v2", "llama"])
 def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(family, own):
     change(own, model_type=family)
     said = refused(own)
     assert f"model_type '{family}' was not verified" in said
-    assert "verified: glm4_moe, mixtral, qwen2_moe, qwen3, qwen3_moe" in said
+    assert f"verified: {', '.join(sorted(FAMILIES))}" in said
+
+
+def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(own):
+    change(own, model_type="deepseek_v32")
+    assert "sparse attention runs on CUDA alone" in refused(own)
 
 
 @pytest.mark.parametrize(
@@ -45,12 +54,67 @@ def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(f
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters has rope_type 'llama3'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set (fp8)"),
     ],
 )
 def test_a_setting_that_makes_it_another_model_is_refused(keys, message, own):
     change(own, **keys)
     assert message in refused(own)
+
+
+@pytest.fixture(scope="module")
+def of(tmp_path_factory):
+    """Copies of a tiny model of a family: of(family, **keys of its config.json)."""
+    root, made = tmp_path_factory.mktemp("families"), []
+
+    def copy(family: str, **keys) -> Path:
+        build(root / family, TinyOptions(family=family, num_layers=2))
+        made.append(root / f"copy{len(made)}")
+        shutil.copytree(root / family, made[-1])
+        change(made[-1], **keys)
+        return made[-1]
+
+    return copy
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}
+
+
+@pytest.mark.parametrize(
+    "family, keys, message",
+    [
+        ("olmoe", {"norm_topk_prob": True}, "norm_topk_prob is True"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads is 2, expected 4"),
+        ("moonlight", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ("moonlight", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
+        ("moonlight", {"rope_interleave": False}, "rope_interleave is False"),
+        ("deepseek_v3", {"rope_parameters": YARN}, "mscale 1.0 and mscale_all_dim 0.5"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one a layer"),
+    ],
+)
+def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, message, of):
+    assert message in refused(of(family, **keys))
+
+
+@pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name != "qwen3_moe"])
+def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
+    result = start(of(family), "--dry-run")
+    assert result.exit_code == 0, result.output
+
+
+def test_layers_of_token_prediction_are_named_as_neither_trained_nor_exported(of):
+    result = start(of("moonlight", num_nextn_predict_layers=1), "--dry-run")
+    said = " ".join(result.output.split())
+    assert "1 layer(s) of multi-token prediction are neither served nor trained" in said
+
+
+def test_tensors_that_the_server_loads_as_one_are_sent_together(of):
+    pairs = sent_together(read_hf_facts(of("deepseek_v3") / "model"))
+    assert [tuple(name.split(".", 4)[4] for name in pair) for pair in pairs] == [
+        ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
+    ] * 2
+    assert not sent_together(read_hf_facts(of("moonlight") / "model"))  # queries as they are
 
 
 def test_a_tensor_that_would_be_neither_loaded_nor_exported_is_refused(own):

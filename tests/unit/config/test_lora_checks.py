@@ -9,6 +9,8 @@ import pytest
 from r3train.config.cross_checks import check_model, check_static
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.unit.config.test_config import config
 
@@ -90,3 +92,11 @@ def test_all_linear_is_attention_dense_shared_and_every_routed_expert(glm):
     without = LoraSection(**LORA, exclude_modules=["experts", "layers.2"]).targets(names)
     assert without == {n for n in targets if ".experts." not in n and ".layers.2." not in n}
     check_model(config(**LORA), glm, 1)
+
+
+def test_adapters_of_a_family_in_which_nobody_verified_them_are_refused(tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family="moonlight", num_layers=2))
+    with pytest.raises(
+        ValueError, match="adapters of deepseek_v3 were not verified; those of glm4"
+    ):
+        check_model(config(**LORA), read_hf_facts(tmp_path / "tiny" / "model"), 1)

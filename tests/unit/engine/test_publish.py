@@ -48,6 +48,22 @@ def test_a_bucket_holds_one_dtype_so_that_every_tensor_stays_aligned():
     ]
 
 
+def test_no_bucket_ends_between_a_pair():
+    """Of such a pair SGLang forgets the half that comes alone, and answers success."""
+    pairs = [("w1", "w3"), ("w5", "w4")]
+    for limit in range(4, 60, 4):
+        got = list(buckets(tensors(1, 2, 1, 3, 2, 1, 1), limit, pairs))
+        assert sorted(n for bucket in got for n, _ in bucket) == [f"w{i}" for i in range(7)]
+        for bucket in got:
+            names = {name for name, _ in bucket}
+            assert all(len(names & set(pair)) != 1 for pair in pairs), (limit, names)
+
+
+def test_half_a_pair_is_refused():
+    with pytest.raises(ValueError, match="'w0' came without 'w9'"):
+        list(buckets(tensors(1, 2), 8, [("w0", "w9")]))
+
+
 def test_flattened_bytes_are_those_of_every_tensor_in_order():
     bucket = [("a", torch.arange(6.0).reshape(2, 3).t()), ("b", torch.tensor(7.0))]
     flat = flatten(bucket, "cpu")
@@ -205,7 +221,7 @@ def checkpoint(tmp_path):
     path = tmp_path / "hf"
     path.mkdir()
     for name in ("config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin"):
-        (path / name).write_text(name)
+        (path / name).write_text(json.dumps({"file": name}))
     (path / "model.safetensors.index.json").write_text("{}")
     return path
 

@@ -9,14 +9,23 @@ from __future__ import annotations
 from mbridge.models.glm4moe import GLM4MoEBridge
 from mbridge.models.qwen3 import Qwen3Bridge
 
+from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3
 from r3train.trainer.megatron.families.family import MegatronFamily
+from r3train.trainer.megatron.families.gpt_oss import GPT_OSS
+from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2
 from r3train.trainer.megatron.families.mixtral import MIXTRAL
+from r3train.trainer.megatron.families.olmoe import OLMOE
 from r3train.trainer.megatron.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
 # config.json's model_type -> the family
 FAMILIES: dict[str, MegatronFamily] = {
+    "deepseek_v3": DEEPSEEK_V3,  # Moonlight too, and Kimi-K2 is read as one
     "glm4_moe": MegatronFamily(GLM4MoEBridge),
+    "glm4_moe_lite": DEEPSEEK_V3,
+    "gpt_oss": GPT_OSS,
+    "minimax_m2": MINIMAX_M2,
     "mixtral": MIXTRAL,
+    "olmoe": OLMOE,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": MegatronFamily(Qwen3Bridge),
     "qwen3_moe": QWEN3_MOE,

@@ -1,0 +1,94 @@
+"""Plain twins of what SGLang's models compile with triton, put in once a model was built.
+
+Importing a model earlier would run in a circle: the platform is made while SGLang's runner is being
+imported.  Each function says which family it is for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def torch_native_backend(runner: Any) -> Any:
+    """Make SGLang's torch_native attention, after the model and before its first forward."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    _norm_over_all_heads()
+    return TorchNativeAttnBackend(runner)
+
+
+def sinks_backend(runner: Any) -> Any:
+    """Make an attention with sinks, windows and plain torch (gpt-oss), in triton's name.
+
+    SGLang serves gpt-oss by backends of a list alone.
+    """
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    class WithSinks(TorchNativeAttnBackend):
+        """softmax(QK^T)V of one sequence after another; a sink is one more key, its value zeros."""
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+            lengths = forward_batch.extend_seq_lens.tolist()
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, lengths)
+
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+            lengths = [1] * len(forward_batch.seq_lens)
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, lengths)
+
+        def _attend(self, q, k, v, layer, batch, save_kv_cache, sinks, lengths):
+            """q: [n, heads * d], the last ``lengths`` tokens of each sequence."""
+            pool, outputs = self.token_to_kv_pool, []
+            if save_kv_cache and k is not None:
+                where = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
+                pool.set_kv_buffer(layer, where, k, v)
+            keys, values = (
+                get(layer.layer_id) for get in (pool.get_key_buffer, pool.get_value_buffer)
+            )
+            window = layer.sliding_window_size
+            windowed = window is not None and window > -1
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(lengths)
+            for i, own in enumerate(queries):
+                total = int(batch.seq_lens[i])
+                slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], :total]
+                if windowed and self.use_sliding_window_kv_pool:
+                    slots = pool.translate_loc_from_full_to_swa(slots)
+                at, seen = torch.arange(total - len(own), total)[:, None], torch.arange(total)
+                allowed = seen <= at
+                if windowed:
+                    allowed &= seen >= at - window
+                mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, -torch.inf)
+                key, value = (x[slots].to(q.dtype).movedim(0, 1) for x in (keys, values))
+                if sinks is not None:
+                    sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(own), 1)
+                    mask = torch.cat([mask.expand(len(sink), -1, -1), sink], -1)
+                    key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+                out = torch.nn.functional.scaled_dot_product_attention(
+                    own.movedim(0, 1)[None],
+                    key[None],
+                    value[None],
+                    attn_mask=mask,
+                    scale=layer.scaling,
+                    enable_gqa=len(key) != layer.tp_q_head_num,
+                )
+                outputs.append(out[0].movedim(0, 1).flatten(1))
+            return torch.cat(outputs)
+
+    return WithSinks(runner)
+
+
+def _norm_over_all_heads() -> None:
+    """Normalise queries and keys over all heads of one rank (MiniMax-M2)."""
+    from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._world_size == 1, "a CPU server has no tensor parallelism"
+        return tuple(
+            torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype)
+            * norm.weight
+            for x, norm in ((q, self._q_norm), (k, self._k_norm))
+        )
+
+    MiniMaxM2QKRMSNorm.forward = forward

@@ -1,0 +1,253 @@
+"""Configurations of tiny models, one a family: what transformers builds, and what is published beside it.
+
+Source of the published keys: the families' own config.json files, as SGLang 0.5.23 reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class TinyOptions:
+    """Shape and seed of the checkpoint; a model with num_experts 0 is dense (qwen3_moe alone)."""
+
+    num_layers: int = 4
+    hidden_size: int = 64
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 16
+    num_experts: int = 8
+    topk: int = 2
+    moe_intermediate_size: int = 32
+    vocab_size: int = 64
+    max_position_embeddings: int = 512
+    initializer_range: float = 0.1
+    dtype: str = "float32"
+    seed: int = 0
+    task: str = "words"  # or calculator, for --environment calculator
+    family: str = "qwen3_moe"
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """A family's tiny model.
+
+    ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
+    configuration beside what all families share.  ``published``: keys of a published config.json that
+    transformers does not save, and SGLang reads.
+    """
+
+    kind: str
+    sizes: Callable[[TinyOptions], dict[str, Any]]
+    published: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shared(o: TinyOptions) -> dict[str, Any]:
+    """The configuration that all families have."""
+    return {
+        "vocab_size": o.vocab_size,
+        "hidden_size": o.hidden_size,
+        "intermediate_size": 2 * o.hidden_size,
+        "num_hidden_layers": o.num_layers,
+        "num_attention_heads": o.num_heads,
+        "num_key_value_heads": o.num_kv_heads,
+        "max_position_embeddings": o.max_position_embeddings,
+        "initializer_range": o.initializer_range,
+        "tie_word_embeddings": False,
+    }
+
+
+def _qwen3_moe(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "head_dim": o.head_dim,
+        "num_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "moe_intermediate_size": o.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _qwen2_moe(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "num_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "moe_intermediate_size": o.moe_intermediate_size,
+        "shared_expert_intermediate_size": o.moe_intermediate_size * 3 // 2,
+        "norm_topk_prob": False,
+    }
+
+
+def _mixtral(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "intermediate_size": o.moe_intermediate_size,
+        "num_local_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "head_dim": None,  # published so
+    }
+
+
+def _olmoe(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": o.num_heads,
+        "intermediate_size": o.moe_intermediate_size,
+        "num_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "norm_topk_prob": False,
+    }
+
+
+def _glm4_moe(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "head_dim": o.head_dim,
+        "n_routed_experts": o.num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": o.topk,
+        "moe_intermediate_size": o.moe_intermediate_size,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "norm_topk_prob": True,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+    }
+
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 128,
+}
+_SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+def _latent(o: TinyOptions) -> dict[str, Any]:
+    """Multi-head latent attention, shared experts, the first layer dense."""
+    return {
+        "num_key_value_heads": o.num_heads,
+        "kv_lora_rank": 2 * o.head_dim,
+        "qk_nope_head_dim": o.head_dim,
+        "qk_rope_head_dim": o.head_dim // 2,
+        "v_head_dim": o.head_dim,
+        "n_routed_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "moe_intermediate_size": o.moe_intermediate_size,
+        "norm_topk_prob": True,
+        "num_mtp_layers": 0,
+    }
+
+
+def _moonlight(o: TinyOptions) -> dict[str, Any]:
+    """Queries as they are, plain positions, one group, two shared experts."""
+    return _latent(o) | {
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.446,
+    }
+
+
+def _deepseek_v3(o: TinyOptions) -> dict[str, Any]:
+    """Compressed queries, yarn, groups of experts."""
+    in_groups = o.topk % 2 == 0 and o.num_experts % o.topk == 0 and o.topk < o.num_experts
+    return _latent(o) | {
+        "first_k_dense_replace": 1,
+        "q_lora_rank": o.head_dim + o.head_dim // 2,
+        "n_shared_experts": 1,
+        "n_group": o.topk if in_groups else 1,
+        "topk_group": o.topk // 2 if in_groups else 1,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": _YARN,
+    }
+
+
+def _kimi_k2(o: TinyOptions) -> dict[str, Any]:
+    """DeepSeek-V3 with one group."""
+    return _deepseek_v3(o) | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+
+
+def _glm4_moe_lite(o: TinyOptions) -> dict[str, Any]:
+    sizes = _latent(o) | {
+        "q_lora_rank": o.head_dim + o.head_dim // 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 1.8,
+        # transformers normalises compressed queries and keys with 1e-6 whatever is set here
+        "rms_norm_eps": 1e-6,
+        "mlp_layer_types": ["dense"] + ["sparse"] * (o.num_layers - 1),
+    }
+    del sizes["num_mtp_layers"]
+    return sizes
+
+
+def _minimax_m2(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "head_dim": o.head_dim,
+        "intermediate_size": o.moe_intermediate_size,
+        "num_local_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "rotary_dim": o.head_dim // 2,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+
+
+def _gpt_oss(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "head_dim": o.head_dim,
+        "intermediate_size": o.moe_intermediate_size,
+        "num_local_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "sliding_window": 8,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    }
+
+
+TINY_FAMILIES: dict[str, TinyFamily] = {
+    "qwen3_moe": TinyFamily("Qwen3Moe", _qwen3_moe),
+    "qwen2_moe": TinyFamily("Qwen2Moe", _qwen2_moe),
+    "mixtral": TinyFamily("Mixtral", _mixtral),
+    "olmoe": TinyFamily("Olmoe", _olmoe),
+    "glm4_moe": TinyFamily("Glm4Moe", _glm4_moe),
+    "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
+    "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
+    "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
+    "gpt_oss": TinyFamily("GptOss", _gpt_oss),
+    "minimax_m2": TinyFamily(
+        "MiniMaxM2",
+        _minimax_m2,
+        {
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "rope_theta": 10000.0,
+        },
+    ),
+    "glm4_moe_lite": TinyFamily(
+        "Glm4MoeLite", _glm4_moe_lite, _SIGMOID | {"first_k_dense_replace": 1}
+    ),
+}

@@ -1,0 +1,35 @@
+"""MiniMax-M2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mbridge.models.mixtral import MixtralBridge
+
+from r3train.trainer.megatron.families.family import MegatronFamily
+from r3train.trainer.megatron.families.whole_width_norm import adapt_whole_width_norm
+
+
+class MiniMaxM2Bridge(MixtralBridge):
+    """Mixtral's names and configuration, with expert biases and part of a head rotated."""
+
+    _MLP_MAPPING = MixtralBridge._MLP_MAPPING | {
+        "mlp.router.expert_bias": [
+            "model.layers.{layer_number}.block_sparse_moe.e_score_correction_bias"
+        ]
+    }
+
+    def _get_gptmodel_args(self) -> dict[str, Any]:
+        part = self.hf_config.rope_parameters.get("partial_rotary_factor", 1.0)
+        return super()._get_gptmodel_args() | {"rotary_percent": part}
+
+
+def _fields(hf_config: Any) -> dict[str, Any]:
+    return {
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_bias_update_rate": 0.0,
+    }
+
+
+MINIMAX_M2 = MegatronFamily(MiniMaxM2Bridge, _fields, adapt_whole_width_norm)
