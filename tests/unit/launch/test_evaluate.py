@@ -1,0 +1,91 @@
+"""``r3train eval`` against a server that is there: rows, numbers, exit code."""
+
+import asyncio
+import json
+
+from aiohttp import web
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.observe.metrics import read_evaluations
+from tests.unit.fake_engine_server import Fake, answer_to
+
+
+def held_out(path, count=3):
+    line = {"input": "name fruits", "label": ["apple"]}
+    path.write_text(f"{json.dumps(line)}\n" * count)
+    return path
+
+
+class Server(Fake):
+    """Answers with token 9 of weight version ``version(n)``, of the n-th answer."""
+
+    def __init__(self, version=lambda n: 7):
+        super().__init__(self.answer)
+        self.version, self.answered = version, 0
+
+    async def answer(self, request, body):
+        if request.path in ("/model_info", "/server_info"):
+            return web.json_response({})
+        answer = answer_to(body)
+        if request.path == "/generate":
+            label = str(self.version(self.answered))
+            answer["meta_info"]["weight_versions"] = [{"version": label, "start": 0, "end": 1}]
+            self.answered += 1
+        return web.json_response(answer)
+
+    @property
+    def generated(self):
+        return [b for b, path in zip(self.bodies, self.paths) if path == "/generate"]
+
+
+async def evaluate(server, tiny, run_dir, *flags):
+    async with server.running() as addr:
+        command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", addr]
+        command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]
+        command += ["--run-dir", str(run_dir), "--no-tensorboard", *flags]
+        return await asyncio.to_thread(CliRunner().invoke, main, command)
+
+
+async def test_every_set_is_asked_with_its_sampling_and_written(tiny, tmp_path):
+    server, path = Server(), str(held_out(tmp_path / "a.jsonl"))
+    flags = ["--eval-prompt-data", "a", path, "b", path, "--n-samples-per-eval-prompt", "2"]
+    flags += ["--eval-temperature", "0.25", "--eval-top-p", "0.5", "--eval-top-k", "3"]
+    result = await evaluate(server, tiny, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    assert len(server.generated) == 12
+    for body in server.generated:
+        asked = body["sampling_params"]
+        assert (asked["temperature"], asked["top_p"], asked["top_k"]) == (0.25, 0.5, 3)
+        assert asked["max_new_tokens"] == 4 and body["return_routed_experts"] is False
+    rows = [json.loads(x) for x in (tmp_path / "run/eval/0000007-b.jsonl").read_text().splitlines()]
+    assert [(row["prompt_id"], row["sample"]) for row in rows] == [
+        (f"a.jsonl:{prompt}", sample) for prompt in range(3) for sample in range(2)
+    ]
+    lines = read_evaluations(tmp_path / "run")
+    assert [(line["step"], line["name"]) for line in lines] == [(7, "a"), (7, "b")]
+    assert lines[0]["eval/a/num_samples"] == 6
+    assert "evaluation of weight version 7 on a: " in result.output
+
+
+async def test_a_set_that_cannot_be_evaluated_is_named_and_the_exit_code_is_1(tiny, tmp_path):
+    """Somebody gives the server other weights within the first set."""
+    server = Server(version=lambda n: 7 + (n > 0 and n < 3))
+    path = str(held_out(tmp_path / "a.jsonl"))
+    result = await evaluate(
+        server, tiny, tmp_path / "run", "--eval-prompt-data", "a", path, "b", path
+    )
+    assert result.exit_code == 1, result.output
+    words = " ".join(result.output.split())
+    assert "a was not evaluated: answers of several weight versions: [7, 8]" in words
+    assert [line["name"] for line in read_evaluations(tmp_path / "run")] == ["b"]
+
+
+async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(tiny, tmp_path):
+    path = str(held_out(tmp_path / "a.jsonl"))
+    command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", "127.0.0.1:9"]
+    command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]
+    command += ["--run-dir", str(tmp_path / "run"), "--eval-prompt-data", "a", path]
+    result = await asyncio.to_thread(CliRunner().invoke, main, command)
+    assert result.exit_code == 1 and "127.0.0.1:9" in result.output, result.output
+    assert isinstance(result.exception, SystemExit)
