@@ -181,6 +181,18 @@ def test_an_evaluation_takes_its_share_of_the_places_and_generation_the_rest(pla
         producer.take_evaluation()
 
 
+def test_generation_with_much_to_do_leaves_an_evaluation_its_share():
+    engine = Engine()
+    with producer_of(engine, num_rollout=100, max_weight_staleness=99) as producer:
+        while len(engine.running) < 6:  # every place is taken
+            time.sleep(0.001)
+        producer.begin_evaluation([eval_set()])
+        producer.await_evaluation()
+        others = len(engine.requests) - len(engine.of_evaluations)
+        assert others < 300, f"{others} of 600 samples came first"
+        assert engine.most == 6, "more requests at once than places"
+
+
 def test_when_no_rollout_is_left_an_evaluation_has_every_place():
     engine = Engine(tick_s=0.002)
     with producer_of(engine, num_rollout=1) as producer:
