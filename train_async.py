@@ -100,6 +100,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     from r3train.loop.parts import RankZero
     from r3train.loop.scatter import broadcast_json
     from r3train.observe.metrics import MetricsWriter
+    from r3train.observe.sinks import open_sinks
     from r3train.proof.writer import EvidenceWriter
 
     config, plant = job.config, None
@@ -127,7 +128,8 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     routes.open(actor.topology)
     if engines is not None:
         engines.wait_ready()
-        metrics = MetricsWriter(run_dir, config.run.tensorboard)
+        sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
+        metrics = MetricsWriter(run_dir, config.run.tensorboard, sinks)
         parts.callback(metrics.close)
         settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
         evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)

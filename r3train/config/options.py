@@ -17,6 +17,8 @@ from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, plac
 
 SERVER_PREFIX = "--sglang-"
 PROMPT_FILES = "--prompt-data"
+# further names of switches, as peers have them
+ALIASES = {"tensorboard": ("--use-tensorboard",)}
 PASSTHROUGH_HELP = {
     "transformer_overrides": ("--transformer-override NAME=VALUE", "Repeatable."),
     "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
@@ -149,7 +151,8 @@ def _option(place: Place) -> click.Option | None:
         return ListOption(["--transformer-override"], multiple=True, metavar="NAME=VALUE")
     _, kind = _without_none(place.info.annotation)
     if kind is bool:
-        return click.Option([f"{place.flag}/--no-{place.flag[2:]}"], default=None)
+        names = [place.flag, *ALIASES.get(place.name, ())]
+        return click.Option([f"{flag}/--no-{flag[2:]}" for flag in names], default=None)
     if get_origin(kind) is tuple:
         return ListOption([place.flag], multiple=True, type=SettingType(get_args(kind)[0]))
     return click.Option([place.flag], type=SettingType(place.info.annotation), default=None)

@@ -16,6 +16,7 @@ def rollout_conflicts(config: RunConfig) -> Iterator[str]:
     yield from _servers(config)
     yield from _environment(config)
     yield from _template(config)
+    yield from config.trackers.conflicts()
 
 
 # SGLang 0.5.23 (sampling_params.py) takes a lower temperature for greedy decoding

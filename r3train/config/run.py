@@ -20,6 +20,7 @@ from r3train.config.parallel import ParallelSection
 from r3train.config.replay import ReplaySection
 from r3train.config.rollout import RolloutSection
 from r3train.config.section import Section
+from r3train.config.trackers import TrackersSection
 from r3train.config.trainer import TrainerSection
 
 
@@ -58,6 +59,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     checkpoint: CheckpointSection = CheckpointSection()
     faults: FaultsSection = FaultsSection()
+    trackers: TrackersSection = TrackersSection()
     run: RunSection = RunSection()
 
     @property

@@ -46,6 +46,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
+from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt
@@ -164,6 +165,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     replay = config.replay.use_rollout_routing_replay
     attempt(settings, lambda: check_server_flags(config.rollout.sglang, replay=replay))
     attempt(settings, check_layers_here, config)
+    attempt(settings, check_trackers, config)
     # refuses a key that HTTP cannot send
     api_key = attempt("key of the servers", engine_api_key, os.environ)
     if for_all_ranks and config.has_engines:

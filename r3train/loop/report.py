@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -129,6 +130,8 @@ def notable_samples(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
             "generation_s": round(s.sample.generation_s, 4),
             "finish_reason": s.sample.finish_reason,
             "prompt": s.sample.prompt.text[-_TEXT:],
+            "label": _short(s.sample.prompt.label),
+            "metadata": _short(s.sample.prompt.metadata),
             "text": s.sample.text[:_TEXT],
         }
         for kind, s in picked.items()
@@ -137,6 +140,13 @@ def notable_samples(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
 
 # characters of a text: enough to see what went wrong, and megabytes a run at most
 _TEXT = 2000
+
+
+def _short(value: Any) -> Any:
+    """A value as JSON has it; of one that is long, the beginning of its text."""
+    text = json.dumps(value, default=str)
+    return json.loads(text) if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+
 
 # the trainer's names -> ours, where they differ
 _NAMES = {

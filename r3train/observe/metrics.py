@@ -37,18 +37,18 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
 from r3train.data.json_lines import append_lines, cut_truncated_line, read_lines
+from r3train.observe.sinks import TENSORBOARD_DIR, Sink, TensorBoardSink
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"
-TENSORBOARD_DIR = "tensorboard"
 EVAL_DIR = "eval"
 EVAL_METRICS_FILE = f"{EVAL_DIR}/{METRICS_FILE}"
 
@@ -57,27 +57,30 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsWriter:
-    """Append a run's metrics to ``run_dir/metrics.jsonl`` and, if wanted, to TensorBoard files.
+    """Append a run's metrics to ``run_dir/metrics.jsonl``, to TensorBoard files and other trackers.
 
     A line reaches the file in one write, so a crash leaves whole lines and at most one truncated
-    last line; opening such a file again (a resumed run) cuts that line off first.
+    last line; opening such a file again (a resumed run) cuts that line off first.  A tracker that
+    fails is told of once and left out from then on: it does not end the run.
     Use as a context manager, or call ``close``.
     """
 
-    def __init__(self, run_dir: str | Path, tensorboard: bool) -> None:
+    def __init__(self, run_dir: str | Path, tensorboard: bool, sinks: Sequence[Sink] = ()) -> None:
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
         cut_truncated_line(self.path)
         # unbuffered: one write call a line, and nothing of ours is lost when the process dies
         self._file = self.path.open("ab", buffering=0)
-        self._board = _summary_writer(run_dir / TENSORBOARD_DIR) if tensorboard else None
+        self._sinks: list[Sink] = list(sinks)
+        if tensorboard:
+            self._sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step: ``{"step": step, "time": seconds since 1970, **metrics}``.
 
         Values may be numbers, booleans, strings, None, and numpy or torch scalars; a number that is
-        not finite becomes the string "nan", "inf" or "-inf".  TensorBoard gets the numbers alone.
+        not finite becomes the string "nan", "inf" or "-inf".  Trackers get the numbers alone.
         Raises ValueError for any other value and for the keys "step" and "time".
         """
         taken = {"step", "time"} & metrics.keys()
@@ -124,23 +127,28 @@ class MetricsWriter:
         return bool(found) and found[0].get("settings") == settings
 
     def _draw(self, step: int, plain: Mapping[str, Any]) -> None:
-        if self._board is None:
-            return
-        for key, value in plain.items():
-            if isinstance(value, (bool, int, float)):
-                self._board.add_scalar(key, float(value), global_step=step)
-        self._board.flush()
+        found = {k: float(v) for k, v in plain.items() if isinstance(v, (bool, int, float))}
+        self._each(lambda sink: sink.write(step, found))
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:  # noqa: BLE001 - of a tracker's package, or of its network
+                name = type(sink).__name__.removesuffix("Sink")
+                logger.warning("%s gets nothing more of this run: %s", name, error)
+                self._sinks.remove(sink)
 
     def write_samples(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Append a few samples of a step, JSON-able facts and text, to ``run_dir/samples.jsonl``."""
         lines = [{"step": int(step), **sample} for sample in samples]
         append_lines(self.path.with_name(SAMPLES_FILE), lines)
+        self._each(lambda sink: sink.write_samples(int(step), lines))
 
     def close(self) -> None:
         self._file.close()
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        self._each(lambda sink: sink.close())
+        self._sinks.clear()
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -267,12 +275,3 @@ def _finite_or_name(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
-
-
-def _summary_writer(directory: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        logger.warning("no TensorBoard files: %s (pip install tensorboard)", error)
-        return None
-    return SummaryWriter(log_dir=str(directory))
