@@ -137,7 +137,7 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
     with suppress(ValueError):  # check_job has said so
         hf = read_hf_facts(config.model.hf_checkpoint)
     if hf is not None:
-        weights = yield from model.check_weights(hf)
+        weights = yield from model.check_weights(hf, config.lora)
     sglang = config.rollout.sglang
     if sglang.get("port") is not None:
         host = str(sglang.get("host", "127.0.0.1"))

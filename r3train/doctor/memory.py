@@ -36,7 +36,11 @@ class Estimate:
 
 
 def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
-    """Mixed precision keeps float32 masters, gradients and two moments beside bfloat16 weights."""
+    """Mixed precision keeps float32 masters, gradients and two moments beside bfloat16 weights.
+
+    With LoRA the adapters have them and the weights have none.  Of an adapter about a half is on every
+    tensor rank; all of it is counted.
+    """
     parallel, bf16 = config.parallel, config.model.bf16
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     etp = parallel.expert_tensor_parallel_size or 1
@@ -48,11 +52,20 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
     if parallel.use_distributed_optimizer:
         ways = max(1, world_size // (tp * pp))  # context parallelism shards it too
         expert_ways = max(1, world_size // parallel.expert_ranks)
+    held = config.algorithm.needs_reference and not config.reference_is_base
+    reference = 2.0 * (dense + expert) * weight_bytes * held
+    frozen, trained = 0.0, weights.total
+    if config.lora.enabled:
+        frozen = (dense + expert) * weight_bytes
+        trained = weights.adapter_dense + weights.adapter_expert
+        dense = weights.adapter_dense / pp
+        expert = weights.adapter_expert / (parallel.expert_model_parallel_size * pp)
     return Estimate(
-        rank=dense * (weight_bytes + 4 + state / ways)
+        rank=frozen
+        + dense * (weight_bytes + 4 + state / ways)
         + expert * (weight_bytes + 4 + state / expert_ways),
-        reference=2.0 * (dense + expert) * weight_bytes * config.algorithm.needs_reference,
-        checkpoint=weights.total * (weight_bytes + state),
+        reference=reference,
+        checkpoint=trained * (weight_bytes + state),
     )
 
 

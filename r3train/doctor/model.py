@@ -9,6 +9,7 @@ from pathlib import Path
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.lora import LoraSection
 from r3train.data.prompts import shown
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
@@ -18,12 +19,17 @@ from r3train.launch.job import JobWarning, PreflightError, preflight
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a checkpoint, counted from the headers of its files."""
+    """Parameters of a checkpoint, counted from the headers of its files.
+
+    ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.
+    """
 
     dense: int
     expert: int
     num_bytes: int
     num_files: int
+    adapter_dense: int = 0
+    adapter_expert: int = 0
 
     @property
     def total(self) -> int:
@@ -89,7 +95,7 @@ def _warnings(found: Iterable[JobWarning]) -> Findings:
         yield warning(each.subject, each.text, each.remedy)
 
 
-def check_weights(hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:
+def check_weights(hf: HfModelFacts, lora: LoraSection) -> Generator[Finding, None, Weights | None]:
     """The model's facts, and whether every weight file is there and whole; returns the weights."""
     layers = f"{hf.model_type}: {hf.num_hidden_layers} layers, "
     if hf.is_moe:
@@ -98,7 +104,7 @@ def check_weights(hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:
     else:
         yield fact("model", f"{layers}dense: R3 has nothing to replay")
     try:
-        weights = read_weights(hf.path)
+        weights = read_weights(hf.path, lora)
     except ValueError:
         return None  # check_job has said so
     text = f"{weights.total:,} parameters in {weights.num_files} file(s), all there"
@@ -106,7 +112,7 @@ def check_weights(hf: HfModelFacts) -> Generator[Finding, None, Weights | None]:
     return weights
 
 
-def read_weights(path: Path) -> Weights:
+def read_weights(path: Path, lora: LoraSection = LoraSection()) -> Weights:
     """Count parameters from the headers of *.safetensors, and compare with the index.
 
     Raises ValueError naming the file that is missing, cut or unreadable.
@@ -115,10 +121,14 @@ def read_weights(path: Path) -> Weights:
 
     files = weight_files(path)
     dense = expert = num_bytes = 0
+    adapters = {True: 0, False: 0}  # by: is it an expert's
     for file in files:
-        sizes = {name: kind.num_elements for name, kind in read_header(file).items()}
+        kinds = read_header(file)
+        sizes = {name: kind.num_elements for name, kind in kinds.items()}
+        for name in lora.targets(kinds) if lora.enabled else ():
+            adapters[".experts." in name] += lora.lora_rank * sum(kinds[name].shape)
         num_bytes += file.stat().st_size
         in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
         expert += in_experts
         dense += sum(sizes.values()) - in_experts
-    return Weights(dense, expert, num_bytes, len(files))
+    return Weights(dense, expert, num_bytes, len(files), adapters[False], adapters[True])

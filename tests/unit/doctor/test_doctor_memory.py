@@ -87,6 +87,18 @@ def test_the_kl_reference_is_on_the_host(tiny):
     assert with_it.reference == 2 * 2 * (weights.dense + weights.expert / 2)
 
 
+def test_lora_trains_the_adapters_and_keeps_the_weights_alone(tiny):
+    """Rank 8 on 4 layers of 8 experts, hidden 64, expert width 32; two ranks share the experts."""
+    config = config_of(tiny, lora_rank=8, kl_loss_coef=0.1)
+    weights = read_weights(tiny / "model", config.lora)
+    assert weights.adapter_expert == 4 * 8 * 3 * 8 * (64 + 32)
+    e = estimate(config, weights, 2)
+    adapters = weights.adapter_dense * (8 + 8 / 2) + weights.adapter_expert / 2 * (8 + 8)
+    assert e.rank == (weights.dense + weights.expert / 2) * 4 + adapters
+    assert e.checkpoint == (weights.adapter_dense + weights.adapter_expert) * (4 + 8)
+    assert e.reference == 0  # the adapters switched off
+
+
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])
 def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny):
     elsewhere = config_of(tiny, rollout_external_engine_addrs=["host:30000"])
