@@ -226,6 +226,25 @@ def _gpt_oss(o: TinyOptions) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
+    return _qwen3_moe(o) | {
+        "shared_expert_intermediate_size": o.moe_intermediate_size,
+        "linear_num_key_heads": o.num_kv_heads,
+        "linear_num_value_heads": 2 * o.num_kv_heads,
+        "linear_key_head_dim": o.head_dim,
+        "linear_value_head_dim": o.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+        },
+        "layer_types": [
+            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(o.num_layers)
+        ],
+    }
+
+
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen3_moe": TinyFamily("Qwen3Moe", _qwen3_moe),
     "qwen2_moe": TinyFamily("Qwen2Moe", _qwen2_moe),
@@ -235,6 +254,7 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
     "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
+    "qwen3_next": TinyFamily("Qwen3Next", _qwen3_next, {"full_attention_interval": 4}),
     "gpt_oss": TinyFamily("GptOss", _gpt_oss),
     "minimax_m2": TinyFamily(
         "MiniMaxM2",

@@ -18,26 +18,45 @@ from r3train.config.sources import ConfigError
 
 _ROPE = ("rope_parameters", "rope_scaling")
 _MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
+_QK_NORM = ("q_norm.weight", "k_norm.weight")
 Config = Mapping[str, Any]  # the content of config.json
 
 
-def _heads(*always: str) -> Callable[[Config], tuple[str, ...]]:
+def _heads(*always: str) -> Callable[[Config, int], tuple[str, ...]]:
     """Names of an attention of heads, with ``always`` besides, and norms with ``use_qk_norm``."""
 
-    def names(config: Config) -> tuple[str, ...]:
-        norms = ("q_norm.weight", "k_norm.weight") if config.get("use_qk_norm") else ()
-        return (*(f"{name}_proj.weight" for name in "qkvo"), *always, *norms)
+    def names(config: Config, layer_id: int) -> tuple[str, ...]:
+        norms = _QK_NORM if config.get("use_qk_norm") else ()
+        every = (*(f"{name}_proj.weight" for name in "qkvo"), *always, *norms)
+        return tuple(f"self_attn.{name}" for name in every)
 
     return names
 
 
-def _latent(config: Config) -> tuple[str, ...]:
+def _latent(config: Config, layer_id: int) -> tuple[str, ...]:
     """Names of multi-head latent attention; its queries are compressed with a ``q_lora_rank``."""
     queries = ("q_proj.weight",)
     if config.get("q_lora_rank") is not None:
         queries = ("q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight")
     keys = ("kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight")
-    return (*queries, *keys, "o_proj.weight")
+    return tuple(f"self_attn.{name}" for name in (*queries, *keys, "o_proj.weight"))
+
+
+def _linear_layers(config: Config) -> list[bool]:
+    """Layers of a hybrid model that have linear attention: all but every n-th."""
+    interval = config.get("full_attention_interval") or 4
+    return [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
+
+
+def _hybrid(config: Config, layer_id: int) -> tuple[str, ...]:
+    """Names of a gated delta net, or of an attention of heads."""
+    if not _linear_layers(config)[layer_id]:
+        return _heads(*_QK_NORM)(config, layer_id)
+    projections = ("in_proj_qkvz", "in_proj_ba", "out_proj", "conv1d", "norm")
+    return (
+        *(f"linear_attn.{name}.weight" for name in projections),
+        *("linear_attn.A_log", "linear_attn.dt_bias"),
+    )
 
 
 def _nothing_else(config: Config) -> Iterator[str]:
@@ -54,12 +73,12 @@ class Family:
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
     ``alone`` are sizes of the topology that must be 1, each with the reason, ``lora`` tells that
     adapters were verified too.
-    The rest are names of tensors: those of every attention, of the router, of one expert {e}, and of
-    a layer with experts beside these.
+    The rest are names of tensors: those of a layer's attention, of the router, of one expert {e}, and
+    of a layer with experts beside these.
     """
 
     needs: Mapping[str, tuple[Any, Any]]
-    attention: Callable[[Config], tuple[str, ...]] = _heads()
+    attention: Callable[[Config, int], tuple[str, ...]] = _heads()
     router: str = "mlp.gate.weight"
     expert: tuple[str, ...] = tuple(f"mlp.experts.{{e}}.{name}" for name in _MLP)
     moe_layer: tuple[str, ...] = ()
@@ -73,11 +92,14 @@ class Family:
 _SILU = {"hidden_act": ("silu", "silu")}
 _QWEN3 = _SILU | {"attention_bias": (False, False), "use_sliding_window": (False, False)}
 _QKV_BIAS = tuple(f"{name}_proj.bias" for name in "qkv")
-_QK_NORM = ("q_norm.weight", "k_norm.weight")
 _FUSED_EXPERTS = tuple(
     f"mlp.experts.{name}{kind}" for name in ("gate_up_proj", "down_proj") for kind in ("", "_bias")
 )
 _W123 = tuple(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3))
+_GATED_SHARED = (
+    "mlp.shared_expert_gate.weight",
+    *(f"mlp.shared_expert.{name}" for name in _MLP),
+)
 _BIASED_AND_SHARED = (
     "mlp.gate.e_score_correction_bias",
     *(f"mlp.shared_experts.{name}" for name in _MLP),
@@ -102,6 +124,18 @@ def _minimax_conflicts(config: Config) -> Iterator[str]:
         yield (
             f"rotary_dim is {rotated}, expected {int(size * part)}: head_dim {size} times"
             f" partial_rotary_factor {part}"
+        )
+
+
+def _hybrid_conflicts(config: Config) -> Iterator[str]:
+    """SGLang reads full_attention_interval, transformers layer_types."""
+    kinds = config.get("layer_types")
+    if kinds is not None and [kind == "linear_attention" for kind in kinds] != _linear_layers(
+        config
+    ):
+        yield (
+            f"layer_types {kinds} is not what SGLang takes from full_attention_interval"
+            f" {config.get('full_attention_interval')!r}"
         )
 
 
@@ -153,10 +187,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(
         _SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
         attention=_heads(*_QKV_BIAS),
-        moe_layer=(
-            "mlp.shared_expert_gate.weight",
-            *(f"mlp.shared_expert.{name}" for name in _MLP),
-        ),
+        moe_layer=_GATED_SHARED,
         lora=True,
     ),
     "mixtral": Family(
@@ -205,6 +236,13 @@ FAMILIES: dict[str, Family] = {
         attention=_heads(*_QKV_BIAS),
         moe_layer=_BIASED_AND_SHARED,
         lora=True,
+    ),
+    "qwen3_next": Family(
+        _SILU | {"attention_bias": (False, False), "mlp_only_layers": ([], [])},
+        attention=_hybrid,
+        moe_layer=_GATED_SHARED,
+        alone={"context_parallel_size": "its linear attention is not cut over ranks"},
+        conflicts=_hybrid_conflicts,
     ),
     "gpt_oss": Family(
         {
@@ -332,12 +370,12 @@ def tensor_names(hf: HfModelFacts) -> frozenset[str]:
     names = {"model.embed_tokens.weight", "model.norm.weight"}
     if not hf.tie_word_embeddings:
         names.add("lm_head.weight")
-    every = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    every += [f"self_attn.{name}" for name in family.attention(content)]
+    norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     experts = [name.format(e=e) for e in range(hf.num_experts) for name in family.expert]
     sparse = [family.router, *family.moe_layer, *experts]
     dense = [f"mlp.{name}" for name in _MLP]
     for number in range(1, hf.num_hidden_layers + 1):
         mlp = sparse if number in hf.moe_layer_numbers else dense
-        names.update(f"model.layers.{number - 1}.{name}" for name in (*every, *mlp))
+        attention = family.attention(content, number - 1)
+        names.update(f"model.layers.{number - 1}.{name}" for name in (*norms, *attention, *mlp))
     return frozenset(names)

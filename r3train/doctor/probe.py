@@ -30,6 +30,7 @@ from r3train.doctor.judgement import (
 )
 from r3train.doctor.memory import PROCESS_BYTES, estimate
 from r3train.doctor.model import Weights, read_weights
+from r3train.hf_checkpoint import read_transformers_config
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +144,9 @@ def _reference(config: RunConfig, hf: HfModelFacts) -> Reference:
 
     dtype = torch.bfloat16 if config.model.bf16 else torch.float32
     path = config.model.hf_checkpoint
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        path, config=read_transformers_config(path), dtype=dtype, local_files_only=True
+    ).eval()
     has_routers = hf.is_moe and hf.model_type in _PLAIN_TOPK
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 
 def torch_native_backend(runner: Any) -> Any:
@@ -16,6 +17,7 @@ def torch_native_backend(runner: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
     _norm_over_all_heads()
+    _gated_delta_net()
     return TorchNativeAttnBackend(runner)
 
 
@@ -64,8 +66,8 @@ def sinks_backend(runner: Any) -> Any:
                 if sinks is not None:
                     sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(own), 1)
                     mask = torch.cat([mask.expand(len(sink), -1, -1), sink], -1)
-                    key, value = (torch.nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
-                out = torch.nn.functional.scaled_dot_product_attention(
+                    key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+                out = F.scaled_dot_product_attention(
                     own.movedim(0, 1)[None],
                     key[None],
                     value[None],
@@ -86,9 +88,75 @@ def _norm_over_all_heads() -> None:
     def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         assert self._world_size == 1, "a CPU server has no tensor parallelism"
         return tuple(
-            torch.nn.functional.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype)
-            * norm.weight
+            F.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype) * norm.weight
             for x, norm in ((q, self._q_norm), (k, self._k_norm))
         )
 
     MiniMaxM2QKRMSNorm.forward = forward
+
+
+def _gated_delta_net() -> None:
+    """Compute linear attention token by token (Qwen3-Next): convolution, gates, recurrence, norm."""
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.models import qwen3_next
+
+    qwen3_next._is_cpu = True  # its plain way to take in_proj apart
+
+    def norm(self, x: torch.Tensor, z: torch.Tensor | None = None, *_: Any, **__: Any):
+        y = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+        return (y if z is None else y * F.silu(z.float())).to(x.dtype)
+
+    layernorm_gated.RMSNorm.forward = fused_norm_gate.FusedRMSNormGated.forward = norm
+
+    def extend(self, layer, forward_batch, mixed_qkv, a, b, **_):
+        lengths = forward_batch.extend_seq_lens.tolist()
+        fresh = (forward_batch.extend_prefix_lens == 0).tolist()
+        return _delta_rule(self, layer, mixed_qkv, a, b, lengths, fresh)
+
+    def decode(self, layer, forward_batch, mixed_qkv, a, b, **_):
+        n = len(forward_batch.seq_lens)
+        return _delta_rule(self, layer, mixed_qkv, a, b, [1] * n, [False] * n)
+
+    GDNAttnBackend.forward_extend, GDNAttnBackend.forward_decode = extend, decode
+
+
+def _delta_rule(
+    backend: Any,
+    layer: Any,
+    mixed_qkv: torch.Tensor,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    lengths: list[int],
+    fresh: list[bool],
+) -> torch.Tensor:
+    """The output of the batch's sequences, [1, n, heads, head_dim]; moves their states in the cache."""
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    windows, states = cache.conv[0], cache.temporal
+    weight = layer.conv_weights.reshape(mixed_qkv.shape[-1], 1, -1)
+    slots = backend.forward_metadata.mamba_cache_indices.tolist()
+    out: list[torch.Tensor] = []
+    start = 0
+    for slot, n, is_fresh in zip(slots, lengths, fresh):
+        rows = slice(start, start + n)
+        start += n
+        if is_fresh:
+            windows[slot], states[slot] = 0, 0
+        x = torch.cat([windows[slot].to(mixed_qkv.dtype), mixed_qkv[rows].T], -1)
+        windows[slot] = x[:, -windows.shape[-1] :]
+        x = F.silu(F.conv1d(x[None], weight, layer.bias, groups=len(x))[0]).T.float()
+        q, k, v = x.split([layer.q_dim, layer.k_dim, layer.v_dim], -1)
+        q, k = (y.view(n, -1, layer.head_k_dim) for y in (q, k))
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(layer.num_v_heads // layer.num_k_heads, 1) for y in (q, k))
+        q, v = q * layer.head_k_dim**-0.5, v.view(n, layer.num_v_heads, -1)
+        decay = (-layer.A_log.float().exp() * F.softplus(a[rows].float() + layer.dt_bias)).exp()
+        beta = b[rows].float().sigmoid()
+        state = states[slot].float()  # [heads, v, k], as SGLang's pool has it
+        for t in range(n):
+            state = state * decay[t, :, None, None]
+            delta = (v[t] - (state * k[t][:, None]).sum(-1)) * beta[t, :, None]
+            state = state + delta[..., None] * k[t][:, None]
+            out.append((state * q[t][:, None]).sum(-1))
+        states[slot] = state.to(states.dtype)
+    return torch.stack(out)[None].to(mixed_qkv.dtype)

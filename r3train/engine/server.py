@@ -200,6 +200,8 @@ class SGLangServer:
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
         if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
             env["OMP_NUM_THREADS"] = "1"
+            # states of linear attention are bfloat16 otherwise, whatever the dtype
+            env.setdefault("SGLANG_MAMBA_CONV_DTYPE", self.dtype)
         return env
 
     def start(self) -> SGLangServer:

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from safetensors.torch import load_file
+
+from r3train.config.checkpoint import CheckpointSection
 from r3train.config.families import FAMILIES, tensor_names
 from r3train.config.hf_facts import read_hf_facts
 from r3train.hf_checkpoint import read_headers
@@ -37,6 +40,7 @@ CASES = {
     "glm4_moe_lite": {},
     "minimax_m2": {},
     "gpt_oss": {},
+    "qwen3_next": {},
 }
 
 
@@ -48,6 +52,8 @@ def options_of(name: str) -> TinyOptions:
     family = name.split()[0]
     if family == "qwen3":
         return replace(SMALL, num_experts=0)
+    if family == "qwen3_next":  # the fourth layer has another attention
+        return replace(SMALL, num_layers=4, family=family)
     return replace(SMALL, family=family)
 
 
@@ -216,3 +222,45 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
             off = (of_ranks[0][tensor] - wanted).norm()
             size = max(float(wanted.norm()), 1e-3 * float(scale) * wanted.numel() ** 0.5)
             assert off <= 1e-4 * size, (name, tensor, float(off / size))
+
+
+# -- Megatron's checkpoints ------------------------------------------------------------------------
+
+# families with modules of ours, or with whole ones in the place of sharded ones
+OWN_MODULES = [name for name in ("olmoe", "deepseek_v3", "gpt_oss", "qwen3_next") if name in CASES]
+
+
+def weights_of(directories: list[str], saved: str, parallel: dict, resume: bool):
+    """Weights by directory: after a step, and saved, or resumed from there; in a rank."""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    found = {}
+    for directory in directories:
+        config = configuration(Path(directory), rollout_batch_size=len(LENGTHS), **parallel)
+        hf, own = read_hf_facts(directory), Path(saved) / Path(directory).name
+        with actor_of(config, own / "iter_0000001" if resume else None) as actor:
+            if not resume:
+                slices, _ = slices_of(actor, config, hf, samples(hf, LENGTHS))
+                actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+                Checkpointer(actor, CheckpointSection(save=own)).save(1, {})
+            found[directory] = {name: t.detach().clone() for name, t in actor.hf_weights()}
+    return found
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_checkpoint_of_two_tensor_ranks_is_resumed_by_one(tmp_path):
+    for name in OWN_MODULES:
+        make(tmp_path / name, name)
+    models, saved = [str(tmp_path / name) for name in OWN_MODULES], str(tmp_path / "saved")
+    (before, _) = in_ranks(
+        2, tmp_path / "2", weights_of, models, saved, TOPOLOGIES["tp2"][1], False
+    )
+    (after,) = in_ranks(1, tmp_path / "1", weights_of, models, saved, {}, True)
+    for model in models:
+        first = load_file(Path(model) / "model.safetensors")
+        assert before[model].keys() == after[model].keys() == first.keys()
+        for tensor, expected in before[model].items():
+            assert torch.equal(after[model][tensor], expected), (model, tensor)
+        moved = [t for t in first if not torch.equal(first[t], before[model][t])]
+        assert any("norm" in t for t in moved) and any("self_attn" in t for t in moved)

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedTensorFactory,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -84,7 +88,11 @@ class OptimizerState:
                 elif name in saved:
                     self._own[number] = self.tensors.pop(number).data
                     continue
-            if tensor.key not in saved:
+            # one that is saved in parts (the sections of a delta net) has their names behind its own
+            is_cut = isinstance(tensor, ShardedTensorFactory) and any(
+                name.startswith(f"{tensor.key}.") for name in saved
+            )
+            if tensor.key not in saved and not is_cut:
                 raise ValueError(
                     f"{checkpoint}: has no {tensor.key}: it was saved with another optimizer,"
                     " another model or other weights frozen; --load-model-only takes the model alone"

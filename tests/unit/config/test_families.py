@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from r3train.config.cross_checks import check_model
 from r3train.config.families import FAMILIES, sent_together
 from r3train.config.hf_facts import read_hf_facts
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
 
 
@@ -90,6 +92,12 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("moonlight", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("moonlight", {"rope_interleave": False}, "rope_interleave is False"),
         ("deepseek_v3", {"rope_parameters": YARN}, "mscale 1.0 and mscale_all_dim 0.5"),
+        ("deepseek_v3", {"topk_group": 2}, "topk_group 2, expected twice as many experts"),
+        ("minimax_m2", {"use_qk_norm": None}, "use_qk_norm is None"),
+        ("minimax_m2", {"rotary_dim": 4}, "rotary_dim is 4, expected 8"),
+        ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window is None"),
+        ("qwen3_next", {"full_attention_interval": 2}, "what SGLang takes from full_attention"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one a layer"),
     ],
 )
@@ -101,6 +109,16 @@ def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, 
 def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
     result = start(of(family), "--dry-run")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "family, field",
+    [("gpt_oss", "expert_tensor_parallel_size"), ("qwen3_next", "context_parallel_size")],
+)
+def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, of):
+    flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
+    with pytest.raises(ValueError, match=flag):
+        check_model(config(**{field: 2}), read_hf_facts(of(family) / "model"), 2)
 
 
 def test_layers_of_token_prediction_are_named_as_neither_trained_nor_exported(of):
