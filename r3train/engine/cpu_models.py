@@ -16,6 +16,7 @@ def torch_native_backend(runner: Any) -> Any:
     """Make SGLang's torch_native attention, after the model and before its first forward."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+    _gated_shared_expert()
     _norm_over_all_heads()
     _gated_delta_net()
     return TorchNativeAttnBackend(runner)
@@ -79,6 +80,20 @@ def sinks_backend(runner: Any) -> Any:
             return torch.cat(outputs)
 
     return WithSinks(runner)
+
+
+def _gated_shared_expert() -> None:
+    """Put the shared expert's output [T, hidden] under its gate (Qwen2-MoE, Qwen3-Next)."""
+    from sglang.srt.models import qwen2_moe
+
+    def gated(hidden_states, gate_weight, shared_output):
+        return torch.sigmoid(hidden_states @ gate_weight.reshape(-1, 1)) * shared_output
+
+    def add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
+        final_hidden_states += gated(hidden_states, gate_weight, shared_output)
+
+    qwen2_moe.fused_gate_sigmoid_mul = gated
+    qwen2_moe.fused_gate_sigmoid_mul_add = add_gated
 
 
 def _norm_over_all_heads() -> None:

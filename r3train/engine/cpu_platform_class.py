@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
@@ -12,17 +11,6 @@ def _alloc_host(
     dims, dtype, device, pin_memory, allocator, registration_granularity_bytes=None
 ):  # noqa: ANN001 - SGLang's own call signature
     return allocator.allocate(dims, dtype=dtype, device=device)
-
-
-def _add_gated(
-    hidden_states: torch.Tensor,
-    gate_weight: torch.Tensor,
-    shared_output: torch.Tensor,
-    final_hidden_states: torch.Tensor,
-) -> None:
-    """Add the shared expert's output [T, hidden] under its gate, in place (Qwen2-MoE)."""
-    gate = torch.sigmoid(hidden_states @ gate_weight.reshape(-1, 1))
-    final_hidden_states += gate * shared_output
 
 
 def _allow_latent_attention() -> None:
@@ -59,19 +47,17 @@ class TorchCpuPlatform(CpuSRTPlatform):
         return "native"
 
     def init_backend(self) -> None:
-        """Give the host buffer of routed experts plain memory, and kernels of triton a plain twin.
+        """Give the host buffer of routed experts plain memory, and attention a plain twin.
 
         SGLang looks the allocator up by device name; its default pins memory through CUDA.
-        Models are imported afterwards, and take the kernels from where they are replaced here.
+        The attention's factory replaces what models compile, once they are imported.
         """
-        from sglang.kernels.ops.elementwise import elementwise
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from r3train.engine.cpu_models import sinks_backend, torch_native_backend
 
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
-        elementwise.fused_gate_sigmoid_mul_add = _add_gated
         register_attention_backend("torch_native")(torch_native_backend)
         register_attention_backend("triton")(sinks_backend)
         _allow_latent_attention()
