@@ -18,7 +18,16 @@ from tests.e2e import jobs
 BIN = Path(sys.executable).parent
 VENVS = (".venv", ".venv-trl")
 LINKED = (
-    *("Makefile", "pyproject.toml", "requirements", "configs", "slurm", "benchmarks", "docs"),
+    *(
+        "Makefile",
+        "pyproject.toml",
+        "requirements",
+        "configs",
+        "slurm",
+        "benchmarks",
+        "docs",
+        "examples",
+    ),
     *("r3train", "train_async.py", *VENVS),
 )
 # what a fresh clone does not have

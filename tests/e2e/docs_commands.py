@@ -57,6 +57,18 @@ RULES = (
     Rule(r"make ", Kind.LONG),
     Rule(r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
+    Rule(
+        r"python examples/gsm8k/prepare",
+        Kind.ELSEWHERE,
+        "needs the data set",
+        "tests/unit/data/test_gsm8k_example.py::test_the_prepared_files_are_read_and_scored_as_the_recipe_says",
+    ),
+    Rule(
+        r"torchrun .*olmoe_one_node",
+        Kind.ELSEWHERE,
+        "needs GPUs",
+        "tests/unit/data/test_gsm8k_example.py::test_the_recipe_fits_four_of_eight_gpus",
+    ),
     Rule(r"(torchrun|r3train serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(
         r".*sbatch .*train_multi_node",
@@ -89,7 +101,7 @@ RULES = (
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),
     Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),
-    Rule(r"torchrun .*train_async\.py ", Kind.DRY),
+    Rule(r"(\w+=\S* )*torchrun .*train_async\.py ", Kind.DRY),
     Rule(r"python train_async\.py --help", Kind.RUN),
     Rule(r"r3train (make-tiny-model|doctor|check-evidence|report) ", Kind.RUN),
 )

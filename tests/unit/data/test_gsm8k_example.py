@@ -1,0 +1,88 @@
+"""examples/gsm8k: the preparation script on files of the data set's form, and its recipe's reward."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from tests.unit.data.test_data import WordTokenizer
+from tests.unit.hf_model import facts
+from tests.unit.rewards.test_scoring import sample, scored
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import check_model, check_static, prompt_limit
+from r3train.data import load_prompts
+
+EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k"
+RECIPE = EXAMPLE / "olmoe_one_node.toml"
+# rows of the published form, with numbers of our own
+ROWS = [
+    {"question": "Ann has 3 hens and 4 cows. Heads?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
+    {"question": "A car costs $1,000 and a half more. Price?", "answer": "So it is.\n#### 1,500"},
+]
+
+
+def prepare(directory, rows, name="train.jsonl"):
+    source = directory / name
+    if source.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), source)
+    else:
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = ["--train", str(source), "--test", str(source), "--output", str(directory / "out")]
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE / "prepare.py"), *files], capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train-00000-of-00001.parquet"])
+def test_the_prepared_files_are_read_and_scored_as_the_recipe_says(tmp_path, name):
+    done = prepare(tmp_path, ROWS, name)
+    assert done.returncode == 0, done.stderr
+    assert "train.jsonl: 2 prompts" in done.stdout and "test.jsonl: 2 prompts" in done.stdout
+    data = RunConfig.from_toml(RECIPE).data
+    prompts = load_prompts(
+        tmp_path / "out/test.jsonl",
+        tokenizer=WordTokenizer(),
+        apply_chat_template=data.apply_chat_template,
+        input_key=data.input_key,
+        label_key=data.label_key,
+    )
+    assert [prompt.label for prompt in prompts] == ["7", "1,500"]
+    assert prompts[0].text.startswith("<user> Ann has 3 hens") and "after ####." in prompts[0].text
+    answers = ["7 animals, so #### 7", "#### 1500", r"it is \boxed{1500.00}", "#### 15"]
+    made = [sample(text) for text in answers]
+    made = [replace(s, prompt=prompts[min(n, 1)]) for n, s in enumerate(made)]
+    assert scored(data, *made) == [1.0, 1.0, 1.0, 0.0]
+
+
+def test_a_file_of_another_form_is_named(tmp_path):
+    done = prepare(tmp_path, [*ROWS, {"question": "q", "answer": "no mark"}])
+    assert done.returncode == 2 and "train.jsonl row 3: expected question and" in done.stderr
+
+
+def test_the_recipe_fits_four_of_eight_gpus():
+    olmoe = facts(
+        path=Path("OLMoE-1B-7B-0924-Instruct"),
+        num_hidden_layers=16,
+        num_experts=64,
+        num_experts_per_tok=8,
+        vocab_size=50304,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        max_position_embeddings=4096,
+        moe_layer_numbers=tuple(range(1, 17)),
+        eos_token_ids=(50279,),
+    )
+    config = RunConfig.from_toml(RECIPE)
+    check_static(config, 4)
+    check_model(config, olmoe, 4)
+    assert prompt_limit(config, olmoe) == (512, "rollout_max_prompt_len 512")
+    (held_out,) = config.eval_sets
+    assert (held_out.name, held_out.rm_type) == ("gsm8k_test", None)
