@@ -32,9 +32,11 @@ class RolloutSection(Section):
     """Sampling temperature; the actor computes log-probs at the same temperature.  1.0 with
     rollout_top_k 1."""
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off."""
+    """Nucleus sampling; 1 is off.  Below 1 is refused in training: the log-probs would not be those of
+    what was sampled."""
     rollout_top_k: int = Field(default=-1, ge=-1)
-    """Sample among the k likeliest tokens; 1 is greedy, -1 is off."""
+    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Other numbers are refused in
+    training, as rollout_top_p is."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     """Tokens that end a response, beside the model's end tokens."""
     rollout_ignore_eos: bool = False

@@ -29,6 +29,12 @@ def _sampling(config: RunConfig) -> Iterator[str]:
     top_k, temperature = rollout.rollout_top_k, rollout.rollout_temperature
     if top_k == 0:
         yield "rollout_top_k 0 is not a number of tokens: set 1 or more, or -1 for no limit"
+    if rollout.rollout_top_p < 1 or top_k > 1:
+        yield (
+            f"rollout_top_p {rollout.rollout_top_p} and rollout_top_k {top_k}: SGLang would sample among"
+            " the likeliest tokens, and report the log-probs of all of them, so every ratio would be"
+            " wrong and no metric show it: leave them at 1.0 and -1 (the kept tokens are not replayed)"
+        )
     if temperature < _LOWEST_TEMPERATURE:
         yield (
             f"rollout_temperature {temperature} is greedy decoding for SGLang, whose log-probs are"
