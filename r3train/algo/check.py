@@ -9,5 +9,7 @@ from r3train.config.algorithm import AlgorithmSection
 
 def check_algorithm(algorithm: AlgorithmSection, samples_per_prompt: int) -> None:
     """Find and check everything that the section names, at start-up; raises ValueError."""
+    if algorithm.loss_type == "sft":
+        return
     check_advantages(algorithm, samples_per_prompt)
     check_policy_loss(algorithm)

@@ -49,6 +49,9 @@ class AlgorithmSection(Section):
 
     title: ClassVar[str] = "Algorithm"
 
+    loss_type: Literal["policy", "sft"] = "policy"
+    """policy: reinforcement.  sft: supervised fine-tuning without a server, on the assistant's tokens of
+    prompt_data's conversations (input_key: chat messages), or on those of --replay-rollouts."""
     advantage_estimator: str = "grpo"
     """Rule that makes advantages of rewards: a name of docs/algorithms.md, or module:function."""
     policy_loss: str = "ppo"

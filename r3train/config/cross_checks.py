@@ -28,6 +28,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_batches(config, world_size),
             *_lengths(config),
             *_algorithm(config),
+            *_conversations(config),
             *_recompute(config),
             *_checkpoints(config),
             *lora_conflicts(config),
@@ -110,6 +111,8 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
     """Return warnings about a learning rule that works and seldom learns, to show at start-up."""
     algorithm, rollout = config.algorithm, config.rollout
     warnings = []
+    if algorithm.loss_type == "sft":
+        return warnings
     if rollout.max_weight_staleness > 0 and not algorithm.corrects_rollouts:
         warnings.append(
             "rollouts may be"
@@ -173,7 +176,7 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             f" {config.rollout.n_samples_per_prompt} = {samples} does not divide by"
             f" global_batch_size {step}"
         )
-    if config.trainer.reuse_log_probs == "on" and config.steps_per_rollout > 1:
+    if config.trainer.reuse_log_probs == "on" and not config.reuses_log_probs:
         yield (
             "--reuse-log-probs on needs one optimizer step a rollout (--global-batch-size): the"
             f" log-probs of {config.steps_per_rollout} steps come from different weights"
@@ -215,9 +218,15 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
             f"overlong_buffer_len {algorithm.overlong_buffer_len} exceeds rollout_max_response_len"
             f" {longest}"
         )
-    yield from _without_effect(config)
+    if algorithm.loss_type != "sft":
+        yield from _without_effect(config)
+    elif config.model.ref_load is not None and not algorithm.needs_reference:
+        yield _NO_REFERENCE
     if config.trainer.min_lr > config.trainer.lr:
         yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
+
+
+_NO_REFERENCE = "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
@@ -279,7 +288,35 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             shown = " ".join(value) if isinstance(value, tuple) else str(value)
             yield f"{name} {shown} has no effect: {reason}"
     if config.model.ref_load is not None and no_reference:
-        yield "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
+        yield _NO_REFERENCE
+
+
+# settings that --loss-type sft reads; every other one of the learning rule has no effect with it
+_OF_SFT = {
+    *("loss_type", "mask_truncated", "loss_aggregation", "kl_loss_coef", "kl_loss_type"),
+    "entropy_coef",
+}
+
+
+def _conversations(config: RunConfig) -> Iterator[str]:
+    """Yield settings that --loss-type sft leaves without effect, and those that it needs."""
+    if config.algorithm.loss_type != "sft":
+        return
+    for name, field in AlgorithmSection.model_fields.items():
+        value = getattr(config.algorithm, name)
+        if name not in _OF_SFT and value != field.default:
+            yield f"{name} {value} has no effect with --loss-type sft, which has no reward and no ratio"
+    if not config.learns_conversations:
+        return
+    if config.rollout.n_samples_per_prompt != 1:
+        yield (
+            f"n_samples_per_prompt {config.rollout.n_samples_per_prompt}: --loss-type sft trains a"
+            " conversation once, so it must be 1"
+        )
+    if config.replay.use_rollout_routing_replay:
+        yield "--use-rollout-routing-replay cannot go with --loss-type sft: conversations have no routes"
+    if config.rollout.environment is not None:
+        yield "--environment has no effect with --loss-type sft: nothing is generated"
 
 
 def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
@@ -336,17 +373,18 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
             "--max-engine-restarts restarts servers of our own: those of"
             " --rollout-external-engine-addrs belong to somebody else"
         )
-    replay = checkpoint.replay_rollouts
-    if replay is None:
+    if config.has_engines:
         return
-    if not replay.is_dir():
+    replay = checkpoint.replay_rollouts
+    name = "--loss-type sft" if replay is None else "--replay-rollouts"
+    if replay is not None and not replay.is_dir():
         yield f"{replay}: no such directory of rollouts (replay_rollouts)"
     if config.trainer.check_weight_update_equal:
-        yield "--check-weight-update-equal needs a server: --replay-rollouts has none"
+        yield f"--check-weight-update-equal needs a server: {name} has none"
     if checkpoint.dump_rollouts:
-        yield "--dump-rollouts would copy what --replay-rollouts reads"
+        yield f"--dump-rollouts would copy what {name} reads"
     if config.faults.max_engine_restarts:
-        yield "--max-engine-restarts needs a server: --replay-rollouts has none"
+        yield f"--max-engine-restarts needs a server: {name} has none"
 
 
 def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Iterator[str]:
@@ -494,7 +532,7 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     """Yield models that SGLang 0.5.23 serves wrongly: MoE models with a tied output layer."""
-    if hf.is_moe and hf.tie_word_embeddings and config.checkpoint.replay_rollouts is None:
+    if hf.is_moe and hf.tie_word_embeddings and config.has_engines:
         yield (
             f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's mixture-of-experts"
             " models would generate from an output layer that nothing was loaded into; write"

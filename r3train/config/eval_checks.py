@@ -15,7 +15,7 @@ def eval_conflicts(config: RunConfig) -> Iterator[str]:
         yield from _without_sets(config.eval)
         return
     if not config.has_engines:
-        yield "--eval-prompt-data cannot go with --replay-rollouts: no server could answer"
+        yield "--eval-prompt-data cannot go with --replay-rollouts or --loss-type sft: no server could answer"
     names = [dataset.name for dataset in sets]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield f"evaluation sets: two have the name {name}"

@@ -136,8 +136,10 @@ class RunConfig(Section):
         """True when the train forward's own log-probs stand for the old ones (--reuse-log-probs).
 
         With one optimizer step a rollout no weight changes between the two, and the loss's ratio is 1.
+        --loss-type sft has no ratio.
         """
-        return self.trainer.reuse_log_probs != "off" and self.steps_per_rollout == 1
+        exact = self.steps_per_rollout == 1 or self.algorithm.loss_type == "sft"
+        return exact and self.trainer.reuse_log_probs != "off"
 
     @property
     def replay_passes(self) -> tuple[str, ...]:
@@ -153,8 +155,13 @@ class RunConfig(Section):
 
     @property
     def has_engines(self) -> bool:
-        """True when servers generate; with --replay-rollouts, dumped files take their place."""
-        return self.checkpoint.replay_rollouts is None
+        """True when servers generate; dumped files or conversations may take their place."""
+        return self.checkpoint.replay_rollouts is None and self.algorithm.loss_type != "sft"
+
+    @property
+    def learns_conversations(self) -> bool:
+        """True when prompt_data holds conversations to train on (--loss-type sft)."""
+        return self.algorithm.loss_type == "sft" and self.checkpoint.replay_rollouts is None
 
     @property
     def servers_may_hold_other_weights(self) -> bool:

@@ -36,7 +36,7 @@ class Tokenizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class Record:
     """One line or row: its place (for errors), its 0-based number, and its content."""
 
     where: str
@@ -69,8 +69,8 @@ def load_prompts(
     """
     path = Path(path)
     prompts, overlong = [], []
-    template = _Template(tokenizer, template_kwargs, tool_key) if apply_chat_template else None
-    for record in _records(path, rows):
+    template = ChatTemplate(tokenizer, template_kwargs, tool_key) if apply_chat_template else None
+    for record in read_records(path, rows):
         text = _prompt_text(record, input_key, template)
         # a chat template writes the special tokens itself
         tokens = tokenizer.encode(text, add_special_tokens=not apply_chat_template)
@@ -144,7 +144,8 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
     )
 
 
-def _records(path: Path, rows: slice) -> Iterator[_Record]:
+def read_records(path: Path, rows: slice) -> Iterator[Record]:
+    """Read the lines or rows of a file, of those ``rows``; raises ValueError naming file and line."""
     for record in _all_records(path):
         if rows.stop is not None and record.index >= rows.stop:
             return
@@ -152,7 +153,7 @@ def _records(path: Path, rows: slice) -> Iterator[_Record]:
             yield record
 
 
-def _all_records(path: Path) -> Iterator[_Record]:
+def _all_records(path: Path) -> Iterator[Record]:
     if not path.is_file():
         raise ValueError(f"{path}: no such prompt file (prompt_data)")
     if path.suffix == ".parquet":
@@ -162,7 +163,7 @@ def _all_records(path: Path) -> Iterator[_Record]:
     raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, got {path.suffix!r}")
 
 
-def _jsonl_records(path: Path) -> Iterator[_Record]:
+def _jsonl_records(path: Path) -> Iterator[Record]:
     with path.open("rb") as stream:
         for index, raw in enumerate(stream):
             number = index + 1
@@ -183,10 +184,10 @@ def _jsonl_records(path: Path) -> Iterator[_Record]:
                 raise ValueError(
                     f"{path} line {number}: expected a JSON object, got {type(content).__name__}"
                 )
-            yield _Record(f"{path} line {number}", index, content)
+            yield Record(f"{path} line {number}", index, content)
 
 
-def _parquet_records(path: Path) -> Iterator[_Record]:
+def _parquet_records(path: Path) -> Iterator[Record]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -197,13 +198,13 @@ def _parquet_records(path: Path) -> Iterator[_Record]:
             index = 0
             for batch in file.iter_batches():
                 for content in batch.to_pylist():
-                    yield _Record(f"{path} row {index + 1}", index, content)
+                    yield Record(f"{path} row {index + 1}", index, content)
                     index += 1
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{path}: cannot read as parquet: {error}") from None
 
 
-def _lookup(record: _Record, key: str) -> Any:
+def _lookup(record: Record, key: str) -> Any:
     """The value of a key, or of a.b key b of table a; None if it is missing or null."""
     if key in record.content:
         return record.content[key]
@@ -215,7 +216,8 @@ def _lookup(record: _Record, key: str) -> Any:
     return found
 
 
-def _required(record: _Record, key: str) -> Any:
+def required(record: Record, key: str) -> Any:
+    """The value of a key; raises ValueError if it is missing or null."""
     value = _lookup(record, key)
     if value is None:
         state = "is null" if key in record.content else "is missing"
@@ -225,7 +227,7 @@ def _required(record: _Record, key: str) -> Any:
     return value
 
 
-def _tools(record: _Record, key: str) -> list[Any] | None:
+def _tools(record: Record, key: str) -> list[Any] | None:
     """The tools of a row, as a list or as JSON text; None without any."""
     value = _lookup(record, key)
     if isinstance(value, str):
@@ -241,21 +243,24 @@ def _tools(record: _Record, key: str) -> list[Any] | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
+class ChatTemplate:
     """The chat template of a tokenizer and what else is given to it."""
 
     tokenizer: Tokenizer
     variables: Mapping[str, Any]
     tool_key: str | None
 
-    def render(self, record: _Record, messages: list[dict[str, Any]]) -> str:
-        """Messages as text; raises ValueError naming the row where the template fails."""
+    def render(self, record: Record, messages: list[dict[str, Any]], *, asks: bool = True) -> str:
+        """Messages as text; raises ValueError naming the row where the template fails.
+
+        asks: end with the words that ask for an answer.
+        """
         given = dict(self.variables)
         if self.tool_key is not None and (tools := _tools(record, self.tool_key)) is not None:
             given["tools"] = tools
         try:
             return self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **given
+                messages, add_generation_prompt=asks, tokenize=False, **given
             )
         except (
             Exception
@@ -263,9 +268,9 @@ class _Template:
             raise ValueError(f"{record.where}: the chat template fails: {error}") from error
 
 
-def _prompt_text(record: _Record, key: str, template: _Template | None) -> str:
+def _prompt_text(record: Record, key: str, template: ChatTemplate | None) -> str:
     """The prompt as text; with ``template``, messages (or one user message) in its chat form."""
-    value = _required(record, key)
+    value = required(record, key)
     if not isinstance(value, str) and template is None:
         raise ValueError(
             f"{record.where}: key {key} must be text, got {type(value).__name__}"
@@ -276,22 +281,29 @@ def _prompt_text(record: _Record, key: str, template: _Template | None) -> str:
     if template is None:
         return value
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+    return template.render(record, require_messages(record, key, messages, "text or "))
+
+
+def require_messages(
+    record: Record, key: str, messages: Any, or_else: str = ""
+) -> list[dict[str, Any]]:
+    """Return chat messages; raises ValueError for anything else.  or_else: what would do too."""
     if not isinstance(messages, list) or not all(
         isinstance(message, dict) and "role" in message and "content" in message
         for message in messages
     ):
         raise ValueError(
-            f"{record.where}: key {key} must be text or a list of messages with role and content"
+            f"{record.where}: key {key} must be {or_else}a list of messages with role and content"
         )
     # parquet gives every message the fields of all
-    return template.render(record, [_without_nulls(message) for message in messages])
+    return [_without_nulls(message) for message in messages]
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
-def _metadata(record: _Record, key: str) -> dict[str, Any]:
+def _metadata(record: Record, key: str) -> dict[str, Any]:
     value = _lookup(record, key)
     if value is None:
         return {}

@@ -48,11 +48,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     """
     flags = config.rollout.sglang
     elsewhere = config.rollout.rollout_external_engine_addrs
-    if (
-        elsewhere
-        or config.checkpoint.replay_rollouts is not None
-        or not _on_gpus(flags, num_visible)
-    ):
+    if elsewhere or not config.has_engines or not _on_gpus(flags, num_visible):
         return []
     # NCCL refuses one GPU twice in a group; the disk transport does not, where the user asks for it
     by_disk = config.trainer.update_weight_transfer_mode == "disk"

@@ -11,7 +11,7 @@ import resource
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +35,7 @@ from r3train.config.evaluation import EvalDataset
 from r3train.config.families import FAMILIES, check_family, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError
+from r3train.data.conversations import load_conversations
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.prompts import load_prompts, unknown_tokens
@@ -49,7 +50,7 @@ from r3train.engine.flags import check_server_flags
 from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
-from r3train.types import Prompt
+from r3train.types import Prompt, RolloutSample
 from r3train.hf_checkpoint import check_export_directory, check_tensors
 from r3train.peft_files import check_adapter, lost_by_peft
 
@@ -93,6 +94,8 @@ class Job:
     warnings: tuple[JobWarning, ...] = ()
     eval_data: tuple[EvalData, ...] = ()
     sizes: tuple[int, ...] = ()  # prompts of each file
+    # of --loss-type sft; ``prompts`` holds their beginnings
+    conversations: tuple[RolloutSample, ...] = ()
 
     @property
     def order(self) -> PromptOrder | MixedOrder:
@@ -180,7 +183,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
     hf = attempt("checkpoint", read_hf_facts, model)
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
-    prompts = parts = None
+    prompts = parts = conversations = None
     if hf is not None:
         warnings += _model_warnings(config, hf)
         attempt(settings, check_model, config, hf, world_size)
@@ -191,19 +194,28 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
     if hf is not None and tokenizer is not None:
         attempt("tokenizer", check_vocabulary, tokenizer, hf)
-        dropped: list[str] = []
-        parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append)
-        for text in dropped:
-            remedy = "raise the limit, or refuse such data with --overlong-prompts error"
-            warnings.append(JobWarning("prompts", text, remedy))
+        if config.learns_conversations:
+            found = attempt("prompts", read_conversations, config, hf, tokenizer)
+            if found is not None:
+                conversations = [conversation for part in found for conversation in part]
+                parts = [[conversation.prompt for conversation in part] for part in found]
+        else:
+            dropped: list[str] = []
+            parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append)
+            for text in dropped:
+                remedy = "raise the limit, or refuse such data with --overlong-prompts error"
+                warnings.append(JobWarning("prompts", text, remedy))
         prompts = None if parts is None else [prompt for part in parts for prompt in part]
-    if prompts:
+    if conversations:
+        attempt(settings, check_longest_conversation, config, conversations)
+    elif prompts:
         if all(prompt.label is None for prompt in prompts):
             text = f"no prompt has a label (key {data.label_key})"
             remedy = "name its key with --label-key, if the reward needs one"
             warnings.append(JobWarning("prompts", text, remedy))
         longest = max(len(prompt.token_ids) for prompt in prompts)
         attempt(settings, check_longest_sample, config, longest)
+    if prompts:
         unknown = attempt("prompts", unknown_tokens, prompts, tokenizer.unk_token_id)
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
@@ -235,7 +247,7 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     sizes = tuple(map(len, parts))
     return Job(
         *(config, hf, prompts, tokenizer, reward, prompt_file),
-        *(tuple(warnings), tuple(eval_data), sizes),
+        *(tuple(warnings), tuple(eval_data), sizes, tuple(conversations or ())),
     )
 
 
@@ -271,7 +283,7 @@ def _warnings(config: RunConfig) -> Iterator[JobWarning]:
 
 
 def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]:
-    if hf.is_moe and not config.replay.use_rollout_routing_replay:
+    if hf.is_moe and not (config.replay.use_rollout_routing_replay or config.learns_conversations):
         text = "mixture of experts without R3: rollout and trainer will choose different experts"
         yield JobWarning("model", text, "add --use-rollout-routing-replay")
     lora, form = config.lora, config.lora.lora_save_hf
@@ -409,6 +421,39 @@ def read_prompts(
             f"prompt {twice} is read twice (prompt_data): for more of a file give it a weight"
         )
     return found
+
+
+def read_conversations(
+    config: RunConfig, hf: HfModelFacts, tokenizer: Any
+) -> list[list[RolloutSample]]:
+    """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line."""
+    data = config.data
+    limit, limit_name = prompt_limit(config, hf)
+    return [
+        load_conversations(
+            file.path,
+            rows=slice(file.start, file.stop),
+            tokenizer=tokenizer,
+            input_key=data.input_key,
+            template_kwargs=data.apply_chat_template_kwargs,
+            tool_key=data.tool_key,
+            max_prompt_len=limit,
+            prompt_limit_name=limit_name,
+            max_response_len=config.rollout.rollout_max_response_len,
+        )
+        for file in data.prompt_files
+    ]
+
+
+def check_longest_conversation(config: RunConfig, conversations: Sequence[RolloutSample]) -> None:
+    """Raise ValueError for a conversation that no microbatch can hold."""
+    longest = max(conversations, key=lambda conversation: conversation.num_tokens)
+    tokens, cp = config.trainer.max_tokens_per_gpu, config.parallel.context_parallel_size
+    if longest.num_tokens > tokens * cp:
+        raise ValueError(
+            f"{longest.prompt.prompt_id}: the conversation has {longest.num_tokens} tokens, expected at"
+            f" most max_tokens_per_gpu {tokens} * context_parallel_size {cp} = {tokens * cp}"
+        )
 
 
 def read_eval_data(

@@ -1,4 +1,4 @@
-"""Sources of rollouts on rank 0: engines, or dumped files."""
+"""Sources of rollouts on rank 0: engines, dumped files, or conversations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
 from r3train.loop.routes import Routes
-from r3train.loop.replay_source import DumpedRollouts
+from r3train.loop.replay_source import Conversations, DumpedRollouts
 from r3train.generation.buffer import ProducerState
 from r3train.generation.evaluate import EvalSet
 from r3train.hf_checkpoint import NamedTensors
@@ -20,8 +20,8 @@ from r3train.hf_checkpoint import NamedTensors
 def build_engines(
     job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint, routes: Routes
 ) -> Engines | Replayed:
-    """Build the engines, or with --replay-rollouts the reader of dumped files."""
-    if job.config.checkpoint.replay_rollouts is not None:
+    """Build the engines, or where nothing is generated the reader of what takes its place."""
+    if not job.config.has_engines:
         return Replayed(job)
     buffer = resume.buffer()
     state = ProducerState(*buffer) if buffer is not None else None
@@ -29,7 +29,7 @@ def build_engines(
 
 
 class Replayed:
-    """Dumped rollouts instead of engines: no server, so no weights to send."""
+    """Dumped rollouts or conversations instead of engines: no server, so no weights to send."""
 
     publisher = None
 
@@ -42,9 +42,11 @@ class Replayed:
     def wait_ready(self) -> None:
         """Do nothing: there is no server."""
 
-    def start_producer(self) -> DumpedRollouts:
-        """Open the dumped rollouts."""
-        config = self._job.config
+    def start_producer(self) -> DumpedRollouts | Conversations:
+        """Open the dumped rollouts, or the conversations that were read at start-up."""
+        job, config = self._job, self._job.config
+        if config.learns_conversations:
+            return Conversations(job.conversations, job.order, config.rollout.rollout_batch_size)
         assert config.checkpoint.replay_rollouts is not None
         return DumpedRollouts(
             config.checkpoint.replay_rollouts,

@@ -1,15 +1,17 @@
-"""Write rollouts to disk, and read them from disk instead of generating."""
+"""Write rollouts to disk, and read rollouts or conversations from disk instead of generating."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from r3train.algo.trajectories import episode_id
+from r3train.data.order import MixedOrder, PromptOrder
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.types import Scored
+from r3train.types import RolloutSample, Scored
 
 
 def rollout_path(directory: Path, rollout_id: int) -> Path:
@@ -40,7 +42,36 @@ def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
     return groups
 
 
-class DumpedRollouts:
+class WithoutServer:
+    """The part of a RolloutSource that a source without servers has nothing to do for."""
+
+    @contextmanager
+    def quiesced(self) -> Iterator[None]:
+        """Do nothing: no request is ever in flight."""
+        yield
+
+    def set_version(self, version: int) -> None:
+        """Do nothing: no server holds weights."""
+
+    def snapshot(self) -> None:
+        """Return an empty state: nothing is buffered."""
+        return None
+
+    def rescored(self) -> None:
+        """None: there is no server that could compute a sample again."""
+        return None
+
+    @property
+    def failure(self) -> None:
+        """None: nothing runs in the background that could fail."""
+        return None
+
+    def stats(self) -> dict[str, Any]:
+        """The counts that a display asks for."""
+        return {"generated_tokens": 0, "buffered_groups": 0}
+
+
+class DumpedRollouts(WithoutServer):
     """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
 
     group_size counts episodes: of step-wise ones (one sample a turn) a group holds more samples,
@@ -88,27 +119,33 @@ class DumpedRollouts:
                     )
         return groups
 
-    @contextmanager
-    def quiesced(self) -> Iterator[None]:
-        """Do nothing: no request is ever in flight."""
-        yield
 
-    def set_version(self, version: int) -> None:
-        """Do nothing: dumped samples hold their weight versions."""
+class Conversations(WithoutServer):
+    """A RolloutSource of conversations (--loss-type sft): each is a group of one sample.
 
-    def snapshot(self) -> None:
-        """Return an empty state: nothing is buffered."""
-        return None
+    It holds no state: a rollout's number decides its conversations, so a resumed run goes on where it
+    stopped.  order: of the conversations; num_groups: those of a rollout.
+    """
 
-    def rescored(self) -> None:
-        """None: there is no server that could compute a sample again."""
-        return None
+    def __init__(
+        self,
+        conversations: Sequence[RolloutSample],
+        order: PromptOrder | MixedOrder,
+        num_groups: int,
+    ):
+        self._conversations = conversations
+        self._order = order
+        self._num_groups = num_groups
 
-    @property
-    def failure(self) -> None:
-        """None: nothing runs in the background that could fail."""
-        return None
+    def next_batch(
+        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[list[Scored]]:
+        """The conversations of one rollout, without a reward (0)."""
+        if on_wait is not None:
+            on_wait(self.stats())
+        start = rollout_id * self._num_groups
+        drawn = self._order.indices(start, self._num_groups)
+        return [[(self._numbered(i, start + n), 0.0)] for n, i in enumerate(drawn)]
 
-    def stats(self) -> dict[str, Any]:
-        """The counts that a display asks for."""
-        return {"generated_tokens": 0, "buffered_groups": 0}
+    def _numbered(self, index: int, number: int) -> RolloutSample:
+        return replace(self._conversations[index], sample_id=number, group_id=number)

@@ -55,6 +55,12 @@ RULES = (
         "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",
     ),
     Rule(r"make ", Kind.LONG),
+    Rule(
+        r"torchrun .*tiny_sft",
+        Kind.ELSEWHERE,
+        "has a test with a checkpoint and conversations of its own",
+        "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
+    ),
     Rule(r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
     Rule(

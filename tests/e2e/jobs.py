@@ -42,16 +42,20 @@ class Job:
 
 
 def command(
-    run_dir: Path, *flags: str, ranks: int = 2, program: tuple[str, ...] = ("train_async.py",)
+    run_dir: Path,
+    *flags: str,
+    ranks: int = 2,
+    program: tuple[str, ...] = ("train_async.py",),
+    recipe: str = "configs/tiny_cpu.toml",
 ) -> list[str]:
-    """The README's command, with the demo's recipe and further flags."""
+    """The README's command, with the demo's recipe or another and further flags."""
     return [
         *TORCHRUN,
         "--nproc-per-node",
         str(ranks),
         *program,
         "--config",
-        "configs/tiny_cpu.toml",
+        recipe,
         "--run-dir",
         str(run_dir),
         *flags,

@@ -29,7 +29,7 @@ class Rule:
     rollout_temperature: float
     grpo_std_normalization: bool
     eps_clip: float
-    eps_clip_high: float
+    eps_clip_high: float | None
     kl_loss_coef: float
     entropy_coef: float
     use_tis: bool
@@ -46,6 +46,7 @@ class Rule:
     adam_beta1: float = 0.9
     adam_beta2: float = 0.98
     adam_eps: float = 1e-8
+    loss_type: str = "policy"
     advantage_estimator: str = "grpo"
     gamma: float = 1.0
     normalize_advantages: bool = False
@@ -271,6 +272,9 @@ def policy_terms(rows: Rows, rule: Rule, bounds: Bounds) -> tuple[Tensor, Tensor
     token form of 2507.18071), cispo (2506.13585), dppo (2602.04879 and prime-rl's square).
     """
     a, name = rows.advantage, rule.policy_loss
+    if rule.loss_type == "sft":  # cross-entropy: no ratio
+        none = torch.zeros_like(rows.new)
+        return -rows.new, none, none
     low, high = max(1 - rule.eps_clip, 0.0), 1 + rule.eps_clip_high
     if name.startswith("dppo"):
         p, q = rows.new.detach().exp(), rows.rollout.exp()
@@ -348,6 +352,8 @@ def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
         "chi2_token": (2 * d).exp() - 1,
         "importance": importance(d, rule),
     }
+    if rule.loss_type == "sft":
+        terms = {n: t for n, t in terms.items() if n not in ("ratio", "ppo_kl", "clip_share")}
     if rule.use_tis or rule.rollout_is != "none":
         w = terms["importance"]
         bounds.near(w, rule.tis_clip_low, rule.tis_clip)
@@ -413,7 +419,7 @@ def loss_of(
     # a difference of log-probs is as exact as they are
     exactness = float((old.abs() + new.detach().abs()).mean())
     differences = ("ppo_kl", "kl", "log_prob_gap_k1", "log_prob_gap_k3", "log_prob_gap_mean")
-    for name in differences:
+    for name in metrics.keys() & differences:
         metrics[name] = metrics[name][0], max(metrics[name][1], exactness)
     ratios = torch.cat([terms["importance"] for terms in found])
     del metrics["importance"]
@@ -488,6 +494,8 @@ def _step(
         kept = torch.from_numpy(sample.mask[1:])
         rollout = torch.from_numpy(sample.rollout_log_probs[1:]).double()
         of_token = torch.from_numpy(advantage[1:])
+        if rule.loss_type == "sft":  # no engine, and no policy before
+            old = rollout = new.detach()
         if kept.any():
             tables.append(Rows(*(x[kept] for x in (new, entropy, old, ref, rollout, of_token))))
     loss, metrics = loss_of(tables, rule, bounds)

@@ -168,6 +168,21 @@ RULES = {
         tis_clip_low=0.0,
         min_ess=0.85,
     ),
+    "sft": replace(
+        EVERYTHING,
+        loss_type="sft",
+        grpo_std_normalization=True,
+        eps_clip=0.2,
+        eps_clip_high=None,
+        eps_clip_c=None,
+        use_tis=False,
+        tis_clip=2.0,
+        tis_clip_low=0.0,
+        use_unbiased_kl=False,
+        rollout_rs=(),
+        rollout_rs_threshold=(),
+        opsm_delta=None,
+    ),
     "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
     # one optimizer step a rollout: there is no old pass to be found in the weights
     "one_step": replace(
@@ -215,6 +230,7 @@ JOBS = [
     Job("pp2_cp2_recompute", 4, parallel=PP2_CP2_FULL),
     Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL),
     Job("pp2_cp2_recompute_one_step", 4, "one_step", parallel=PP2_CP2_FULL),
+    Job("pp2_cp2_recompute_sft", 4, "sft", parallel=PP2_CP2_FULL),
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
@@ -585,6 +601,8 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
             change = {setting: DEFAULTS[setting]}
             if setting == "eps_clip_high":
                 change[setting] = rule.eps_clip  # unset, it means that
+            if setting == "loss_type":
+                change["eps_clip_high"] = rule.eps_clip
             if setting == "rollout_rs":
                 change["rollout_rs_threshold"] = ()
             other = replace(rule, **change)

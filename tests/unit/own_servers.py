@@ -24,7 +24,7 @@ def servers_of_rank_0(
     config = SimpleNamespace(
         model=SimpleNamespace(hf_checkpoint=directory, dtype_name="float32"),
         replay=SimpleNamespace(use_rollout_routing_replay=False),
-        checkpoint=SimpleNamespace(replay_rollouts=None),
+        has_engines=True,
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )

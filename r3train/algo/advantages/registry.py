@@ -62,11 +62,14 @@ def token_advantages(
 ) -> list[list[np.ndarray]]:
     """Run the configured estimator: float32[T] for each sample of each group, 0 outside its mask.
 
+    With --loss-type sft there is none, and every advantage is 1.
     With ``normalize_advantages`` they are whitened afterwards.
 
     Raises ValueError, naming the estimator and the sample, where it returns anything but a finite
     number for each token.
     """
+    if algorithm.loss_type == "sft":
+        return [[s.loss_mask.astype(np.float32) for s in group] for group in groups]
     name = algorithm.advantage_estimator
     found = get_advantage_estimator(name)(groups, rewards, algorithm)
     expected = [len(group) for group in groups]

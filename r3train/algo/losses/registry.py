@@ -5,6 +5,7 @@ from __future__ import annotations
 from r3train.algo.losses.cispo import cispo
 from r3train.algo.losses.dppo import dppo_kl, dppo_tv
 from r3train.algo.losses.ppo import gspo, ppo
+from r3train.algo.losses.sft import sft
 from r3train.algo.policy_loss import PolicyLoss, metric_names, rows_without_values
 from r3train.algo.rows import LossRows, RowLoss
 from r3train.config.algorithm import AlgorithmSection
@@ -27,6 +28,11 @@ def get_policy_loss(name: str) -> PolicyLoss:
     for anything but a plain function (rows, algorithm).
     """
     return require_function(_FLAG, name, find_plug(_FLAG, name, POLICY_LOSSES), "rows", "algorithm")
+
+
+def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
+    """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``."""
+    return sft if algorithm.loss_type == "sft" else get_policy_loss(algorithm.policy_loss)
 
 
 def check_policy_loss(algorithm: AlgorithmSection) -> None:

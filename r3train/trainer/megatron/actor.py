@@ -16,7 +16,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3train.algo.losses.registry import get_policy_loss
+from r3train.algo.losses.registry import configured_loss
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -50,9 +50,7 @@ class MegatronActor:
         self._algorithm = config.algorithm
         self.lora = config.lora
         self._temperature = config.rollout.rollout_temperature
-        self._metric_names = metric_names(
-            get_policy_loss(config.algorithm.policy_loss), config.algorithm
-        )
+        self._metric_names = metric_names(configured_loss(config.algorithm), config.algorithm)
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)

@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from r3train.algo.corrections import log_prob_gap_histogram
-from r3train.algo.losses.registry import get_policy_loss
+from r3train.algo.losses.registry import configured_loss
 from r3train.algo.policy_loss import microbatch_loss
 from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
@@ -172,7 +172,7 @@ def make_train_step(
     Without ``old_log_probs`` those of this very forward stand for them, without gradient.
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     """
-    policy_loss = get_policy_loss(algorithm.policy_loss)
+    policy_loss = configured_loss(algorithm)
 
     def loss_func(batch: DeviceSlice, logits: torch.Tensor) -> tuple:
         # the entropy first: token_log_probs overwrites the logits
@@ -183,7 +183,8 @@ def make_train_step(
         rows = LossRows(
             log_probs=log_probs,
             old_log_probs=old,
-            rollout_log_probs=batch.rollout_log_probs,
+            # without an engine there is no gap to one
+            rollout_log_probs=old if algorithm.loss_type == "sft" else batch.rollout_log_probs,
             advantages=batch.advantages,
             mask=batch.loss_mask,
             entropy=entropy,

@@ -134,6 +134,8 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"rollout_top_k": 1, "rollout_temperature": 0.8},
         ),
         ("rollout_top_k 0 is not a number of tokens", {"rollout_top_k": 0}),
+        ("^rollout_top_p 0.9 and .* report the log-probs of all", {"rollout_top_p": 0.9}),
+        ("rollout_top_k 20: SGLang would sample among the likeliest", {"rollout_top_k": 20}),
         ("rollout_buffer_size 3 is below rollout_batch_size 4", {"rollout_buffer_size": 3}),
         (
             "rollout_buffer_size 5 is below over_sampling_batch_size 6",
@@ -238,7 +240,7 @@ ALWAYS_IN_EFFECT = {
         "kl_loss_coef",
         "entropy_coef",
     ),
-    "min_ess",
+    *("min_ess", "loss_type"),
 }
 
 
@@ -277,6 +279,47 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
 )
 def test_the_same_settings_pass_where_they_have_an_effect(fields):
     check_static(config(**fields), 1)
+
+
+SFT = {"loss_type": "sft", "n_samples_per_prompt": 1}
+
+
+@pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "use_tis", "length_penalty_coef", "min_ess"])
+def test_a_setting_of_reinforcement_is_refused_with_sft(name):
+    of_reference = {"kl_loss_type"}
+    value = {"use_tis": True, "length_penalty_coef": 0.5, "min_ess": 0.5}.get(name)
+    value = WITHOUT_EFFECT[name][0] if value is None else value
+    if name in of_reference:
+        check_static(config(**SFT, kl_loss_coef=0.1, **{name: value}), 1)
+    else:
+        static_refuses(
+            rf"^{name} [^\n]* has no effect with --loss-type sft", **SFT, **{name: value}
+        )
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        ("n_samples_per_prompt 4: .* it must be 1", {"n_samples_per_prompt": 4}),
+        ("conversations have no routes", R3),
+        ("--environment has no effect", {"environment": "calculator"}),
+        ("needs a server: --loss-type sft has none", {"check_weight_update_equal": True}),
+        ("needs a server: --loss-type sft has none", {"max_engine_restarts": 1}),
+    ],
+)
+def test_what_sft_cannot_do_is_refused(message, fields):
+    static_refuses(message, **SFT | fields)
+
+
+def test_sft_needs_no_server_and_no_pass_before_its_steps():
+    made = config(**SFT, global_batch_size=2)
+    check_static(made, 1)
+    assert not made.has_engines and made.learns_conversations
+    assert made.replay_passes == ("train",)
+    assert algorithm_warnings(made) == []
+    dumped = config(**SFT, replay_rollouts=".", **R3)  # on the tokens of recorded rollouts
+    check_static(dumped, 1)
+    assert not dumped.learns_conversations
 
 
 def test_every_broken_rule_is_named_at_once():

@@ -12,8 +12,10 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.data.fingerprint import FileFingerprint
+from r3train.data.order import PromptOrder
 from r3train.loop import prompt_log
 from r3train.loop.keeper import BadSteps, Keeper, WatchedSource
+from r3train.loop.replay_source import Conversations
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.trainer.megatron.write_results import WriteResults
 from tests.unit.config.test_config import config
@@ -173,3 +175,16 @@ def test_a_save_that_fails_after_generation_failed_does_not_hide_why_it_did(tmp_
     with pytest.raises(OSError, match="No space left"):
         keeper_of(tmp_path, path, told, FullDisk()).failed(7, "the server died")
     assert told == ["generation failed after 7 rollouts: the server died"]
+
+
+def test_conversations_are_drawn_by_the_rollouts_number_alone():
+    samples = [scored[0] for group in groups() for scored in group]
+    order = PromptOrder(len(samples), seed=3)
+    source = Conversations(samples, order, num_groups=3)
+    first, second = source.next_batch(0), source.next_batch(1)
+    drawn = [sample for group in [*first, *second] for sample, reward in group if reward == 0]
+    assert [s.sample_id for s in drawn] == [s.group_id for s in drawn] == list(range(6))
+    texts = [s.token_ids.tolist() for s in drawn]
+    assert texts == [samples[i].token_ids.tolist() for i in order.indices(0, 6)]
+    (again,) = Conversations(samples, order, num_groups=3).next_batch(1)[:1]  # as after a resume
+    assert again[0][0].sample_id == 3 and again[0][0].token_ids.tolist() == texts[3]

@@ -1,0 +1,121 @@
+"""Conversations for supervised fine-tuning: the assistant's tokens, found by the template's spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from r3train.data.prompts import ChatTemplate, read_records, Record, require_messages, required
+from r3train.types import Prompt, RolloutSample
+
+
+def load_conversations(
+    path: Path,
+    *,
+    rows: slice = slice(None),
+    tokenizer: Any,
+    input_key: str,
+    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    tool_key: str | None = None,
+    max_prompt_len: int,
+    prompt_limit_name: str,
+    max_response_len: int,
+) -> list[RolloutSample]:
+    """Read every conversation of a .jsonl or .parquet file as a sample, in the order of the file.
+
+    rows, template_kwargs, tool_key: as for ``load_prompts``.
+    A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
+    assistant's tokens, with those that the template closes an answer with.  Its ids and weight versions
+    are to be set where it is drawn, and no engine gave it log-probs: they are 0.
+    Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
+    without an answer, with one that is too long, or that the template does not render piece by piece.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(f"{path}: the checkpoint's tokenizer has no chat template for messages")
+    if not tokenizer.is_fast:
+        raise ValueError(
+            f"{path}: the checkpoint's tokenizer does not tell the places of its tokens"
+        )
+    samples = []
+    template = ChatTemplate(tokenizer, template_kwargs, tool_key)
+    for record in read_records(path, rows):
+        messages = require_messages(record, input_key, required(record, input_key))
+        text, spans = _rendered(record, messages, template)
+        tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        token_ids = np.asarray(tokens["input_ids"], dtype=np.int32)
+        begin, end = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+        mask = np.zeros(len(token_ids), dtype=bool)
+        for start, stop in spans:
+            mask |= (begin >= start) & (end <= stop) & (end > begin)
+        if not mask.any():
+            raise ValueError(
+                f"{record.where}: key {input_key}: no token of an assistant's to train"
+            )
+        prompt_len = int(mask.argmax())
+        response_len = len(token_ids) - prompt_len
+        for what, length, most, name in (
+            ("the prompt", prompt_len, max_prompt_len, prompt_limit_name),
+            ("from its first answer on the text", response_len, max_response_len, _RESPONSE),
+        ):
+            if length > most:
+                raise ValueError(
+                    f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
+                )
+        samples.append(
+            RolloutSample(
+                sample_id=record.index,
+                group_id=record.index,
+                prompt=Prompt(
+                    prompt_id=f"{path.name}:{record.index}",
+                    index=record.index,
+                    text=text[: spans[0][0]],
+                    token_ids=token_ids[:prompt_len],
+                    label=None,
+                ),
+                token_ids=token_ids,
+                prompt_len=prompt_len,
+                loss_mask=mask,
+                rollout_log_probs=np.zeros(len(token_ids), dtype=np.float32),
+                routed_experts=None,
+                weight_versions=np.full(len(token_ids), -1, dtype=np.int32),
+                finish_reason="stop",
+                text=text[spans[0][0] :],
+            )
+        )
+    if not samples:
+        raise ValueError(f"{path}: holds no conversations")
+    return samples
+
+
+_RESPONSE = "rollout_max_response_len"
+
+
+def _rendered(
+    record: Record, messages: list[dict[str, Any]], template: ChatTemplate
+) -> tuple[str, list[tuple[int, int]]]:
+    """The whole text, and the characters of each of the assistant's messages in it.
+
+    A message's span begins where the text of those before it ends, with the words that ask for an
+    answer, and ends where its own text does.
+    """
+
+    where, spans = record.where, []
+    text = template.render(record, messages, asks=False)
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before = template.render(record, messages[:i])
+        behind = template.render(record, messages[: i + 1], asks=False)
+        if not behind.startswith(before) or not text.startswith(behind):
+            raise ValueError(
+                f"{where}: the chat template renders message {i + 1} otherwise within the conversation"
+                " than at its end, so its tokens cannot be told: end the conversation with it"
+            )
+        spans.append((len(before), len(behind)))
+    if not spans:
+        raise ValueError(f"{where}: no message of role assistant: there is nothing to train")
+    return text, spans

@@ -1,0 +1,89 @@
+"""Supervised fine-tuning in a whole job: conversations in, a checkpoint out, no server."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from r3train.tiny import task_prompts
+from tests.e2e import jobs
+
+pytestmark = pytest.mark.e2e
+
+ONE_RANK = {"recipe": "configs/tiny_sft.toml", "ranks": 1}
+
+# words that no prompt has stand for the two roles
+TEMPLATE = (
+    "{% for m in messages %}{{ 'the' if m.role == 'user' else 'and' }} {{ m.content }} <eos> "
+    "{% endfor %}{% if add_generation_prompt %}and {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def talk(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's checkpoint with a chat template, and conversations that answer its prompts."""
+    directory = tmp_path_factory.mktemp("talk")
+    (directory / "model").mkdir()
+    for file in (tiny / "model").iterdir():
+        (directory / "model" / file.name).symlink_to(file)
+    (directory / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    lines = []
+    for i, prompt in enumerate(task_prompts()):
+        answer = " ".join(prompt["label"][i % 5 : i % 5 + 4])
+        says = [{"role": "user", "content": prompt["input"]}]
+        says.append({"role": "assistant", "content": answer})
+        lines.append(json.dumps({"messages": says}) + "\n")
+    (directory / "talk.jsonl").write_text("".join(lines))
+    return directory
+
+
+def cross_entropy(model: Path, talk: Path) -> float:
+    """Mean over the answers' tokens and their ends, by transformers, with masks made by hand."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    total = count = 0
+    for line in (talk / "talk.jsonl").read_text().splitlines():
+        user, assistant = (m["content"] for m in json.loads(line)["messages"])
+        prompt = tokenizer.encode(f"the {user} <eos> and", add_special_tokens=False)
+        answer = tokenizer.encode(f"{assistant} <eos>", add_special_tokens=False)
+        with torch.no_grad():
+            logits = network(torch.tensor([prompt + answer])).logits[0]
+        log_p = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+        total -= float(log_p.gather(1, torch.tensor(answer)[:, None]).sum())
+        count += len(answer)
+    return total / count
+
+
+def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path):
+    """A rollout is an epoch, in four optimizer steps; the oracle has the same over ranks."""
+    model, count = talk / "model", len(task_prompts())
+    job = jobs.run(
+        tmp_path / "run",
+        *("--hf-checkpoint", str(model), "--prompt-data", str(talk / "talk.jsonl")),
+        *("--save-hf", str(tmp_path / "hf"), "--rollout-batch-size", str(count)),
+        *("--global-batch-size", str(count // 4), "--num-rollout", "12", "--no-plot"),
+        *("--expert-model-parallel-size", "1"),
+        **ONE_RANK,
+    )
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    assert metrics[0]["train/num_loss_tokens"] == count * 5
+    # what the last steps saw is above what they left
+    assert cross_entropy(tmp_path / "hf", talk) <= metrics[-1]["train/loss"] < 1.6
+    assert metrics[0]["train/loss"] > 3
+    assert not (job.run_dir / "logs" / "sglang").exists() and "SGLang" not in job.output
+    once = jobs.run(
+        tmp_path / "once",
+        *("--hf-checkpoint", str(model), "--prompt-data", str(talk / "talk.jsonl"), "--lr", "0"),
+        *("--rollout-batch-size", str(count), "--num-rollout", "1", "--no-plot"),
+        *("--expert-model-parallel-size", "1"),
+        **ONE_RANK,
+    )
+    assert once.code == 0, once.output
+    found = once.metrics()[0]["train/loss"]
+    assert found == pytest.approx(cross_entropy(model, talk), rel=1e-5)

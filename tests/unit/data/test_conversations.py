@@ -1,0 +1,131 @@
+"""Conversations as samples: which tokens are the assistant's, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from r3train.data.conversations import load_conversations
+from r3train.launch.job import check_longest_conversation
+from tests.unit.config.test_config import config
+
+# a turn is its role, its words and an end; the assistant's begins like the words that ask for it
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+# leaves out the thoughts of every answer but the last
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}hm {% endif %}"
+    "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+WORDS = ["<user>", "<assistant>", "<system>", "<end>", "hm", "cat", "dog", "cow", "?"]
+
+
+def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
+    words = {word: i for i, word in enumerate(WORDS)}
+    inner = Tokenizer(models.WordLevel(words, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="?")
+    made.chat_template = template
+    return made
+
+
+def load(tmp_path, *lines, template=TEMPLATE, longest=100):
+    path = tmp_path / "talk.jsonl"
+    path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    return load_conversations(
+        path,
+        tokenizer=tokenizer(template),
+        input_key="messages",
+        max_prompt_len=longest,
+        prompt_limit_name="rollout_max_prompt_len",
+        max_response_len=longest,
+    )
+
+
+def says(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def trained(sample) -> list[str]:
+    return [WORDS[i] for i in sample.token_ids[sample.loss_mask]]
+
+
+def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path):
+    """Words that the user says too are told apart by their place."""
+    (one,) = load(
+        tmp_path,
+        [
+            says("system", "dog"),
+            says("user", "cat dog"),
+            says("assistant", "cat cat"),
+            says("user", "<assistant> cow"),
+            says("assistant", "dog"),
+            says("user", "cat"),
+        ],
+    )
+    assert trained(one) == ["cat", "cat", "<end>", "dog", "<end>"]
+    assert [WORDS[i] for i in one.prompt.token_ids] == (
+        "<system> dog <end> <user> cat dog <end> <assistant>".split()
+    )
+    assert one.prompt_len == len(one.prompt.token_ids) == int(np.flatnonzero(one.loss_mask)[0])
+    assert one.prompt.prompt_id == "talk.jsonl:0" and one.text.startswith("cat cat <end>")
+    assert not one.rollout_log_probs.any() and (one.weight_versions == -1).all()
+
+
+@pytest.mark.parametrize(
+    "message, line, template",
+    [
+        ("line 1: no message of role assistant", [says("user", "cat")], TEMPLATE),
+        ("line 1: key messages must be a list of messages", "cat", TEMPLATE),
+        ("no chat template", [says("user", "cat"), says("assistant", "dog")], None),
+        (
+            "line 1: the chat template fails",
+            [says("user", "cat"), says("assistant", "dog")],
+            "{{ raise_exception('no') }}",
+        ),
+        (
+            "line 1: the chat template renders message 2 otherwise",
+            [says("user", "cat"), says("assistant", "dog")] * 2,
+            FORGETFUL,
+        ),
+    ],
+)
+def test_a_conversation_that_cannot_be_trained_names_its_line(message, line, template, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, line, template=template)
+
+
+@pytest.mark.parametrize(
+    "message, turns",
+    [
+        (r"the prompt has 6 tokens, at most 5 fit \(rollout_max_prompt_len\)", ("cat " * 3, "dog")),
+        (r"has 6 tokens, at most 5 fit \(rollout_max_response_len\)", ("cat", "dog " * 5)),
+    ],
+)
+def test_a_conversation_that_is_too_long_is_refused(message, turns, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path, [says("user", turns[0]), says("assistant", turns[1])], longest=5)
+
+
+def test_a_conversation_that_no_microbatch_holds_is_named(tmp_path):
+    short, long = load(
+        tmp_path,
+        [says("user", "cat"), says("assistant", "dog")],
+        [says("user", "cat"), says("assistant", "dog " * 5)],
+    )
+    made = config(loss_type="sft", max_tokens_per_gpu=5, context_parallel_size=2)
+    check_longest_conversation(made, [short, long])
+    made = config(loss_type="sft", max_tokens_per_gpu=9)
+    with pytest.raises(ValueError, match="talk.jsonl:1: the conversation has 10 tokens, .* = 9$"):
+        check_longest_conversation(made, [short, long])
+
+
+def test_a_template_that_forgets_thoughts_trains_the_last_answer(tmp_path):
+    (one,) = load(tmp_path, [says("user", "cat"), says("assistant", "dog")], template=FORGETFUL)
+    assert trained(one) == ["hm", "dog", "<end>"]
