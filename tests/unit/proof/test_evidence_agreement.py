@@ -13,6 +13,7 @@ from r3train.cli import main
 from r3train.proof.audit import audit_run
 from r3train.proof.controls import beaten_by, CONTROLS
 from r3train.routing.agreement import chance_levels
+from tests.unit import evidence_dirs
 from tests.unit.evidence_dirs import write_run
 
 
@@ -21,12 +22,18 @@ def quiet(caplog):
     caplog.set_level(logging.CRITICAL)
 
 
-def native(r) -> bool:
-    return r.replay_pass == "old_log_prob"
+@pytest.fixture(params=["old_log_prob", "train"])
+def native(request, monkeypatch):
+    """True of the calls of a rollout's first forwards: of the old pass, or of the train pass alone."""
+    if request.param == "train":
+        monkeypatch.setattr(evidence_dirs, "PASSES", ("train",))
+    return lambda r: r.replay_pass == request.param
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_routes_that_fit_a_misalignment_fail_with_step_pass_layer_and_control(tmp_path, control):
+def test_routes_that_fit_a_misalignment_fail_with_step_pass_layer_and_control(
+    tmp_path, native, control
+):
     def shifted(r):
         here = native(r) and r.step == 1 and r.layer_number in (1, 3)
         return replace(r, rows_equal=0, rows_overlap=99, **{control: 95}) if here else r
@@ -36,13 +43,14 @@ def test_routes_that_fit_a_misalignment_fail_with_step_pass_layer_and_control(tm
     assert audit.claims["applied"] == audit.claims["covered"] == "passed"
     assert audit.claims["agreement"] == "failed"
     places = [(f.step, f.replay_pass, f.stage, f.layer_number) for f in audit.findings]
-    assert places == [(1, "old_log_prob", "replay_forward", layer) for layer in (1, 3)]
+    first = evidence_dirs.PASSES[0]
+    assert places == [(1, first, "replay_forward", layer) for layer in (1, 3)]
     assert all(control in f.what and f.got == "0 of 200" for f in audit.findings)
     result = CliRunner().invoke(main, ["check-evidence", str(run)])
     assert result.exit_code == 1 and control in result.output
 
 
-def test_steps_too_short_to_tell_are_told_together(tmp_path):
+def test_steps_too_short_to_tell_are_told_together(tmp_path, native):
     def shifted(r):
         if not native(r) or r.layer_number != 2:
             return r
@@ -54,6 +62,23 @@ def test_steps_too_short_to_tell_are_told_together(tmp_path):
     (only,) = audit.findings
     assert only.layer_number == 2 and only.step is None and only.claim == "agreement"
     assert "over steps 0..9" in only.what and "control_layer_plus" in only.what
+
+
+def test_a_run_that_begins_to_skip_the_old_pass_is_told_by_the_first_forwards_of_each_step(
+    tmp_path, monkeypatch
+):
+    def unequal_in_train(r):
+        return replace(r, rows_equal=0, rows_overlap=99) if r.replay_pass == "train" else r
+
+    run = write_run(tmp_path / "run", range(2), change=unequal_in_train)
+    assert audit_run(run).layer_agreement == dict.fromkeys((1, 2, 3), 0.9)
+    monkeypatch.setattr(evidence_dirs, "PASSES", ("train",))
+    write_run(tmp_path / "later", range(2, 4), attempt="2026-01-02T00:00:00Z")
+    for file in (tmp_path / "later").rglob("*.jsonl"):
+        whole = run / file.relative_to(tmp_path / "later")
+        whole.write_text(whole.read_text() + file.read_text())
+    audit = audit_run(run)
+    assert audit.verdict == "passed" and audit.layer_agreement == dict.fromkeys((1, 2, 3), 0.9)
 
 
 def values(rows: int, equal: int, **controls: int) -> dict[str, int]:
