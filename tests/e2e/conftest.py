@@ -10,6 +10,7 @@ import pytest
 from r3train.engine.server import SGLangServer
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
+from tests.e2e.sglang_support import make_model
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +39,10 @@ def engine(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
     with SGLangServer(tiny / "model", log, return_routed_experts=True) as server:
         server.wait_ready()
         yield server.addr
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two checkpoints, a and b, of one shape and other weights."""
+    root = tmp_path_factory.mktemp("models")
+    return [make_model(root / name, seed) for seed, name in enumerate("ab")]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import time
+import urllib.request
 from pathlib import Path
 
 import numpy as np
 
 from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.types import Prompt, RouteShape
 
 NUM_LAYERS, TOPK, NUM_EXPERTS, VOCAB, EOS = 3, 2, 8, 512, 1
+ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 
 
 def make_model(directory: Path, seed: int) -> Path:
@@ -44,6 +49,24 @@ def make_model(directory: Path, seed: int) -> Path:
     )
     Qwen3MoeForCausalLM(config).eval().save_pretrained(directory)
     return directory
+
+
+def prompt_of(seed: int, length: int = 24) -> Prompt:
+    """A random prompt of the model's vocabulary, without special tokens."""
+    ids = np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
+    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
+
+
+def wait_until_running(addr: str, count: int, then_s: float = 0.3) -> None:
+    """Wait until so many requests are being decoded, and a moment more for some tokens of each."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"http://{addr}/v1/loads?include=core", timeout=10) as answer:
+            (load,) = json.load(answer)["loads"]
+        if load["num_running_reqs"] >= count:
+            return time.sleep(then_s)
+        assert time.monotonic() < deadline, load
+        time.sleep(0.02)
 
 
 def checkpoint_tensors(directory: Path) -> dict:

@@ -11,8 +11,7 @@ import urllib.request
 
 import numpy as np
 import pytest
-from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, MixedReference
-from tests.e2e.sglang_support import checkpoint_tensors, make_model
+from tests.e2e.sglang_support import checkpoint_tensors, MixedReference, prompt_of, ROUTES
 
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
@@ -21,22 +20,10 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.types import Prompt, RolloutSample, RouteShape
+from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e
-ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 POOL, IN_FLIGHT, PROMPT, RESPONSE, ROLLOUTS = 400, 8, 24, 60, 3
-
-
-def prompt_of(seed: int) -> Prompt:
-    ids = np.random.default_rng(seed).integers(3, VOCAB, PROMPT).astype(np.int32)
-    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
 
 
 @pytest.fixture(scope="module")

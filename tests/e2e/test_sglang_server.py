@@ -11,33 +11,19 @@ import psutil
 import pytest
 import torch
 from tests import whole_samples
-from tests.e2e.sglang_support import EOS, NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, Reference
-from tests.e2e.sglang_support import checkpoint_tensors, make_model, shared_memory_of
+from tests.e2e.sglang_support import checkpoint_tensors, EOS, NUM_EXPERTS, NUM_LAYERS, prompt_of
+from tests.e2e.sglang_support import Reference, ROUTES, shared_memory_of, TOPK, VOCAB
 
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
-from r3train.types import Prompt
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 
 pytestmark = pytest.mark.e2e
-ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
-
-
-def prompt_of(seed: int, length: int = 24) -> Prompt:
-    ids = np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
-    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
 
 
 @pytest.fixture(scope="module")

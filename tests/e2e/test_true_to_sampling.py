@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.e2e.sglang_support import checkpoint_tensors, make_model
-from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB
-from tests.e2e.test_updates_in_flight import wait_until_running
+from tests.e2e.sglang_support import checkpoint_tensors, NUM_LAYERS, prompt_of, ROUTES
+from tests.e2e.sglang_support import wait_until_running
 
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
@@ -30,13 +29,12 @@ from r3train.proof.rescored import (
     RescoredRecord,
 )
 from r3train.trainer.megatron.cpu_device import prepare_device
-from r3train.types import Prompt, Rescored, RolloutSample, RouteShape
+from r3train.types import Prompt, Rescored, RolloutSample
 
 prepare_device()
 from r3train.verify.mutations import planted_by  # noqa: E402
 
 pytestmark = pytest.mark.e2e
-ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
 LAYERS = range(1, NUM_LAYERS + 1)
 BUGS = planted_by("tests/e2e/test_true_to_sampling.py")
 MARGINS = {
@@ -44,17 +42,6 @@ MARGINS = {
     "answer_without_second_stage": 3,
     "answer_on_stale_prefix": 5,
 }
-
-
-def prompt_of(seed: int, length: int = 24) -> Prompt:
-    ids = np.random.default_rng(seed).integers(3, VOCAB, length).astype(np.int32)
-    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
 
 
 @pytest.fixture(scope="module")

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-import time
-import urllib.request
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from tests import whole_samples
 from tests.e2e import jobs
-from tests.e2e.sglang_support import NUM_EXPERTS, NUM_LAYERS, TOPK, VOCAB, MixedReference
-from tests.e2e.sglang_support import checkpoint_tensors, make_model
+from tests.e2e.sglang_support import checkpoint_tensors, MixedReference, prompt_of, ROUTES
+from tests.e2e.sglang_support import wait_until_running
 
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
-from r3train.types import RouteShape
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
-from r3train.types import Prompt, RolloutSample
+from r3train.types import RolloutSample
 from r3train.engine.publish import DistributedPublisher
 
 pytestmark = pytest.mark.e2e
-ROUTES = RouteShape(num_layers=NUM_LAYERS, topk=TOPK, num_experts=NUM_EXPERTS)
-
-
-def prompt_of(seed: int) -> Prompt:
-    ids = np.random.default_rng(seed).integers(3, VOCAB, 24).astype(np.int32)
-    return Prompt(prompt_id=f"p{seed}", index=seed, text="", token_ids=ids, label=None)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    root = tmp_path_factory.mktemp("models")
-    return [make_model(root / name, seed) for seed, name in enumerate("ab")]
 
 
 @pytest.fixture(scope="module")
@@ -74,18 +58,6 @@ class Stranger:
 
     def __exit__(self, *_exc: object) -> None:
         self._thread.join()
-
-
-def wait_until_running(addr: str, count: int, then_s: float = 0.3) -> None:
-    """Until so many requests are being decoded, and a moment more for some tokens of each."""
-    deadline = time.monotonic() + 60
-    while True:
-        with urllib.request.urlopen(f"http://{addr}/v1/loads?include=core", timeout=10) as answer:
-            (load,) = json.load(answer)["loads"]
-        if load["num_running_reqs"] >= count:
-            return time.sleep(then_s)
-        assert time.monotonic() < deadline, load
-        time.sleep(0.02)
 
 
 def spanning_samples(
