@@ -34,6 +34,7 @@ class Sample(BaseModel):
     generation_s: FiniteFloat | None = None
     finish_reason: str = ""
     prompt: str = ""
+    label: Any = None  # any JSON value
 
 
 def read_steps(run_dir: Path, keys: Collection[str], notices: list[str]) -> list[dict[str, Any]]:

@@ -27,6 +27,7 @@ def with_metrics(run_dir: Path, *, gap: float = 0.01) -> Path:
             metrics.write(step, values)
             sample = {"kind": "worst", "reward": 0.1, "response_len": 3, "finish_reason": "stop"}
             sample |= {"prompt": "say", "text": f"{EVIL} {step}", "generation_s": step + 0.25}
+            sample |= {"label": [EVIL, 4]}
             metrics.write_samples(step, [sample, {**sample, "kind": "slowest"}])
     return run_dir
 

@@ -146,6 +146,16 @@ def test_runs_of_one_name_are_told_apart():
     assert names(deep) == ["x/b/c/d/e/run", "y/b/c/d/e/run"]
 
 
+def test_a_sample_shows_its_answer_and_keeps_prompt_and_label_folded(runs, tmp_path):
+    page = tmp_path / "page.html"
+    assert report(runs[0], "--output", page).exit_code == 0
+    text = page.read_text()
+    card = text[text.index("Lowest reward") :]
+    folded = card[card.index("<details>") : card.index("</details>")]
+    assert "<b>say</b>" in folded and "label: [" in folded and EVIL not in text
+    assert card.index("</details>") < card.index("<pre>", card.index("</details>"))
+
+
 def test_the_slowest_samples_of_the_run_are_those_with_the_most_seconds(runs):
     samples = load_run(runs[0], "a").samples
     slowest = [s.generation_s for s in samples if s.kind == "slowest"]
