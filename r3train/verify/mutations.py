@@ -644,7 +644,7 @@ def tp_mean_instead_of_sum(original, chunks, config, *args):
     size = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
         for p in chunk.parameters():
-            if getattr(p, "sequence_parallel", False):
+            if p.requires_grad and getattr(p, "sequence_parallel", False):
                 p.main_grad /= size
 
 
