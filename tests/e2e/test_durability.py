@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
+from r3train.engine.control import EngineControl
 from r3train.observe.metrics import read_metrics
 from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples
@@ -55,7 +57,6 @@ def replay(dumped) -> list[str]:
 
 def test_the_export_reloads_in_transformers_with_the_logits_of_the_server(dumped, engine):
     assert dumped.code == 0, dumped.output
-    from r3train.engine.control import EngineControl
     from tests.e2e.sglang_support import Reference
 
     # published and probed at the end: the server holds what the actor holds
@@ -129,10 +130,77 @@ def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, 
     assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
 
 
+# sets whose answers show each setting: one is drawn, three are greedy, each for another reason
+EVALUATION = """
+[eval]
+eval_interval = 3
+n_samples_per_eval_prompt = 3
+eval_temperature = 0.7
+eval_top_k = -1
+eval_max_response_len = 5
+eval_rm_type = "accepted_words"
+eval_input_key = "ask"
+eval_label_key = "words"
+datasets = [
+    {{name = "drawn", path = "{path}", metadata_key = "facts"}},
+    {{name = "cold", path = "{path}", n_samples_per_eval_prompt = 1, temperature = 0.0}},
+    {{name = "narrow", path = "{path}", n_samples_per_eval_prompt = 1, top_p = 1e-6}},
+    {{name = "short", path = "{path}", n_samples_per_eval_prompt = 1, top_k = 1, max_response_len = 3}},
+]
+"""
+EVAL_SETS = ("drawn", "cold", "narrow", "short")
+
+
+def evaluation_recipe(directory: Path, prompts: Path) -> Path:
+    """The demo's recipe with evaluation sets over its first five prompts, under other keys."""
+    lines = [json.loads(line) for line in prompts.read_text().splitlines()[:5]]
+    held_out = [{"ask": x["input"], "words": x["label"], "facts": {"num_words": 10}} for x in lines]
+    path, recipe = directory / "held_out.jsonl", directory / "recipe.toml"
+    path.write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    demo = (jobs.ROOT / "configs/tiny_cpu.toml").read_text()
+    recipe.write_text(demo + EVALUATION.format(path=path))
+    return recipe
+
+
+def answers(run_dir: Path, version: int) -> dict[str, list[dict]]:
+    """The rows of every evaluation set by one weight version."""
+    rows = {}
+    for name in EVAL_SETS:
+        lines = (run_dir / "eval" / f"{version:07d}-{name}.jsonl").read_text().splitlines()
+        rows[name] = [json.loads(line) for line in lines]
+    return rows
+
+
+def shows_its_settings(rows: dict[str, list[dict]], version: int) -> None:
+    """Hold the rows of one version against the sampling, the keys and the reward of each set."""
+    assert {row["version"] for of_set in rows.values() for row in of_set} == {version}
+    assert {name: len(of_set) for name, of_set in rows.items()} == {
+        **dict.fromkeys(EVAL_SETS, 5),
+        "drawn": 15,
+    }
+    words = {name: [row["answer"].split() for row in of_set] for name, of_set in rows.items()}
+    assert words["cold"] == words["narrow"]
+    # some tokens have no text, so three tokens may be fewer words
+    assert words["short"] == [long[: len(s)] for s, long in zip(words["short"], words["cold"])]
+    assert any(words["short"])
+    assert words["drawn"][::3] != words["drawn"][1::3] and words["drawn"][::3] != words["cold"]
+    lengths = {name: {row["response_len"] for row in of_set} for name, of_set in rows.items()}
+    assert max(lengths["drawn"]) == max(lengths["cold"]) == 5 and max(lengths["short"]) == 3
+    for name, of_set in rows.items():
+        for row, answer in zip(of_set, words[name]):
+            right = sum(word in row["label"] for word in answer)
+            assert row["reward"] == right / (10 if name == "drawn" else max(len(answer), 1))
+            assert row["prompt"].startswith("name ")
+
+
 def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server(
-    tmp_path, base, engine
+    tmp_path, base, tiny, engine
 ):
-    """Greedy groups have no variance: the entropy bonus is what trains."""
+    """Greedy groups have no variance: the entropy bonus is what trains.
+
+    The run that is killed and resumed is evaluated too, and trains the same: bit for bit, with the R3
+    evidence of every step.
+    """
     flags = [
         *base,
         *("--rollout-external-engine-addrs", engine, "--max-weight-staleness", "0"),
@@ -143,13 +211,20 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
     )
     assert whole.code == 0, whole.output
     assert all(m["train/grad_norm"] > 0 for m in whole.metrics())
+    recipe = str(evaluation_recipe(tmp_path, tiny / "prompts.jsonl"))
     flags += ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--num-rollout", "6"]
+    flags += ["--config", recipe]
     run_dir = tmp_path / "run"
+    evaluated = [run_dir / "eval" / f"0000003-{name}.jsonl" for name in EVAL_SETS]
     with running(run_dir, *flags) as job:
-        wait_for(lambda: pointer(tmp_path / "ck") == 3, job, run_dir)
+        # a step beyond it, whose end evaluates version 3; not within the update that follows
+        wait_for(lambda: steps_done(run_dir) == 4 and pointer(tmp_path / "ck") == 3, job, run_dir)
         for process in [job, *job.children(recursive=True)]:
             process.kill()
     assert pointer(tmp_path / "ck") == 3, "it was killed before its end"
+    with EngineControl([engine]) as control:  # as a kill within a weight update leaves the server
+        control.begin_weight_update()
+    written = [path.stat().st_mtime_ns for path in evaluated]
     second = jobs.run(run_dir, *flags, "--auto-resume", "--save-hf", str(tmp_path / "b"))
     assert second.code == 0, second.output
     # the engine's own log-probs carry the rounding of whichever batches it made of the requests
@@ -157,6 +232,43 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
     steps = read_metrics(run_dir)
     jobs.same_numbers(whole.metrics(), steps, but=jobs.OF_THE_GAP)
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
+    # nothing was evaluated twice, and every answer tells by which settings it was drawn
+    assert [path.stat().st_mtime_ns for path in evaluated] == written
+    lines = (run_dir / "eval" / "metrics.jsonl").read_text().splitlines()
+    done = [(json.loads(line)["step"], json.loads(line)["name"]) for line in lines]
+    assert sorted(done) == sorted((version, name) for version in (0, 3, 6) for name in EVAL_SETS)
+    for version in (0, 3, 6):
+        shows_its_settings(answers(run_dir, version), version)
+    assert "evaluation of drawn" in second.output and "(version 6)" in second.output
+    # the checkpoint that the run exported, on a server of the command's own, gives the same answers
+    last = answers(run_dir, 6)
+    again = r3train_eval(tmp_path / "b", recipe, tmp_path / "alone")
+    served = [" ".join(p.info["cmdline"] or []) for p in psutil.process_iter(["cmdline"])]
+    assert not [words for words in served if str(tmp_path / "b") in words], "its server is left"
+    shows_its_settings(again, 0)
+    # a server that is there holds the weights of the run's last update
+    external = r3train_eval(
+        tmp_path / "b", recipe, tmp_path / "there", "--rollout-external-engine-addrs", engine
+    )
+    shows_its_settings(external, 6)
+    for name in EVAL_SETS[1:]:
+        expected = [row["answer"] for row in last[name]]
+        assert [row["answer"] for row in again[name]] == expected
+        assert [row["answer"] for row in external[name]] == expected
+
+
+def r3train_eval(
+    checkpoint: Path, recipe: str, run_dir: Path, *flags: str
+) -> dict[str, list[dict]]:
+    """Run the command; returns the rows of the one version that it found."""
+    command = [sys.executable, "-m", "r3train.cli", "eval", str(checkpoint), "--config", recipe]
+    command += ["--run-dir", str(run_dir), "--no-tensorboard", *flags]
+    done = subprocess.run(
+        command, cwd=jobs.ROOT, env=jobs.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (version,) = {int(path.name[:7]) for path in (run_dir / "eval").glob("*-*.jsonl")}
+    return answers(run_dir, version)
 
 
 def test_the_model_alone_loads_into_another_topology(tmp_path, base, dumped, replay, replayed):
