@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.e2e import jobs
 
@@ -112,18 +113,20 @@ def test_the_check_without_the_master_switch_warns_once_and_does_nothing(
     assert not (job.run_dir / "evidence").exists()
 
 
-def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny_flags, engine):
+def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tiny_flags, engine):
     job = jobs.run(
         tmp_path / "run",
         *tiny_flags,
-        *("--num-rollout", "1", "--rollout-external-engine-addrs", engine),
+        *("--num-rollout", "2", "--rollout-external-engine-addrs", engine),
         *("--use-rollout-routing-replay", "--ci-test", "--kl-loss-coef", "0.01"),
         *("--recompute-granularity", "full", "--recompute-method", "uniform"),
         *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
+        *("--log-route-drift", "--r3-keep-score-ratio", "0.99", "--freeze-moe-router"),
+        *("--lr-warmup-iters", "0", "--save-hf", str(tmp_path / "hf")),
     )
     assert job.code == 0, job.output
-    (m,) = job.metrics()
-    assert m["r3/passed"] is True and m["train/kl"] == 0.0
+    m, later = job.metrics()
+    assert m["r3/passed"] is True and m["train/kl"] == 0.0 < later["train/kl"]
     passes = {(e["replay_pass"], e["stage"]) for e in job.evidence()}
     # one optimizer step a rollout: its own forward gives the old log-probs
     reference, train = ("ref_log_prob", "replay_forward"), ("train", "replay_forward")
@@ -131,3 +134,12 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny_flag
     assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/ppo_kl"] == 0.0
     # the controls are counted in the train forward, and agreement beats them there
     assert m["r3/agreement"] > 0.99 > m["r3/agreement_control_token_minus"] > 0
+    steps = [jobs.json.loads(line) for line in (job.run_dir / "evidence/steps.jsonl").open()]
+    # the second rollout is of weights before the first update: its rows are another router's choice
+    assert [step["keep_score_ratio"] for step in steps] == [0.99, 0.99]
+    assert steps[1]["counts"]["rows_let_go"] > steps[0]["counts"]["rows_let_go"] == 0
+    assert later["r3/drift_left"] > m["r3/drift_left"] == 0
+    (exported,) = (tmp_path / "hf").glob("**/*.safetensors")
+    before, after = load_file(tiny / "model/model.safetensors"), load_file(exported)
+    moved = {name for name in before if not before[name].equal(after[name])}
+    assert moved == {name for name in before if not name.endswith("mlp.gate.weight")}
