@@ -254,7 +254,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
     "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
-    "qwen3_next": TinyFamily("Qwen3Next", _qwen3_next, {"full_attention_interval": 4}),
+    "qwen3_next": TinyFamily(
+        "Qwen3Next", _qwen3_next, {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
+    ),
     "gpt_oss": TinyFamily("GptOss", _gpt_oss),
     "minimax_m2": TinyFamily(
         "MiniMaxM2",

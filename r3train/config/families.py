@@ -128,7 +128,15 @@ def _minimax_conflicts(config: Config) -> Iterator[str]:
 
 
 def _hybrid_conflicts(config: Config) -> Iterator[str]:
-    """SGLang reads full_attention_interval, transformers layer_types."""
+    """SGLang reads full_attention_interval and partial_rotary_factor, transformers other keys."""
+    rope = config.get("rope_parameters") or {}
+    served = config.get("partial_rotary_factor", 0.25)
+    part = rope.get("partial_rotary_factor", served)
+    if part != served:
+        yield (
+            f"partial_rotary_factor is {part} in rope_parameters, and SGLang rotates {served} of a head:"
+            f" write it at the top of config.json too"
+        )
     kinds = config.get("layer_types")
     if kinds is not None and [kind == "linear_attention" for kind in kinds] != _linear_layers(
         config

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.e2e
 # those that stand for the others where every push is tested
 IN_EVERY_JOB = ("mixtral",)
 ON_EVERY_SERVER = ("deepseek_v3",)
-# SGLang keeps the sinks in bfloat16
-LOOSE = {"gpt_oss": 1e-3}
+# SGLang keeps gpt-oss's sinks in bfloat16; Qwen3-Next's recurrence sums token by token
+LOOSE = {"gpt_oss": 1e-3, "qwen3_next": 3e-5}
 OTHERS = [name for name in TINY_FAMILIES if name != "qwen3_moe"]
 
 

@@ -97,6 +97,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("minimax_m2", {"rotary_dim": 4}, "rotary_dim is 4, expected 8"),
         ("gpt_oss", {"swiglu_alpha": 2.0}, "swiglu_alpha is 2.0"),
         ("gpt_oss", {"sliding_window": None}, "sliding_window is None"),
+        ("qwen3_next", {"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
         ("qwen3_next", {"full_attention_interval": 2}, "what SGLang takes from full_attention"),
         ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one a layer"),
     ],
