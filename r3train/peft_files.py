@@ -39,6 +39,9 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     "layer_replication": (None,),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
+    "init_lora_weights": (True, False, "gaussian", None),  # others have changed the base as well
+    "alora_invocation_tokens": (None,),
+    "use_qalora": (False, None),
 }
 
 
@@ -164,7 +167,7 @@ def _expected(settings: LoraSection, hf: HfModelFacts) -> dict[str, tuple[int, .
     """Names and shapes of the files' tensors."""
     kinds, rank = read_headers(hf.path), settings.lora_rank
     expected = {}
-    for name in settings.targets(kinds):
+    for name in settings.targets(tensor_names(hf)):
         path, (rows, columns) = name.rpartition(".")[0], kinds[name].shape
         expected[f"{_PREFIX}{path}.lora_A{_SUFFIX}"] = (rank, columns)
         expected[f"{_PREFIX}{path}.lora_B{_SUFFIX}"] = (rows, rank)

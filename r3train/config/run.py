@@ -136,10 +136,13 @@ class RunConfig(Section):
         """True when the train forward's own log-probs stand for the old ones (--reuse-log-probs).
 
         With one optimizer step a rollout no weight changes between the two, and the loss's ratio is 1.
-        --loss-type sft has no ratio.
+        --loss-type sft has no ratio.  Under --ci-test without a reference, whose log-probs it compares,
+        auto keeps the pass: the train forward would be compared with itself.
         """
-        exact = self.steps_per_rollout == 1 or self.algorithm.loss_type == "sft"
-        return exact and self.trainer.reuse_log_probs != "off"
+        sft = self.algorithm.loss_type == "sft"
+        if self.trainer.ci_test and not sft and not self.algorithm.needs_reference:
+            return self.trainer.reuse_log_probs == "on" and self.steps_per_rollout == 1
+        return (sft or self.steps_per_rollout == 1) and self.trainer.reuse_log_probs != "off"
 
     @property
     def replay_passes(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt, RolloutSample
-from r3train.hf_checkpoint import check_export_directory, check_tensors
+from r3train.hf_checkpoint import check_export_directory, check_tensors, read_headers
 from r3train.peft_files import check_adapter, lost_by_peft
 
 T = TypeVar("T")
@@ -297,7 +297,12 @@ def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]
             yield JobWarning(
                 "configuration", text, "docs/lora.md says which targets PEFT reads whole"
             )
-    if (parts := untrained_parts(hf)) is not None:
+    parts = untrained_parts(hf)
+    if parts is None and any(name.startswith("mtp.") for name in read_headers(hf.path)):
+        parts = (
+            "layers of multi-token prediction (mtp.*) are neither served nor trained nor exported"
+        )
+    if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
     if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
         text = "no eos_token_id in config.json or generation_config.json"

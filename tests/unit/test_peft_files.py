@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
-from r3train.hf_checkpoint import WeightIndex, kind_of, read_headers
+from r3train.hf_checkpoint import WeightIndex, check_tensors, kind_of, read_headers
 from r3train.peft_files import (
     CONFIG,
     TENSORS,
@@ -54,6 +55,18 @@ def test_what_was_written_is_accepted_and_read_back(base, settings):
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8.0, 0.0)
 
 
+def test_layers_of_multi_token_prediction_have_no_adapter(base, settings, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(base.path, model)
+    tensors = load_file(model / "model.safetensors")
+    layer = f"model.layers.{base.num_hidden_layers}.mlp.up_proj.weight"
+    extra = {layer: torch.ones(8, 8), "mtp.layers.0.mlp.up_proj.weight": torch.ones(8, 8)}
+    save_file(tensors | extra, model / "model.safetensors", metadata={"format": "pt"})
+    published = read_hf_facts(model)
+    check_tensors(published)
+    check_adapter(settings, published)
+
+
 @pytest.mark.parametrize(
     "key, value, complaint",
     [
@@ -65,6 +78,8 @@ def test_what_was_written_is_accepted_and_read_back(base, settings):
         ("modules_to_save", ["lm_head"], "modules_to_save is"),
         ("peft_type", "IA3", "peft_type is 'IA3'"),
         ("bias", "all", "bias is 'all'"),
+        ("init_lora_weights", "pissa", "init_lora_weights is 'pissa'"),
+        ("alora_invocation_tokens", [5], "alora_invocation_tokens is"),
     ],
 )
 def test_another_kind_of_adapter_is_refused(key, value, complaint, base, settings):

@@ -14,7 +14,8 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer_state.json"
 _TENSORS = "optimizer_tensors"
 _ADAPTERS = "adapters"
+# torch's own switch; it wins over the caller's weights_only
+_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _NAME = re.compile(r"iter_\d{7}")
 
 # all that torch writes into .metadata, beside dtypes
@@ -334,9 +337,9 @@ class _MetadataReader(pickle.Unpickler):
 
 
 def check_metadata(checkpoint: Path) -> None:
-    """Raise ValueError if torch would run anything but its own descriptions to read a checkpoint.
+    """Raise ValueError if torch would run anything but its own descriptions to read ``.metadata``.
 
-    ``.metadata`` is a pickle, the only one of a torch_dist checkpoint: torch opens it without limits.
+    That file is a pickle, which torch opens without limits.
     """
     path = checkpoint / ".metadata"
     try:
@@ -344,6 +347,35 @@ def check_metadata(checkpoint: Path) -> None:
             _MetadataReader(file).load()
     except Exception as error:  # a damaged pickle raises anything
         raise ValueError(f"{path}: refused: {_cause(error)}") from None
+
+
+@contextmanager
+def no_code_from_files() -> Iterator[None]:
+    """Have every torch.load take tensors and plain values alone, whatever its caller asks for.
+
+    Values of a checkpoint that are no tensors, such as layers' extra states, are pickles in its
+    ``.distcp`` files, and torch's planner opens them with ``weights_only=False``.
+    """
+    before = os.environ.get(_WEIGHTS_ONLY)
+    os.environ[_WEIGHTS_ONLY] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WEIGHTS_ONLY]
+        else:
+            os.environ[_WEIGHTS_ONLY] = before
+
+
+def _check_extra_states(state: dict[str, Any], checkpoint: Path) -> None:
+    """Raise ValueError for a layer's extra state with content, which Transformer Engine unpickles.
+
+    It has content with FP8 alone, in which nothing is trained here.
+    """
+    for name, value in state.items():
+        empty = value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
+        if name.endswith("_extra_state") and not empty:
+            raise ValueError(f"{checkpoint}: {name} is {type(value).__name__}, expected nothing")
 
 
 def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool = False) -> None:

@@ -399,6 +399,10 @@ def test_settings_that_can_go_together_pass(fields):
         ({"global_batch_size": 16}, ("train",)),
         ({"global_batch_size": 8}, ("old_log_prob", "train")),
         ({"reuse_log_probs": "off"}, ("old_log_prob", "train")),
+        # what --ci-test compares with the train forward
+        ({"ci_test": True}, ("old_log_prob", "train")),
+        ({"ci_test": True, "kl_loss_coef": 0.1}, ("ref_log_prob", "train")),
+        ({"ci_test": True, "reuse_log_probs": "on"}, ("train",)),
     ],
 )
 def test_the_old_pass_is_skipped_with_one_optimizer_step_a_rollout(fields, passes):

@@ -8,6 +8,7 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()
 
+import io  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
 
@@ -163,3 +164,26 @@ def test_metadata_that_names_anything_but_torchs_descriptions_is_refused(content
     with pytest.raises(ValueError, match=r"\.metadata: refused"):
         checkpoint.check_metadata(tmp_path)
     assert capsys.readouterr().out == ""
+
+
+def test_values_beside_the_tensors_run_no_code(capsys):
+    def stored(value):
+        file = io.BytesIO()
+        torch.save(value, file)
+        return io.BytesIO(file.getvalue())
+
+    with checkpoint.no_code_from_files():
+        assert torch.load(stored([None, torch.ones(2)]), weights_only=False)[0] is None
+        with pytest.raises(pickle.UnpicklingError):
+            torch.load(stored([Run()]), weights_only=False)
+    assert capsys.readouterr().out == ""
+    torch.load(stored([Run()]), weights_only=False)
+    assert capsys.readouterr().out == "code of a checkpoint ran\n"
+
+
+@pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8)])
+def test_an_extra_state_may_be_empty_and_nothing_else(value, tmp_path):
+    checkpoint._check_extra_states({"a._extra_state": value, "b": torch.ones(1)}, tmp_path)
+    bad = {"a._extra_state": torch.ones(3, dtype=torch.uint8)}
+    with pytest.raises(ValueError, match="a._extra_state is Tensor, expected nothing"):
+        checkpoint._check_extra_states(bad, tmp_path)
