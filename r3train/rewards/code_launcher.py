@@ -2,10 +2,11 @@
 
 Reads a job, JSON, from the first descriptor: ``program``, ``tests`` (Python code that runs after it, or
 null), ``token``, and limits of this process, ``cpu_s``, ``memory_bytes``, ``file_bytes``.  When program
-and tests have run to their end, it writes the token to the second.  A program that ends the process
+and tests have run to their end, and what they left to atexit, it writes the token to the second.  A program that ends the process
 before its tests therefore does not pass.  Knows the standard library alone.
 """
 
+import atexit
 import ctypes
 import json
 import os
@@ -44,7 +45,12 @@ def main() -> None:
     else:
         exec(code, names)
         exec(compile(job["tests"], "tests.py", "exec"), names)
+    failures: list[object] = []
+    sys.unraisablehook = failures.append  # gets what their functions raise
+    atexit._run_exitfuncs()
     sys.stdout.flush()
+    if failures:
+        os._exit(1)
     os.write(result_fd, token.encode())
     os._exit(0)  # threads that a program left behind
 

@@ -38,6 +38,8 @@ ECHO_TESTS = {"inputs": ["1 2\n", "4 5"], "outputs": ["3\n", "9"]}
         (ECHO, ECHO_TESTS, 1.0),
         (ECHO, json.dumps(ECHO_TESTS), 1.0),
         (ECHO + "\nraise SystemExit", ECHO_TESTS, 1.0),
+        (f"import atexit\n@atexit.register\ndef end(): {ECHO}", ECHO_TESTS, 1.0),
+        (f"import atexit\n{ECHO}\natexit.register(lambda: 1 / 0)", ECHO_TESTS, 0.0),
         (ECHO.replace("sum", "max"), ECHO_TESTS, 0.0),
         ("print(3", ECHO_TESTS, 0.0),
         ("1 / 0", ADD_TESTS, 0.0),
