@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import os
 import re
 import secrets
-import select
-import shutil
+import selectors
 import signal
 import subprocess
 import sys
@@ -25,6 +25,8 @@ from typing import Any
 
 from r3train.types import Prompt, RolloutSample
 
+logger = logging.getLogger(__name__)
+
 _LAUNCHER = Path(__file__).with_name("code_launcher.py")
 _MEMORY_BYTES = 1 << 30
 _FILE_BYTES = 64 << 20
@@ -34,6 +36,7 @@ _POLL_S = 0.05
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.S)
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
+_ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 class CodeReward:
@@ -127,7 +130,7 @@ def _run(program: str, tests: str | None, given: str, deadline: float) -> str | 
     job |= {"cpu_s": int(left) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
     result, result_end = os.pipe()
     with (
-        tempfile.TemporaryDirectory(prefix="r3train-code-") as directory,
+        _directory() as directory,
         tempfile.TemporaryFile() as job_file,
         tempfile.TemporaryFile() as stdin,
         open(result, "rb", buffering=0) as result_file,
@@ -139,7 +142,14 @@ def _run(program: str, tests: str | None, given: str, deadline: float) -> str | 
         fds = job_file.fileno(), result_end
         try:
             process = subprocess.Popen(
-                [*isolation(), sys.executable, "-I", str(_LAUNCHER), *map(str, fds)],
+                [
+                    *_ends_with_us(),
+                    *isolation(),
+                    sys.executable,
+                    "-I",
+                    str(_LAUNCHER),
+                    *map(str, fds),
+                ],
                 stdin=stdin,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -165,34 +175,64 @@ def _run(program: str, tests: str | None, given: str, deadline: float) -> str | 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
     """All that a process prints until it ends; None if that is too much or takes too long."""
     output, fd = bytearray(), process.stdout.fileno()
-    while time.monotonic() < deadline:
-        ended = process.poll() is not None
-        if select.select([fd], [], [], 0 if ended else _POLL_S)[0]:
-            part = os.read(fd, 1 << 16)
-            output += part
-            if len(output) > _OUTPUT_BYTES:
-                return None
-            if part:
-                continue
-            with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output
-                process.wait(max(0.0, deadline - time.monotonic()))
+    with selectors.PollSelector() as selector:  # select() takes no descriptor above 1023
+        selector.register(fd, selectors.EVENT_READ)
+        while time.monotonic() < deadline:
+            ended = process.poll() is not None
+            if selector.select(0 if ended else _POLL_S):
+                part = os.read(fd, 1 << 16)
+                output += part
+                if len(output) > _OUTPUT_BYTES:
+                    return None
+                if part:
+                    continue
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output
+                    process.wait(max(0.0, deadline - time.monotonic()))
+                    return bytes(output)
+            elif ended:  # a child of it may keep the pipe open
                 return bytes(output)
-        elif ended:  # a child of it may keep the pipe open
-            return bytes(output)
     return None
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[str]:
+    """A program's directory, removed whatever the program made of it; what stays is told of once."""
+    directory = tempfile.mkdtemp(prefix="r3train-code-")
+    try:
+        yield directory
+    finally:  # rm knows no limit of depth
+        if not _succeeds("rm", "-rf", directory):
+            _succeeds("chmod", "-R", "u+rwx", directory)
+            if not _succeeds("rm", "-rf", directory):
+                _tell_of_leftovers()
+
+
+@functools.cache
+def _tell_of_leftovers() -> None:
+    logger.warning("%s: the directory of a program stays there", tempfile.gettempdir())
+
+
+def _succeeds(*command: str) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
+
+
+@functools.cache
+def _ends_with_us() -> tuple[str, ...]:
+    """The command that has a process killed with the one that started it; () without one."""
+    return _ENDS_WITH_US if _succeeds(*_ENDS_WITH_US, "true") else ()
 
 
 @functools.cache
 def isolation() -> tuple[str, ...]:
     """The command that takes the network away, and processes that leave the group; () without one."""
-    if shutil.which("unshare") is None:
-        return ()
     for command in (
         (*_UNSHARE, *_OWN_PROCESSES, "--mount-proc"),
         (*_UNSHARE, *_OWN_PROCESSES),
         _UNSHARE,
     ):
-        done = subprocess.run([*command, "true"], capture_output=True, check=False)
-        if done.returncode == 0:
+        if _succeeds(*command, "true"):
             return command
     return ()

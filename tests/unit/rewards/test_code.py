@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import resource
 import socket
+import subprocess
+import sys
 import time
 
+import psutil
 import pytest
 from tests.unit.rewards.test_scoring import is_running, sample, scored, settings, wait_for
 
@@ -88,6 +93,41 @@ os._exit(0)
     before = sleepers()
     assert reward_of(program, ADD_TESTS) == 0.0
     wait_for(lambda: sleepers() == before)
+
+
+def test_a_program_scores_where_descriptors_are_many():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4096)), hard))
+    with contextlib.ExitStack() as files:
+        while files.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        assert reward_of(ECHO, ECHO_TESTS) == 1.0
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import os\nfor _ in range(1500): os.mkdir('a'); os.chdir('a')",
+        "import os\nos.makedirs('a/b'); os.chmod('a', 0)",
+    ],
+)
+def test_the_directory_of_a_program_goes_whatever_it_holds(program, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert reward_of(program, ["assert False"]) == 0.0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_ends_with_a_trainer_that_is_killed():
+    before = sleepers()
+    program = "import subprocess; subprocess.run(['sleep', '600'])"
+    code = f"import time; from r3train.rewards.code import passes; passes({program!r}, [('', '', None)], 600)"
+    with subprocess.Popen([sys.executable, "-c", code]) as trainer:
+        wait_for(lambda: sleepers() - before)
+        started = psutil.Process(trainer.pid).children(recursive=True)
+        trainer.kill()
+    wait_for(lambda: sleepers() == before)
+    wait_for(lambda: not any(is_running(process.pid) for process in started))
 
 
 def sleepers() -> set[int]:
