@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -12,13 +12,16 @@ import numpy as np
 class PromptOrder:
     """Endless epochs over ``num_prompts`` prompts, each shuffled anew from (seed, epoch).
 
-    It holds no state: the cursor, a count of prompts drawn since the start, is the caller's, so a
+    It holds no state but the last permutation: the cursor, a count of prompts drawn since the start, is the caller's, so a
     resumed run goes on where it stopped.
     """
 
     num_prompts: int
     seed: int
     shuffle: bool = True
+    _last: dict[int, np.ndarray] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.num_prompts < 1:
@@ -28,7 +31,12 @@ class PromptOrder:
         """The indices of one epoch.  Returns int64[num_prompts], a permutation."""
         if not self.shuffle:
             return np.arange(self.num_prompts)
-        return np.random.default_rng((self.seed, number)).permutation(self.num_prompts)
+        indices = self._last.get(number)
+        if indices is None:  # draws come one by one, and a million rows take 30 ms to shuffle
+            indices = np.random.default_rng((self.seed, number)).permutation(self.num_prompts)
+            self._last.clear()
+            self._last[number] = indices
+        return indices
 
     def indices(self, start: int, count: int) -> list[int]:
         """The ``count`` prompt indices from cursor ``start`` on, across epochs."""

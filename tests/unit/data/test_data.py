@@ -310,6 +310,20 @@ def test_a_mixture_depends_on_seed_and_cursor_alone(shuffle):
     assert MixedOrder([7, 9], [1, 2], 4).indices(0, 100) != everything[:100]
 
 
+def test_an_epoch_is_shuffled_once_and_not_for_every_draw(monkeypatch):
+    shuffled, made = [], np.random.default_rng
+
+    def counted(seed):
+        shuffled.append(seed)
+        return made(seed)
+
+    monkeypatch.setattr("r3train.data.order.np.random.default_rng", counted)
+    order = MixedOrder([70, 90], [1, 2], 57)
+    for cursor in range(60):
+        order.indices(cursor, 1)
+    assert [seed for seed in shuffled if len(seed) == 2] == [(57, 0)] * 2
+
+
 @pytest.mark.parametrize(
     "text, expected",
     [
