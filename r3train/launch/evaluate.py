@@ -90,6 +90,9 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
         "--no-use-rollout-routing-replay",
         "--save",
         "none",
+        # nothing here starts a server again: its end is the evaluation's
+        "--max-engine-restarts",
+        "0",
     ]
     return [*before, *words, *after]
 

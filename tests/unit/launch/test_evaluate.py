@@ -7,6 +7,8 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from r3train.cli import main
+from r3train.config.options import parse_train_flags
+from r3train.launch.evaluate import with_defaults
 from r3train.observe.metrics import read_evaluations
 from tests.unit.fake_engine_server import Fake, answer_to
 
@@ -89,3 +91,12 @@ async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(tiny, 
     result = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert result.exit_code == 1 and "127.0.0.1:9" in result.output, result.output
     assert isinstance(result.exception, SystemExit)
+
+
+def test_an_evaluation_does_not_wait_for_restarts_that_only_training_makes(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("[faults]\nmax_engine_restarts = 3\n")
+    flags = ("--config", str(recipe), "--num-rollout", "1", "--rollout-batch-size", "1")
+    flags += ("--prompt-data", "a", "--rollout-max-response-len", "4")
+    config = parse_train_flags(with_defaults(tmp_path, flags), prog_name="eval")
+    assert config.faults.max_engine_restarts == 0
