@@ -118,15 +118,15 @@ def test_the_directory_of_a_program_goes_whatever_it_holds(program, monkeypatch,
     assert not list(tmp_path.iterdir())
 
 
-def test_a_program_ends_with_a_trainer_that_is_killed():
-    before = sleepers()
-    program = "import subprocess; subprocess.run(['sleep', '600'])"
-    code = f"import time; from r3train.rewards.code import passes; passes({program!r}, [('', '', None)], 600)"
+def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path):
+    there = tmp_path / "there"
+    program = f"import time; open({str(there)!r}, 'w'); time.sleep(600)"
+    code = f"from r3train.rewards.code import passes; passes({program!r}, [(None, '', None)], 600)"
     with subprocess.Popen([sys.executable, "-c", code]) as trainer:
-        wait_for(lambda: sleepers() - before)
+        wait_for(there.exists)
         started = psutil.Process(trainer.pid).children(recursive=True)
         trainer.kill()
-    wait_for(lambda: sleepers() == before)
+    assert started
     wait_for(lambda: not any(is_running(process.pid) for process in started))
 
 
