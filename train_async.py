@@ -129,8 +129,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     if engines is not None:
         engines.wait_ready()
         sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
-        metrics = MetricsWriter(run_dir, config.run.tensorboard, sinks)
-        parts.callback(metrics.close)
+        metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
         settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
         evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
         rank_zero = RankZero(engines, display, metrics, evaluations)

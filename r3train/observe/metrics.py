@@ -145,16 +145,17 @@ class MetricsWriter:
         append_lines(self.path.with_name(SAMPLES_FILE), lines)
         self._each(lambda sink: sink.write_samples(int(step), lines))
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """Close the files and tell the trackers whether the run failed."""
         self._file.close()
-        self._each(lambda sink: sink.close())
+        self._each(lambda sink: sink.close(failed))
         self._sinks.clear()
 
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(failed=kind is not None)
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:

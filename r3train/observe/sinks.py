@@ -36,8 +36,8 @@ class Sink(Protocol):
         """Take a few samples of a step, JSON-able facts and text."""
         ...
 
-    def close(self) -> None:
-        """Send what is left."""
+    def close(self, failed: bool) -> None:
+        """Send what is left, and whether the run failed."""
         ...
 
 
@@ -67,7 +67,7 @@ class TensorBoardSink:
             head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
             self._board.add_text("samples", head + rows, global_step=step)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Close the files."""
         if self._board is not None:
             self._board.close()
@@ -109,9 +109,9 @@ class WandbSink:
         table = self._wandb.Table(columns=list(_COLUMNS), data=rows)
         self._run.log({"step": step, "samples": table})
 
-    def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+    def close(self, failed: bool) -> None:
+        """Send what is left; a run that failed is shown as one."""
+        self._run.finish(exit_code=int(failed))
 
 
 class MlflowSink:
@@ -154,9 +154,9 @@ class MlflowSink:
         table = {"columns": _COLUMNS, "data": list(_rows(samples))}
         self._client.log_dict(self.run_id, table, f"samples/{step:06d}.json")
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """End the run."""
-        self._client.set_terminated(self.run_id)
+        self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
 _OPTIONAL: Mapping[str, Callable[..., WandbSink | MlflowSink]] = {
@@ -189,7 +189,7 @@ def open_sinks(config: RunConfig, run_dir: Path, resumed_from: Path | None) -> l
             sink = _OPTIONAL[name](config, run_dir, ids.get(name))
         except Exception as error:  # of the tracker's package: no key, no network
             for opened in sinks:
-                opened.close()
+                opened.close(failed=True)
             raise ValueError(
                 f"--use-{name}: cannot start: {type(error).__name__}: {error}"
             ) from error

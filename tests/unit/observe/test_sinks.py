@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -171,6 +172,14 @@ def test_mlflow_holds_numbers_samples_and_settings_and_goes_on_after_a_resume(
     assert json.loads(Path(path).read_text()) == {"columns": COLUMNS, "data": ROWS}
     write_run(settings, tmp_path / "third", [0])
     assert len(client.search_runs([experiment])) == 2, "a fresh start is a new run"
+    with pytest.raises(RuntimeError):
+        with MetricsWriter(
+            tmp_path / "fourth", False, open_sinks(settings, tmp_path / "fourth", None)
+        ):
+            raise RuntimeError("a crash")
+    assert sorted(run.info.status for run in client.search_runs([experiment])) == [
+        *("FAILED", "FINISHED", "FINISHED")
+    ]
 
 
 def test_tensorboard_shows_the_samples(tmp_path):
@@ -208,6 +217,21 @@ def test_a_tracker_that_fails_is_told_of_once_and_does_not_end_the_run(tmp_path,
     assert [record["a"] for record in read_metrics(tmp_path)] == [1.0, 2.0]
     assert broken.calls == 1
     assert told == ["Broken gets nothing more of this run: gone"]
+
+
+@pytest.mark.parametrize("crash", [None, RuntimeError("a crash")])
+def test_a_tracker_is_told_whether_the_run_failed(crash, tmp_path):
+    closed = []
+
+    class Told(Broken):
+        def close(self, failed):
+            closed.append(failed)
+
+    with contextlib.suppress(RuntimeError):
+        with MetricsWriter(tmp_path, tensorboard=False, sinks=[Told()]):
+            if crash is not None:
+                raise crash
+    assert closed == [crash is not None]
 
 
 def test_a_tracker_that_cannot_start_or_is_not_installed_is_named(tmp_path, monkeypatch):
