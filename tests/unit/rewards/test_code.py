@@ -122,7 +122,8 @@ def test_a_program_ends_with_a_trainer_that_is_killed(tmp_path):
     there = tmp_path / "there"
     program = f"import time; open({str(there)!r}, 'w'); time.sleep(600)"
     code = f"from r3train.rewards.code import passes; passes({program!r}, [(None, '', None)], 600)"
-    with subprocess.Popen([sys.executable, "-c", code]) as trainer:
+    ours = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", code], env=ours) as trainer:
         wait_for(there.exists)
         started = psutil.Process(trainer.pid).children(recursive=True)
         trainer.kill()
