@@ -259,6 +259,12 @@ def preflight_evaluation(config: RunConfig) -> Job:
     if not config.eval_sets:
         raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
     complaints = list(eval_conflicts(config))
+    for name in ("wandb", "mlflow"):
+        if getattr(config.trackers, f"use_{name}"):
+            complaints.append(
+                f"--use-{name} has no effect on an evaluation without training, whose numbers stay in"
+                f" --run-dir: --no-use-{name}"
+            )
     if complaints:
         raise ConfigError("\n".join(complaints))
     check_server_flags(config.rollout.sglang, replay=False)
