@@ -64,6 +64,8 @@ def evaluate_job(job: Job, run_dir: Path) -> int:
     live = None if config.run.progress else False
     with RunDisplay(1, enabled=True, live=live) as display:
         display.note(f"run directory: {run_dir}")
+        for warning in job.warnings:
+            display.note(str(warning), style="yellow")
         try:
             failed = _run(job, run_dir, display)
         except EngineError as error:

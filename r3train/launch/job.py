@@ -11,7 +11,7 @@ import resource
 import socket
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -237,10 +237,11 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
                 eval_data.append(found)
                 if for_all_ranks and scores:
                     attempt("reward", check_rewards, found)
+    rewards = [made for made in (reward, *(data.reward for data in eval_data)) if made is not None]
+    warnings += _reward_warnings(rewards)
     if faults:
-        for made in [reward, *(data.reward for data in eval_data)]:
-            if made is not None:
-                made.close()
+        for made in rewards:
+            made.close()
         raise PreflightError(faults, warnings)
     assert hf is not None and prompts is not None and parts is not None and reward is not None
     prompt_file = FileFingerprint.of(*(file.path for file in data.prompt_files))
@@ -275,17 +276,24 @@ def preflight_evaluation(config: RunConfig) -> Job:
     for each in data:
         check_rewards(each)
     prompts = [prompt for each in data for prompt in each.prompts]
-    return Job(config, hf, prompts, tokenizer, data[0].reward, data[0].prompt_file, eval_data=data)
+    warnings = tuple(_reward_warnings(each.reward for each in data))
+    return Job(
+        *(config, hf, prompts, tokenizer, data[0].reward, data[0].prompt_file, warnings),
+        eval_data=data,
+    )
 
 
 def _warnings(config: RunConfig) -> Iterator[JobWarning]:
     for text in replay_warnings(config):
         yield JobWarning("configuration", text, "add it, or drop the check")
-    if config.data.rm_type == "code" and not isolation():
-        text = "programs of --rm-type code have the network: this machine makes no namespaces"
-        yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
     for text in algorithm_warnings(config):
         yield JobWarning("configuration", text, "docs/configuration.md has them all")
+
+
+def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
+    if any(reward.runs_programs for reward in rewards) and not isolation():
+        text = "programs of the reward code have the network: this machine makes no namespaces"
+        yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
 
 
 def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]:

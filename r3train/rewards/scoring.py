@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from r3train.config.data import DataSection
-from r3train.rewards.registry import CustomReward, Reward, get_reward
+from r3train.rewards.registry import BOXED, CustomReward, Reward, get_reward
 from r3train.rewards.worker import plain, quoted
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample
@@ -58,6 +58,11 @@ class Scorer:
         if self._custom is not None:
             return self._custom.name
         return self._default or "metadata.rm_type"
+
+    @property
+    def runs_programs(self) -> bool:
+        """True if a reward runs programs of the model; those of rows are known after ``check``."""
+        return any(name.removeprefix(BOXED) == "code" for name in self._named)
 
     @property
     def takes_groups(self) -> bool:

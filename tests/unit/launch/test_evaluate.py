@@ -100,3 +100,16 @@ def test_an_evaluation_does_not_wait_for_restarts_that_only_training_makes(tmp_p
     flags += ("--prompt-data", "a", "--rollout-max-response-len", "4")
     config = parse_train_flags(with_defaults(tmp_path, flags), prog_name="eval")
     assert config.faults.max_engine_restarts == 0
+
+
+async def test_an_evaluation_warns_of_programs_and_refuses_trackers(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr("r3train.launch.job.isolation", lambda: ())
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"input": "cat", "label": ["assert True"]}) + "\n")
+    flags = ("--eval-prompt-data", "a", str(path), "--rm-type", "boxed_code")
+    result = await evaluate(Server(), tiny, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.output.split())
+    assert "warning: programs of the reward code have the network" in shown
+    result = await evaluate(Server(), tiny, tmp_path / "other", *flags, "--use-wandb")
+    assert result.exit_code == 2 and "--use-wandb has no effect on an evaluation" in result.output

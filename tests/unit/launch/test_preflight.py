@@ -329,3 +329,22 @@ def test_the_check_without_the_switch_is_a_warning_of_the_dry_run_too(tiny):
     assert "warning: --enable-r3-correctness-check has no effect" in words(result)
     assert "warning: mixture of experts without R3" in words(result)
     assert "R3" not in start(tiny, "--dry-run").stderr
+
+
+@pytest.mark.parametrize(
+    "flags, row, warns",
+    [
+        (["--rm-type", "code"], {}, True),
+        (["--rm-type", "boxed_code"], {}, True),
+        ([], {"metadata": {"rm_type": "code"}}, True),
+        ([], {}, False),
+    ],
+)
+def test_programs_that_have_the_network_are_a_warning(
+    flags, row, warns, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("r3train.launch.job.isolation", lambda: ())
+    prompts = with_prompts(tiny, tmp_path, {"input": "cat", "label": ["assert True"]} | row)
+    result = start(tiny, "--dry-run", *prompts, *flags)
+    assert result.exit_code == 0, result.output
+    assert ("warning: programs of the reward code have the network" in words(result)) == warns
