@@ -73,7 +73,7 @@ class DataSection(Section):
     """Key of a row's tools, a list of their schemas, for the chat template."""
     overlong_prompts: Literal["drop", "error"] = "drop"
     """Treatment of prompts that leave no room for the longest response: drop and count them, or refuse
-    the data."""
+    the data.  With --loss-type sft: of conversations that are too long."""
     rollout_shuffle: bool = True
     """Draw prompts in a new order every epoch, from rollout_seed."""
     rm_type: str | None = Field(default=None, min_length=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +24,7 @@ def load_conversations(
     max_prompt_len: int,
     prompt_limit_name: str,
     max_response_len: int,
+    note: Callable[[str], None] | None = None,
 ) -> list[RolloutSample]:
     """Read every conversation of a .jsonl or .parquet file as a sample, in the order of the file.
 
@@ -31,8 +32,9 @@ def load_conversations(
     A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
     assistant's tokens, with those that the template closes an answer with.  Its ids and weight versions
     are to be set where it is drawn, and no engine gave it log-probs: they are 0.
+    Conversations that are too long are left out and ``note`` is told, once; without it they are errors.
     Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
-    without an answer, with one that is too long, or that the template does not render piece by piece.
+    without an answer, or that the template does not render piece by piece.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(f"{path}: the checkpoint's tokenizer has no chat template for messages")
@@ -40,7 +42,7 @@ def load_conversations(
         raise ValueError(
             f"{path}: the checkpoint's tokenizer does not tell the places of its tokens"
         )
-    samples = []
+    samples, overlong = [], []
     template = ChatTemplate(tokenizer, template_kwargs, tool_key)
     for record in read_records(path, rows):
         messages = require_messages(record, input_key, required(record, input_key))
@@ -57,14 +59,19 @@ def load_conversations(
             )
         prompt_len = int(mask.argmax())
         response_len = len(token_ids) - prompt_len
-        for what, length, most, name in (
-            ("the prompt", prompt_len, max_prompt_len, prompt_limit_name),
-            ("from its first answer on the text", response_len, max_response_len, _RESPONSE),
-        ):
-            if length > most:
-                raise ValueError(
-                    f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
-                )
+        faults = [
+            f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
+            for what, length, most, name in (
+                ("the prompt", prompt_len, max_prompt_len, prompt_limit_name),
+                ("from its first answer on the text", response_len, max_response_len, _RESPONSE),
+            )
+            if length > most
+        ]
+        if faults and note is None:
+            raise ValueError(faults[0])
+        if faults:
+            overlong.append(faults[0])
+            continue
         samples.append(
             RolloutSample(
                 sample_id=record.index,
@@ -86,6 +93,11 @@ def load_conversations(
                 text=text[spans[0][0] :],
             )
         )
+    if overlong:
+        text = f"{len(overlong):,} of {len(overlong) + len(samples):,} conversations, which are too long"
+        if not samples:
+            raise ValueError(f"{path}: nothing is left without {text}: {overlong[0]}")
+        note(f"{path}: dropped {text}; the first: {overlong[0]}")
     if not samples:
         raise ValueError(f"{path}: holds no conversations")
     return samples

@@ -193,18 +193,18 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         if config.model.ref_load is not None:
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
     if hf is not None and tokenizer is not None:
+        dropped: list[str] = []
         attempt("tokenizer", check_vocabulary, tokenizer, hf)
         if config.learns_conversations:
-            found = attempt("prompts", read_conversations, config, hf, tokenizer)
+            found = attempt("prompts", read_conversations, config, hf, tokenizer, dropped.append)
             if found is not None:
                 conversations = [conversation for part in found for conversation in part]
                 parts = [[conversation.prompt for conversation in part] for part in found]
         else:
-            dropped: list[str] = []
             parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append)
-            for text in dropped:
-                remedy = "raise the limit, or refuse such data with --overlong-prompts error"
-                warnings.append(JobWarning("prompts", text, remedy))
+        for text in dropped:
+            remedy = "raise the limit, or refuse such data with --overlong-prompts error"
+            warnings.append(JobWarning("prompts", text, remedy))
         prompts = None if parts is None else [prompt for part in parts for prompt in part]
     if conversations:
         attempt(settings, check_longest_conversation, config, conversations)
@@ -443,9 +443,15 @@ def read_prompts(
 
 
 def read_conversations(
-    config: RunConfig, hf: HfModelFacts, tokenizer: Any
+    config: RunConfig,
+    hf: HfModelFacts,
+    tokenizer: Any,
+    note: Callable[[str], None] | None = None,
 ) -> list[list[RolloutSample]]:
-    """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line."""
+    """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line.
+
+    note: told of conversations that were dropped (--overlong-prompts).
+    """
     data = config.data
     limit, limit_name = prompt_limit(config, hf)
     return [
@@ -459,6 +465,7 @@ def read_conversations(
             max_prompt_len=limit,
             prompt_limit_name=limit_name,
             max_response_len=config.rollout.rollout_max_response_len,
+            note=note if data.overlong_prompts == "drop" else None,
         )
         for file in data.prompt_files
     ]

@@ -35,7 +35,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return made
 
 
-def load(tmp_path, *lines, template=TEMPLATE, longest=100):
+def load(tmp_path, *lines, template=TEMPLATE, longest=100, note=None):
     path = tmp_path / "talk.jsonl"
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     return load_conversations(
@@ -45,6 +45,7 @@ def load(tmp_path, *lines, template=TEMPLATE, longest=100):
         max_prompt_len=longest,
         prompt_limit_name="rollout_max_prompt_len",
         max_response_len=longest,
+        note=note,
     )
 
 
@@ -54,6 +55,19 @@ def says(role: str, content: str) -> dict[str, str]:
 
 def trained(sample) -> list[str]:
     return [WORDS[i] for i in sample.token_ids[sample.loss_mask]]
+
+
+def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
+    short = [says("user", "cat"), says("assistant", "cat")]
+    long, told = [says("user", "cat"), says("assistant", "cat " * 9)], []
+    (one,) = load(tmp_path, long, short, longest=5, note=told.append)
+    assert one.prompt.prompt_id == "talk.jsonl:1"
+    (text,) = told
+    assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
+    with pytest.raises(ValueError, match="nothing is left without 1 of 1 conversations"):
+        load(tmp_path, long, longest=5, note=told.append)
+    with pytest.raises(ValueError, match="talk.jsonl.*rollout_max_response_len"):
+        load(tmp_path, long, short, longest=5)
 
 
 def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path):
