@@ -348,3 +348,25 @@ def test_programs_that_have_the_network_are_a_warning(
     result = start(tiny, "--dry-run", *prompts, *flags)
     assert result.exit_code == 0, result.output
     assert ("warning: programs of the reward code have the network" in words(result)) == warns
+
+
+def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_path):
+    shutil.copytree(tiny / "model", tmp_path / "model")
+    template = "{% for m in messages %}the {{ m.content }} <eos> {% endfor %}"
+    template += "{% if add_generation_prompt %}the {% endif %}"
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    talks = [
+        [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "cat " * count}]
+        for count in (40, 1)
+    ]
+    path = tmp_path / "talk.jsonl"
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    flags = ["--config", str(ROOT / "configs/tiny_sft.toml"), "--prompt-data", str(path)]
+    flags += ["--hf-checkpoint", str(tmp_path / "model"), "--dry-run"]
+    environment = {"RANK": "0", "WORLD_SIZE": "2"}
+    result = CliRunner().invoke(train_async.main, flags, env=environment)
+    assert result.exit_code == 0, result.output
+    assert "warning: " + str(path) + ": dropped 1 of 2 conversations" in words(result)
+    flags += ["--overlong-prompts", "error"]
+    result = CliRunner().invoke(train_async.main, flags, env=environment)
+    assert result.exit_code == 2 and "at most 16 fit (rollout_max_response_len)" in words(result)
