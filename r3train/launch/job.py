@@ -586,8 +586,9 @@ def _claim(directory: Path, setting: str, claims: ExitStack) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = claims.enter_context((directory / OWNER_FILE).open("a+", encoding="utf-8"))
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # not flock: a forked writer of checkpoints would hold it after its rank was killed
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
         file.seek(0)
         holder = file.read().strip() or "another job"
         raise ConfigError(

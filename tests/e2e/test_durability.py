@@ -109,6 +109,7 @@ def test_asynchronous_saves_leave_the_last_two_whole_and_nothing_else(replayed):
         "iter_0000005",
         "iter_0000006",
         "latest_checkpointed_iteration.txt",
+        ".owner",  # of the lock
     }
     assert pointer(directory) == 6
 
