@@ -579,10 +579,7 @@ def _new_directory(path: Path) -> Path:
 
 
 def _claim(directory: Path, setting: str, claims: ExitStack) -> None:
-    """Lock a directory until ``claims`` closes.
-
-    A file system without locks gets a warning from nobody: jobs there must keep apart by themselves.
-    """
+    """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked."""
     directory.mkdir(parents=True, exist_ok=True)
     file = claims.enter_context((directory / OWNER_FILE).open("a+", encoding="utf-8"))
     try:
