@@ -20,8 +20,8 @@ from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, claim_directories, eval_settings, open_run_dir, preflight
-from r3train.launch.job import raise_file_limit, start_stamp
+from r3train.launch.job import Job, eval_settings, preflight
+from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 
 
 @train_options

@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from r3train.config.options import train_options
-from r3train.launch.job import claim_directories, OWNER_FILE, raise_file_limit
+from r3train.launch.run_dir import claim_directories, OWNER_FILE, raise_file_limit
 from tests.unit.launch.test_preflight import ROOT, start
 
 HOLDER = """
 import sys, time
 from contextlib import ExitStack
 from r3train.config.options import train_options
-from r3train.launch.job import claim_directories
+from r3train.launch.run_dir import claim_directories
 
 config = train_options(lambda config: config).main(sys.argv[1:], standalone_mode=False)
 with ExitStack() as claims:

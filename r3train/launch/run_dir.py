@@ -1,0 +1,104 @@
+"""The directories of a run: each belongs to one job."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import itertools
+import os
+import resource
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from r3train.config import RunConfig
+from r3train.config.sources import ConfigError
+
+# says who writes here; a lock on it is held while a job does
+OWNER_FILE = ".owner"
+# open files that a process may have at least, where its hard limit allows that
+_FILES = 65536
+
+
+def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
+    """Make the run's directory and lock it and that of the checkpoints, for rank 0; returns the first.
+
+    claims: holds the locks; they end with the process too, however it ends.
+    Raises ConfigError if another job holds one.
+    """
+    run_dir = config.run.run_dir
+    if run_dir is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        run_dir = _new_directory(Path("runs") / f"{stamp}-{config.run.run_name}")
+    _claim(run_dir, "run_dir", claims)
+    save = config.checkpoint.save
+    if save is not None and save.resolve() != run_dir.resolve():
+        _claim(save, "save", claims)
+    return run_dir
+
+
+def _new_directory(path: Path) -> Path:
+    """Make a directory that nobody has, with a number behind its name where it is taken."""
+    for number in itertools.count(1):
+        new = path.with_name(path.name + (f"-{number}" if number > 1 else ""))
+        try:
+            new.mkdir(parents=True)
+            return new
+        except FileExistsError:
+            continue
+    raise AssertionError
+
+
+def _claim(directory: Path, setting: str, claims: ExitStack) -> None:
+    """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = claims.enter_context((directory / OWNER_FILE).open("a+", encoding="utf-8"))
+    try:
+        # not flock: a forked writer of checkpoints would hold it after its rank was killed
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        file.seek(0)
+        holder = file.read().strip() or "another job"
+        raise ConfigError(
+            f"{directory}: in use ({setting}) by {holder}: one job a directory"
+        ) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}, started {start_stamp()}\n")
+    file.flush()
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files: every request in flight is one, and servers inherit it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _FILES if hard == resource.RLIM_INFINITY else min(_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def open_run_dir(config: RunConfig, run_dir: Path | None, broadcast: Callable[[Any], Any]) -> Path:
+    """Save the configuration in the run's directory; returns the directory on every rank.
+
+    run_dir: rank 0's, of ``claim_directories``.  broadcast: returns rank 0's value on all ranks.
+    """
+    run_dir = Path(broadcast(str(run_dir)))
+    run_dir.mkdir(parents=True, exist_ok=True)  # a node's own disk
+    write_atomically(run_dir / "config.toml", config.to_toml())
+    return run_dir
+
+
+def start_stamp() -> str:
+    """Return a name for this start of the job; it sorts after every earlier one."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file in one step: a reader sees the old content or the new."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
