@@ -149,21 +149,24 @@ def identity(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def check_tensors(hf: HfModelFacts) -> None:
-    """Raise ValueError for a tensor that the actor would not train, and for one that is missing.
+def check_tensors(hf: HfModelFacts) -> list[str]:
+    """Return the names of a checkpoint's tensors, those that ``_is_trained`` leaves out too.
 
-    A checkpoint may hold what ``_is_trained`` leaves out.  No weight is read.
+    Raises ValueError for a tensor that the actor would not train, and for one that is missing.  No
+    weight is read.
     """
-    trained = {name for name in read_headers(hf.path) if _is_trained(name, hf)}
+    names = list(read_headers(hf.path))
+    trained = {name for name in names if _is_trained(name, hf)}
     known = tensor_names(hf)
-    for names, words in (
+    for wrong, words in (
         (trained - known, "would be neither loaded nor exported, so the actor is another model"),
         (known - trained, f"missing, and {hf.model_type} with this config.json needs it"),
     ):
-        if names:
-            first = sorted(names)[:4]
-            more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
+        if wrong:
+            first = sorted(wrong)[:4]
+            more = f" and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
             raise ValueError(f"{hf.path}: {', '.join(first)}{more}: {words}")
+    return names
 
 
 class WeightIndex:

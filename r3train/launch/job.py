@@ -44,7 +44,7 @@ from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt, RolloutSample
-from r3train.hf_checkpoint import check_export_directory, check_tensors, read_headers
+from r3train.hf_checkpoint import check_export_directory, check_tensors
 from r3train.peft_files import check_adapter, lost_by_peft
 
 T = TypeVar("T")
@@ -174,11 +174,11 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
     prompts = parts = conversations = None
     if hf is not None:
-        warnings += _model_warnings(config, hf)
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
         attempt(settings, check_adapter, config.lora, hf)
-        attempt("checkpoint", check_trainable, hf)
+        names = attempt("checkpoint", check_trainable, hf) or ()
+        warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None:
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
     if hf is not None and tokenizer is not None:
@@ -285,7 +285,10 @@ def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
         yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
 
 
-def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]:
+def _model_warnings(
+    config: RunConfig, hf: HfModelFacts, names: Iterable[str]
+) -> Iterator[JobWarning]:
+    """Warn of what a run of this model leaves out; names: those of its checkpoint's tensors."""
     if hf.is_moe and not (config.replay.use_rollout_routing_replay or config.learns_conversations):
         text = "mixture of experts without R3: rollout and trainer will choose different experts"
         yield JobWarning("model", text, "add --use-rollout-routing-replay")
@@ -301,7 +304,7 @@ def _model_warnings(config: RunConfig, hf: HfModelFacts) -> Iterator[JobWarning]
                 "configuration", text, "docs/lora.md says which targets PEFT reads whole"
             )
     parts = untrained_parts(hf)
-    if parts is None and any(name.startswith("mtp.") for name in read_headers(hf.path)):
+    if parts is None and any(name.startswith("mtp.") for name in names):
         parts = (
             "layers of multi-token prediction (mtp.*) are neither served nor trained nor exported"
         )
@@ -325,10 +328,13 @@ def check_can_be_made(directory: Path, setting: str) -> None:
         ) from None
 
 
-def check_trainable(hf: HfModelFacts) -> None:
-    """Raise ValueError for a family that nobody verified, and for a tensor too many or too few."""
+def check_trainable(hf: HfModelFacts) -> list[str]:
+    """Return the names of a checkpoint's tensors.
+
+    Raises ValueError for a family that nobody verified, and for a tensor too many or too few.
+    """
     check_family(hf)
-    check_tensors(hf)
+    return check_tensors(hf)
 
 
 def check_reference(path: Path, actor: HfModelFacts) -> None:
