@@ -71,8 +71,8 @@ class Family:
     ``needs``: key of config.json -> (its only verified value, the value that transformers takes where
     the key is missing).  ``conflicts`` yields complaints about several keys together.  ``rope_types``
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
-    ``alone`` are sizes of the topology that must be 1, each with the reason, ``lora`` tells that
-    adapters were verified too.
+    ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
+    that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too.
     The rest are names of tensors: those of a layer's attention, of the router, of one expert {e}, and
     of a layer with experts beside these.
     """
@@ -84,6 +84,7 @@ class Family:
     moe_layer: tuple[str, ...] = ()
     rope_types: tuple[str, ...] = ()
     alone: Mapping[str, str] = field(default_factory=dict)
+    whole_heads: Mapping[str, str] = field(default_factory=dict)
     conflicts: Callable[[Config], Iterator[str]] = _nothing_else
     read_as: str | None = None
     lora: bool = False
@@ -218,6 +219,7 @@ FAMILIES: dict[str, Family] = {
         router="block_sparse_moe.gate.weight",
         expert=_W123,
         moe_layer=("block_sparse_moe.e_score_correction_bias",),
+        whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
         conflicts=_minimax_conflicts,
     ),
     "olmoe": Family(
@@ -250,6 +252,10 @@ FAMILIES: dict[str, Family] = {
         attention=_hybrid,
         moe_layer=_GATED_SHARED,
         alone={"context_parallel_size": "its linear attention is not cut over ranks"},
+        whole_heads={
+            "num_key_value_heads": "the gate of its attention is cut between key heads",
+            "linear_num_key_heads": "its linear attention is cut between heads",
+        },
         conflicts=_hybrid_conflicts,
     ),
     "gpt_oss": Family(
@@ -342,11 +348,23 @@ def untrained_parts(hf: HfModelFacts) -> str | None:
 def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[str]:
     """Yield a complaint for each size of the topology in which the family was not verified."""
     family = FAMILIES.get(hf.model_type)
-    for name, reason in family.alone.items() if family else ():
+    if family is None:
+        return
+    for name, reason in family.alone.items():
         size = getattr(parallel, name)
         if size not in (None, 1):
             flag = name.replace("_", "-")
             yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
+    if not family.whole_heads:
+        return
+    tp, content = parallel.tensor_model_parallel_size, load_json_object(hf.path / "config.json")
+    for key, reason in family.whole_heads.items():
+        heads = content.get(key)
+        if isinstance(heads, int) and heads % tp:
+            yield (
+                f"--tensor-model-parallel-size {tp} does not divide {key} {heads} of {hf.model_type}:"
+                f" {reason}"
+            )
 
 
 def has_fused_experts(hf_checkpoint: Path) -> bool:

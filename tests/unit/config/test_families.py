@@ -122,6 +122,28 @@ def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field,
         check_model(config(**{field: 2}), read_hf_facts(of(family) / "model"), 2)
 
 
+@pytest.mark.parametrize(
+    "family, key, heads",
+    [
+        ("minimax_m2", "num_key_value_heads", 2),
+        ("qwen3_next", "num_key_value_heads", 2),
+        ("qwen3_next", "linear_num_key_heads", 2),
+    ],
+)
+def test_more_tensor_ranks_than_a_familys_own_layers_can_be_cut_for_are_refused(
+    family, key, heads, of
+):
+    keys = {name: 4 for name in ("num_key_value_heads", "linear_num_key_heads") if name != key}
+    asked = config(tensor_model_parallel_size=4, sequence_parallel=True)
+    with pytest.raises(ValueError) as refused:
+        check_model(asked, read_hf_facts(of(family, **keys) / "model"), 4)
+    assert str(refused.value).startswith(
+        f"--tensor-model-parallel-size 4 does not divide {key} {heads} of {family}: "
+    )
+    # Megatron's own attention shares a key head between ranks
+    check_model(asked, read_hf_facts(of("glm4_moe") / "model"), 4)
+
+
 def test_layers_of_token_prediction_are_named_as_neither_trained_nor_exported(of):
     result = start(of("moonlight", num_nextn_predict_layers=1), "--dry-run")
     said = " ".join(result.output.split())
