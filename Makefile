@@ -15,6 +15,11 @@ endif
 TORCH_INDEX ?=
 # further flags for the demo: make demo ARGS="--num-rollout 5"
 ARGS ?=
+# the demo's model: make demo FAMILY=moonlight (docs/models.md).  Another family than the recipe's has a
+# directory of its own
+FAMILY ?= qwen3_moe
+TINY = runs/tiny$(patsubst %,-%,$(filter-out qwen3_moe,$(FAMILY)))
+OF_FAMILY = $(if $(filter-out qwen3_moe,$(FAMILY)),--hf-checkpoint $(TINY)/model --prompt-data $(TINY)/prompts.jsonl)
 # further arguments for pytest: make test PYTEST_ARGS="-k wire"
 PYTEST_ARGS ?=
 
@@ -74,10 +79,10 @@ $(DEV_STAMP): $(CPU_STAMP)
 	@rm -f .venv/.dev-*
 	@touch $@
 
-demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (ARGS= adds flags)
-	$(BIN)/r3train make-tiny-model --output runs/tiny
+demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (FAMILY= names its family, ARGS= adds flags)
+	$(BIN)/r3train make-tiny-model --family $(FAMILY) --output $(TINY)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 train_async.py \
-	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(ARGS)
+	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(OF_FAMILY) $(ARGS)
 
 test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
 ifneq ($(strip $(PYTEST_ARGS)),)

@@ -18,6 +18,9 @@ from r3train.data import load_prompts, load_tokenizer
 from r3train.rewards.accepted_words import accepted_words
 
 
+ROOT = Path(__file__).resolve().parents[3]
+
+
 def make(output: Path, *args: str):
     return CliRunner().invoke(main, ["make-tiny-model", "--output", str(output), *args])
 
@@ -152,6 +155,19 @@ def test_an_interrupted_build_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         tiny.build(tmp_path / "tiny", tiny.TinyOptions(num_layers=1))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_make_demo_gives_a_family_to_its_model_and_the_model_to_the_run():
+    def asked(*variables: str) -> str:
+        command = ["make", "--dry-run", "--no-print-directory", "demo", *variables]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert "--family qwen3_moe --output runs/tiny\n" in asked()
+    assert "--hf-checkpoint" not in asked()  # the recipe's
+    of_family = asked("FAMILY=moonlight")
+    assert "--family moonlight --output runs/tiny-moonlight\n" in of_family
+    assert "--hf-checkpoint runs/tiny-moonlight/model" in of_family
+    assert "--prompt-data runs/tiny-moonlight/prompts.jsonl" in of_family
 
 
 def test_a_variant_has_the_shape_that_was_asked_for(tmp_path):
