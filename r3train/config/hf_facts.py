@@ -55,13 +55,18 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     """Read the facts of the checkpoint directory ``path``.
 
     Raises ValueError naming the file and the key if the directory, its config.json or a key is
-    missing or wrong.
+    missing or wrong, and for a model of text and images.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint)")
     file = directory / "config.json"
     reader = _Reader(file, load_json_object(file))
+    if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
+        raise ValueError(
+            f"{file}: model_type {reader.text('model_type')!r} is a model of text and images, with its sizes"
+            " in text_config, and none was verified; docs/models.md names those that were"
+        )
     layers = reader.integer("num_hidden_layers", 1)
     heads = reader.integer("num_attention_heads", 1)
     expert_key = next((key for key in EXPERT_KEYS if reader.content.get(key)), None)

@@ -49,6 +49,13 @@ def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(own):
     assert "sparse attention runs on CUDA alone" in refused(own)
 
 
+def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(own):
+    file = own / "model" / "config.json"
+    text = json.loads(file.read_text())
+    file.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    assert "model_type 'qwen3_5_moe' is a model of text and images" in refused(own)
+
+
 @pytest.mark.parametrize(
     "keys, message",
     [
