@@ -22,9 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from r3train.config.families import FAMILIES, has_fused_experts, tensor_names
+from r3train.config.families import FAMILIES, has_fused_experts
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
+from r3train.config.tensor_shapes import fits, tensor_shapes
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
@@ -73,6 +74,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 
 # names of dtypes in safetensors headers; others do not occur among weights that are trained
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TRAINED_DTYPES = tuple(_DTYPES.values())
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8", "I8": "int8"}
 _DTYPES |= {"I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
 
@@ -152,20 +154,39 @@ def identity(directory: Path) -> str:
 def check_tensors(hf: HfModelFacts) -> list[str]:
     """Return the names of a checkpoint's tensors, those that ``_is_trained`` leaves out too.
 
-    Raises ValueError for a tensor that the actor would not train, and for one that is missing.  No
-    weight is read.
+    Raises ValueError for a tensor that the actor would not train, for one that is missing, and for one
+    of another shape than config.json has it, or without a fraction.  No weight is read.
     """
-    names = list(read_headers(hf.path))
+    kinds = read_headers(hf.path)
+    names = list(kinds)
     trained = {name for name in names if _is_trained(name, hf)}
-    known = tensor_names(hf)
+    shapes = tensor_shapes(hf)
     for wrong, words in (
-        (trained - known, "would be neither loaded nor exported, so the actor is another model"),
-        (known - trained, f"missing, and {hf.model_type} with this config.json needs it"),
+        (
+            trained - shapes.keys(),
+            "would be neither loaded nor exported, so the actor is another model",
+        ),
+        (shapes.keys() - trained, f"missing, and {hf.model_type} with this config.json needs it"),
     ):
         if wrong:
             first = sorted(wrong)[:4]
             more = f" and {len(wrong) - len(first)} more" if len(wrong) > len(first) else ""
             raise ValueError(f"{hf.path}: {', '.join(first)}{more}: {words}")
+    unlike = sorted(name for name, shape in shapes.items() if not fits(kinds[name].shape, shape))
+    if unlike:
+        name, more = unlike[0], f" ({len(unlike)} such tensors)" if len(unlike) > 1 else ""
+        expected = ", ".join("any" if size is None else str(size) for size in shapes[name])
+        raise ValueError(
+            f"{hf.path}: {name} has the shape {list(kinds[name].shape)}, expected [{expected}] by"
+            f" config.json{more}"
+        )
+    strange = sorted(name for name in shapes if kinds[name].dtype not in _TRAINED_DTYPES)
+    if strange:
+        name = strange[0]
+        raise ValueError(
+            f"{hf.path}: {name} is {kinds[name].dtype}, expected one of {', '.join(_TRAINED_DTYPES)}:"
+            " convert the checkpoint first (docs/models.md tells how)"
+        )
     return names
 
 

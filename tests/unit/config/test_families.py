@@ -12,6 +12,8 @@ from safetensors.numpy import load_file, save_file
 from r3train.config.cross_checks import check_model
 from r3train.config.families import FAMILIES, sent_together
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.tensor_shapes import fits, tensor_shapes
+from r3train.hf_checkpoint import read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from tests.unit.config.test_config import config
@@ -179,6 +181,65 @@ def test_a_tensor_that_is_missing_is_refused(own):
     del weights["model.layers.3.mlp.experts.7.up_proj.weight"]
     save_file(weights, file)
     assert "model.layers.3.mlp.experts.7.up_proj.weight: missing" in refused(own)
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, of):
+    model = of(family) / "model"
+    found = {name: kind.shape for name, kind in read_headers(model).items()}
+    assert tensor_shapes(read_hf_facts(model)) == found  # every size of the tiny models is known
+
+
+def test_a_size_that_config_json_does_not_say_may_be_any(own):
+    change(own, head_dim=None)
+    name, shape = "model.layers.0.self_attn.q_proj.weight", (None, 64)
+    assert tensor_shapes(read_hf_facts(own / "model"))[name] == shape
+    assert fits((7, 64), shape) and not fits((7, 63), shape) and not fits((7, 64, 1), shape)
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def shrink(name: str, change):
+    def damage(file: Path) -> None:
+        weights = load_file(file)
+        save_file(weights | {name: change(weights[name])}, file)
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (cut, "model.safetensors: not a whole safetensors file, cut?"),
+        (lambda file: file.write_bytes(b""), "model.safetensors: not a whole safetensors file"),
+        (Path.unlink, "no *.safetensors file"),
+        (lambda file: file.write_bytes(b"\xff" * 64), "model.safetensors: not a whole safetensors"),
+        (
+            shrink("model.layers.2.mlp.experts.5.down_proj.weight", lambda w: w[:, :-1].copy()),
+            "model.layers.2.mlp.experts.5.down_proj.weight has the shape [64, 31],"
+            " expected [64, 32] by config.json",
+        ),
+        (
+            shrink("model.embed_tokens.weight", lambda w: w[:60].copy()),
+            "model.embed_tokens.weight has the shape [60, 64], expected [64, 64]",
+        ),
+        (
+            shrink("model.norm.weight", lambda w: w.astype("int32")),
+            "model.norm.weight is int32, expected one of float64, float32",
+        ),
+    ],
+)
+def test_weights_that_no_server_could_load_are_refused_in_one_line(damage, message, own):
+    damage(own / "model" / "model.safetensors")
+    said = refused(own)
+    assert message in said and "Traceback" not in said
+
+
+def test_a_size_of_another_model_in_config_json_names_how_many_tensors_differ(own):
+    change(own, moe_intermediate_size=48)
+    assert "expected [64, 48] by config.json (96 such tensors)" in refused(own)
 
 
 def test_layers_of_token_prediction_and_rotary_frequencies_may_be_there(own):
