@@ -21,6 +21,8 @@ from r3train.config.sources import ConfigError
 OWNER_FILE = ".owner"
 # open files that a process may have at least, where its hard limit allows that
 _FILES = 65536
+# prompts, answers, labels, logs and weights are nobody else's: give a directory of another mode to share
+_PRIVATE = 0o700
 
 
 def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
@@ -45,16 +47,23 @@ def _new_directory(path: Path) -> Path:
     for number in itertools.count(1):
         new = path.with_name(path.name + (f"-{number}" if number > 1 else ""))
         try:
-            new.mkdir(parents=True)
+            new.parent.mkdir(parents=True, exist_ok=True)
+            new.mkdir(mode=_PRIVATE)
             return new
         except FileExistsError:
             continue
     raise AssertionError
 
 
+def _make(directory: Path) -> None:
+    """Make a directory that its owner alone enters; one that is there keeps its mode."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(mode=_PRIVATE, exist_ok=True)
+
+
 def _claim(directory: Path, setting: str, claims: ExitStack) -> None:
     """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked."""
-    directory.mkdir(parents=True, exist_ok=True)
+    _make(directory)
     file = claims.enter_context((directory / OWNER_FILE).open("a+", encoding="utf-8"))
     try:
         # not flock: a forked writer of checkpoints would hold it after its rank was killed
@@ -87,7 +96,7 @@ def open_run_dir(config: RunConfig, run_dir: Path | None, broadcast: Callable[[A
     run_dir: rank 0's, of ``claim_directories``.  broadcast: returns rank 0's value on all ranks.
     """
     run_dir = Path(broadcast(str(run_dir)))
-    run_dir.mkdir(parents=True, exist_ok=True)  # a node's own disk
+    _make(run_dir)  # a node's own disk
     write_atomically(run_dir / "config.toml", config.to_toml())
     return run_dir
 

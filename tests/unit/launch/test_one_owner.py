@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -44,6 +45,18 @@ with StopSignal(60) as stop:
 """
 # tests run with torch's threads held to one
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def test_directories_that_a_job_makes_are_its_owners_alone_and_others_keep_their_mode(
+    tiny, tmp_path
+):
+    there, made, save = tmp_path / "there", tmp_path / "a/made", tmp_path / "a/save"
+    there.mkdir(mode=0o750)
+    for run_dir in (made, there):
+        with ExitStack() as claims:
+            claim_directories(_config(tiny, "--run-dir", str(run_dir), "--save", str(save)), claims)
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in (made, save, there)]
+    assert modes == [0o700, 0o700, 0o750]
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "save"])
