@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, places
+from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, places, printable
 
 SERVER_PREFIX = "--sglang-"
 PROMPT_FILES = "--prompt-data"
@@ -140,7 +140,7 @@ def usage_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise click.UsageError(str(error)) from error
+        raise click.UsageError(printable(str(error))) from error
 
 
 def _option(place: Place) -> click.Option | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,25 @@ class Place:
     @property
     def flag(self) -> str:
         return flag_name(self.name)
+
+
+def plain(text: str) -> str:
+    """Return text on one line in which a terminal finds no command: what does not print is escaped."""
+    if text.isprintable():
+        return text
+    return "".join(c if _prints(c) else c.encode("unicode_escape").decode() for c in text)
+
+
+def printable(text: str) -> str:
+    """Return a text of several lines as ``plain`` has each; tabs become spaces.
+
+    Answers of models and lines of servers' logs may hold escape sequences.
+    """
+    return "\n".join(map(plain, text.expandtabs().split("\n")))
+
+
+def _prints(character: str) -> bool:
+    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def flag_name(field: str) -> str:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 import click
 
 from r3train.config import RunConfig
+from r3train.config.sources import printable
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, warning
 from r3train.doctor.machine import Node
 
@@ -82,9 +83,9 @@ def doctor(
 def _show(finding: Finding) -> None:
     level, is_problem = f"{finding.level:>8}  ", finding.level == PROBLEM
     level = click.style(level, fg=_STYLE[finding.level], bold=is_problem)
-    click.echo(f"{level}{click.style(f'{finding.subject}: ', bold=True)}{finding.text}")
+    click.echo(f"{level}{click.style(f'{finding.subject}: ', bold=True)}{printable(finding.text)}")
     if finding.remedy:
-        click.secho(f"          remedy: {finding.remedy}", dim=True)
+        click.secho(f"          remedy: {printable(finding.remedy)}", dim=True)
 
 
 def diagnose(

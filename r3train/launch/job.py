@@ -27,7 +27,7 @@ from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
 from r3train.config.families import FAMILIES, check_family, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.sources import ConfigError
+from r3train.config.sources import ConfigError, plain
 from r3train.data.conversations import load_conversations
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
@@ -116,7 +116,7 @@ class JobWarning:
     remedy: str
 
     def __str__(self) -> str:
-        return f"warning: {self.text}: {self.remedy}"
+        return plain(f"warning: {self.text}: {self.remedy}")
 
 
 class PreflightError(ConfigError):

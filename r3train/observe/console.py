@@ -22,6 +22,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Ta
 from rich.table import Table
 from rich.text import Text
 
+from r3train.config.sources import printable
 from r3train.observe.step_line import duration, step_text, verdict_style
 
 # Where nobody watches, a word from a long wait is enough once a minute.
@@ -156,7 +157,7 @@ class RunDisplay:
 
     def note(self, text: str, style: str = "") -> None:
         """Print one line that belongs to no step, such as where the run directory is."""
-        self._line(Text(text, style=style))
+        self._line(Text(printable(text), style=style))
 
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Print the last words of a run, and stop the progress.
@@ -255,7 +256,7 @@ class Phase:
 
     def detail(self, text: str) -> None:
         """Show ``text``, shortened to one line, beside the phase's name."""
-        self._detail = " ".join(text.split())
+        self._detail = printable(" ".join(text.split()))
         self._heartbeat(f"{self._name} ({self.elapsed}): {self._detail}")
 
     def __rich__(self) -> Text:
@@ -326,7 +327,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         rows.append(("R3", Text(f"{verdict}{where}", style=verdict_style(str(verdict)))))
     if wall_s is not None:
         rows.append(("wall time", Text(duration(wall_s))))
-    rows += [(key.replace("_", " "), Text(str(value))) for key, value in rest.items()]
+    rows += [(key.replace("_", " "), Text(printable(str(value)))) for key, value in rest.items()]
     if run_dir is not None:
         rows.append(("run directory", Text(str(run_dir))))
     return rows
@@ -349,4 +350,5 @@ def _cause(error: BaseException) -> BaseException | None:
 
 
 def _error_text(error: BaseException, style: str) -> Text:
-    return Text.assemble((type(error).__name__, style), ": ", str(error).strip() or "(no message)")
+    text = printable(str(error).strip()) or "(no message)"
+    return Text.assemble((type(error).__name__, style), ": ", text)

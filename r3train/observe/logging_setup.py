@@ -6,9 +6,12 @@ import logging
 import os
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+from r3train.config.sources import printable
 
 LOG_DIR = "logs"
 OUR_LOGGER = "r3train"
@@ -95,33 +98,37 @@ class LoggingSetup:
             self._terminal.restore()
 
     def _log_uncaught(
-        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         if issubclass(kind, KeyboardInterrupt):
             logger.info("interrupted")
         else:
-            # the old hook below shows it on rank 0's terminal: to the file alone here
-            self._to_file(f"uncaught {kind.__name__}", (kind, error, traceback))
+            # it is shown below on rank 0's terminal: to the file alone here
+            self._to_file(f"uncaught {kind.__name__}", (kind, error, trace))
             if self._terminal is not None:
                 first = str(error).strip().split("\n")[0]
                 self._terminal.say(
-                    f"rank {self._rank} failed: {kind.__name__}: {first} (see {self.path})"
+                    f"rank {self._rank} failed: {kind.__name__}: {printable(first)} (see {self.path})"
                 )
                 return
-        self._old_hooks[0](kind, error, traceback)
+        _show(kind, error, trace)
 
     def _log_uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         name = args.thread.name if args.thread else "a thread"
         exc_info = (args.exc_type, args.exc_value, args.exc_traceback)
         self._to_file(f"uncaught {args.exc_type.__name__} in {name}", exc_info)
         if self._terminal is None:
-            self._old_hooks[1](args)
+            _show(*exc_info)
 
     def _to_file(self, message: str, exc_info: Any) -> None:
         record = logger.makeRecord(
             logger.name, logging.CRITICAL, __file__, 0, message, (), exc_info
         )
         self._handlers[0].handle(record)
+
+
+def _show(*exc_info: Any) -> None:
+    sys.stderr.write(printable("".join(traceback.format_exception(*exc_info))))
 
 
 def _exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
@@ -137,6 +144,13 @@ class _CurrentStderr(logging.StreamHandler):
     @property
     def stream(self) -> TextIO:
         return sys.stderr
+
+
+class _Printable(logging.Formatter):
+    """Spells out control characters; the file has the record as it is."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 class _Redirected:
@@ -163,14 +177,14 @@ class _Redirected:
 
 
 def _file_handler(path: Path, rank: int) -> logging.Handler:
-    handler = logging.FileHandler(path, mode="a", encoding="utf-8")
+    handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
     return handler
 
 
 def _terminal_handler() -> logging.Handler:
     handler = _CurrentStderr()
-    handler.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
+    handler.setFormatter(_Printable(_TERMINAL_FORMAT))
     handler.addFilter(_for_the_terminal)
     return handler
 

@@ -6,12 +6,12 @@ import json
 import math
 import re
 import sys
-import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from r3train.config.sources import plain
 from r3train.proof.findings import TRUE_TO_SAMPLING
 
 if TYPE_CHECKING:
@@ -223,15 +223,6 @@ def _colored(text: str, verdict: str) -> str:
 
 def _amount(count: int, noun: str) -> str:
     return f"{count} {noun}{'s' * (count != 1)}"
-
-
-def plain(text: str) -> str:
-    """Text on one line in which a terminal finds no command: what does not print is escaped."""
-    return "".join(c if _prints(c) else c.encode("unicode_escape").decode() for c in text)
-
-
-def _prints(character: str) -> bool:
-    return unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def _cell(text: str) -> str:

@@ -1,6 +1,7 @@
 import io
 import math
 import re
+import unicodedata
 
 import pytest
 from rich.console import Console
@@ -265,6 +266,25 @@ def test_an_error_is_shown_with_its_causes_and_the_place_of_the_logs():
         "caused by: OSError: connection reset",
         "logs: runs/x/logs",
     ]
+
+
+HOSTILE = "\x1b]0;mine\x07\x1b[2J\x9b31m\u202eleft\ud800 right\r"
+
+
+def commands_in(text):
+    return [c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs") and c != "\n"]
+
+
+def test_what_a_model_or_a_server_wrote_gives_no_commands_to_the_terminal():
+    display, out = plain_display()
+    display.error(ValueError(f"sample 3: {HOSTILE}\nsecond line"))
+    display.note(HOSTILE)
+    with display.phase("starting SGLang") as phase:
+        phase.detail(HOSTILE)
+        assert not commands_in(str(phase.__rich__()))
+    shown = out.getvalue()
+    assert not commands_in(shown) and "left" in shown and "\\x1b[2J" in shown
+    assert "\nsecond line\n" in shown  # lines stay lines
 
 
 def test_an_error_that_hides_its_context_keeps_it_hidden():

@@ -111,10 +111,13 @@ def test_a_rank_that_dies_leaves_one_line_on_the_terminal_and_the_traceback_in_i
 
 
 def test_rank_0_shows_its_traceback_once_and_keeps_it_in_its_file(tmp_path):
-    done, log = in_a_process(tmp_path, "raise ValueError('broken')", rank=0)
+    body = "logging.error('an answer: \\x1b[2J\\ud800')\nraise ValueError('broken \\x1b[2J')"
+    done, log = in_a_process(tmp_path, body, rank=0)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert log.count("Traceback") == 1 and "ValueError: broken" in log
+    assert "\x1b" not in done.stderr and done.stderr.count(r"\x1b[2J") == 2
+    assert r"an answer: \x1b[2J\ud800" in done.stderr
 
 
 def test_an_error_in_a_thread_reaches_the_file(tmp_path):
