@@ -88,6 +88,8 @@ class RolloutSection(Section):
     """Seconds that a request may take; a later answer is a bad one (--max-bad-answers)."""
     rollout_server_start_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a server may take to start."""
+    rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
+    """Names of environment variables that servers inherit beside the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
     """Any flag of the SGLang server."""
 

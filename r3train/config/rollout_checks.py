@@ -120,6 +120,11 @@ def _servers(config: RunConfig) -> Iterator[str]:
             "--rollout-num-engines is of our own servers, and --rollout-external-engine-addrs names"
             " others: give one of the two"
         )
+    if rollout.rollout_external_engine_addrs and rollout.rollout_server_env:
+        yield (
+            "--rollout-server-env is of our own servers, and --rollout-external-engine-addrs names"
+            " others: leave one out"
+        )
     if len(set(rollout.rollout_external_engine_addrs)) < len(rollout.rollout_external_engine_addrs):
         yield "--rollout-external-engine-addrs names a server twice"
 

@@ -7,6 +7,7 @@ that do are found by ``r3train verify``.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import tempfile
 from collections.abc import Callable, Generator, Mapping
 from datetime import timedelta
@@ -179,6 +180,8 @@ def _draw_situations(
             server_args={**config.rollout.sglang, "chunked_prefill_size": chunk},
             return_routed_experts=hf.is_moe,
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+            api_key=secrets.token_hex(16),
+            env_names=config.rollout.rollout_server_env,
         )
         with server:
             server.wait_ready()

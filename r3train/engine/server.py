@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from r3train.config.families import has_fused_experts
@@ -25,13 +25,36 @@ OnProgress = Callable[[float, str], None]
 _PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
-# torchrun's variables describe the trainer's group, which the server must not join.
-# TORCHELASTIC_USE_AGENT_STORE would make its weight-update rendezvous wait for an agent.
-_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
-_TORCHRUN_NAMES = frozenset(
-    "RANK LOCAL_RANK GROUP_RANK ROLE_RANK ROLE_NAME WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE "
-    "ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT".split()
+# Variables that a server inherits, beside those of --rollout-server-env.  Keys and tokens of trackers,
+# clouds and judges are none of its business, and torchrun's would make it join the trainer's group.
+_INHERITED_NAMES = frozenset(
+    "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TERM TMPDIR TEMP TMP HOSTNAME VIRTUAL_ENV CC CXX CPATH"
+    " LIBRARY_PATH MAX_JOBS SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE KUBERNETES_SERVICE_HOST".split()
 )
+_INHERITED_PREFIXES = tuple(
+    "LC_ LD_ XDG_ PYTHON CONDA_ CUDA NVIDIA_ NV NCCL_ GLOO_ TP_ TORCH_ TORCHINDUCTOR_ PYTORCH_ TRITON_"
+    " SGLANG_ SGL_ FLASHINFER_ FLASH_ATTENTION_ DEEPGEMM DG_ DEEPEP MC_ MOONCAKE_ TVM_ TILELANG_ HF_"
+    " HUGGINGFACE_ TRANSFORMERS_ TOKENIZERS_ SAFETENSORS_ OMP_ MKL KMP_ GOMP_ OPENBLAS_ NUMEXPR_ NUMBA_"
+    " UCX_ FI_ OFI_ EFA_ IB_ RDMA GDR ROCM HIP HSA_ ROCR_ AITER_ MIOPEN_ AMD CCL_ ONEAPI SYCL_ ZE_"
+    " MALLOC_ JEMALLOC R3TRAIN_".split()
+)
+_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
+# TORCHELASTIC_USE_AGENT_STORE would make the rendezvous of weight updates wait for an agent
+_TRAINERS_OWN = ("TORCH_NCCL_ASYNC",)
+
+
+def inherited(environ: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:
+    """The variables of an environment that a server gets; ``more`` names further ones."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in more
+        or (
+            (name in _INHERITED_NAMES or name.startswith(_INHERITED_PREFIXES))
+            and not name.startswith(_TRAINERS_OWN)
+            and not name.endswith(_SECRETS)
+        )
+    }
 
 
 def free_port(host: str) -> int:
@@ -92,7 +115,8 @@ class SGLangServer:
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
     here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
-    request but ``/health`` must carry it.  Raises ValueError for a host other than loopback without
+    request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
+    beside the usual ones.  Raises ValueError for a host other than loopback without
     a key.  Not thread-safe, except ``check_alive``.
     """
 
@@ -112,6 +136,7 @@ class SGLangServer:
         device: str | None = None,
         weight_version: int = 0,
         api_key: str | None = None,
+        env_names: Collection[str] = (),
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
         check_server_flags(given, replay=return_routed_experts)
@@ -128,6 +153,7 @@ class SGLangServer:
         self.device = device
         self.weight_version = weight_version
         self.api_key = api_key
+        self.env_names = env_names
         if api_key is None and not is_loopback(host):
             raise ValueError(
                 f"a server at {host} without a key: whoever reaches it could generate and replace"
@@ -177,18 +203,14 @@ class SGLangServer:
         return [sys.executable, "-m", module, *server_flags(args)]
 
     def environment(self) -> dict[str, str]:
-        """The owner's environment without torchrun's variables: offline, one thread on a CPU.
+        """The part of the owner's environment that a server needs (``inherited``): offline, one thread on a CPU.
 
         It holds the key, and for gloo the network interface of the server's host, unless
         GLOO_SOCKET_IFNAME names one.
         """
         from r3train.host_group import set_nccl_defaults  # imports torch
 
-        env = {
-            key: value
-            for key, value in os.environ.items()
-            if key not in _TORCHRUN_NAMES and not key.startswith(_TORCHRUN_PREFIXES)
-        }
+        env = inherited(os.environ, self.env_names)
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         set_nccl_defaults(env)  # as in the ranks, on the weight group's other side
         env.pop(ENGINE_KEY_VARIABLE, None)

@@ -88,8 +88,8 @@ class Engines:
             name = "sglang.log" if count == 1 else f"sglang_{i}.log"
             args = self._server_args(i, gpus)
             host = str(args.pop("host", LOOPBACK))
-            if not is_loopback(host):  # one key for all servers, which only this job knows
-                self._api_key = self._api_key or secrets.token_hex(16)
+            # one key for all servers, which only this job knows: every user of the node reaches loopback
+            self._api_key = self._api_key or secrets.token_hex(16)
             server = SGLangServer(
                 config.model.hf_checkpoint,
                 self._run_dir / "logs" / name,
@@ -102,6 +102,7 @@ class Engines:
                 seed=config.rollout.rollout_seed + i,
                 start_timeout_s=config.rollout.rollout_server_start_timeout_s,
                 api_key=self._api_key,
+                env_names=config.rollout.rollout_server_env,
             )
             self._servers.append(server)
             server.start()

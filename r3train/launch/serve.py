@@ -16,9 +16,10 @@ import click
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
+from r3train.config.sources import printable
 from r3train.launch.gpus import served_gpus
 from r3train.engine.backend import EngineError
-from r3train.engine.key import engine_api_key
+from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
 from r3train.engine.server import SGLangServer
 
@@ -92,6 +93,7 @@ def serve(
             port=port,
             device="cuda" if num_visible else None,
             api_key=engine_api_key(os.environ),
+            env_names=config.rollout.rollout_server_env,
         )
     if config.run.dry_run:
         click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
@@ -120,13 +122,18 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
             staging.write_text(server.addr + "\n", encoding="utf-8")
             os.replace(staging, address_file)
         click.echo(f"serving {server.model_path} at {server.addr}")
+        if server.api_key is None:
+            text = "warning: without a key, every user of this machine can replace its weights: set"
+            click.secho(
+                f"{text} {ENGINE_KEY_VARIABLE} here and for the trainer", fg="yellow", err=True
+            )
         while True:
             time.sleep(1.0)
             server.check_alive()
     except _Stop:
         pass
     except EngineError as error:
-        click.echo(str(error), err=True)
+        click.echo(printable(str(error)), err=True)
         code = 1
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -167,6 +167,10 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             "give one of the two",
             {"rollout_num_engines": 2, "rollout_external_engine_addrs": ["h:1"]},
         ),
+        (
+            "--rollout-server-env is of our own servers",
+            {"rollout_server_env": ["HF_TOKEN"], "rollout_external_engine_addrs": ["h:1"]},
+        ),
         ("names a server twice", {"rollout_external_engine_addrs": ["h:1", "h:1"]}),
         ("--environment-samples turn needs --environment", {"environment_samples": "turn"}),
         (

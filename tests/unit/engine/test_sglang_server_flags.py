@@ -48,11 +48,45 @@ def test_passthrough_arguments_win_over_the_defaults(tmp_path, key):
 def test_the_trainers_process_group_is_hidden_from_the_server(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv("KEPT", "yes")
     environment = SGLangServer("m", tmp_path / "log", device="cpu").environment()
-    assert environment["KEPT"] == "yes" and environment["HF_HUB_OFFLINE"] == "1"
+    assert environment["PATH"] and environment["HF_HUB_OFFLINE"] == "1"
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT"} & environment.keys()
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
+
+
+SECRETS = (
+    *(
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "AWS_SECRET_ACCESS_KEY",
+        "R3TRAIN_JUDGE_API_KEY",
+        "DATABASE_URL",
+    ),
+    *("MLFLOW_TRACKING_PASSWORD", "SLURM_JWT", "SSH_AUTH_SOCK", "GITHUB_TOKEN"),
+)
+NEEDED = (
+    *(
+        "PATH",
+        "HOME",
+        "LD_LIBRARY_PATH",
+        "PYTHONPATH",
+        "CUDA_VISIBLE_DEVICES",
+        "NCCL_SOCKET_IFNAME",
+    ),
+    *("GLOO_SOCKET_IFNAME", "SGLANG_PORT_RANGE", "HF_HOME", "TRITON_CACHE_DIR", "NVSHMEM_DIR"),
+    *("TOKENIZERS_PARALLELISM", "TORCHINDUCTOR_CACHE_DIR", "UCX_TLS", "FI_PROVIDER"),
+)
+
+
+def test_a_server_gets_what_it_needs_of_the_environment_and_nobodys_secrets(tmp_path, monkeypatch):
+    for name in (*SECRETS, *NEEDED):
+        monkeypatch.setenv(name, f"value of {name}")
+    environment = SGLangServer("m", tmp_path / "log", device="cpu").environment()
+    assert {name: environment.get(name) for name in NEEDED} == {n: f"value of {n}" for n in NEEDED}
+    assert not environment.keys() & set(SECRETS)
+    named = SGLangServer("m", tmp_path / "log", device="cpu", env_names=("HF_TOKEN", "NOT_SET"))
+    assert named.environment()["HF_TOKEN"] == "value of HF_TOKEN"
+    assert "NOT_SET" not in named.environment()
 
 
 def test_the_tail_of_a_log_is_its_last_lines_and_nothing_for_no_file(tmp_path):
