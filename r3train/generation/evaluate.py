@@ -43,6 +43,7 @@ class EvalSet:
     make_episode: Callable[[Prompt], Episode]
     decode: Callable[[Sequence[int]], str]
     ids_per_episode: int = 1
+    segment_len: int | None = None  # most tokens of one request, as of a rollout's
 
 
 class EvaluationEnded(Exception):
@@ -111,17 +112,27 @@ async def _answer(
         sample = resume_from or stitch.begin(
             prompt, sample_id=sample_id, group_id=_LAST_GROUP - place
         )
-        request = stitch.next_request(
-            sample, asked.sampling, limit=turn_limit, weight_version=version, wants_routes=False
-        )
-        # the prompts of a set are the same every time: with --no-flush-cache-on-update servers keep them
-        segment = await backend.generate(replace(request, fresh_prefix=True))
-        if segment.finish_reason == "abort":
-            raise EngineError(f"sample {request.name} was aborted")
-        if version is not None and (segment.weight_versions != version).any():
-            found = sorted(set(segment.weight_versions.tolist()))
-            raise ValueError(f"sample {request.name} has weight versions {found}, not {version}")
-        sample = stitch.extend(sample, segment)
+        while True:
+            limit = stitch.shortest(turn_limit, asked.segment_len)
+            request = stitch.next_request(
+                sample, asked.sampling, limit=limit, weight_version=version, wants_routes=False
+            )
+            # the prompts of a set are the same every time: with --no-flush-cache-on-update servers
+            # keep them
+            segment = await backend.generate(replace(request, fresh_prefix=True))
+            if segment.finish_reason == "abort":
+                raise EngineError(f"sample {request.name} was aborted")
+            if version is not None and (segment.weight_versions != version).any():
+                found = sorted(set(segment.weight_versions.tolist()))
+                raise ValueError(
+                    f"sample {request.name} has weight versions {found}, not {version}"
+                )
+            sample = stitch.extend(sample, segment)
+            if turn_limit is not None:
+                turn_limit -= len(segment.token_ids)
+            left = stitch.shortest(stitch.tokens_left(sample, asked.sampling), turn_limit)
+            if not stitch.is_cut(segment, limit, left):
+                break
         text = asked.decode(sample.token_ids[sample.prompt_len :].tolist())
         return replace(sample, text=text)
 

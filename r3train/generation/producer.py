@@ -736,11 +736,11 @@ class _Turns:
                 self._held = True
             if self._retracted:
                 await p._room_in_the_pools()
-            limits = [n for n in (turn_limit, p._segment_len) if n is not None]
+            limit = stitch.shortest(turn_limit, p._segment_len)
             request = stitch.next_request(
                 sample,
                 item.sampling,
-                limit=min(limits, default=None),
+                limit=limit,
                 weight_version=p._version,
                 exact_version=not p._freezes,
             )
@@ -760,13 +760,8 @@ class _Turns:
                 count = len(segment.token_ids)
                 if turn_limit is not None:
                     turn_limit -= count
-                left = stitch.tokens_left(sample, item.sampling)
-                left = left if turn_limit is None else min(left, turn_limit)
-                unfinished = again or (
-                    segment.finish_reason == "length"
-                    and count == min(limits, default=None)
-                    and left > 0
-                )
+                left = stitch.shortest(stitch.tokens_left(sample, item.sampling), turn_limit)
+                unfinished = again or stitch.is_cut(segment, limit, left)
                 # checked while the place is held: once it is given back, the update may end
                 interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
                 # a frozen server would take it, and its cache of the weights before the update

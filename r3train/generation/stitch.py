@@ -47,6 +47,16 @@ def tokens_left(sample: RolloutSample, sampling: SamplingParams) -> int:
     return budget - sample.response_len
 
 
+def shortest(*limits: int | None) -> int | None:
+    """The smallest of several limits, None if none is given."""
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def is_cut(segment: Segment, limit: int | None, left: int) -> bool:
+    """True if an answer ended because ``limit`` tokens were asked for, and ``left`` may follow."""
+    return segment.finish_reason == "length" and len(segment.token_ids) == limit and left > 0
+
+
 def next_request(
     sample: RolloutSample,
     sampling: SamplingParams,

@@ -355,6 +355,7 @@ class Engines:
                 make_episode=_conversations(job) or (lambda prompt: generate_once),
                 decode=self._decode,
                 ids_per_episode=rollout.samples_per_episode,
+                segment_len=self._segment_len,
             )
             for data in job.eval_data
         ]

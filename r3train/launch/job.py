@@ -511,10 +511,14 @@ def check_rewards(data: EvalData) -> None:
 
 
 def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:
-    """The reward's settings for an evaluation set; --group-rm and --reward-key are of functions alone."""
-    if dataset.rm_type is None or ":" in dataset.rm_type:
+    """The reward's settings for an evaluation set.
+
+    --group-rm is of --custom-rm-path alone; --reward-key is of the functions of the user.
+    """
+    if dataset.rm_type is None:
         return data
-    return data.model_copy(update={"group_rm": False, "reward_key": None})
+    key = data.reward_key if ":" in dataset.rm_type else None
+    return data.model_copy(update={"group_rm": False, "reward_key": key})
 
 
 def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:

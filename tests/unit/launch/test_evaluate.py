@@ -83,6 +83,46 @@ async def test_a_set_that_cannot_be_evaluated_is_named_and_the_exit_code_is_1(ti
     assert [line["name"] for line in read_evaluations(tmp_path / "run")] == ["b"]
 
 
+async def test_a_long_answer_is_asked_for_in_segments_as_a_rollouts_is(tiny, tmp_path):
+    class Endless(Server):
+        async def answer(self, request, body):
+            response = await super().answer(request, body)
+            if request.path != "/generate":
+                return response
+            answer, count = json.loads(response.body), body["sampling_params"]["max_new_tokens"]
+            answer["output_ids"] = [9] * count
+            meta = answer["meta_info"]
+            meta |= {"completion_tokens": count, "finish_reason": {"type": "length"}}
+            meta["output_token_logprobs"] = [[-0.5, 9, None]] * count
+            meta["weight_versions"][0]["end"] = count
+            return web.json_response(answer)
+
+    server, path = Endless(), str(held_out(tmp_path / "a.jsonl", count=1))
+    flags = ("--eval-prompt-data", "a", path, "--rollout-segment-len", "3")
+    result = await evaluate(server, tiny, tmp_path / "run", *flags)
+    assert result.exit_code == 0, result.output
+    first, second = server.generated
+    assert first["sampling_params"]["max_new_tokens"] == 3
+    assert second["sampling_params"]["max_new_tokens"] == 1
+    assert second["input_ids"] == [*first["input_ids"], 9, 9, 9]
+    [row] = [
+        json.loads(x) for x in (tmp_path / "run/eval/0000007-a.jsonl").read_text().splitlines()
+    ]
+    assert row["response_len"] == 4 and row["finish_reason"] == "length"
+
+
+async def test_the_own_function_of_a_set_is_called_for_an_answer_and_not_for_a_group(
+    tiny, tmp_path
+):
+    path, functions = str(held_out(tmp_path / "a.jsonl")), "tests.unit.reward_functions:"
+    flags = ("--eval-prompt-data", "a", path, "--eval-rm-type", f"{functions}half")
+    training = ("--custom-rm-path", f"{functions}ranks", "--group-rm", "--rm-type", "none")
+    result = await evaluate(Server(), tiny, tmp_path / "run", *flags, *training)
+    assert result.exit_code == 0, result.output
+    [line] = read_evaluations(tmp_path / "run")
+    assert line["eval/a/mean"] == 0.5
+
+
 async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(tiny, tmp_path):
     path = str(held_out(tmp_path / "a.jsonl"))
     command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", "127.0.0.1:9"]
