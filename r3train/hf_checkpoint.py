@@ -152,14 +152,14 @@ def identity(directory: Path) -> str:
 
 
 def check_tensors(hf: HfModelFacts) -> list[str]:
-    """Return the names of a checkpoint's tensors, those that ``_is_trained`` leaves out too.
+    """Return the names of a checkpoint's tensors, those that ``is_trained`` leaves out too.
 
     Raises ValueError for a tensor that the actor would not train, for one that is missing, and for one
     of another shape than config.json has it, or without a fraction.  No weight is read.
     """
     kinds = read_headers(hf.path)
     names = list(kinds)
-    trained = {name for name in names if _is_trained(name, hf)}
+    trained = {name for name in names if is_trained(name, hf)}
     shapes = tensor_shapes(hf)
     for wrong, words in (
         (
@@ -203,7 +203,7 @@ class WeightIndex:
         self._path = hf.path
         self._dtypes = {dtype, "float32"}
         self._kinds = {
-            name: kind for name, kind in read_headers(hf.path).items() if _is_trained(name, hf)
+            name: kind for name, kind in read_headers(hf.path).items() if is_trained(name, hf)
         }
         self._targets = lora.targets(self._kinds) if lora.enabled else frozenset()
 
@@ -245,7 +245,7 @@ class WeightIndex:
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def _is_trained(name: str, hf: HfModelFacts) -> bool:
+def is_trained(name: str, hf: HfModelFacts) -> bool:
     """Return False for what every checkpoint may hold and no actor trains (see ``WeightIndex``)."""
     layer = _LAYER.search(name)
     return not (

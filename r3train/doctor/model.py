@@ -19,8 +19,9 @@ from r3train.launch.job import JobWarning, PreflightError, preflight
 
 @dataclass(frozen=True)
 class Weights:
-    """Parameters of a checkpoint, counted from the headers of its files.
+    """Parameters that the actor holds of a checkpoint, counted from the headers of its files.
 
+    Layers of multi-token prediction are on disk alone: ``num_bytes`` has them, and nothing else here.
     ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.
     """
 
@@ -104,7 +105,7 @@ def check_weights(hf: HfModelFacts, lora: LoraSection) -> Generator[Finding, Non
     else:
         yield fact("model", f"{layers}dense: R3 has nothing to replay")
     try:
-        weights = read_weights(hf.path, lora)
+        weights = read_weights(hf, lora)
     except ValueError:
         return None  # check_job has said so
     text = f"{weights.total:,} parameters in {weights.num_files} file(s), all there"
@@ -112,18 +113,18 @@ def check_weights(hf: HfModelFacts, lora: LoraSection) -> Generator[Finding, Non
     return weights
 
 
-def read_weights(path: Path, lora: LoraSection = LoraSection()) -> Weights:
+def read_weights(hf: HfModelFacts, lora: LoraSection = LoraSection()) -> Weights:
     """Count parameters from the headers of *.safetensors, and compare with the index.
 
     Raises ValueError naming the file that is missing, cut or unreadable.
     """
-    from r3train.hf_checkpoint import read_header, weight_files
+    from r3train.hf_checkpoint import is_trained, read_header, weight_files
 
-    files = weight_files(path)
+    files = weight_files(hf.path)
     dense = expert = num_bytes = 0
     adapters = {True: 0, False: 0}  # by: is it an expert's
     for file in files:
-        kinds = read_header(file)
+        kinds = {name: kind for name, kind in read_header(file).items() if is_trained(name, hf)}
         sizes = {name: kind.num_elements for name, kind in kinds.items()}
         for name in lora.targets(kinds) if lora.enabled else ():
             adapters[".experts." in name] += lora.lora_rank * sum(kinds[name].shape)

@@ -52,7 +52,7 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     import psutil
 
     hf = read_hf_facts(config.model.hf_checkpoint)
-    weights = read_weights(config.model.hf_checkpoint)
+    weights = read_weights(hf)
     refusal = no_room(config, weights, gpu_bytes, psutil.virtual_memory().available)
     if refusal is not None:
         yield refusal

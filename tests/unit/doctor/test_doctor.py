@@ -18,6 +18,7 @@ from r3train.cli import main
 from r3train.doctor import command, machine, memory
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING
 from r3train.doctor.model import read_weights
+from tests.unit.hf_model import facts
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake
 
@@ -317,7 +318,7 @@ def write_shard(file: Path, header: bytes, data: bytes = bytes(24)) -> None:
 def test_parameters_are_counted_from_a_whole_shard(tmp_path):
     header = json.dumps({"w": ENTRY, "__metadata__": {"format": "pt"}}).encode()
     write_shard(tmp_path / "model.safetensors", header)
-    assert read_weights(tmp_path).dense == 6
+    assert read_weights(facts(path=tmp_path)).dense == 6
 
 
 @pytest.mark.parametrize(
@@ -336,7 +337,7 @@ def test_parameters_are_counted_from_a_whole_shard(tmp_path):
 def test_a_damaged_header_names_its_file(header, tmp_path):
     write_shard(tmp_path / "model.safetensors", header)
     with pytest.raises(ValueError, match="model.safetensors: not a whole"):
-        read_weights(tmp_path)
+        read_weights(facts(path=tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -352,4 +353,4 @@ def test_a_damaged_header_names_its_file(header, tmp_path):
 def test_a_damaged_index_names_its_file(index, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ValueError, match="index.json: not an index of weights"):
-        read_weights(tmp_path)
+        read_weights(facts(path=tmp_path))

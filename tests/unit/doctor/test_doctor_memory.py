@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
+from safetensors.numpy import save_file
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
@@ -68,7 +72,8 @@ def test_on_cpus_all_ranks_are_here(monkeypatch):
 
 def test_estimates_follow_the_shapes(tiny):
     config = config_of(tiny, rollout_max_context_len=101, rollout_max_prompt_len=60)
-    hf, weights = read_hf_facts(tiny / "model"), read_weights(tiny / "model")
+    hf = read_hf_facts(tiny / "model")
+    weights = read_weights(hf)
     assert weights.expert == 4 * 8 * 3 * 64 * 32
     # 2 ranks, experts over both: weight, gradient and, over 2 data ranks for dense, two moments
     e = estimate(config, weights, 2)
@@ -79,7 +84,7 @@ def test_estimates_follow_the_shapes(tiny):
 
 
 def test_the_kl_reference_is_on_the_host(tiny):
-    weights = read_weights(tiny / "model")
+    weights = read_weights(read_hf_facts(tiny / "model"))
     without, with_it = (
         estimate(config_of(tiny, bf16=True, kl_loss_coef=coef), weights, 2) for coef in (0.0, 0.1)
     )
@@ -90,13 +95,28 @@ def test_the_kl_reference_is_on_the_host(tiny):
 def test_lora_trains_the_adapters_and_keeps_the_weights_alone(tiny):
     """Rank 8 on 4 layers of 8 experts, hidden 64, expert width 32; two ranks share the experts."""
     config = config_of(tiny, lora_rank=8, kl_loss_coef=0.1)
-    weights = read_weights(tiny / "model", config.lora)
+    weights = read_weights(read_hf_facts(tiny / "model"), config.lora)
     assert weights.adapter_expert == 4 * 8 * 3 * 8 * (64 + 32)
     e = estimate(config, weights, 2)
     adapters = weights.adapter_dense * (8 + 8 / 2) + weights.adapter_expert / 2 * (8 + 8)
     assert e.rank == (weights.dense + weights.expert / 2) * 4 + adapters
     assert e.checkpoint == (weights.adapter_dense + weights.adapter_expert) * (4 + 8)
     assert e.reference == 0  # the adapters switched off
+
+
+@pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp.layers.0."])
+def test_layers_of_multi_token_prediction_are_neither_held_nor_adapted(prefix, tiny, tmp_path):
+    """Published checkpoints have them behind the model's own layers, or apart from these."""
+    hf, lora = read_hf_facts(tiny / "model"), config_of(tiny, lora_rank=8).lora
+    own = read_weights(hf, lora)
+    directory = tmp_path / "model"
+    shutil.copytree(hf.path, directory)
+    names = ("self_attn.q_proj", "mlp.experts.0.gate_proj", "eh_proj")
+    extra = {f"{prefix}{name}.weight": np.zeros((64, 64), np.float32) for name in names}
+    save_file(extra, directory / "more.safetensors")
+    found = read_weights(read_hf_facts(directory), lora)
+    more = (directory / "more.safetensors").stat().st_size
+    assert found == replace(own, num_bytes=own.num_bytes + more, num_files=own.num_files + 1)
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])

@@ -43,7 +43,7 @@ def test_nothing_is_built_for_a_model_without_room(tiny, monkeypatch):
     monkeypatch.setattr(probe, "_reference", built)
     (found,) = probe.probe_engines(config_of(tiny), 1 << 20)
     assert found.level == PROBLEM and found.text.startswith("not run: ")
-    weights = read_weights(tiny / "model")
+    weights = read_weights(read_hf_facts(tiny / "model"))
     assert probe.no_room(config_of(tiny), weights, 80 * GIB, 8 * GIB) is None
 
 
