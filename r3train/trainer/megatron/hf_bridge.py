@@ -168,7 +168,18 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 @torch.no_grad()
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
     """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
-    bridge.load_weights([as_te_names(c) for c in chunks], str(path))
+    bridge.load_weights([_OneState(as_te_names(c)) for c in chunks], str(path))
+
+
+class _OneState:
+    """A chunk as ``as_te_names`` gives it, whose state is read once: mbridge asks once a parameter."""
+
+    def __init__(self, adapted: Any):
+        self.decoder, self.config = adapted.decoder, adapted.config
+        self._state = adapted.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
 
 
 class _Held(torch.Tensor):
@@ -183,24 +194,21 @@ class _Held(torch.Tensor):
         return self
 
 
-class _Compared:
-    """A chunk as ``as_te_names`` gives it, whose parameters are compared instead of loaded."""
+class _Compared(_OneState):
+    """A chunk whose parameters are compared instead of loaded."""
 
     def __init__(self, adapted: Any, value_of: Callable[[torch.Tensor], torch.Tensor]):
-        self.decoder, self.config = adapted.decoder, adapted.config
+        super().__init__(adapted)
         values = {name: value_of(p) for name, p in adapted.named_parameters()}
-        self._held = {
+        self._state = {
             name: tensor.detach().as_subclass(_Held) if torch.is_tensor(tensor) else tensor
-            for name, tensor in {**adapted.state_dict(), **values}.items()
+            for name, tensor in {**self._state, **values}.items()
             if "_extra_state" not in name  # Transformer Engine's, of no checkpoint
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._held
-
     def other(self) -> list[str]:
         """Names of the parameters that were compared and are not equal, or were not compared."""
-        return [n for n, t in self._held.items() if isinstance(t, _Held) and not t.is_equal]
+        return [n for n, t in self._state.items() if isinstance(t, _Held) and not t.is_equal]
 
 
 @torch.no_grad()
