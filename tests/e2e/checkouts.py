@@ -7,16 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
-from math import prod
 from pathlib import Path
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 from tests.e2e import jobs
-
-from r3train.config.hf_facts import read_hf_facts
-from r3train.config.tensor_shapes import tensor_shapes
+from tests.published import write_checkpoint
 
 BIN = Path(sys.executable).parent
 VENVS = (".venv", ".venv-trl")
@@ -57,23 +54,12 @@ def copied(directory: Path) -> Path:
 def add_qwen3_30b_a3b(directory: Path, tiny: Path) -> None:
     """Add the files that configs/qwen3_30b_a3b.toml names and a dry run reads.
 
-    Shape: Qwen3-30B-A3B's config.json; the tokenizer is that of the tiny checkpoint.  The file of weights
-    has 61 GB of holes.
+    The tokenizer is that of the tiny checkpoint.
     """
     model = directory / "models" / "Qwen3-30B-A3B"
-    shutil.copytree(tiny / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
-    shape = dict(num_hidden_layers=48, num_local_experts=128, num_experts_per_tok=8)
-    shape |= dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, head_dim=128)
-    shape |= dict(num_attention_heads=32, num_key_value_heads=4, max_position_embeddings=40960)
-    _update(model / "config.json", vocab_size=151936, **shape)
-    header, end = {}, 0
-    for name, size in tensor_shapes(read_hf_facts(model)).items():
-        begin, end = end, end + 2 * prod(size)
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": (begin, end)}
-    text = json.dumps(header).encode()
-    with (model / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + end)
+    write_checkpoint(model, model.name)
+    for file in (tiny / "model").glob("tokenizer*"):
+        shutil.copy(file, model)
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     _update(model / "tokenizer_config.json", chat_template=template)
     (directory / "data").mkdir()

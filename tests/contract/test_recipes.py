@@ -1,0 +1,98 @@
+"""Recipes of published models: their dry run, and their memory, on checkpoints without weights."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.doctor.finding import OK, amount
+from r3train.doctor.machine import Node
+from r3train.doctor.memory import check_gpus, estimate
+from r3train.doctor.model import read_weights
+from r3train.launch.job import PreflightError, preflight
+from r3train.tiny import TinyOptions, build
+from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
+
+PAGE = Path(__file__).parents[2] / "docs/models.md"
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory) -> Path:
+    """A directory with the data and the models that the recipes name; the tokenizer is a tiny one."""
+    directory = tmp_path_factory.mktemp("machine")
+    build(directory / "tiny", TinyOptions(), force=True)
+    (directory / "data").mkdir()
+    rows = {"prompt": [[{"role": "user", "content": "name fruits"}]] * 128, "label": ["1"] * 128}
+    for name in ("math_train", "math500"):
+        parquet.write_table(pyarrow.table(rows), directory / "data" / f"{name}.parquet")
+    for recipe in RECIPES:
+        model = directory / RunConfig.from_toml(recipe.path).model.hf_checkpoint
+        write_checkpoint(model, recipe.model)
+        for file in (directory / "tiny/model").glob("tokenizer*"):
+            shutil.copy(file, model)
+        (model / "chat_template.jinja").write_text(TEMPLATE)
+    return directory
+
+
+def test_every_recipe_of_a_published_model_is_rehearsed():
+    named = {path.stem for path in CONFIGS.glob("*.toml") if not path.stem.startswith("tiny")}
+    assert {recipe.file for recipe in RECIPES} == named
+
+
+@each_recipe
+def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch):
+    monkeypatch.chdir(machine)
+    config = RunConfig.from_toml(recipe.path)
+    job = preflight(config, recipe.num_gpus)
+    job.close()
+    assert config.replay.use_rollout_routing_replay and config.r3_check_enabled
+    assert config.model.bf16 and config.trainer.update_weight_transfer_mode == "distributed"
+    assert len(job.prompts) == 128 and job.hf.is_moe
+    others = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
+    with pytest.raises(
+        PreflightError, match="experts do not divide by expert_model_parallel_size 7"
+    ):
+        preflight(config.model_copy(update={"parallel": others}), 7 * recipe.num_gpus)
+
+
+@each_recipe
+def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
+    head = recipe.path.read_text().split("[model]")[0]
+    assert f"{recipe.num_gpus} GPUs" in head and f"{recipe.gpu_gb} GB" in head
+    config, _, estimated = figures(recipe, machine)
+    node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, 8)
+    (found,) = check_gpus(config, node, estimated.rank)
+    assert found.level == OK, found.text
+
+
+def figures(recipe: Recipe, machine: Path):
+    """The recipe's configuration, the weights of its model and the doctor's estimate."""
+    config = RunConfig.from_toml(recipe.path)
+    weights = read_weights(read_hf_facts(machine / config.model.hf_checkpoint))
+    return config, weights, estimate(config, weights, recipe.num_gpus)
+
+
+def test_the_page_shows_what_the_doctor_estimates(machine):
+    """The table of docs/models.md; where it is wrong, this test prints the right one."""
+    rows = []
+    for recipe in RECIPES:
+        config, weights, estimated = figures(recipe, machine)
+        p = config.parallel
+        sizes = {"TP": p.tensor_model_parallel_size, "PP": p.pipeline_model_parallel_size}
+        sizes["EP"] = p.expert_model_parallel_size
+        ways = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
+        rows.append(
+            f"| [{recipe.file}](../configs/{recipe.file}.toml) | {recipe.model}"
+            f" | {weights.total / 1e9:.1f} | {weights.expert / 1e9:.1f} | {amount(2 * weights.total)}"
+            f" | {recipe.num_gpus} x {recipe.gpu_gb} GB | {ways} | {amount(estimated.rank)}"
+            f" | {amount(estimated.checkpoint)} |"
+        )
+    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)

@@ -1,0 +1,89 @@
+"""Checkpoints of published models as far as their headers: config.json, and every tensor as a hole.
+
+NAME.json holds the keys of a published configuration, written by us.  Shapes come from transformers'
+own model on the meta device, not from the code under test.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from r3train.config.families import tensor_names
+from r3train.config.hf_facts import read_hf_facts
+from r3train.hf_checkpoint import read_transformers_config
+from r3train.torchvision_stub import declare_torchvision_ops
+
+HERE = Path(__file__).parent
+CONFIGS = HERE.parents[1] / "configs"
+_BFLOAT16_BYTES = 2
+# halves of the tensor in which transformers holds gate and up of all experts
+_GATE_AND_UP = ("gate_proj", "up_proj", "w1", "w3")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe in configs/, its model in this folder, and the GPUs that its head names."""
+
+    file: str
+    model: str
+    num_gpus: int
+    gpu_gb: int  # 10**9 bytes, as GPUs are sold
+
+    @property
+    def path(self) -> Path:
+        return CONFIGS / f"{self.file}.toml"
+
+
+RECIPES = (
+    Recipe("moonlight_16b_a3b", "Moonlight-16B-A3B", 8, 80),
+    Recipe("gpt_oss_20b", "gpt-oss-20b", 8, 80),
+    Recipe("glm_4_7_flash", "GLM-4.7-Flash", 16, 80),
+    Recipe("qwen3_30b_a3b", "Qwen3-30B-A3B", 8, 141),
+    Recipe("glm_4_5_air", "GLM-4.5-Air", 64, 80),
+    Recipe("deepseek_v3", "DeepSeek-V3", 256, 80),
+)
+
+
+def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor that the checkpoint of ``directory``/config.json has, by name."""
+    declare_torchvision_ops()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(read_transformers_config(directory))
+    whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    names = sorted(tensor_names(read_hf_facts(directory)))
+    return {name: whole[name] if name in whole else _of_one_expert(name, whole) for name in names}
+
+
+def _of_one_expert(name: str, whole: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    prefix, _, rest = name.partition(".experts.")
+    experts = prefix.replace("block_sparse_moe", "mlp") + ".experts"
+    if rest.split(".")[1] in _GATE_AND_UP:
+        _, both, width = whole[f"{experts}.gate_up_proj"]
+        return both // 2, width
+    return whole[f"{experts}.down_proj"][1:]
+
+
+def write_config(directory: Path, model: str) -> None:
+    """Make the directory with the model's config.json in it."""
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text((HERE / f"{model}.json").read_text())
+
+
+def write_checkpoint(directory: Path, model: str) -> None:
+    """Write config.json, and a safetensors file of the true size whose weights take no room on disk."""
+    write_config(directory, model)
+    header, end = {}, 0
+    for tensor, shape in shapes_of(directory).items():
+        start, end = end, end + prod(shape) * _BFLOAT16_BYTES
+        header[tensor] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    with open(directory / "model.safetensors", "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        stream.truncate(8 + len(text) + end)

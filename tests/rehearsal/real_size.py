@@ -1,0 +1,101 @@
+"""Ranks of a recipe, built at real size on the meta device, with groups that send nothing.
+
+    python -m tests.rehearsal.real_size REPORT RECIPE[:RANK,RANK...][?KEY=NUMBER] ...
+
+``build_model`` is production's.  It loads through mbridge from tensors that have the checkpoint's names
+and shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
+Layers are the local ones: Transformer Engine's have the same shapes, and need it.  KEY of config.json gets
+another NUMBER for the actor alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+prepare_device()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from r3train.config import RunConfig  # noqa: E402
+from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.torchvision_stub import declare_torchvision_ops  # noqa: E402
+from tests.published import RECIPES, Recipe, shapes_of, write_config  # noqa: E402
+
+declare_torchvision_ops()
+
+from mbridge.core.safetensor_io import SafeTensorIO  # noqa: E402
+from megatron.core import parallel_state  # noqa: E402
+
+from r3train.trainer.megatron import model, topology  # noqa: E402
+
+META = torch.device("meta")
+
+
+def rehearse(recipe: Recipe, ranks: list[int], changes: dict[str, int]) -> list[dict[str, Any]]:
+    """Tensors that each rank loaded and numbers that it holds; without ``ranks``, the first rank's alone."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / recipe.model
+        write_config(directory, recipe.model)
+        shapes, hf = shapes_of(directory), read_hf_facts(directory)
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+        config = RunConfig.from_toml(
+            recipe.path, {"hf_checkpoint": str(directory), "attention_backend": "local"}
+        )
+        return [_rank(recipe, rank, config, hf, shapes) for rank in ranks or [0]]
+
+
+def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -> dict[str, Any]:
+    names: list[str] = []
+    misfits: list[str] = []
+
+    def load(_: SafeTensorIO, wanted: list[str]) -> dict[str, torch.Tensor]:
+        names.extend(wanted)
+        return {n: torch.empty(shapes[n], dtype=torch.bfloat16, device=META) for n in wanted}
+
+    def scatter(
+        out: torch.Tensor, parts: list[torch.Tensor] | None, *, src: int, group: Any
+    ) -> None:
+        part = parts[group.rank()] if parts is not None else out
+        if part.shape != out.shape:
+            misfits.append(f"{tuple(part.shape)} for {tuple(out.shape)}")
+
+    SafeTensorIO.load_some_hf_weight, dist.scatter = load, scatter
+    dist.init_process_group("fake", rank=rank, world_size=recipe.num_gpus, store=FakeStore())
+    place = topology.init_model_parallel(config.parallel, config.trainer.seed)
+    built = model.build_model(config, hf, META)
+    own = {n: p.numel() for chunk in built.unwrapped for n, p in chunk.named_parameters()}
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    return {
+        "rank": rank,
+        "stage": place.pp_rank,
+        "ep_rank": place.ep_rank,
+        "tp_rank": place.tp_rank,
+        "names": names,
+        "misfits": misfits,
+        "dense": sum(size for n, size in own.items() if ".experts." not in n),
+        "expert": sum(size for n, size in own.items() if ".experts." in n),
+    }
+
+
+if __name__ == "__main__":
+    torch.cuda.current_device = lambda: META
+    torch.Tensor.normal_ = lambda self, *_, **__: self  # slow on the meta device
+    found = {}
+    for word in sys.argv[2:]:
+        place, _, change = word.partition("?")
+        file, _, ranks = place.partition(":")
+        key, _, number = change.partition("=")
+        (recipe,) = (r for r in RECIPES if r.file == file)
+        changes = {key: int(number)} if key else {}
+        found[file] = rehearse(recipe, [int(rank) for rank in ranks.split(",") if rank], changes)
+    Path(sys.argv[1]).write_text(json.dumps(found))

@@ -1,0 +1,89 @@
+"""Every recipe's ranks are built at the model's real size: names, places, shapes, and how much they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from r3train.config import RunConfig
+from r3train.config.families import tensor_names
+from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from tests.published import RECIPES, Recipe, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.ranks
+
+
+def rehearsed(directory: Path, *words: str) -> dict[str, list[dict]]:
+    """Facts of the named ranks, by recipe."""
+    report = directory / "report.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.real_size", str(report)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(report.read_text())
+
+
+def facts_of(recipe: Recipe, directory: Path) -> HfModelFacts:
+    write_config(directory / recipe.model, recipe.model)
+    return read_hf_facts(directory / recipe.model)
+
+
+def check_rank(rank: dict, recipe: Recipe, hf: HfModelFacts) -> None:
+    """A rank that loads: the tensors of its own experts and of its layers, each once, all of them fitting."""
+    assert rank["misfits"] == [], (recipe.file, rank["rank"])
+    names = rank["names"]
+    assert len(set(names)) == len(names) and set(names) <= tensor_names(hf)
+    per_rank = (
+        hf.num_experts // RunConfig.from_toml(recipe.path).parallel.expert_model_parallel_size
+    )
+    own = range(rank["ep_rank"] * per_rank, (rank["ep_rank"] + 1) * per_rank)
+    loaded = {int(name.split(".experts.")[1].split(".")[0]) for name in names if _of_one(name)}
+    assert loaded == (set(own) if any(map(_of_one, tensor_names(hf))) else set())
+
+
+def _of_one(name: str) -> bool:
+    """True for a tensor of one expert; gpt-oss has those of all experts in one."""
+    return ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit()
+
+
+def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(tmp_path):
+    found = rehearsed(tmp_path, *(recipe.file for recipe in RECIPES))
+    for recipe in RECIPES:
+        (rank,) = found[recipe.file]
+        check_rank(rank, recipe, facts_of(recipe, tmp_path))
+
+
+def test_a_tensor_of_another_shape_is_found(tmp_path):
+    """Experts of gpt-oss are fused: an expert width that config.json does not have shows."""
+    recipe = RECIPES[1]
+    done = rehearsed(tmp_path, f"{recipe.file}?intermediate_size=2816")
+    (rank,) = done[recipe.file]
+    assert any("2816" in misfit for misfit in rank["misfits"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1900)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_the_stages_of_a_recipe_hold_every_tensor_once(recipe, tmp_path):
+    """The first rank of every stage has all but other ranks' experts; the last rank has the last experts."""
+    parallel = RunConfig.from_toml(recipe.path).parallel
+    stages = parallel.pipeline_model_parallel_size
+    ranks = [stage * recipe.num_gpus // stages for stage in range(stages)]
+    last = recipe.num_gpus - 1
+    found = rehearsed(tmp_path, f"{recipe.file}:{','.join(map(str, [*ranks, last]))}")
+    hf = facts_of(recipe, tmp_path)
+    for rank in found[recipe.file]:
+        check_rank(rank, recipe, hf)
+    firsts = [name for rank in found[recipe.file][:-1] for name in rank["names"]]
+    assert len(set(firsts)) == len(firsts)
+    missing = tensor_names(hf) - set(firsts)
+    assert all(_of_one(name) for name in missing), sorted(missing)[:4]
+    assert len(found[recipe.file]) == stages + 1
