@@ -1,7 +1,7 @@
 """Comparison of a server's answers with Hugging Face's forward and with the actor.
 
-Routes are compared with the reference's router logits, not with its choice alone: two right
-implementations may choose differently where two experts tie, and nowhere else.  Rows at which the
+Routes are compared with the scores by which the reference's routers choose, not with the choice alone:
+two right implementations may choose differently where two experts tie, and nowhere else.  Rows at which the
 server began anew (after its cache, at a chunk, at the answer) are judged apart from the rest: errors
 happen there, and there are few of these rows.
 """
@@ -24,7 +24,7 @@ class Expected:
     """The reference's forward of a text of T tokens."""
 
     log_probs: np.ndarray  # float32[T], entry 0 is 0
-    router_logits: np.ndarray | None  # float32[T-1, L_moe, E]; None for a dense model
+    router_scores: np.ndarray | None  # float32[T-1, L_moe, E]; None for a dense model
 
 
 Reference = Callable[[np.ndarray], Expected]  # of int32[T]
@@ -34,7 +34,7 @@ Reference = Callable[[np.ndarray], Expected]  # of int32[T]
 class Tolerance:
     """Allowed difference between two right implementations in one number format.
 
-    Routes are measured by ``shortfall``, in standard deviations of a row's logits.
+    Routes are measured by ``shortfall``, in standard deviations of a row's scores.
     """
 
     log_prob_mean: float  # nats, over many tokens
@@ -83,7 +83,7 @@ def judge_answers(
             yield judge_log_probs(SUBJECT, drawn.log_probs, answer, tolerance, named)
         if len(columns):
             got, parts = drawn.routes[:, columns], parts_of(drawn)
-            yield judge_routes(got, expected.router_logits, tolerance, what, parts)
+            yield judge_routes(got, expected.router_scores, tolerance, what, parts)
 
 
 def judge_log_probs(
@@ -113,39 +113,39 @@ def judge_log_probs(
 
 def judge_routes(
     got: np.ndarray,
-    logits: np.ndarray,
+    scores: np.ndarray,
     tolerance: Tolerance,
     what: str,
     parts: Mapping[str, np.ndarray],
 ) -> Finding:
-    """Experts int[N, L, K] against router logits float32[N, L, E] of the same tokens.
+    """Experts int[N, L, K] against router scores float32[N, L, E] of the same tokens.
 
     parts: rows that are judged together, int64[n] by name; all layers are judged beside them.
     """
-    if got.shape[:2] != logits.shape[:2]:
-        text = f"{what}: routed experts are {got.shape}, the reference's logits {logits.shape}"
+    if got.shape[:2] != scores.shape[:2]:
+        text = f"{what}: routed experts are {got.shape}, the reference's scores {scores.shape}"
         return problem(SUBJECT, text, "this SGLang does not return what r3train reads: 0.5.23 does")
-    gap = shortfall(got, logits)
+    gap = shortfall(got, scores)
     text = f"{what}: {(gap == 0).mean():.1%} of rows are the reference's"
-    fault = next(_faults(got, logits, gap, parts, tolerance), None)
+    fault = next(_faults(got, scores, gap, parts, tolerance), None)
     if fault is None:
         return ok(SUBJECT, text)
     remedy = "do not train with R3 on this server: its routes are of another forward"
     return problem(SUBJECT, f"{text}; {fault}", remedy)
 
 
-def shortfall(experts: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Distance of rows from the top-k of their logits: float[N, L], 0 where they are the top-k.
+def shortfall(experts: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    """Distance of rows from the top-k of their scores: float[N, L], 0 where they are the top-k.
 
-    The best logit left out less the worst one taken, in standard deviations of the row's logits;
-    inf for a row that is no choice of K experts.  experts: int[N, L, K], logits: float[N, L, E].
+    The best logit left out less the worst one taken, in standard deviations of the row's scores;
+    inf for a row that is no choice of K experts.  experts: int[N, L, K], scores: float[N, L, E].
     """
-    ids, num_experts = experts.astype(np.int64), logits.shape[-1]
-    taken = np.zeros(logits.shape, dtype=bool)
+    ids, num_experts = experts.astype(np.int64), scores.shape[-1]
+    taken = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(taken, ids.clip(0, num_experts - 1), True, axis=-1)
-    best_out = np.where(taken, -np.inf, logits).max(-1)
-    worst_in = np.where(taken, logits, np.inf).min(-1)
-    gap = np.maximum(best_out - worst_in, 0) / np.maximum(logits.std(-1), 1e-30)
+    best_out = np.where(taken, -np.inf, scores).max(-1)
+    worst_in = np.where(taken, scores, np.inf).min(-1)
+    gap = np.maximum(best_out - worst_in, 0) / np.maximum(scores.std(-1), 1e-30)
     is_choice = ((ids >= 0) & (ids < num_experts)).all(-1) & (taken.sum(-1) == ids.shape[-1])
     return np.where(is_choice, gap, np.inf)
 
@@ -163,7 +163,7 @@ def parts_of(drawn: Drawn) -> dict[str, np.ndarray]:
 
 def _faults(
     got: np.ndarray,
-    logits: np.ndarray,
+    scores: np.ndarray,
     gap: np.ndarray,
     parts: Mapping[str, np.ndarray],
     tolerance: Tolerance,
@@ -182,7 +182,7 @@ def _faults(
         if len(bad) > tolerance.wrong_share * len(rows):
             place = f"first at token {bad[0]}, MoE layer {layer[bad[0]] + 1} of {gap.shape[1]}"
             yield f"{len(bad)} of {len(rows)} {name} differ by more than a near tie, {place}"
-    beside = [shortfall(got, np.roll(logits, shift, axis=0)) for shift in (1, -1)]
+    beside = [shortfall(got, np.roll(scores, shift, axis=0)) for shift in (1, -1)]
 
     places = [(f"{name} fit", rows, slice(None)) for name, rows in parts.items() if len(rows)]
     num_layers = gap.shape[1]

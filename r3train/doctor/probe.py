@@ -20,18 +20,16 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.parallel import ParallelSection
 from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
-from r3train.doctor.finding import PROBLEM, Finding, Findings, problem, room, warning
+from r3train.doctor.finding import PROBLEM, Finding, Findings, problem, room
 from r3train.doctor.judgement import (
     ACTOR,
     BFLOAT16,
     FLOAT32,
-    Expected,
-    Reference,
     judge_answers,
 )
 from r3train.doctor.memory import PROCESS_BYTES, estimate
 from r3train.doctor.model import Weights, read_weights
-from r3train.hf_checkpoint import read_transformers_config
+from r3train.doctor.reference import load_reference
 
 if TYPE_CHECKING:
     import torch
@@ -40,8 +38,6 @@ Got = TypeVar("Got")
 _CHUNK = 64
 _LONG = 200
 _SHORT = 24
-# routers that take the top-k of their logits and nothing else: no bias, no groups of experts
-_PLAIN_TOPK = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
@@ -67,7 +63,10 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     texts = {"a short text": short, "a long text": long}
     # before anything imports megatron-core
     device = yield from _guarded(ACTOR, _prepare_device)
-    reference = yield from _guarded("Hugging Face's model", lambda: _reference(config, hf))
+    reference = yield from _guarded(
+        "Hugging Face's model",
+        lambda: load_reference(config.model.hf_checkpoint, bf16=config.model.bf16),
+    )
     if device is None or reference is None:
         return
     drawn = yield from _guarded(
@@ -78,13 +77,12 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     actor = yield from _guarded(
         ACTOR, lambda: _actor_log_probs(config, device, {**texts, **answers})
     )
-    moe_layers = yield from judged_layers(hf)
     judged = judge_answers(
         texts,
         situations,
         reference,
         actor or {},
-        moe_layers=moe_layers,
+        moe_layers=hf.moe_layer_numbers,
         tolerance=BFLOAT16 if config.model.bf16 else FLOAT32,
     )
     yield from (yield from _guarded("probe", lambda: list(judged))) or ()
@@ -114,18 +112,6 @@ def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int
     return next((finding for finding in found if finding.level == PROBLEM), None)
 
 
-def judged_layers(hf: HfModelFacts) -> Generator[Finding, None, tuple[int, ...]]:
-    """Return the 1-based numbers of the layers whose routes the reference can judge."""
-    if not hf.is_moe or hf.model_type in _PLAIN_TOPK:
-        return hf.moe_layer_numbers
-    text = (
-        f"the server's routes are not judged: {hf.model_type} chooses experts by more than its"
-        f" router's logits, and the reference knows {', '.join(_PLAIN_TOPK)}; log-probs are judged"
-    )
-    yield warning(SUBJECT, text, "r3train check-evidence shows agreement in a short run")
-    return ()
-
-
 def _prepare_device() -> torch.device:
     from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -134,35 +120,6 @@ def _prepare_device() -> torch.device:
 
 def _alone(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"parallel": ParallelSection()})
-
-
-def _reference(config: RunConfig, hf: HfModelFacts) -> Reference:
-    from r3train.torchvision_stub import declare_torchvision_ops
-
-    declare_torchvision_ops()
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    path = config.model.hf_checkpoint
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=read_transformers_config(path), dtype=dtype, local_files_only=True
-    ).eval()
-    has_routers = hf.is_moe and hf.model_type in _PLAIN_TOPK
-
-    @torch.no_grad()
-    def forward(ids: np.ndarray) -> Expected:
-        options = {"output_router_logits": True} if has_routers else {}
-        out = model(torch.from_numpy(ids).long()[None], **options)
-        every = out.logits[0].float().log_softmax(-1)[:-1]
-        chosen = every.gather(1, torch.from_numpy(ids[1:]).long()[:, None])[:, 0]
-        log_probs = np.concatenate([[0.0], chosen.numpy()]).astype(np.float32)
-        if not has_routers:
-            return Expected(log_probs, None)
-        layers = [logits.reshape(len(ids), -1).float() for logits in out.router_logits]
-        return Expected(log_probs, torch.stack(layers, dim=1)[:-1].numpy())
-
-    return forward
 
 
 def _draw_situations(

@@ -1,15 +1,22 @@
-"""The probe's limits: models that one device cannot hold, routers it does not know."""
+"""The probe's limits: models that one device cannot hold, and routers of every family."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import probe
-from r3train.doctor.finding import PROBLEM, WARNING
+from r3train.doctor.finding import OK, PROBLEM
+from r3train.doctor.judgement import FLOAT32, judge_routes, shortfall
 from r3train.doctor.model import Weights, read_weights
+from r3train.doctor.reference import _scores, load_reference
+from r3train.tiny import build
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from tests.hf_reference import HfReference
 from tests.unit.doctor_setups import config_of
 
 GIB = 1 << 30
@@ -40,18 +47,47 @@ def test_nothing_is_built_for_a_model_without_room(tiny, monkeypatch):
     def built(*arguments):
         raise AssertionError("built")
 
-    monkeypatch.setattr(probe, "_reference", built)
+    monkeypatch.setattr(probe, "load_reference", built)
     (found,) = probe.probe_engines(config_of(tiny), 1 << 20)
     assert found.level == PROBLEM and found.text.startswith("not run: ")
     weights = read_weights(read_hf_facts(tiny / "model"))
     assert probe.no_room(config_of(tiny), weights, 80 * GIB, 8 * GIB) is None
 
 
-@pytest.mark.parametrize("model_type, judged", [("qwen3_moe", True), ("glm4_moe", False)])
-def test_routes_of_a_router_that_the_reference_does_not_know_are_said_not_to_be_judged(
-    model_type, judged, tiny
-):
-    hf = replace(read_hf_facts(tiny / "model"), model_type=model_type)
-    found = list(probe.judged_layers(hf))
-    assert [f.level for f in found] == ([] if judged else [WARNING])
-    assert judged or "routes are not judged: glm4_moe" in found[0].text
+FAMILIES = [name for name in TINY_FAMILIES if name != "kimi_k2"]  # deepseek_v3 with one group
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_tells_the_routes_of_a_family_from_those_of_other_tokens(family, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family, num_experts=16, topk=4))
+    directory = tmp_path / "tiny/model"
+    hf, ids = read_hf_facts(directory), np.random.default_rng(1).integers(0, 64, 80)
+    expected = load_reference(directory, bf16=False)(ids.astype(np.int32))
+    log_probs, chosen = HfReference(directory).answer(ids)
+    np.testing.assert_allclose(expected.log_probs, log_probs, atol=1e-6)
+    assert [layer_id + 1 for layer_id in chosen] == list(hf.moe_layer_numbers)
+    experts = np.stack(list(chosen.values()), axis=1)  # [T-1, L_moe, K]
+    assert (shortfall(experts, expected.router_scores) == 0).all()
+    parts = {"rows": np.arange(len(experts))}
+
+    def judged(got):
+        return judge_routes(got, expected.router_scores, FLOAT32, "x", parts).level
+
+    assert judged(experts) == OK
+    assert judged(np.roll(experts, 1, axis=0)) == PROBLEM
+    other = experts.copy()
+    other[40, -1, 0] = next(e for e in range(16) if e not in experts[40, -1])
+    assert judged(other) == PROBLEM
+
+
+def test_an_expert_of_a_group_that_ties_with_a_chosen_one_is_near_a_tie():
+    """Groups of 2 experts, 1 of 2 groups chosen: 0.9 + 0.2 and 0.6 + 0.5 - 1e-4 as sigmoids."""
+    bias = torch.tensor([0.4, -0.3, 0.1, -1e-4])
+    config = SimpleNamespace(n_group=2, topk_group=1)
+    scores = _scores(torch.zeros(1, 4), bias, config, 1)[:, None].numpy()  # 0.9, 0.2, 0.6, 0.5
+    gaps = [float(shortfall(np.full((1, 1, 1), e), scores)[0, 0]) for e in range(4)]
+    assert gaps[0] == 0 and min(gaps[1:]) > 1
+    even = torch.tensor([0.1, -0.3, 0.1 - 1e-4, -0.3])  # 0.6 + 0.2 beside 0.5999 + 0.2
+    scores = _scores(torch.zeros(1, 4), even, config, 1)[:, None].numpy()
+    gaps = [float(shortfall(np.full((1, 1, 1), e), scores)[0, 0]) for e in range(4)]
+    assert gaps[0] == 0 < gaps[2] < 2e-3 and gaps[1] > 1
