@@ -12,8 +12,6 @@ from safetensors.torch import load_file
 from r3train.hf_checkpoint import read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
 
-_SIGMOID = ("glm4_moe", "deepseek_v3", "glm4_moe_lite", "minimax_m2")
-
 
 class HfReference:
     """A checkpoint's model, with one hook on every layer's experts."""
@@ -33,9 +31,10 @@ class HfReference:
                 layer = int(re.search(r"layers\.(\d+)\.", name)[1])
                 block = self.model.get_submodule(name.rpartition(".")[0])
                 router = getattr(block, "router", None) or block.gate
-                module.register_forward_pre_hook(self._hook(layer, router))
+                biased = any(hasattr(m, "e_score_correction_bias") for m in (router, block))
+                module.register_forward_pre_hook(self._hook(layer, router, biased))
 
-    def _hook(self, layer: int, router: torch.nn.Module):
+    def _hook(self, layer: int, router: torch.nn.Module, biased: bool):
         config = self.model.config
 
         def hook(module, given):
@@ -48,7 +47,7 @@ class HfReference:
             logits = torch.nn.functional.linear(
                 hidden.reshape(-1, hidden.shape[-1]), router.weight, bias
             )
-            if config.model_type in _SIGMOID:
+            if biased:  # so has every family whose gates are sigmoids
                 gates = logits.sigmoid().gather(1, chosen)
                 gates = gates / gates.sum(-1, keepdim=True)
                 gates = gates * getattr(config, "routed_scaling_factor", 1.0)

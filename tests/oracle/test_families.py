@@ -18,7 +18,7 @@ from r3train.config.parallel import ParallelSection
 from r3train.hf_checkpoint import read_headers
 from r3train.routing.fingerprint import token_uids
 from r3train.tiny import add_published, random_model
-from r3train.tiny_families import TinyOptions
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from tests.hf_reference import HfReference
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 
@@ -27,21 +27,10 @@ SMALL = TinyOptions(num_layers=3, hidden_size=32, head_dim=8, moe_intermediate_s
 # name, which begins with the family -> keys of its configuration that differ from the tiny model's
 CASES = {
     "qwen3": {},
-    "qwen3_moe": {},
+    **dict.fromkeys(TINY_FAMILIES, {}),
     "qwen3_moe without normalised gates": dict(norm_topk_prob=False),
-    "qwen2_moe": {},
     "qwen2_moe with normalised gates": dict(norm_topk_prob=True),
-    "mixtral": {},
-    "olmoe": {},
-    "glm4_moe": {},
     "glm4_moe without qk norms": dict(use_qk_norm=False),
-    "moonlight": {},
-    "deepseek_v3": {},
-    "kimi_k2": {},
-    "glm4_moe_lite": {},
-    "minimax_m2": {},
-    "gpt_oss": {},
-    "qwen3_next": {},
 }
 
 

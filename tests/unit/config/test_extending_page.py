@@ -1,0 +1,46 @@
+"""The model family of docs/extending.md is the one in the code, and the page leaves out no place of it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from r3train.config.families import FAMILIES, family_conflicts
+from r3train.config.hf_facts import read_hf_facts
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs/extending.md").read_text()
+BLOCKS = re.findall(r"```python\n# (r3train/\S+\.py)\n(.*?)```", PAGE, flags=re.S)
+
+
+def test_the_pages_code_is_the_codes():
+    assert len(BLOCKS) == 5
+    for file, code in BLOCKS:
+        assert code in (ROOT / file).read_text(), f"{file}:\n{code}"
+
+
+def test_the_page_names_every_file_of_the_package_in_which_the_family_is():
+    named = {file for file, _ in BLOCKS}
+    found = subprocess.run(
+        ["grep", "-rliw", "--include=*.py", "-e", "olmoe", "r3train"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    # text and sizes of a layer that it shares with MiniMax-M2
+    shared = ("trainer/megatron/families/whole_width_norm.py", "config/tensor_shapes.py")
+    assert set(found) - named <= {f"r3train/{file}" for file in shared}
+    assert all(Path(file).name in PAGE for file in shared)
+
+
+def test_without_its_line_the_family_is_refused_with_the_way_to_this_page(tmp_path, monkeypatch):
+    build(tmp_path / "tiny", TinyOptions(family="olmoe", num_layers=1))
+    hf = read_hf_facts(tmp_path / "tiny/model")
+    assert list(family_conflicts(hf)) == []
+    monkeypatch.delitem(FAMILIES, "olmoe")
+    (complaint,) = family_conflicts(hf)
+    assert "'olmoe' was not verified" in complaint and "docs/extending.md" in complaint
