@@ -6,17 +6,20 @@ are right.  Every right word counts, so the reward can grow from the first step.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import click
 
+from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
 
@@ -33,6 +36,7 @@ QUANTITIES = ("", "some")
 # in no prompt: they bring the vocabulary to 64 entries
 FILLERS = ("the", "and", "of")
 WORDS_ASKED = 8
+TRAINED_VOCAB_SIZE = 1024
 RECORD = "tiny.json"
 # raised when the same options give other files
 RECIPE_VERSION = 1
@@ -60,15 +64,37 @@ def task_prompts() -> list[dict[str, Any]]:
 TASKS = {"words": (task_words, task_prompts), "calculator": (calculator_words, calculator_prompts)}
 
 
-def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """A byte-level tokenizer, trained from every text in a .jsonl or .parquet file."""
+
+    source: Path
+    chat_template: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """Return the digest of the file, and whether there is a chat template."""
+        digest = hashlib.sha256(self.source.read_bytes()).hexdigest()
+        return {"tokenizer_from": digest, "chat_template": self.chat_template}
+
+
+def build(
+    output: Path,
+    options: TinyOptions,
+    *,
+    force: bool = False,
+    tokenizer: TrainedTokenizer | None = None,
+) -> bool:
     """Write ``output``/model, prompts.jsonl and a record of the options.
 
+    tokenizer: in the place of one with a token for each word of the task.
     Returns False if ``output`` already holds the same model.  An interrupted build leaves nothing
     there.  Raises ValueError if ``output`` holds anything else; ``force`` replaces a tiny model made
     with other options.
     """
-    _check(options)
-    record = {"recipe_version": RECIPE_VERSION, **asdict(options)}
+    _check(options, tokenizer)
+    record = {"recipe_version": RECIPE_VERSION, **asdict(options)} | _OF_WORDS
+    if tokenizer is not None:
+        record |= tokenizer.record()
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         found = _read_record(output)
         if found == record:
@@ -86,7 +112,10 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
         (staging / "model").mkdir()
         _save_model(staging / "model", options)
         words, prompts = TASKS[options.task]
-        _save_tokenizer(staging / "model", options.vocab_size, words())
+        if tokenizer is None:
+            _save_tokenizer(staging / "model", options.vocab_size, words())
+        else:
+            _train_tokenizer(staging / "model", options.vocab_size, tokenizer)
         lines = [json.dumps(line) + "\n" for line in prompts()]
         (staging / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")
         (staging / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -101,12 +130,17 @@ def build(output: Path, options: TinyOptions, *, force: bool = False) -> bool:
     return True
 
 
-def _check(options: TinyOptions) -> None:
+_OF_WORDS = {"tokenizer_from": None, "chat_template": False}
+
+
+def _check(options: TinyOptions, tokenizer: TrainedTokenizer | None) -> None:
     if options.task not in TASKS:
         raise ValueError(f"unknown task {options.task!r}, there are {', '.join(TASKS)}")
-    least = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]())
+    least, of = len(SPECIAL_TOKENS) + len(TASKS[options.task][0]()), "the task's {} words"
+    if tokenizer is not None:
+        least, of = len(SPECIAL_TOKENS) + 256, "the {} of bytes and special tokens"
     if options.vocab_size < least:
-        raise ValueError(f"vocab_size {options.vocab_size} is below the task's {least} words")
+        raise ValueError(f"vocab_size {options.vocab_size} is below {of.format(least)}")
     if options.family not in TINY_FAMILIES:
         raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_FAMILIES)}")
     if options.family != "qwen3_moe" and not options.num_experts:
@@ -126,8 +160,8 @@ def _read_record(output: Path) -> dict[str, Any] | None:
         record = json.loads((output / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    # early records have neither
-    early = {"task": "words", "family": "qwen3_moe"}
+    # early records have none of these
+    early = {"task": "words", "family": "qwen3_moe"} | _OF_WORDS
     return early | record if isinstance(record, dict) else None
 
 
@@ -214,6 +248,49 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     ).save_pretrained(directory)
 
 
+# a role's name, the content and <eos>, which also ends an answer
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def _train_tokenizer(directory: Path, vocab_size: int, tokenizer: TrainedTokenizer) -> None:
+    """Write a byte-level tokenizer of at most ``vocab_size`` tokens: no text is unknown to it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trained.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    records = read_records(tokenizer.source, slice(None))
+    trained.train_from_iterator((text for r in records for text in _texts(r.content)), trainer)
+    saved = PreTrainedTokenizerFast(
+        tokenizer_object=trained, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    if tokenizer.chat_template:
+        saved.chat_template = CHAT_TEMPLATE
+    saved.save_pretrained(directory)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a row's values."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _texts(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+
+
 @click.command()
 @click.option(
     "--output",
@@ -243,7 +320,19 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
 @click.option(
     "--moe-intermediate-size", default=TinyOptions().moe_intermediate_size, show_default=True
 )
-@click.option("--vocab-size", default=TinyOptions().vocab_size, show_default=True)
+@click.option(
+    "--vocab-size",
+    type=int,
+    help=f"[default: {TinyOptions().vocab_size}, {TRAINED_VOCAB_SIZE} with --tokenizer-from]",
+)
+@click.option(
+    "--tokenizer-from",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A .jsonl or .parquet file: train the tokenizer from all its texts.",
+)
+@click.option(
+    "--chat-template", is_flag=True, help="Give that tokenizer a chat template, for messages."
+)
 @click.option(
     "--max-position-embeddings", default=TinyOptions().max_position_embeddings, show_default=True
 )
@@ -259,10 +348,23 @@ def _save_tokenizer(directory: Path, vocab_size: int, task: list[str]) -> None:
     "--task", type=click.Choice(list(TASKS)), default=TinyOptions().task, show_default=True
 )
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
-def make_tiny_model(output: Path, force: bool, **shape: Any) -> None:
+def make_tiny_model(
+    output: Path,
+    force: bool,
+    vocab_size: int | None,
+    tokenizer_from: Path | None,
+    chat_template: bool,
+    **shape: Any,
+) -> None:
     """Write a tiny random mixture-of-experts checkpoint and a task that it can learn."""
+    if chat_template and tokenizer_from is None:
+        raise click.UsageError("--chat-template needs --tokenizer-from")
+    tokenizer = None if tokenizer_from is None else TrainedTokenizer(tokenizer_from, chat_template)
+    if vocab_size is None:
+        vocab_size = TinyOptions().vocab_size if tokenizer is None else TRAINED_VOCAB_SIZE
     try:
-        built = build(output, TinyOptions(**shape), force=force)
+        options = TinyOptions(vocab_size=vocab_size, **shape)
+        built = build(output, options, force=force, tokenizer=tokenizer)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     click.echo(f"{output}: {'written' if built else 'already there'}")

@@ -63,6 +63,7 @@ RULES = (
     ),
     Rule(r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
+    Rule(r"python examples/gsm8k/(generate|prepare\.py --train data/gsm8k-made)", Kind.RUN),
     Rule(
         r"python examples/gsm8k/prepare",
         Kind.ELSEWHERE,

@@ -11,13 +11,17 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+from click.testing import CliRunner
 from tests.unit.data.test_data import WordTokenizer
 from tests.unit.hf_model import facts
 from tests.unit.rewards.test_scoring import sample, scored
 
+from r3train.cli import main
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.data import load_prompts
+from r3train.data.tokenizer import load_tokenizer
+from r3train.launch.job import preflight
 
 EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k"
 RECIPE = EXAMPLE / "olmoe_one_node.toml"
@@ -64,6 +68,52 @@ def test_the_prepared_files_are_read_and_scored_as_the_recipe_says(tmp_path, nam
 def test_a_file_of_another_form_is_named(tmp_path):
     done = prepare(tmp_path, [*ROWS, {"question": "q", "answer": "no mark"}])
     assert done.returncode == 2 and "train.jsonl row 3: expected question and" in done.stderr
+
+
+def test_the_laptop_trains_a_model_that_reads_generated_questions(tmp_path, monkeypatch):
+    """The page's commands, with a parquet file of the same rows for the tokenizer too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    made = [sys.executable, str(EXAMPLE / "generate.py"), "--output", "data/gsm8k-made"]
+    subprocess.run(made, check=True, capture_output=True)
+    rows = [json.loads(line) for line in open("data/gsm8k-made/train.jsonl")]
+    assert len(rows) == 200 and prepare(tmp_path, rows).returncode == 0
+    (tmp_path / "out").rename(tmp_path / "data/gsm8k")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
+    for source, flags in (("rows.parquet", []), ("data/gsm8k/train.jsonl", ["--chat-template"])):
+        words = ["make-tiny-model", "--output", f"runs/gsm8k-tiny{source[:4]}"]
+        done = CliRunner().invoke(main, [*words, "--tokenizer-from", source, *flags])
+        assert done.exit_code == 0, done.output
+    Path("runs/gsm8k-tinydata").rename("runs/gsm8k-tiny")
+    tokenizer = load_tokenizer(Path("runs/gsm8k-tinyrows/model"))
+    text = rows[0]["question"] + rows[0]["answer"] + " no such word: \u00e9\u4e16"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text and len(ids) < 0.6 * len(text)
+    config = RunConfig.from_toml(EXAMPLE / "laptop.toml")
+    job = preflight(config, 2, for_all_ranks=False)
+    job.close()
+    prompt = job.prompts[0].text
+    assert prompt.startswith("<user>") and prompt.endswith("####.<eos><assistant>")
+    assert len(job.prompts) == 200
+    assert job.tokenizer.decode(job.prompts[0].token_ids) == prompt
+    answers = [sample(text) for text in ("12 34", "no", "")]
+    assert scored(config.data, *answers) == pytest.approx([0.8, 0.0, 0.0])
+
+
+def test_a_tokenizer_is_trained_again_for_other_data_alone(tmp_path):
+    for name, text in (("a", "one two"), ("b", "three four")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"question": text}) + "\n")
+    make = ["make-tiny-model", "--output", str(tmp_path / "tiny"), "--num-layers", "1"]
+    outcomes = []
+    for flags in (["a.jsonl"], ["a.jsonl"], ["b.jsonl"], ["a.jsonl", "--vocab-size", "200"]):
+        source = [str(tmp_path / flags[0]), *flags[1:]]
+        done = CliRunner().invoke(main, [*make, "--tokenizer-from", *source])
+        outcomes.append((done.exit_code, done.output.strip().splitlines()[-1]))
+    assert [code for code, _ in outcomes] == [0, 0, 2, 2]
+    assert outcomes[1][1].endswith("already there") and "tokenizer_from" in outcomes[2][1]
+    assert "vocab_size 200 is below the 259 of bytes and special tokens" in outcomes[3][1]
+    alone = CliRunner().invoke(main, [*make, "--chat-template"])
+    assert alone.exit_code == 2 and "--chat-template needs --tokenizer-from" in alone.output
 
 
 def test_the_recipe_fits_four_of_eight_gpus():
