@@ -31,6 +31,9 @@ each token.  The prompt has 2 tokens, 5 and 6.  The answer is 7 and 1 (1 is the 
 ...     ),
 ...     weight_versions=np.array([-1, -1, 0, 0], np.int32),
 ...     finish_reason="stop",
+...     # with --rollout-top-k 20: 7 was drawn among 7 and 9, and 1 was the only one kept
+...     kept_counts=np.array([0, 0, 2, 1], np.int32),
+...     kept_ids=np.array([7, 9, 1], np.int32),
 ... )
 >>> sample.routed_experts.shape  # [T-1, L, K]
 (3, 2, 2)
@@ -40,11 +43,11 @@ The learning rule adds an advantage to each token of the answer:
 >>> train = TrainSample(sample, reward=1.0, advantages=np.array([0, 0, 2, 2], np.float32))
 
 A microbatch holds streams that are aligned to rows.  Row t has token t as its input, so whatever
-belongs to token t+1 moves back by one: labels, mask, log-probs, advantages.  Tokens and routes do
-not move:
+belongs to token t+1 moves back by one: labels, mask, log-probs, advantages, kept tokens.  Tokens and
+routes do not move:
 
 >>> from r3train.layout.microbatch import build_microbatch, slice_microbatch
->>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape)
+>>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape, kept_tokens=True)
 >>> batch.tokens.tolist()
 [5, 6, 7, 1]
 >>> batch.labels.tolist()
@@ -57,6 +60,8 @@ not move:
 [0.0, 2.0, 2.0, 0.0]
 >>> batch.routes[:, 1].tolist()  # of layer 2; the last token has none
 [[2, 3], [3, 0], [1, 2], [255, 255]]
+>>> batch.kept_counts.tolist(), batch.kept_ids.tolist()
+([0, 2, 1, 0], [7, 9, 1])
 >>> batch.layout.rows.tolist()  # 4 rows divide by 2 * cp_size: no padding
 [0, 1, 2, 3]
 
@@ -73,6 +78,8 @@ A rank of 2 pipeline stages and 2 context-parallel ranks: the second of each.  I
 [[[3, 0]], [[1, 2]]]
 >>> [uid - (3 << 24) for uid in share.route_uids.tolist()]  # uid: sample id << 24, plus position
 [1, 2]
+>>> share.kept_counts.tolist(), share.kept_ids.tolist()
+([2, 1], [7, 9, 1])
 
 This module needs numpy and msgspec alone: every record is built and checked on the host.
 """
@@ -133,6 +140,11 @@ class RouteShape:
         raise ValueError(f"num_experts is {self.num_experts}: routes hold at most 65535 experts")
 
     @property
+    def output_layer(self) -> int:
+        """The layer number of kept tokens in the evidence: L + 1, behind the decoder's layers."""
+        return self.num_layers + 1
+
+    @property
     def missing(self) -> int:
         """The value of a slot that the engine did not report, 255 or 65535."""
         return missing_marker(self.dtype)
@@ -167,6 +179,12 @@ class RolloutSample:
     # Rows as each answer brought them: (index of the first row, rows [r, L, K]).  The evidence
     # counts these, so an error in joining answers shows.  () for a sample read from a file.
     decoded: tuple[tuple[int, np.ndarray], ...] = ()
+    # With rollout_top_k: the tokens that sampling kept, among which each token was drawn.  Token t has
+    # the next kept_counts[t] of kept_ids; 0 for tokens that the model did not draw.  None without.
+    kept_counts: np.ndarray | None = None  # int32[T]
+    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
+    # kept tokens as each answer brought them: (index of the first token, counts, ids)
+    decoded_kept: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -264,6 +282,9 @@ class MicroBatch:
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
     row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
     routes: np.ndarray | None  # uint8 or uint16 [F, L, K]; None without R3
+    # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
+    kept_counts: np.ndarray | None = None  # int32[F]
+    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,6 +339,10 @@ class RankSlice:
     routes: np.ndarray | None  # uint8 or uint16 [m, l, K]; None without R3
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
     route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
+    # with rollout_top_k, on the last pipeline stage alone: tokens among which the label was drawn
+    kept_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
+    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], row after row
+    kept_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
 
     @property
     def num_rows(self) -> int:
@@ -331,7 +356,8 @@ Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]
 LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
 ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
-ReplayStage = Literal["replay_forward", "replay_backward"]  # replay_backward: a recomputation
+# replay_backward: a recomputation; sampling_mask: kept tokens applied to the logits of a microbatch
+ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]
 
 
 class Fingerprint(int):
@@ -344,6 +370,13 @@ class Fingerprint(int):
 @dataclass(frozen=True, slots=True)
 class ReplayEvidence:
     """One router call of one rank.  Counted on the device, read once a step.
+
+    A record of stage sampling_mask is one application of kept tokens to logits.  Its layer is
+    ``RouteShape.output_layer``.  A row is replayed if only its kept tokens were left, filled if its label
+    is nobody's draw, native if a drawn label has no kept tokens, and duplicate if its label was not
+    among them.  ``replay_idx_sum`` is the number of kept tokens that were served, ``map_sum`` that of the
+    tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
+    same set; rows_mismatch: its likeliest token was not kept.
 
     Its types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/proof/schema.py``).
     """

@@ -32,11 +32,10 @@ class RolloutSection(Section):
     """Sampling temperature; the actor computes log-probs at the same temperature.  1.0 with
     rollout_top_k 1."""
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus sampling; 1 is off.  Below 1 is refused in training: the log-probs would not be those of
-    what was sampled."""
+    """Nucleus sampling; 1 is off.  Below 1 it needs rollout_top_k."""
     rollout_top_k: int = Field(default=-1, ge=-1)
-    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Other numbers are refused in
-    training, as rollout_top_p is."""
+    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers say which tokens
+    they kept, by top_k and top_p, and all log-probs are those among them."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     """Tokens that end a response, beside the model's end tokens."""
     rollout_ignore_eos: bool = False
@@ -97,6 +96,11 @@ class RolloutSection(Section):
     def samples_per_episode(self) -> int:
         """Sample ids that one episode may need."""
         return self.environment_max_turns if self.environment_samples == "turn" else 1
+
+    @property
+    def replays_kept_tokens(self) -> bool:
+        """True when tokens are drawn among those that top-k and top-p keep, and log-probs are of these."""
+        return self.rollout_top_k > 1
 
     @property
     def fresh_prefixes(self) -> bool:

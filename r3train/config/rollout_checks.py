@@ -23,18 +23,34 @@ def rollout_conflicts(config: RunConfig) -> Iterator[str]:
 _LOWEST_TEMPERATURE = 1e-6
 
 
+# SGLang 0.5.23 (scheduler.py): it says which tokens it kept of at most so many
+_KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS = "sampling_mask_max_tokens", 4096
+
+
 def _sampling(config: RunConfig) -> Iterator[str]:
-    """Yield settings under which SGLang's log-probs are not those at rollout_temperature."""
+    """Yield settings under which SGLang's log-probs are not those of what it drew."""
     rollout = config.rollout
     top_k, temperature = rollout.rollout_top_k, rollout.rollout_temperature
     if top_k == 0:
         yield "rollout_top_k 0 is not a number of tokens: set 1 or more, or -1 for no limit"
-    if rollout.rollout_top_p < 1 or top_k > 1:
+    if rollout.rollout_top_p < 1 and top_k == -1:
         yield (
-            f"rollout_top_p {rollout.rollout_top_p} and rollout_top_k {top_k}: SGLang would sample among"
-            " the likeliest tokens, and report the log-probs of all of them, so every ratio would be"
-            " wrong and no metric show it: leave them at 1.0 and -1 (the kept tokens are not replayed)"
+            f"rollout_top_p {rollout.rollout_top_p} needs --rollout-top-k: SGLang says which tokens it kept"
+            " only if their number is limited, and without them every ratio would be wrong and no metric"
+            f" show it; set a number up to {_MOST_KEPT_TOKENS}"
         )
+    if rollout.rollout_top_p < 1 and top_k == 1:
+        yield (
+            f"rollout_top_p {rollout.rollout_top_p} is without effect: rollout_top_k 1 is greedy decoding"
+        )
+    most = rollout.sglang.get(_KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS)
+    if isinstance(most, int) and top_k > most:
+        yield (
+            f"rollout_top_k {top_k} is above {most}, the most tokens of which SGLang says that it kept"
+            f" them: set less, or more in sglang.{_KEPT_TOKENS_FLAG}"
+        )
+    if rollout.replays_kept_tokens and config.algorithm.loss_type == "sft":
+        yield f"rollout_top_k {top_k} is without effect: --loss-type sft draws no token"
     if temperature < _LOWEST_TEMPERATURE:
         yield (
             f"rollout_temperature {temperature} is greedy decoding for SGLang, whose log-probs are"

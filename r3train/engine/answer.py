@@ -55,6 +55,11 @@ def read_answer(
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
     entries = None if never_computed else meta.get("output_token_logprobs")
     log_probs = _log_probs(entries, output_ids, name)
+    kept_counts = kept_ids = None
+    if request.sampling.kept_of is not None:
+        drawn = {} if output_len == 0 else meta
+        kept_counts, kept_ids = _kept_tokens(drawn, output_ids, request.sampling.kept_of, name)
+        log_probs = _among_kept(drawn.get("output_token_sampling_logprobs", []), output_len, name)
     versions = _versions(meta.get("weight_versions"), output_len, name)
     _check_versions(versions, request.weight_version, request.exact_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
@@ -74,7 +79,15 @@ def read_answer(
             else np.zeros((0, *routes.row), dtype=routes.dtype)
         )
     return Segment(
-        output_ids, log_probs, versions, rows, request.rows_start, finish_reason, retractions
+        output_ids,
+        log_probs,
+        versions,
+        rows,
+        request.rows_start,
+        finish_reason,
+        retractions,
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
     )
 
 
@@ -202,7 +215,50 @@ def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
             f"sample {name}: log-prob {at} is of token {int(ids[at])}, token {at} is "
             f"{int(token_ids[at])}"
         )
-    values = np.asarray([entry[0] for entry in entries], dtype=np.float32)
+    return _finite(np.asarray([entry[0] for entry in entries], dtype=np.float32), name)
+
+
+def _kept_tokens(
+    meta: Mapping[str, Any], token_ids: np.ndarray, vocab_size: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """``output_token_sampling_mask`` [[id, ...], ...] -> counts int32[O], ids int32[counts.sum()]."""
+    kept = meta.get("output_token_sampling_mask", None if len(token_ids) else [])
+    if not isinstance(kept, list) or len(kept) != len(token_ids):
+        got = len(kept) if isinstance(kept, list) else "no"
+        raise ValueError(
+            f"sample {name}: output_token_sampling_mask has {got} rows, expected {len(token_ids)}, one"
+            " an output token"
+        )
+    counts = np.array([len(row) for row in kept], dtype=np.int32)
+    ids = np.array([token for row in kept for token in row], dtype=np.int64)
+    if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+        wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
+        raise ValueError(f"sample {name}: kept token {wrong} is not in 0..{vocab_size - 1}")
+    places = np.repeat(np.arange(len(counts)), counts)
+    if len(np.unique(places * vocab_size + ids)) != len(ids):
+        raise ValueError(f"sample {name}: output_token_sampling_mask names a token twice in a row")
+    drawn = np.zeros(len(counts), dtype=bool)
+    drawn[places[ids == token_ids[places]]] = True
+    if not drawn.all():
+        at = int(np.argmin(drawn))
+        raise ValueError(
+            f"sample {name}: output token {at} is {int(token_ids[at])}, which is none of the"
+            f" {counts[at]} tokens that sampling kept there"
+        )
+    return counts, ids.astype(np.int32)
+
+
+def _among_kept(values: Any, response_len: int, name: str) -> np.ndarray:
+    """``output_token_sampling_logprobs`` [log_prob, ...] -> float32[R], those among the kept tokens."""
+    if not isinstance(values, list) or len(values) != response_len:
+        got = len(values) if isinstance(values, list) else "no"
+        raise ValueError(
+            f"sample {name}: {got} output_token_sampling_logprobs, expected {response_len}"
+        )
+    return _finite(np.asarray(values, dtype=np.float32), name)
+
+
+def _finite(values: np.ndarray, name: str) -> np.ndarray:
     if not np.isfinite(values).all():
         at = int(np.argmin(np.isfinite(values)))
         raise ValueError(f"sample {name}: log-prob {at} is {values[at]}, expected a finite number")

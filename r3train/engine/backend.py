@@ -44,7 +44,8 @@ class SamplingParams:
 
     ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables
-    ``stop_token_ids`` in SGLang.
+    ``stop_token_ids`` in SGLang.  ``kept_of`` is the size of the vocabulary: each answer must then say the
+    tokens that sampling kept, and its log-probs are those among them.  None: answers do not say it.
     """
 
     max_new_tokens: int
@@ -55,6 +56,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_context_len: int | None = None
     seed: int = 42
+    kept_of: int | None = None
 
     def response_budget(self, prompt_len: int, prompt_id: str) -> int:
         """Tokens that may follow a prompt, those of an environment included.
@@ -132,6 +134,9 @@ class Segment:
     # rows are then of other forwards than its log-probs
     num_retractions: int = 0
     server: int = 0  # index of the server that answered
+    # the tokens that sampling kept, in ``SamplingParams.kept_of``; None if it is None
+    kept_counts: np.ndarray | None = None  # int32[O], at least 1
+    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], token after token
 
 
 class RolloutBackend(Protocol):

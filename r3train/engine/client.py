@@ -183,7 +183,7 @@ class SGLangClient:
 
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
-        distribution after temperature, before top-p and top-k.  Cancelling the call aborts the
+        distribution after temperature, before top-p and top-k, or with ``kept_of`` after them.  Cancelling the call aborts the
         request on its server; so does a timeout.  Raises BadAnswer or AnswerCutShort after
         too many of them, and AnswerLate for a late answer of a server whose ``/health`` is silent
         too.
@@ -232,6 +232,8 @@ class SGLangClient:
             "return_logprob": True,
             "return_routed_experts": self.routes is not None and request.wants_routes,
         }
+        if sampling.kept_of is not None:
+            body["return_sampling_mask"] = True
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
         own_cache = self._cache_per_version or request.fresh_prefix

@@ -106,7 +106,7 @@ def _one_turn(
     """Cut out one turn as a sample whose prompt is all that precedes the turn."""
     own = np.zeros(end, dtype=bool)
     own[start:] = True
-    routes = sample.routed_experts
+    routes, kept = sample.routed_experts, sample.kept_counts
     return replace(
         sample,
         sample_id=sample.sample_id + index,
@@ -120,4 +120,8 @@ def _one_turn(
         trajectory_id=sample.sample_id,
         is_last_step=is_last,
         decoded=sample.decoded[:num_answers],
+        # of the earlier turns too, like routes: they are applied to rows without loss
+        kept_counts=None if kept is None else kept[:end],
+        kept_ids=None if kept is None else sample.kept_ids[: int(kept[:end].sum())],
+        decoded_kept=tuple(part for part in sample.decoded_kept if part[0] < end),
     )

@@ -561,7 +561,7 @@ class Producer:
             unbroken = turns.unbroken
             self._rescoring.finished(group, item.place, samples[-1], unbroken, self._version)
         if not self._keep_decoded:
-            samples = [replace(sample, decoded=()) for sample in samples]
+            samples = [replace(sample, decoded=(), decoded_kept=()) for sample in samples]
         self._rates.finished(samples)
         if self._score_group is not None:
             (group.unscored[item.place],) = samples

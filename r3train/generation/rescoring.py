@@ -88,6 +88,8 @@ class Rescoring:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int
     ) -> None:
         """Draw some samples on every server and compute them again; before anything else is sent."""
+        # the log-probs of a prefill are those of the whole vocabulary
+        sampling = replace(sampling, kept_of=None)
         calls = []
         for server in range(self._backend.num_servers):
             for i in range(_NOISE_SAMPLES):

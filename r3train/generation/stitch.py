@@ -99,6 +99,7 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         raise ValueError(
             f"sample {sample.sample_id}: of the sample and its next answer only one has routes"
         )
+    sample = _with_kept_tokens(sample, segment)
     generated = np.ones(len(segment.token_ids), dtype=bool)
     rows, decoded, num_rows = None, sample.decoded, sample.num_tokens + len(generated) - 1
     if known is not None:
@@ -126,6 +127,26 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     )
 
 
+def _with_kept_tokens(sample: RolloutSample, segment: Segment) -> RolloutSample:
+    """Append an answer's kept tokens to those of the sample; its prompt has none."""
+    counts, ids = sample.kept_counts, sample.kept_ids
+    if counts is None and segment.kept_counts is not None and not sample.loss_mask.any():
+        counts, ids = np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
+    if (counts is None) != (segment.kept_counts is None):
+        raise ValueError(
+            f"sample {sample.sample_id}: of the sample and its next answer only one has kept tokens"
+        )
+    if counts is None:
+        return sample
+    decoded = (sample.num_tokens, segment.kept_counts, segment.kept_ids)
+    return replace(
+        sample,
+        kept_counts=np.concatenate([counts, segment.kept_counts]),
+        kept_ids=np.concatenate([ids, segment.kept_ids]),
+        decoded_kept=(*sample.decoded_kept, decoded),
+    )
+
+
 def thrown_away(segment: Segment) -> Segment:
     """An answer in place of one that is not kept: as of a request aborted before its first token."""
     return Segment(
@@ -135,6 +156,8 @@ def thrown_away(segment: Segment) -> Segment:
         rows=None if segment.rows is None else segment.rows[:0],
         rows_start=segment.rows_start,
         finish_reason="abort",
+        kept_counts=None if segment.kept_counts is None else segment.kept_counts[:0],
+        kept_ids=None if segment.kept_ids is None else segment.kept_ids[:0],
     )
 
 
@@ -144,8 +167,10 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
     The next answer computes their rows and brings them.
     """
     count = len(token_ids)
+    kept = sample.kept_counts
     return replace(
         sample,
+        kept_counts=None if kept is None else np.append(kept, np.zeros(count, np.int32)),
         token_ids=np.concatenate([sample.token_ids, np.asarray(token_ids, dtype=np.int32)]),
         loss_mask=np.concatenate([sample.loss_mask, np.zeros(count, dtype=bool)]),
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, np.zeros(count, np.float32)]),

@@ -317,6 +317,7 @@ class Engines:
                 ignore_eos=rollout.rollout_ignore_eos,
                 max_context_len=rollout.rollout_max_context_len,
                 seed=rollout.rollout_seed,
+                kept_of=job.hf.vocab_size if rollout.replays_kept_tokens else None,
             ),
             start_rollout=self._start_rollout,
             segment_len=self._segment_len,

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.layout.rows import PADDING, cp_rows, pack_layout, sp_rows, take_layers, take_rows
+from r3train.layout.rows import (
+    PADDING,
+    cp_rows,
+    pack_layout,
+    sp_rows,
+    take_layers,
+    take_ragged,
+    take_rows,
+)
 from r3train.routing.fingerprint import PADDING_UID, token_uids
 from r3train.types import (
     MicroBatch,
@@ -28,12 +36,14 @@ def build_microbatch(
     tp_size: int,
     route_shape: RouteShape | None,
     fresh_prefixes: bool = True,
+    kept_tokens: bool = False,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
-    ``fresh_prefixes`` see ``row_versions``.
-    Raises ValueError naming the sample whose routes are absent or misshapen.
+    ``fresh_prefixes`` see ``row_versions``; ``kept_tokens`` is True where log-probs are those among the
+    tokens that sampling kept.
+    Raises ValueError naming the sample whose routes or kept tokens are absent or misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
 
@@ -49,6 +59,13 @@ def build_microbatch(
         routes, places = route_places(lengths, route_shape)
         for place, s in zip(places, samples):
             place[:] = checked_routes(s, route_shape)
+    kept_counts = kept_ids = None
+    for s in samples:
+        _check_kept_tokens(s.sample, kept_tokens)
+    if kept_tokens:
+        # a sample begins with a prompt, which has none: the shift leaves the order of the ids
+        kept_counts = shifted([s.sample.kept_counts for s in samples], np.int32)
+        kept_ids = flat([s.sample.kept_ids for s in samples], np.int32)
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -67,7 +84,31 @@ def build_microbatch(
             [row_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
         ),
         routes=routes,
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
     )
+
+
+def _check_kept_tokens(sample: RolloutSample, needed: bool) -> None:
+    """Raise ValueError where a token in the loss has no kept tokens, or where nobody asks for them."""
+    name = f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})"
+    counts, ids = sample.kept_counts, sample.kept_ids
+    if not needed:
+        if counts is not None:
+            raise ValueError(
+                f"{name} was drawn among kept tokens, whose log-probs it has: train it with"
+                " --rollout-top-k as it was drawn"
+            )
+        return
+    if counts is None or ids is None:
+        raise ValueError(f"{name} came without kept tokens: --rollout-top-k needs them")
+    if len(counts) != sample.num_tokens or counts[0] or int(counts.sum()) != len(ids):
+        raise ValueError(
+            f"{name} has {len(counts)} counts of kept tokens, {int(counts.sum())} in all, and"
+            f" {len(ids)} kept tokens: expected {sample.num_tokens} counts and as many tokens"
+        )
+    if (bare := sample.loss_mask & (counts == 0)).any():
+        raise ValueError(f"{name}: token {int(np.argmax(bare))} has no kept tokens")
 
 
 def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.ndarray:
@@ -131,6 +172,10 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     if microbatch.routes is not None:
         own = take_layers(microbatch.routes, _layer_numbers(topology))
         routes = take_rows(own, route_rows, missing_marker(own.dtype))
+    kept_counts = kept_ids = kept_versions = None
+    if microbatch.kept_counts is not None and topology.is_last_stage:
+        kept_counts, kept_ids = take_ragged(microbatch.kept_counts, microbatch.kept_ids, rows)
+        kept_versions = take_rows(microbatch.row_versions, rows, -1)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -147,6 +192,9 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         routes=routes,
         route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
         route_versions=take_rows(microbatch.row_versions, route_rows, -1),
+        kept_counts=kept_counts,
+        kept_ids=kept_ids,
+        kept_versions=kept_versions,
     )
 
 

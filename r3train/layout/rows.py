@@ -110,6 +110,21 @@ def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) ->
     return out
 
 
+def take_ragged(
+    counts: np.ndarray, values: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Gather a flat stream of several values a token into padded rows.
+
+    counts: int[F]; values: [counts.sum()], token after token; rows: int64[n] as for ``take_rows``.
+    Returns (counts[n], values of these rows, row after row); a padding row has none.
+    """
+    taken = take_rows(counts, rows, 0)
+    starts = take_rows(np.cumsum(counts, dtype=np.int64) - counts, rows, 0)
+    before = np.cumsum(taken, dtype=np.int64) - taken
+    places = np.arange(int(taken.sum()), dtype=np.int64) + np.repeat(starts - before, taken)
+    return taken, values[places]
+
+
 def take_layers(routes: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """[F, L, K] -> [F, l, K], the layers of the given numbers (from 1); a view where they adjoin."""
     if layer_numbers.size and (np.diff(layer_numbers) == 1).all():

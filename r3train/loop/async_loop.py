@@ -377,7 +377,9 @@ class AsyncLoop:
             [s.sample for s in prepared.samples],
             self._routes.read,
             self._hf.moe_layer_numbers,
-            log_probs=self._config.rollout.rollout_temperature == 1,
+            # a prefill has the log-probs of the whole vocabulary, at temperature 1
+            log_probs=self._config.rollout.rollout_temperature == 1
+            and not self._config.rollout.replays_kept_tokens,
         )
         # a prompt that was computed under other weights than its answer is not compared
         return records, rescored.missed + len(rescored.parts) - len(records)

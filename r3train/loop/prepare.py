@@ -21,7 +21,7 @@ from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions
-from r3train.loop.recorded import Recorded, decoded_rows
+from r3train.loop.recorded import Recorded, decoded_kept_tokens, decoded_rows
 from r3train.proof.check import StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
@@ -80,6 +80,7 @@ def prepare(
             row_shape,
             first_microbatch_id=sum(counts),
             fresh_prefixes=config.rollout.fresh_prefixes,
+            kept_tokens=config.rollout.replays_kept_tokens,
         )
         steps.append(dealt)
         counts.append(len(built[0]))
@@ -98,6 +99,11 @@ def prepare(
             recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
             num_microbatches=sum(counts),
             topologies=topologies,
+            kept=(
+                recorded_kept_tokens(samples, steps, place.dp_size, hf.route_shape.output_layer)
+                if config.rollout.replays_kept_tokens
+                else None
+            ),
         )
     return Prepared(samples, steps, microbatches, counts, expectation)
 
@@ -166,11 +172,12 @@ def build_microbatches(
     *,
     first_microbatch_id: int,
     fresh_prefixes: bool = True,
+    kept_tokens: bool = False,
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
-    ``route_shape`` they hold no routes.  fresh_prefixes: as for ``row_versions``.
+    ``route_shape`` they hold no routes.  fresh_prefixes, kept_tokens: as for ``build_microbatch``.
     """
     return [
         [
@@ -181,6 +188,7 @@ def build_microbatches(
                 tp_size=place.tp_size if place.sequence_parallel else 1,
                 route_shape=route_shape,
                 fresh_prefixes=fresh_prefixes,
+                kept_tokens=kept_tokens,
             )
             for j, group in enumerate(groups)
         ]
@@ -233,6 +241,21 @@ def record_samples(
     return recorded
 
 
+def recorded_kept_tokens(
+    samples: Sequence[TrainSample],
+    steps: Sequence[StepSamples],
+    num_data_ranks: int,
+    output_layer: int,
+) -> Recorded:
+    """Take the fingerprints of the kept tokens of samples, as layer ``output_layer`` alone."""
+    recorded, data_rank_of = Recorded(num_data_ranks, [output_layer]), data_rank_of_samples(steps)
+    for sample in (s.sample for s in samples):
+        data_rank = data_rank_of.get(sample.sample_id, 0)
+        for position, counts, ids in decoded_kept_tokens(sample):
+            recorded.add_kept_tokens(data_rank, sample.sample_id, counts, ids, position)
+    return recorded
+
+
 def step_expectation(
     rollout_id: int,
     recorded: Recorded,
@@ -245,18 +268,20 @@ def step_expectation(
     recomputed: Sequence[int],
     num_microbatches: int,
     topologies: Sequence[RankTopology],
+    kept: Recorded | None = None,
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 
     num_rows: tokens of all samples; rows_current, keep_score_ratio: as in ``StepExpectation``; num_microbatches: of
-    one rank, over all optimizer steps.
+    one rank, over all optimizer steps; kept: of kept tokens, None where none are replayed.
     """
-    whole = recorded.whole_rows.sum(axis=0)
+    of_all = recorded if kept is None else recorded.beside(kept)
+    layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
     return StepExpectation(
         step=rollout_id,
-        fingerprints=dict(zip(moe_layers, recorded.fingerprints.sum(axis=0).tolist())),
-        rows_replayed=dict(zip(moe_layers, whole.tolist())),
-        rows_filled=dict(zip(moe_layers, (num_rows - whole).tolist())),
+        fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
+        rows_replayed=dict(zip(layers, whole.tolist())),
+        rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
         rows_current=dict(rows_current),
         keep_score_ratio=keep_score_ratio,
         num_calls=expected_calls(
@@ -265,11 +290,12 @@ def step_expectation(
             ranks_per_stage=len(topologies) // topologies[0].pp_size,
             moe_layers=moe_layers,
             recomputed=recomputed,
+            kept_layers=() if kept is None else kept.layers.tolist(),
         ),
         fingerprints_of_ranks={
             tuple(t.rank for t in topologies if t.dp_rank == data_rank): dict(
-                zip(moe_layers, own.tolist())
+                zip(layers, own.tolist())
             )
-            for data_rank, own in enumerate(recorded.fingerprints)
+            for data_rank, own in enumerate(of_all.fingerprints)
         },
     )

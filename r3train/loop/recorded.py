@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from r3train.routing.fingerprint import recorded_rows, rollout_fingerprint
+from r3train.routing.fingerprint import kept_fingerprint, recorded_rows, rollout_fingerprint
 from r3train.types import RolloutSample
 
 
@@ -24,6 +24,17 @@ def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
         yield from sample.decoded
     else:
         yield 0, sample.routed_experts
+
+
+def decoded_kept_tokens(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The kept tokens that a sample's answers brought: index of the first token, counts, ids.
+
+    They are those before stitching and cutting, as in ``decoded_rows``.
+    """
+    if sample.decoded_kept or sample.kept_counts is None or sample.kept_ids is None:
+        yield from sample.decoded_kept
+    else:
+        yield 0, sample.kept_counts, sample.kept_ids
 
 
 class Recorded:
@@ -45,6 +56,22 @@ class Recorded:
             sample_id, rows, self.layers, first_position
         )
         self.whole_rows[data_rank] += recorded_rows(rows, self.layers)
+
+    def add_kept_tokens(
+        self, data_rank: int, sample_id: int, counts: np.ndarray, ids: np.ndarray, first: int
+    ) -> None:
+        """Add the kept tokens of a sample's tokens from index ``first`` on, as ``RolloutSample`` has them."""
+        (layer,) = self.layers.tolist()
+        own = kept_fingerprint(sample_id, counts, ids, layer, first)
+        self.fingerprints[data_rank, 0] += own
+        self.whole_rows[data_rank, 0] += int((counts > 0).sum())
+
+    def beside(self, other: Recorded) -> Recorded:
+        """The totals of these layers and then of the other's."""
+        both = Recorded(len(self.fingerprints), [*self.layers.tolist(), *other.layers.tolist()])
+        both.fingerprints = np.concatenate([self.fingerprints, other.fingerprints], axis=1)
+        both.whole_rows = np.concatenate([self.whole_rows, other.whole_rows], axis=1)
+        return both
 
     def table(self) -> np.ndarray:
         """int64[2, dp, l], to be added up over ranks; fingerprints in the bits of their int64."""

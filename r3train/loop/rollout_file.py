@@ -22,10 +22,8 @@ from r3train.types import Prompt, RolloutSample, Scored
 
 
 _FORMAT = "r3train-samples-1"
-_NOT_IN_FILES = (
-    "prompt",
-    "decoded",
-)  # each prompt is written once; its fields are arrays over the file's prompts
+# each prompt is written once; its fields are arrays over the file's prompts
+_NOT_IN_FILES = ("prompt", "decoded", "decoded_kept")
 
 
 def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any]) -> None:
@@ -119,7 +117,8 @@ def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> lis
     names = [
         f.name
         for f in fields(RolloutSample)
-        if f.name not in _NOT_IN_FILES and (f.default is MISSING or f.name in plain)
+        if f.name not in _NOT_IN_FILES
+        and (f.default is MISSING or f.name in plain or f.name in tensors)
     ]
     columns = [_column(n, count, tensors, plain) for n in names]
     return [

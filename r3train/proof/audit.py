@@ -25,6 +25,7 @@ from r3train.proof.check import (
     Failure,
     judge,
     native,
+    SAMPLING_MASK,
     StepExpectation,
     StepTotals,
     StepVerdict,
@@ -81,6 +82,20 @@ _QUANTITIES = {
         "sum of the expert ids that were served: its distance from a possible one",
     ),
 }
+# the same in records of stage sampling_mask
+_OF_KEPT_TOKENS = {
+    "fingerprint": ("applied", "fingerprint of kept tokens"),
+    "rows_native": ("covered", "drawn tokens without kept tokens"),
+    "duplicate_rows": ("applied", "drawn tokens that were not left"),
+    "map_deviation": (
+        "applied",
+        "tokens that were left, beside those that were kept: the difference",
+    ),
+    "rows_current_mismatch": (
+        "agreement",
+        "tokens of the actor's own weight version for which its likeliest token was not kept",
+    ),
+}
 # sums over the samples that were computed again; rows count once a layer
 _COMPARED = ("samples", "parts", "missed", "rows", "rows_differ", "log_probs", "log_probs_differ")
 _LOST = "records are missing of the first time that steps {} were trained"
@@ -131,7 +146,10 @@ class _Step:
     def own_choice(self) -> dict[int, dict[str, int]]:
         """The counters by layer where the trainer's own choice is compared with the routes."""
         place = native(self.line.passes)
-        return {n: self.totals.counters((*place, n)) for n in self.line.expected_fingerprints}
+        calls = self.line.expected_calls[place[0]]
+        kept = calls.get(SAMPLING_MASK, {}).keys()
+        layers = self.line.expected_fingerprints.keys() - kept
+        return {n: self.totals.counters((*place, n)) for n in sorted(layers)}
 
     def finding(self, claim: str, what: str, *place: Any, **values: str) -> Finding:
         """A finding of this step; place: ranks, pass, stage and layer."""
@@ -458,7 +476,7 @@ class _RunAudit:
         self._calls_expected += step.verdict.counts["num_calls_expected"]
         self._rows_expected += sum(step.line.expected_rows_replayed.values())
         for rank, own in step.of_rank.items():
-            self._calls_of_rank[rank] += sum(values[0] for values in own.cells.values())
+            self._calls_of_rank[rank] += _router_calls(own)
         self._sums.merge(step.totals)
         for layer, values in step.own_choice.items():
             self._own_choice.setdefault(layer, Counter()).update(values)
@@ -536,8 +554,13 @@ class _RunAudit:
 
     def _numbers(self) -> dict[str, Any]:
         last, sums = self._last, dict.fromkeys(COUNTERS, 0)
+        kept_rows = 0
         for cell in self._sums.cells:
-            for name, value in self._sums.counters(cell).items():
+            counters = self._sums.counters(cell)
+            if cell[1] == SAMPLING_MASK:
+                kept_rows += counters["rows_replayed"]
+                continue
+            for name, value in counters.items():
                 sums[name] += value
         del sums["fingerprint"]
         return {
@@ -545,7 +568,10 @@ class _RunAudit:
             "first_step": min(self._latest, default=None),
             "last_step": max(self._latest, default=None),
             "ranks": len(self._files),
-            "calling_ranks": sorted(last.of_rank) if last else [],  # in the last step
+            # in the last step
+            "calling_ranks": (
+                sorted(r for r, t in last.of_rank.items() if _router_calls(t)) if last else []
+            ),
             "calls_of_rank": dict(sorted(self._calls_of_rank.items())),
             "world_size": self._world_size or None,
             "num_experts": last.shape.num_experts if last else None,
@@ -559,6 +585,7 @@ class _RunAudit:
             "calls_expected": self._calls_expected,
             "mismatch_threshold": self._highest_threshold,
             "rows_stale_mismatch": sums["rows_mismatch"] - sums["rows_current_mismatch"],
+            "rows_of_kept_tokens": kept_rows,
             "computed_again": {name: self._compared[name] for name in _COMPARED},
             **sums,
         }
@@ -604,13 +631,19 @@ class _RunAudit:
             return None
 
 
+def _router_calls(totals: StepTotals) -> int:
+    """The calls of routers; kept tokens are none."""
+    return sum(values[0] for cell, values in totals.cells.items() if cell[1] != SAMPLING_MASK)
+
+
 def _rows_compared(values: dict[str, int]) -> int:
     """Rows that the rollout recorded wholly, those with an expert that was let go among them."""
     return values["rows_replayed"] + values["rows_let_go"]
 
 
 def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:
-    claim, what = _QUANTITIES[f.what]
+    words = _QUANTITIES if f.stage != SAMPLING_MASK else _QUANTITIES | _OF_KEPT_TOKENS
+    claim, what = words[f.what]
     got, expected = str(f.got), str(f.expected)
     if f.what == "fingerprint":
         got, expected = f"{f.got:#018x}", f"{f.expected:#018x}"

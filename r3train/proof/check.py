@@ -18,6 +18,8 @@ from r3train.routing.agreement import chance_levels
 from r3train.types import ReplayEvidence, ReplayStage, RouteShape
 
 STAGES: tuple[str, ...] = get_args(ReplayStage)
+# The stage of kept tokens, which no router call has.
+SAMPLING_MASK = "sampling_mask"
 # (pass, stage, 1-based layer)
 Cell = tuple[str, str, int]
 # Counters that steps.jsonl and the metrics have.
@@ -94,16 +96,18 @@ class StepTotals:
         later = _later(call)
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
         rows += later[LATER.index("rows_let_go")]
+        of_router = call.stage != SAMPLING_MASK
+        left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
             1,
             call.fingerprint,
             *_BEFORE(call),
-            abs(call.map_sum - call.num_rows * call.topk),
+            abs(call.map_sum - left),
             *_BEHIND(call),
             *later,
             abs(rows - call.num_rows),
             abs(call.topk - topk),
-            self._idx_sum_off(call),
+            self._idx_sum_off(call) if of_router else 0,
             _later_off(call, *later),
         ]
         if not call.counts_tokens:
@@ -120,11 +124,12 @@ class StepTotals:
         return dict(zip(COUNTERS, self.cells.get(cell) or [0] * len(COUNTERS)))
 
     def to_table(self, passes: Sequence[str]) -> np.ndarray:
-        """int64[passes, stages, layers + 1, counters], to be added up over ranks.
+        """int64[passes, stages, layers + 2, counters], to be added up over ranks.
 
-        Layers are indexed by their 1-based number; fingerprints stand in the int64's bits.
+        Layers are indexed by their 1-based number, the output layer is the last; fingerprints stand in
+        the int64's bits.
         """
-        size = (len(passes), len(STAGES), self._shape.num_layers + 1, len(COUNTERS))
+        size = (len(passes), len(STAGES), self._shape.output_layer + 1, len(COUNTERS))
         table = np.zeros(size, dtype=np.uint64)
         for (replay_pass, stage, layer), values in self.cells.items():
             table[passes.index(replay_pass), STAGES.index(stage), layer] = np.array(
@@ -205,9 +210,9 @@ class StepExpectation:
     fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
 
     def total_calls(self) -> int:
-        """Router calls over all passes, stages and layers."""
-        stages = [of for stages in self.num_calls.values() for of in stages.values()]
-        return sum(calls for of in stages for calls in of.values())
+        """Router calls over all passes, stages and layers; kept tokens are none."""
+        places = [(s, of) for stages in self.num_calls.values() for s, of in stages.items()]
+        return sum(sum(of.values()) for stage, of in places if stage != SAMPLING_MASK)
 
 
 @dataclass(frozen=True)
@@ -246,7 +251,7 @@ class Sampling:
 class StepVerdict:
     """The outcome of one step.
 
-    counts: ``COUNTS`` and calls over all passes and layers.  above_threshold: current rows without a
+    counts: ``COUNTS`` and calls of routers over all passes and layers.  above_threshold: current rows without a
     common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
     rows of other weights are above the threshold, which fails nothing.
     sampling: None where no sample was to be computed again.
@@ -303,7 +308,7 @@ def judge(
     ]
     for cell in places:
         got = totals.counters(cell)
-        for name in counts:
+        for name in counts if cell[1] != SAMPLING_MASK else ():
             counts[name] += got[name]
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
@@ -321,7 +326,9 @@ def judge(
                 f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
                 f"rows of other weights, which are not judged, {older} mismatch)"
             )
-        if older > mismatch_threshold * of_older and cell[0] != "ref_log_prob":
+        if cell[1] == SAMPLING_MASK or cell[0] == "ref_log_prob":
+            continue
+        if older > mismatch_threshold * of_older:
             stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
@@ -329,6 +336,7 @@ def judge(
     place = native(expectation.num_calls)
     own_choice = [totals.counters((*place, layer)) for layer in expectation.fingerprints]
     agreement = agreement_shares(own_choice, shape)
+    agreement |= _kept_agreement(totals, place[0], expectation)
     warning = None
     if stale:
         warning = (
@@ -343,18 +351,29 @@ def judge(
 def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
     """The only right value of each quantity that has one."""
     replay_pass, stage, layer = cell
-    calls = expectation.num_calls[replay_pass][stage].get(layer, 0)
+    calls = expectation.num_calls[replay_pass].get(stage, {}).get(layer, 0)
     wanted = {"num_calls": calls, **dict.fromkeys(ERRORS, 0)}
     if calls:
         wanted["fingerprint"] = expectation.fingerprints[layer]
         # recorded rows that were left over would be missing here
         wanted["rows_replayed"] = expectation.rows_replayed[layer] - got["rows_let_go"]
         wanted["rows_filled"] = expectation.rows_filled[layer]
-        if expectation.rows_current is not None:
+        if expectation.rows_current is not None and stage != SAMPLING_MASK:
             wanted["rows_current"] = expectation.rows_current[replay_pass]
     if not expectation.keep_score_ratio:
         wanted |= {"slots_let_go": 0, "rows_let_go": 0}
     return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_let_go"]}
+
+
+def _kept_agreement(
+    totals: StepTotals, replay_pass: str, expectation: StepExpectation
+) -> dict[str, float]:
+    """Shares of the rows whose kept tokens are the trainer's likeliest, and of those without its likeliest."""
+    layers = expectation.num_calls[replay_pass].get(SAMPLING_MASK, {})
+    of = [totals.counters((replay_pass, SAMPLING_MASK, layer)) for layer in layers]
+    rows = sum(values["rows_replayed"] for values in of)
+    names = ("equal", "mismatch") if rows else ()
+    return {f"kept_{name}": sum(values[f"rows_{name}"] for values in of) / rows for name in names}
 
 
 def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
@@ -437,16 +456,19 @@ def expected_calls(
     ranks_per_stage: int,
     moe_layers: Iterable[int],
     recomputed: Iterable[int],
+    kept_layers: Collection[int] = (),
 ) -> dict[str, dict[str, dict[int, int]]]:
     """Router calls over all ranks: a layer is called once a microbatch on each rank of its stage.
 
-    num_microbatches: of one rank, over all optimizer steps of the rollout.
+    num_microbatches: of one rank, over all optimizer steps of the rollout.  kept_layers: the output layer
+    where kept tokens are applied, once a microbatch on each rank of the last stage.
     """
     each = num_microbatches * ranks_per_stage
     forward = {layer: each for layer in moe_layers}
     recomputed = set(recomputed)
     again = {layer: each for layer in forward if layer in recomputed}
+    kept = {SAMPLING_MASK: dict.fromkeys(kept_layers, each)} if kept_layers else {}
     return {
-        p: {"replay_forward": forward, "replay_backward": again if p == "train" else {}}
+        p: {"replay_forward": forward, "replay_backward": again if p == "train" else {}, **kept}
         for p in passes
     }

@@ -159,6 +159,7 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     facts = {
         "applied": replayed
         + _amount(n["ranks"], "rank")
+        + (f"; {n['rows_of_kept_tokens']} rows of kept tokens" if n["rows_of_kept_tokens"] else "")
         + (f"; {_amount(n['slots_let_go'], 'slot')} let go by rule" if n["slots_let_go"] else ""),
         "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
         f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from r3train.proof.check import COUNTS, Failure, LATER
+from r3train.proof.check import COUNTS, Failure, LATER, SAMPLING_MASK
 from r3train.proof.rescored import RescoredRecord
 from r3train.types import (
     Amount,
@@ -127,7 +127,8 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
                 f"of expected_rows_current, keep_score_ratio, counts of {', '.join(LATER)} some are missing"
             )
         for stages in self.expected_calls.values():
-            if len(stages) != 2 or any(of.keys() - layers for of in stages.values()):
+            routers = stages.keys() - {SAMPLING_MASK}
+            if len(routers) != 2 or any(of.keys() - layers for of in stages.values()):
                 raise ValueError(
                     "expected_calls has not both stages, or layers without fingerprint"
                 )

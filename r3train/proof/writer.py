@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from r3train.data.json_lines import cut_truncated_line
+from r3train.proof.check import SAMPLING_MASK
 from r3train.proof.rescored import RescoredRecord
 from r3train.types import ReplayEvidence
 
@@ -69,7 +70,8 @@ class EvidenceWriter:
     def write(self, records: Sequence[ReplayEvidence]) -> None:
         """Log and store the records of one step, then flush."""
         for record in records:
-            if record.rows_native == 0:  # a native call took no replay branch
+            # a native call took no replay branch, and kept tokens are no router call
+            if record.rows_native == 0 and record.stage != SAMPLING_MASK:
                 for line in evidence_lines(record):
                     logger.info(line)
             fields = {"attempt": self._attempt, **asdict(record)}

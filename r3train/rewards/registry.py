@@ -116,7 +116,9 @@ class CustomReward:
 
     async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
         """Call the function for one sample, or for a group."""
-        whole = [replace(sample, routed_experts=None, decoded=()) for sample in samples]
+        whole = [
+            replace(sample, routed_experts=None, decoded=(), decoded_kept=()) for sample in samples
+        ]
         if self.group:
             arguments: tuple[Any, ...] = (whole,)
         elif self._whole:

@@ -76,6 +76,26 @@ def rollout_fingerprint(
     return out
 
 
+def kept_fingerprint(
+    sample_id: int, counts: np.ndarray, ids: np.ndarray, layer_number: int, first_position: int = 0
+) -> np.uint64:
+    """Fingerprint of the tokens that sampling kept, as if they were experts of layer ``layer_number``.
+
+    counts: int32[R] of the tokens from index ``first_position`` on; ids: int32[counts.sum()].  Kept tokens
+    belong to the row that predicts their token: the one before.
+    """
+    last = first_position + len(counts)
+    uids = token_uids(sample_id, last)[first_position:].view(np.uint64) - np.uint64(1)
+    x = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(_EXPERT)
+    x += np.repeat(uids, counts) * np.uint64(_UID) + np.uint64(layer_number * _LAYER & _MASK64)
+    x ^= x >> np.uint64(30)
+    x *= np.uint64(_MIX1)
+    x ^= x >> np.uint64(27)
+    x *= np.uint64(_MIX2)
+    x ^= x >> np.uint64(31)
+    return x.sum(dtype=np.uint64)
+
+
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
     """int64[l] rows of one sample whose every slot the engine reported, a number a layer."""
     own = routed_experts[:, np.asarray(layer_numbers) - 1]

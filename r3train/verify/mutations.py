@@ -51,6 +51,7 @@ from r3train.trainer.megatron import (
     optimizer,
     replay,
 )
+from r3train.trainer.megatron.kept_tokens import DROPPED, KeptTokens, shard_of
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.types import TrainSample
 from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
@@ -727,6 +728,35 @@ def decay_counted_in_rollouts(original, config, optimizer):
 @replaces(actor.MegatronActor, "_finite")
 def nan_gradients_unseen(original, self, loss):
     return math.isfinite(loss)
+
+
+# -- kept tokens -------------------------------------------------------------------------------
+
+of_kept_tokens = partial(mutation, caught_by="tests/oracle/test_kept_tokens.py")
+
+
+@of_kept_tokens("every row has the kept tokens of the row behind it")
+@replaces(microbatch, "take_ragged")
+def kept_tokens_of_the_next_row(original, counts, ids, rows):
+    return original(counts, ids, np.roll(rows, -1))
+
+
+@of_kept_tokens("the token that was drawn is dropped")
+@replaces(KeptTokens, "left_of")
+def drawn_token_dropped(original, self, logits):
+    left = original(self, logits)
+    first, size = shard_of(left)
+    label = torch.from_numpy(self.source.labels).to(left.device) - first
+    own = self.limited & (label >= 0) & (label < size)
+    dropped = torch.zeros_like(left, dtype=torch.bool)
+    dropped[own, label[own]] = True
+    return left.masked_fill(dropped, DROPPED)
+
+
+@of_kept_tokens("log-probs are those of the whole vocabulary")
+@replaces(KeptTokens, "left_of")
+def kept_tokens_not_applied(original, self, logits):
+    return logits.clone()
 
 
 # -- adapters ----------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ ROUTES = RouteShape(RECORD["num_layers"], RECORD["topk"], RECORD["num_experts"])
 PROMPT = Prompt("p", 0, "", np.array(RECORD["prompt"], dtype=np.int32), None)
 
 
-def read(name, routes=ROUTES):
+def read(name, routes=ROUTES, **sampling):
     before = stitch.begin(PROMPT, sample_id=1, group_id=0)
-    request = stitch.next_request(before, SamplingParams(400))
+    request = stitch.next_request(before, SamplingParams(400, **sampling))
     return stitch.extend(before, read_answer(ANSWERS[name], request, routes=routes))
 
 
@@ -41,6 +41,19 @@ def test_recorded_answers_decode(name):
     assert sample.routed_experts.max() < ROUTES.num_experts
     assert (np.diff(np.sort(sample.routed_experts, -1)) > 0).all(), "an expert twice in a row"
     assert (sample.rollout_log_probs[sample.loss_mask] < 0).all()
+
+
+@pytest.mark.parametrize("name", ["kept_tokens", "kept_tokens_abort"])
+def test_the_server_says_which_tokens_it_kept_and_the_log_probs_among_them(name):
+    sample, whole = read(name, kept_of=512), read(name)
+    assert sample.kept_counts.tolist() == [0] * sample.prompt_len + [
+        len(row) for row in ANSWERS[name]["meta_info"]["output_token_sampling_mask"]
+    ]
+    assert 1 < sample.kept_counts.max() <= 20
+    # fewer tokens share the probability of all
+    gap = (sample.rollout_log_probs - whole.rollout_log_probs)[sample.loss_mask]
+    assert (gap > 0.3).all()
+    assert whole.kept_counts is None
 
 
 def test_a_cached_prefix_brings_the_rows_that_were_computed_first():

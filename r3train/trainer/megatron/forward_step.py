@@ -19,6 +19,7 @@ from r3train.algo.policy_loss import microbatch_loss
 from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
 from r3train.trainer.megatron.hf_bridge import unwrap
+from r3train.trainer.megatron.kept_tokens import KeptTokens
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
 
@@ -37,6 +38,7 @@ class DeviceSlice:
     samples: torch.Tensor  # int64[n], the row's sequence in the pack, the tail among them
     loss_weights: torch.Tensor  # float32[sequences]
     packed: PackedSeqParams
+    kept: KeptTokens | None  # set where the labels were drawn among kept tokens
 
     @classmethod
     def of(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
@@ -68,6 +70,7 @@ class DeviceSlice:
                 max_seqlen_q=s.max_seqlen,
                 max_seqlen_kv=s.max_seqlen,
             ),
+            kept=KeptTokens.of(s, device),
         )
 
 
@@ -93,17 +96,40 @@ def run_chunk(
     return out
 
 
-def token_log_probs(logits: torch.Tensor, labels: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-prob of each row's label at the rollout's temperature, float32[n].
+def sampled_logits(
+    logits: torch.Tensor,
+    batch: DeviceSlice,
+    temperature: float,
+    model: torch.nn.Module,
+    replay: RoutingReplayManager | None,
+) -> torch.Tensor:
+    """The logits from which the engine drew, float32[n, vocab / tp].
 
-    logits: [1, n, vocab / tp], overwritten.  SGLang samples from logits divided by the temperature,
-    and reports the log-probs of those.
+    logits: [1, n, vocab / tp].  SGLang divides them by the temperature, and with top-k and top-p draws
+    among the tokens that it keeps then.  With the R3 check on the evidence counts what was left.
     """
     scaled = logits[0].float()
     if temperature != 1.0:
         scaled = scaled / temperature
+    if batch.kept is None:
+        return scaled
+    left = batch.kept.left_of(scaled)
+    if replay is not None and replay.recorder is not None:
+        replay.recorder.record_kept_tokens(
+            batch.kept,
+            scaled=scaled.detach(),
+            left=left.detach(),
+            labels=batch.labels,
+            vp_stage=unwrap(model).vp_stage or 0,
+            layer_number=unwrap(model).config.num_layers + 1,
+        )
+    return left
+
+
+def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Log-prob of each row's label, float32[n]; logits: float32[n, vocab / tp], overwritten."""
     # the vocabulary-parallel loss works in place on its [s, b, v] input
-    return -vocab_parallel_cross_entropy(scaled[:, None].contiguous(), labels[:, None])[:, 0]
+    return -vocab_parallel_cross_entropy(logits[:, None].contiguous(), labels[:, None])[:, 0]
 
 
 class _VocabParallelEntropy(torch.autograd.Function):
@@ -130,9 +156,9 @@ class _VocabParallelEntropy(torch.autograd.Function):
         return -grad[..., None] * p * (log_p + entropy[..., None])
 
 
-def token_entropy(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Return the entropy of each row's next token, float32[n]; logits: [1, n, vocab / tp]."""
-    return _VocabParallelEntropy.apply(logits[0].float() / temperature)
+def token_entropy(logits: torch.Tensor) -> torch.Tensor:
+    """Return the entropy of each row's next token, float32[n]; logits: float32[n, vocab / tp]."""
+    return _VocabParallelEntropy.apply(logits)
 
 
 def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
@@ -149,12 +175,15 @@ def make_log_prob_step(
 ) -> Callable:
     """Make a Megatron forward step that returns {microbatch_id: float32[n]} on the last stage."""
 
-    def collect(batch: DeviceSlice, logits: torch.Tensor, non_loss_data: bool = True) -> dict:
-        return {batch.microbatch_id: token_log_probs(logits, batch.labels, temperature)}
+    def collect(
+        batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor, non_loss_data: bool = True
+    ) -> dict:
+        drawn_from = sampled_logits(logits, batch, temperature, model, replay)
+        return {batch.microbatch_id: token_log_probs(drawn_from, batch.labels)}
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = batches[next(iterator)]
-        return run_chunk(batch, model, replay), partial(collect, batch)
+        return run_chunk(batch, model, replay), partial(collect, batch, model)
 
     return step
 
@@ -174,11 +203,12 @@ def make_train_step(
     """
     policy_loss = configured_loss(algorithm)
 
-    def loss_func(batch: DeviceSlice, logits: torch.Tensor) -> tuple:
+    def loss_func(batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor) -> tuple:
+        drawn_from = sampled_logits(logits, batch, temperature, model, replay)
         # the entropy first: token_log_probs overwrites the logits
         with torch.set_grad_enabled(algorithm.entropy_coef > 0):
-            entropy = token_entropy(logits, temperature)
-        log_probs = token_log_probs(logits, batch.labels, temperature)
+            entropy = token_entropy(drawn_from)
+        log_probs = token_log_probs(drawn_from, batch.labels)
         old = log_probs.detach() if old_log_probs is None else old_log_probs[batch.microbatch_id]
         rows = LossRows(
             log_probs=log_probs,
@@ -203,6 +233,6 @@ def make_train_step(
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = batches[next(iterator)]
-        return run_chunk(batch, model, replay), partial(loss_func, batch)
+        return run_chunk(batch, model, replay), partial(loss_func, batch, model)
 
     return step

@@ -299,7 +299,7 @@ class RoutingReplayManager:
         self._active = True
         self.drifts = self.drift is not None and native
         if self.recorder is not None:
-            self.recorder.begin_pass(replay_pass, native=native)
+            self.recorder.begin_pass(replay_pass, weight_version, native=native)
 
     def begin_forward(self, vp_stage: int, microbatch_id: int) -> None:
         """Name the microbatch that the chunk runs forward next."""

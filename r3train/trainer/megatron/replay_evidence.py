@@ -1,4 +1,4 @@
-"""Counts of every router call, made on the device and read once a step.
+"""Counts of every router call and of every application of kept tokens, made on the device and read once a step.
 
 Nothing here forces a device synchronisation: each call leaves one int64 vector behind, and
 ``collect`` stacks them all and copies them to the host at once.
@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core import parallel_state
+
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.routing.padding import let_go_slots
+from r3train.trainer.megatron.kept_tokens import KeptTokens, shard_of, was_left
 from r3train.types import ReplayEvidence
 
 if TYPE_CHECKING:
@@ -90,14 +93,21 @@ class CallRecorder:
         self._calls: list[_Call] = []
         self._choice: Choice | None = None
         self._pass, self._native = "", False
+        self._weight_version: int | None = None
         # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
         # must repeat
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
         self._projection: torch.Tensor | None = None
 
-    def begin_pass(self, replay_pass: str, *, native: bool) -> None:
-        """Name the pass of the calls that follow; native: its forwards count the controls."""
+    def begin_pass(
+        self, replay_pass: str, weight_version: int | None = None, *, native: bool
+    ) -> None:
+        """Name the pass of the calls that follow; native: its forwards count the controls.
+
+        weight_version: as for ``StagedRoutes.from_slice``.
+        """
         self._pass, self._native = replay_pass, native
+        self._weight_version = weight_version
 
     def end_pass(self) -> None:
         """Drop the scores of the pass: they must not be compared with a later one's."""
@@ -241,6 +251,89 @@ class CallRecorder:
             self._projection = numbers.cos().view(scores.shape[1], _SIGNATURE_COLUMNS)
         return scores.float() @ self._projection
 
+    @torch.no_grad()
+    def record_kept_tokens(
+        self,
+        kept: KeptTokens,
+        *,
+        scaled: torch.Tensor,
+        left: torch.Tensor,
+        labels: torch.Tensor,
+        vp_stage: int,
+        layer_number: int,
+    ) -> None:
+        """Count one application of kept tokens, from the logits that it left.
+
+        scaled, left: float32[n, vocab / tp], before and after it; labels: int64[n].  The sums are over
+        the shards of the vocabulary, and tensor-parallel rank 0 alone counts them.
+        """
+        s, limited, zero = kept.source, kept.limited, labels.new_zeros(())
+        first, size = shard_of(left)
+        group = parallel_state.get_tensor_model_parallel_group()
+        values = dict.fromkeys(_COUNTERS, zero)
+
+        is_left = was_left(left)
+        kept_logits, ids = left.topk(min(kept.widest, size), dim=1)
+        counted = was_left(kept_logits) & limited[:, None]
+        hashes = route_hashes(kept.uids, ids + first, layer_number)
+        label = labels - first
+        own_label = (label >= 0) & (label < size)
+        has_label = is_left.gather(1, label.clamp(0, size - 1)[:, None])[:, 0]
+        sums = torch.stack(
+            [
+                torch.where(counted, hashes, zero).sum(),
+                (is_left & limited[:, None]).sum(),
+                (limited & own_label & ~has_label).sum(),
+            ]
+        )
+        torch.distributed.all_reduce(sums, group=group)
+        values.update(zip(("fingerprint", "map_sum", "duplicate_rows"), sums))
+        values["replay_idx_sum"] = zero + kept.ids.numel()
+
+        inf = torch.inf
+        edges = torch.stack(
+            [
+                -scaled.masked_fill(~is_left, inf).amin(1),
+                scaled.masked_fill(~is_left, -inf).amax(1),
+                scaled.masked_fill(is_left, -inf).amax(1),
+            ]
+        )
+        torch.distributed.all_reduce(edges, op=torch.distributed.ReduceOp.MAX, group=group)
+        equal = limited & (-edges[0] >= edges[2])
+        mismatch = limited & (edges[1] < edges[2])
+        values.update(
+            rows_equal=equal.sum(),
+            rows_overlap=(limited & ~equal & ~mismatch).sum(),
+            rows_mismatch=mismatch.sum(),
+        )
+        version, current = self._weight_version, 0
+        if version is not None:
+            of_version = kept.versions == version
+            current = int(((s.kept_versions == version) & (s.kept_counts > 0)).sum())
+            values["rows_current_equal"] = (equal & of_version).sum()
+            values["rows_current_mismatch"] = (mismatch & of_version).sum()
+        replayed, real = int((s.kept_counts > 0).sum()), int((s.token_uids >= 0).sum())
+        native = int((s.loss_mask & (s.kept_counts == 0)).sum())
+        self._calls.append(
+            _Call(
+                host=dict(
+                    replay_pass=self._pass,
+                    stage="sampling_mask",
+                    vp_stage=vp_stage,
+                    microbatch_id=s.microbatch_id,
+                    layer_number=layer_number,
+                    num_rows=s.num_rows,
+                    rows_replayed=replayed,
+                    rows_filled=real - replayed - native,
+                    rows_padding=s.num_rows - real,
+                    rows_native=native,
+                    rows_current=current,
+                    counts_tokens=parallel_state.get_tensor_model_parallel_rank() == 0,
+                ),
+                counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
+            )
+        )
+
     def collect(self, step: int) -> list[ReplayEvidence]:
         """Return the calls since the last ``collect``.  This is the one device read of a step."""
         if not self._calls:
@@ -256,8 +349,7 @@ class CallRecorder:
                     step=step,
                     rank=self._rank,
                     topk=self._topk,
-                    counts_tokens=self._counts_tokens,
-                    **call.host,
+                    **{"counts_tokens": self._counts_tokens, **call.host},
                     **counters,
                 )
             )

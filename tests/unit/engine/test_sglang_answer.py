@@ -190,3 +190,59 @@ def test_the_rest_of_a_sample_is_added_behind_its_own_rows():
     )
     with pytest.raises(ValueError, match="sample 12 .*expected 32 "):
         read(whole_again, resume_from=first)  # a prefix sent twice
+
+
+KEPT = copy.deepcopy(GOOD)
+KEPT["meta_info"] |= {
+    "output_token_sampling_mask": [[9, 3], [11]],
+    "output_token_sampling_logprobs": [-0.25, 0.0],
+}
+
+
+def read_kept(answer):
+    before = stitch.begin(PROMPT, sample_id=12, group_id=3)
+    request = stitch.next_request(before, SamplingParams(8, top_k=20, kept_of=12))
+    return stitch.extend(before, read_answer(answer, request, routes=RouteShape(2, 2, 8)))
+
+
+def test_kept_tokens_come_with_the_log_probs_among_them():
+    sample = read_kept(KEPT)
+    assert sample.kept_counts.tolist() == [0, 0, 0, 2, 1] and sample.kept_counts.dtype == np.int32
+    assert sample.kept_ids.tolist() == [9, 3, 11] and sample.kept_ids.dtype == np.int32
+    assert sample.rollout_log_probs.tolist() == [0, 0, 0, -0.25, 0]
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("mask", None, "output_token_sampling_mask has no rows, expected 2, one an output token"),
+        ("mask", [[9, 3]], "output_token_sampling_mask has 1 rows, expected 2"),
+        ("mask", [[9, 3], []], "output token 1 is 11, which is none of the 0 tokens"),
+        (
+            "mask",
+            [[3, 4], [11]],
+            "output token 0 is 9, which is none of the 2 tokens that sampling",
+        ),
+        ("mask", [[9, 12], [11]], r"kept token 12 is not in 0\.\.11"),
+        ("mask", [[9, -1], [11]], r"kept token -1 is not in 0\.\.11"),
+        ("mask", [[9, 9], [11]], "names a token twice in a row"),
+        ("logprobs", None, "no output_token_sampling_logprobs, expected 2"),
+        ("logprobs", [-0.25], "1 output_token_sampling_logprobs, expected 2"),
+        ("logprobs", [-0.25, float("nan")], "log-prob 1 is nan"),
+    ],
+)
+def test_kept_tokens_that_cannot_be_are_refused(name, value, message):
+    answer = copy.deepcopy(KEPT)
+    answer["meta_info"][f"output_token_sampling_{name}"] = value
+    with pytest.raises(ValueError, match=f"^sample 12 .*{message}"):
+        read_kept(answer)
+
+
+def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens():
+    answer = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+    sample = read_kept(answer)
+    assert sample.kept_counts is None and sample.num_tokens == 3
+    # what follows begins as if nothing had been asked
+    again = stitch.next_request(sample, SamplingParams(8, top_k=20, kept_of=12))
+    done = stitch.extend(sample, read_answer(KEPT, again, routes=RouteShape(2, 2, 8)))
+    assert done.kept_counts.tolist() == [0, 0, 0, 2, 1]

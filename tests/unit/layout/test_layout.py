@@ -179,3 +179,76 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     assert slice_microbatch(batch, place).route_versions.tolist() == [4, 5, 5]
     last = replace(place, tp_rank=3)
     assert slice_microbatch(batch, last).route_versions.tolist() == [-1, -1, -1]
+
+
+def kept_sample(sample_id: int, *rows: list[int]) -> TrainSample:
+    """A sample of 2 prompt tokens and one token for each row of kept ids, the first of which was drawn."""
+    train = sample_of(sample_id, 2 + len(rows))
+    sample = replace(
+        train.sample,
+        prompt_len=2,
+        token_ids=np.array([5, 6, *(row[0] for row in rows)], np.int32),
+        loss_mask=np.arange(2 + len(rows)) >= 2,
+        kept_counts=np.array([0, 0, *map(len, rows)], np.int32),
+        kept_ids=np.array([i for row in rows for i in row], np.int32),
+    )
+    return replace(train, sample=sample)
+
+
+@pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_kept_tokens_stand_at_the_row_that_predicts_their_token_on_every_rank(cp_size, tp_size):
+    random = np.random.default_rng(cp_size)
+    samples, expected = [], {}
+    for i, length in enumerate((1, 9, 4)):
+        rows = [random.permutation(40)[: random.integers(1, 6)].tolist() for _ in range(length)]
+        samples.append(kept_sample(i, *rows))
+        expected |= {(i << 24) + 1 + t: row for t, row in enumerate(rows)}
+    shape = RouteShape(3, 2, 8)
+    batch = build_microbatch(
+        0, samples, cp_size=cp_size, tp_size=tp_size, route_shape=shape, kept_tokens=True
+    )
+    found = {}
+    for cp_rank in range(cp_size):
+        place = RankTopology(
+            cp_rank=cp_rank, cp_size=cp_size, tp_size=tp_size, sequence_parallel=tp_size > 1
+        )
+        share = slice_microbatch(batch, place)
+        ends = np.cumsum(share.kept_counts)
+        assert ends[-1] == len(share.kept_ids)
+        for uid, end, count, label in zip(
+            share.token_uids.tolist(), ends, share.kept_counts, share.labels
+        ):
+            if count:
+                found[uid] = share.kept_ids[end - count : end].tolist()
+                assert found[uid][0] == label
+        assert (share.kept_counts[share.loss_mask] > 0).all()
+        # an earlier stage computes no log-probs: it is sent none
+        early = slice_microbatch(batch, replace(place, pp_size=2, pp_rank=0))
+        assert early.kept_counts is None and early.kept_ids is None
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"kept_counts": None, "kept_ids": None},
+            "came without kept tokens: --rollout-top-k needs",
+        ),
+        ({"kept_counts": np.array([0, 0, 1, 0], np.int32)}, "1 in all, and 3 kept tokens"),
+        (
+            {"kept_counts": np.array([0, 0, 3, 0], np.int32)},
+            "token 3 has no kept tokens",
+        ),
+        ({"kept_counts": np.array([0, 2, 1], np.int32)}, "has 3 counts .* expected 4 counts"),
+    ],
+)
+def test_a_sample_in_the_loss_without_its_kept_tokens_is_refused_by_name(change, message):
+    good = kept_sample(5, [7, 8], [9])
+    bad = replace(good, sample=replace(good.sample, **change))
+    place = {"cp_size": 1, "tp_size": 1, "route_shape": None}
+    with pytest.raises(ValueError, match=rf"^sample 5 \(prompt prompt-5\).*{message}"):
+        build_microbatch(0, [bad], kept_tokens=True, **place)
+    with pytest.raises(ValueError, match="sample 5 .* was drawn among kept tokens"):
+        build_microbatch(0, [good], **place)

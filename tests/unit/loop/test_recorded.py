@@ -40,7 +40,7 @@ CONFIG = RunConfig.from_toml(
 
 
 class Drawing(SimulatedEngine):
-    """Rows that are told apart."""
+    """Rows and kept tokens that are told apart."""
 
     rng = np.random.default_rng(0)
 
@@ -48,7 +48,12 @@ class Drawing(SimulatedEngine):
         segment = await super().generate(request)
         draw = [self.rng.permutation(ROUTES.num_experts) for _ in range(segment.rows.size // 2)]
         rows = np.array([ids[:2] for ids in draw], ROUTES.dtype).reshape(segment.rows.shape)
-        return replace(segment, rows=rows)
+        segment = replace(segment, rows=rows)
+        if request.sampling.kept_of is None:
+            return segment
+        counts = self.rng.integers(1, 5, len(segment.token_ids)).astype(np.int32)
+        ids = self.rng.integers(0, request.sampling.kept_of, counts.sum()).astype(np.int32)
+        return replace(segment, kept_counts=counts, kept_ids=ids)
 
 
 class Talkative:
@@ -56,16 +61,16 @@ class Talkative:
         return StepResult([5, 6], turn.is_last, 1.0)
 
 
-def play(sample_a_turn: bool) -> list[RolloutSample]:
+def play(sample_a_turn: bool, sampling: SamplingParams = SamplingParams(50)) -> list[RolloutSample]:
     """Three turns of four tokens, each asked for in two requests."""
 
     async def generate(resume_from=None, turn_limit=None):
         engine, more = Drawing(length=lambda _: 100), {"sample_id": 40, "limit": turn_limit // 2}
         half = await whole_samples.generate(
-            engine, prompt_for(0), SamplingParams(50), resume_from=resume_from, **more
+            engine, prompt_for(0), sampling, resume_from=resume_from, **more
         )
         return await whole_samples.generate(
-            engine, prompt_for(0), SamplingParams(50), resume_from=half, **more
+            engine, prompt_for(0), sampling, resume_from=half, **more
         )
 
     episode = conversation.Conversation(
@@ -78,9 +83,7 @@ def play(sample_a_turn: bool) -> list[RolloutSample]:
         encode=list,
         decode=str,
     )
-    samples, _ = asyncio.run(
-        episode(generate, prompt_for(0), sampling=SamplingParams(50), sample_id=40)
-    )
+    samples, _ = asyncio.run(episode(generate, prompt_for(0), sampling=sampling, sample_id=40))
     return samples
 
 
@@ -124,6 +127,64 @@ def test_what_was_decoded_is_what_is_trained(sample_a_turn, tmp_path):
     write_samples(tmp_path / "s", [(s, 0.0) for s in samples], {})
     again = [s for s, _ in read_samples(tmp_path / "s")[0]]
     assert expected_and_dispatched(again) == (expected, dispatched, rows, rows_dispatched)
+
+
+KEPT = SamplingParams(50, top_k=20, kept_of=100)
+
+
+def kept_tokens_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, int, int]:
+    """The fingerprint and the rows of kept tokens: by the evidence, and of the packed rows."""
+    among_20 = {"rollout": CONFIG.rollout.model_copy(update={"rollout_top_k": 20})}
+    layer = ROUTES.output_layer
+    ready = prepare(
+        0,
+        [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples],
+        CONFIG.model_copy(update=among_20),
+        HF,
+        ROUTES,
+        [RankTopology(moe_layer_numbers=(LAYERS,))],
+        passes=("train",),
+    )
+    recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
+    expectation, trained, rows = ready.expectation(recorded), 0, 0
+    for microbatch in ready.microbatches[0]:
+        counts = torch.from_numpy(microbatch.kept_counts)
+        uids = torch.from_numpy(microbatch.row_uids).repeat_interleave(counts)
+        ids = torch.from_numpy(microbatch.kept_ids.astype(np.int64))
+        trained += int(route_hashes(uids, ids[:, None], layer).sum())
+        rows += int((counts > 0).sum())
+    return (
+        expectation.fingerprints[layer],
+        to_unsigned(trained),
+        expectation.rows_replayed[layer],
+        rows,
+    )
+
+
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+def test_kept_tokens_as_decoded_are_those_that_are_trained(sample_a_turn, tmp_path):
+    samples = play(sample_a_turn, KEPT)
+    expected, trained, rows, rows_trained = kept_tokens_expected_and_trained(samples)
+    assert expected == trained and rows == rows_trained > 0
+    for sample in samples:
+        assert ((sample.kept_counts > 0) >= sample.loss_mask).all()
+    write_samples(tmp_path / "s", [(s, 0.0) for s in samples], {})
+    again = [s for s, _ in read_samples(tmp_path / "s")[0]]
+    assert again[0].decoded_kept == ()
+    assert kept_tokens_expected_and_trained(again) == (expected, trained, rows, rows_trained)
+
+
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+def test_kept_tokens_joined_in_the_wrong_order_are_caught(sample_a_turn, monkeypatch):
+    right = stitch._with_kept_tokens
+
+    def backwards(sample, segment):
+        done = right(sample, segment)
+        return replace(done, kept_ids=done.kept_ids[::-1])
+
+    monkeypatch.setattr(stitch, "_with_kept_tokens", backwards)
+    expected, trained, _, _ = kept_tokens_expected_and_trained(play(sample_a_turn, KEPT))
+    assert expected != trained
 
 
 def of_a_later_row(cut: Callable) -> Callable:

@@ -15,6 +15,7 @@ from r3train.types import Prompt, RolloutSample
 def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -> RolloutSample:
     rng = np.random.default_rng(sample_id)
     n = len(prompt.token_ids) + response
+    kept = rng.integers(0, 5, n).astype(np.int32)
     return RolloutSample(
         sample_id=sample_id,
         group_id=sample_id // 2,
@@ -27,6 +28,8 @@ def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -
         weight_versions=rng.integers(-1, 4, n).astype(np.int32),
         finish_reason="stop",
         text=f"säge {sample_id}",
+        kept_counts=kept if routes else None,
+        kept_ids=rng.integers(0, 99, kept.sum()).astype(np.int32) if routes else None,
     )
 
 

@@ -1,0 +1,81 @@
+"""The tokens that sampling kept, applied to vocabulary-parallel logits, as the engine drew among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from r3train.types import RankSlice
+
+# The logit of a token that sampling dropped: its probability is exactly 0, and unlike -inf it makes no
+# NaN of an entropy.
+DROPPED = -1e30
+
+
+@dataclass(frozen=True)
+class KeptTokens:
+    """The kept tokens of a slice's n rows, e in all; a row without any keeps the whole vocabulary.
+
+    Every tensor-parallel rank has them all, and applies those of its own shard of the vocabulary.
+    """
+
+    source: RankSlice  # for counts that the host makes
+    rows: torch.Tensor  # int64[e], the row of each kept token
+    ids: torch.Tensor  # int64[e]
+    limited: torch.Tensor  # bool[n], rows that have kept tokens
+    versions: torch.Tensor  # int32[n], weights that drew the label, -1 = not known
+    uids: torch.Tensor  # int64[n]
+
+    @classmethod
+    def of(cls, s: RankSlice, device: torch.device) -> KeptTokens | None:
+        """Copy a slice's kept tokens to the device; None if it has none to apply."""
+        if s.kept_counts is None or s.kept_ids is None or s.kept_versions is None:
+            return None
+
+        def move(x: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
+
+        return cls(
+            source=s,
+            rows=move(np.repeat(np.arange(s.num_rows), s.kept_counts)),
+            ids=move(s.kept_ids.astype(np.int64)),
+            limited=move(s.kept_counts > 0),
+            versions=move(s.kept_versions),
+            uids=move(s.token_uids),
+        )
+
+    @property
+    def widest(self) -> int:
+        """The most tokens that a row kept."""
+        counts = self.source.kept_counts
+        return int(counts.max()) if counts is not None and counts.size else 0
+
+    def left_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give the tokens that were not kept the logit ``DROPPED``.
+
+        logits: float32[n, vocab / tp] at the rollout's temperature.  Returns another tensor.
+        """
+        first, size = shard_of(logits)
+        local = self.ids - first
+        # one place behind the last takes the tokens of other shards: nothing waits for a count
+        places = torch.where(
+            (local >= 0) & (local < size), self.rows * size + local, logits.numel()
+        )
+        kept = torch.zeros(logits.numel() + 1, dtype=torch.bool, device=logits.device)
+        kept.index_fill_(0, places, True)
+        kept = kept[:-1].view_as(logits) | ~self.limited[:, None]
+        return logits.masked_fill(~kept, DROPPED)
+
+
+def shard_of(logits: torch.Tensor) -> tuple[int, int]:
+    """The first token id of this rank's shard of the vocabulary, and the size of a shard."""
+    size = logits.shape[-1]
+    return parallel_state.get_tensor_model_parallel_rank() * size, size
+
+
+def was_left(logits: torch.Tensor) -> torch.Tensor:
+    """True for the tokens that ``KeptTokens.left_of`` left."""
+    return logits > DROPPED / 2
