@@ -38,6 +38,9 @@ class RolloutSection(Section):
     they kept, by top_k and top_p, and all log-probs are those among them."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
     """Tokens that end a response, beside the model's end tokens."""
+    rollout_stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Texts that end a response, each an added token of the checkpoint's tokenizer (such as
+    <|im_end|>); the response keeps it."""
     rollout_ignore_eos: bool = False
     """Do not stop at end and stop tokens: every response gets rollout_max_response_len tokens."""
     rollout_seed: int = Field(default=42, ge=0)

@@ -96,6 +96,14 @@ class Job:
         return MixedOrder(self.sizes, weights, seed, data.rollout_shuffle)
 
     @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a response: the checkpoint's own, and those of the flags."""
+        rollout = self.config.rollout
+        named = (stop_token(text, self.tokenizer) for text in rollout.rollout_stop)
+        own = self.hf.eos_token_ids
+        return tuple(dict.fromkeys((*own, *rollout.rollout_stop_token_ids, *named)))
+
+    @property
     def longest_prompt(self) -> int:
         """Tokens of the longest prompt of the rollouts."""
         return max(len(prompt.token_ids) for prompt in self.prompts)
@@ -181,6 +189,9 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None:
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
+    if tokenizer is not None:
+        for text in config.rollout.rollout_stop:
+            attempt(settings, stop_token, text, tokenizer)
     if hf is not None and tokenizer is not None:
         dropped: list[str] = []
         attempt("tokenizer", check_vocabulary, tokenizer, hf)
@@ -261,6 +272,8 @@ def preflight_evaluation(config: RunConfig) -> Job:
     hf = read_hf_facts(config.model.hf_checkpoint)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     check_vocabulary(tokenizer, hf)
+    for text in config.rollout.rollout_stop:
+        stop_token(text, tokenizer)
     data = tuple(read_eval_data(config, each, hf, tokenizer) for each in config.eval_sets)
     for each in data:
         check_rewards(each)
@@ -310,9 +323,21 @@ def _model_warnings(
         )
     if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
-    if not hf.eos_token_ids and not config.rollout.rollout_stop_token_ids:
+    rollout = config.rollout
+    if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
         text = "no eos_token_id in config.json or generation_config.json"
         yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")
+
+
+def stop_token(text: str, tokenizer: Any) -> int:
+    """The token of --rollout-stop TEXT; raises ValueError unless TEXT is a token of its own."""
+    token = tokenizer.get_added_vocab().get(text)
+    if token is None:
+        raise ValueError(
+            f"--rollout-stop {text!r} is not one of the tokenizer's added tokens: servers have no"
+            " tokenizer here and stop at tokens alone; add the token, or score the text up to it"
+        )
+    return token
 
 
 def check_can_be_made(directory: Path, setting: str) -> None:
@@ -530,7 +555,7 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
     shared = {
         "weights": str(weights or job.config.model.hf_checkpoint),
         "seed": rollout.rollout_seed,
-        "stop": rollout.rollout_stop_token_ids,
+        "stop": job.stop_token_ids,
         "context": rollout.rollout_max_context_len,
         "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
         "environment": rollout.environment,
