@@ -13,29 +13,38 @@ import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
-from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, eval_settings, preflight
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
+
+if TYPE_CHECKING:
+    from r3train.launch.job import Job
 
 
 @train_options
 def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    if rank == 0:  # before torch is imported, which takes long
+        click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
+        world_size = config.run.ranks(os.environ)
+        from r3train.launch.gpus import server_gpus_here
+        from r3train.launch.job import preflight, would_run
+
         job = preflight(config, world_size, for_all_ranks=rank == 0)
     if config.run.dry_run:
         if rank == 0:
             for warning in job.warnings:
                 click.secho(str(warning), fg="yellow", err=True)
             click.echo(config.to_toml())
-            click.echo("\n".join(f"# {line}" for line in shown(job.prompts[0], job.tokenizer)))
+            lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
+            click.echo("\n".join(f"# {line}" for line in lines))
         job.close()
         return
     with ExitStack() as claims:
@@ -92,6 +101,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
 def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.launch.actor import build_actor, build_keeper, export_hf
+    from r3train.launch.job import eval_settings
     from r3train.launch.resume import resume_point
     from r3train.launch.routes import build_routes
     from r3train.launch.sources import build_engines

@@ -34,7 +34,9 @@ class RunSection(Section):
     run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$")
     """Name in the run directory and in titles."""
     dry_run: bool = False
-    """Check everything, print the resolved configuration and stop."""
+    """Check everything, print the resolved configuration and what it would run, and stop."""
+    world_size: int | None = Field(default=None, ge=1)
+    """Ranks that a --dry-run without torchrun stands for; torchrun says it otherwise."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     plot: bool = True
@@ -43,6 +45,25 @@ class RunSection(Section):
     """Show progress bars on rank 0."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Level of the log files; the terminal never shows more than rank 0's INFO."""
+
+    def ranks(self, environ: Mapping[str, str]) -> int:
+        """The number of ranks: torchrun's, or of a dry run without it those of --world-size.
+
+        Raises ValueError where the two differ, or --world-size has no effect.
+        """
+        started = environ.get("WORLD_SIZE")
+        if self.world_size is None:
+            return int(started or 1)
+        if started is not None and int(started) != self.world_size:
+            raise ValueError(
+                f"--world-size {self.world_size}: torchrun has started {started} ranks"
+            )
+        if started is None and not self.dry_run:
+            raise ValueError(
+                f"--world-size {self.world_size} starts no ranks: it is for --dry-run; torchrun"
+                " --nproc-per-node starts them"
+            )
+        return self.world_size
 
 
 class RunConfig(Section):

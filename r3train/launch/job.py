@@ -546,6 +546,24 @@ def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:
     return data.model_copy(update={"group_rm": False, "reward_key": key})
 
 
+def would_run(job: Job, world_size: int) -> list[str]:
+    """Lines that say what a run of the job would do, for its dry run."""
+    config, lengths = job.config, sorted(len(prompt.token_ids) for prompt in job.prompts)
+    rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
+    kind = "conversations" if config.learns_conversations else "prompts"
+    per_epoch = num / rollout.rollout_batch_size
+    samples = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+    dp_size = world_size // config.parallel.dense_ranks
+    return [
+        f"{num:,} {kind} of {lengths[0]:,} to {lengths[-1]:,} tokens, median {lengths[num // 2]:,}",
+        f"{rollout.num_rollout:,} rollouts of {rollout.rollout_batch_size:,} {kind}: an epoch is"
+        f" {per_epoch:,.4g} rollouts, the run {rollout.num_rollout / per_epoch:,.3g} epochs",
+        f"a rollout is {samples:,} samples and {steps:,} optimizer step{'s' * (steps != 1)} of"
+        f" {samples // steps:,}",
+        f"{world_size} rank{'s' * (world_size != 1)}, data-parallel size {dp_size}",
+    ]
+
+
 def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
     """Fingerprint, by name, all that the answers of an evaluation set depend on beside its version.
 

@@ -65,9 +65,11 @@ def serve(
     other than loopback needs a key.  --dry-run checks and prints the configuration and the server's
     command, and starts nothing; the GPUs of --num-gpus need not be on this machine.
     """
+    config = parse_train_flags(flags, prog_name="serve")
+    if not config.run.dry_run:  # before torch is imported, which takes long
+        click.echo(f"starting SGLang for {config.model.hf_checkpoint} ...")
     import torch
 
-    config = parse_train_flags(flags, prog_name="serve")
     num_visible = torch.cuda.device_count()
     if config.run.dry_run and num_gpus is not None and not num_visible:
         num_visible = num_gpus * (local_index + 1)
@@ -115,6 +117,7 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         signal.signal(number, _on_signal)
     try:
         server.start()
+        click.echo(f"waiting for {server.addr}, at most {server.start_timeout_s:g} s ...")
         server.wait_ready()
         if address_file is not None:
             address_file.parent.mkdir(parents=True, exist_ok=True)

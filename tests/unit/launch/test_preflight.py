@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,12 +16,20 @@ from click.testing import CliRunner
 
 import train_async
 from r3train.cli import main
+from r3train.config.options import parse_train_flags
+from r3train.data.tokenizer import load_tokenizer
+from r3train.launch.job import preflight
+from tests.e2e import jobs
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def start(tiny: Path, *flags: str, world_size: int = 2):
-    """Run the command as torchrun's rank 0 would; it must not get as far as joining the ranks."""
+def start(tiny: Path, *flags: str, world_size: int | None = 2, environment: dict = {}):
+    """Run the command as torchrun's rank 0 would; it must not get as far as joining the ranks.
+
+    world_size: None as plain python would.
+    """
+    ranks = {} if world_size is None else {"RANK": "0", "WORLD_SIZE": str(world_size)}
     return CliRunner().invoke(
         train_async.main,
         [
@@ -29,8 +38,87 @@ def start(tiny: Path, *flags: str, world_size: int = 2):
             *("--prompt-data", str(tiny / "prompts.jsonl")),
             *flags,
         ],
-        env={"RANK": "0", "WORLD_SIZE": str(world_size)},
+        env={"RANK": None, "WORLD_SIZE": None, **ranks, **environment},
     )
+
+
+def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
+    batch = (
+        "--rollout-batch-size",
+        "8",
+        "--n-samples-per-prompt",
+        "4",
+        "--global-batch-size",
+        "16",
+    )
+    result = start(tiny, "--dry-run", "--world-size", "2", *batch, world_size=None)
+    assert result.exit_code == 0, result.output
+    prompts = (tiny / "prompts.jsonl").read_text().splitlines()
+    longest = max(len(json.loads(line)["input"].split()) for line in prompts)
+    assert re.search(
+        rf"# {len(prompts)} prompts of \d+ to {longest} tokens, median ", result.stdout
+    )
+    assert (
+        f"# 60 rollouts of 8 prompts: an epoch is {len(prompts) / 8:.4g} rollouts" in result.stdout
+    )
+    assert "# a rollout is 32 samples and 2 optimizer steps of 16" in result.stdout
+    assert "# 2 ranks, data-parallel size 2" in result.stdout
+    refused = start(tiny, "--world-size", "2", world_size=None)
+    assert refused.exit_code == 2 and "starts no ranks: it is for --dry-run" in words(refused)
+    refused = start(tiny, "--dry-run", "--world-size", "4")
+    assert refused.exit_code == 2 and "torchrun has started 2 ranks" in words(refused)
+
+
+def test_the_first_line_comes_before_torch_is_imported():
+    code = """
+import sys, click
+def echo(*words, **how):
+    print("torch" in sys.modules, *words)
+    sys.exit(0)
+click.echo = echo
+import train_async
+train_async.main(sys.argv[1:])
+"""
+    recipe = ("--config", "configs/tiny_cpu.toml", "--dry-run", "--world-size", "2")
+    command = [sys.executable, "-c", code, *recipe]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "False checking the settings, the checkpoint and the data ...\n", done
+
+
+@pytest.mark.parametrize(
+    "flag", ["--num-rollouts=3", "--num-rollout=0", "--rm-type=no_such_reward"]
+)
+def test_a_nodes_other_ranks_let_the_first_one_name_the_mistake(flag, tiny, monkeypatch):
+    waited = []
+    monkeypatch.setattr("r3train.config.options.time.sleep", waited.append)
+    assert start(tiny, flag, environment={"LOCAL_RANK": "0"}).exit_code == 2 and not waited
+    late = start(tiny, flag, environment={"RANK": "1", "LOCAL_RANK": "1"})
+    assert late.exit_code == 2 and waited == [10.0] and flag.partition("=")[0] in late.output
+
+
+@pytest.mark.ranks
+def test_torchrun_shows_a_mistake_once(tmp_path):
+    job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
+    assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
+
+
+def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
+    flags = ("--rollout-stop-token-ids", "5", "--rollout-stop", "<pad>")
+    config = parse_train_flags(
+        [
+            *("--config", str(ROOT / "configs/tiny_cpu.toml"), *flags),
+            *("--hf-checkpoint", str(tiny / "model")),
+            *("--prompt-data", str(tiny / "prompts.jsonl")),
+        ],
+        prog_name="train",
+    )
+    job = preflight(config, 2)
+    job.close()
+    pad = load_tokenizer(tiny / "model").get_added_vocab()["<pad>"]
+    assert job.stop_token_ids == (*job.hf.eos_token_ids, 5, pad) and job.hf.eos_token_ids
+    refused = start(tiny, "--dry-run", "--rollout-stop", "cat dog")
+    assert refused.exit_code == 2
+    assert "--rollout-stop 'cat dog' is not one of the tokenizer's added tokens" in words(refused)
 
 
 def test_good_input_passes_the_dry_run_and_prints_the_resolved_config(tiny):
