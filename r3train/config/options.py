@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 import tomllib
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +15,19 @@ import click
 from click.core import ParameterSource
 
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError, FILE_FIELD, Place, nearest, places, printable
+from r3train.config.sources import (
+    ConfigError,
+    FILE_FIELD,
+    PEERS,
+    Place,
+    nearest,
+    places,
+    printable,
+)
 
 SERVER_PREFIX = "--sglang-"
+# within it a rank that fails for the same reason is ended by torchrun
+_RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
 # further names of switches, as peers have them
 ALIASES = {"tensorboard": ("--use-tensorboard",)}
@@ -62,13 +74,17 @@ class TrainCommand(click.Command):
     """A click command with a flag for each field of RunConfig, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta["sglang"], rest = _take_server_flags(args)
         try:
+            ctx.meta["sglang"], rest = _take_server_flags(args)
             return super().parse_args(ctx, _spread_lists(self, rest))
-        except click.NoSuchOption as error:
-            if not error.possibilities:
+        except click.UsageError as error:
+            peer = PEERS.get((getattr(error, "option_name", None) or "")[2:].replace("-", "_"))
+            if isinstance(error, click.NoSuchOption) and peer is not None:
+                error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
+            elif isinstance(error, click.NoSuchOption) and not error.possibilities:
                 error.message += " A Megatron setting without a flag goes through"
                 error.message += " --transformer-override NAME=VALUE, an SGLang one --sglang-FLAG"
+            _let_rank_0_speak()
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -136,11 +152,22 @@ def parse_train_flags(flags: Sequence[str], *, prog_name: str) -> RunConfig:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Turn a ValueError into click's message and exit code 2."""
+    """Turn a ValueError into click's message and exit code 2, on one rank of each node."""
     try:
         yield
     except ValueError as error:
+        _let_rank_0_speak()
         raise click.UsageError(printable(str(error))) from error
+
+
+def _let_rank_0_speak() -> None:
+    """Wait on a node's other ranks: its first has found the same, and torchrun then ends them.
+
+    An error of one rank alone is shown after the wait.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # slurm/ranks.sh lets it be ignored
+        time.sleep(_RANK_0_SPEAKS_S)
 
 
 def _option(place: Place) -> click.Option | None:

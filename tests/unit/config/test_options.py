@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 
 import pytest
 from click.testing import CliRunner
 
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
-from r3train.config.sources import places
+from r3train.config.sources import flag_name, PEERS, places
 
 REQUIRED = (
     "--hf-checkpoint m --prompt-data p.jsonl --num-rollout 2 --rollout-batch-size 4"
@@ -182,6 +183,15 @@ def test_transformer_overrides_take_names_and_typed_values():
 )
 def test_a_wrong_flag_ends_with_code_2_and_says_what_is_wrong(words, message):
     assert message in " ".join(refused(*words.split()).split())
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_peers_setting_is_answered_with_its_name_here(name):
+    assert f"Here it is {PEERS[name]}." in " ".join(refused(flag_name(name)).split())
+    known = places(RunConfig)
+    assert name not in known
+    fields = [word for word in re.findall(r"\w+_\w+", PEERS[name]) if word.islower()]
+    assert all(word in known or word.startswith("sglang_") for word in fields)
 
 
 def test_missing_required_fields_are_all_named():
