@@ -40,6 +40,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
+from r3train.launch.run_dir import check_fresh
 from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
@@ -172,6 +173,8 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         for address in config.rollout.rollout_external_engine_addrs:
             attempt(f"server {address}", check_external_server, config, address, api_key)
     attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
+    if for_all_ranks:
+        attempt("run directory", check_fresh, config, os.environ)
     if config.checkpoint.save is not None:
         attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
     if config.checkpoint.save_hf is not None:

@@ -7,8 +7,9 @@ import fcntl
 import itertools
 import os
 import resource
+import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 from r3train.config import RunConfig
 from r3train.config.sources import ConfigError
 
+CONFIG_FILE, METRICS_FILE = "config.toml", "metrics.jsonl"
 # says who writes here; a lock on it is held while a job does
 OWNER_FILE = ".owner"
 # open files that a process may have at least, where its hard limit allows that
@@ -36,6 +38,7 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run_dir = _new_directory(Path("runs") / f"{stamp}-{config.run.run_name}")
     _claim(run_dir, "run_dir", claims)
+    _keep_earlier(run_dir / CONFIG_FILE, config.to_toml())
     save = config.checkpoint.save
     if save is not None and save.resolve() != run_dir.resolve():
         _claim(save, "save", claims)
@@ -97,8 +100,32 @@ def open_run_dir(config: RunConfig, run_dir: Path | None, broadcast: Callable[[A
     """
     run_dir = Path(broadcast(str(run_dir)))
     _make(run_dir)  # a node's own disk
-    write_atomically(run_dir / "config.toml", config.to_toml())
+    write_atomically(run_dir / CONFIG_FILE, config.to_toml())
     return run_dir
+
+
+def _keep_earlier(path: Path, text: str) -> None:
+    """Keep the file of an earlier start as config.1.toml and so on, if ``text`` differs from it."""
+    if path.is_file() and path.read_text(encoding="utf-8") != text:
+        copies = (path.with_name(f"config.{number}.toml") for number in itertools.count(1))
+        shutil.copyfile(path, next(copy for copy in copies if not copy.exists()))
+
+
+def check_fresh(config: RunConfig, environ: Mapping[str, str]) -> None:
+    """Raise ValueError where a run that resumes nothing would append to the files of another one.
+
+    A start of torchrun's --max-restarts goes on with the files of the start before.
+    """
+    checkpoint, run_dir = config.checkpoint, config.run.run_dir
+    resumes = checkpoint.auto_resume or (checkpoint.load and not checkpoint.load_model_only)
+    if run_dir is None or resumes or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    metrics = run_dir / METRICS_FILE
+    if metrics.is_file() and metrics.stat().st_size:
+        raise ValueError(
+            f"{run_dir}: holds a run already ({METRICS_FILE}): resume it (--auto-resume, --load), or"
+            " give this one another --run-dir"
+        )
 
 
 def start_stamp() -> str:

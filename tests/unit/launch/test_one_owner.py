@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,7 +18,12 @@ import psutil
 import pytest
 
 from r3train.config.options import train_options
-from r3train.launch.run_dir import claim_directories, OWNER_FILE, raise_file_limit
+from r3train.launch.run_dir import (
+    claim_directories,
+    open_run_dir,
+    OWNER_FILE,
+    raise_file_limit,
+)
 from tests.unit.launch.test_preflight import ROOT, start
 
 HOLDER = """
@@ -97,6 +103,28 @@ def test_jobs_that_start_in_one_second_have_directories_of_their_own(tiny, tmp_p
     with ExitStack() as claims:
         made = [claim_directories(config, claims) for _ in range(5)]
     assert len(set(made)) == 5 and all(path.is_dir() for path in made)
+
+
+def test_a_run_that_resumes_nothing_does_not_append_to_another_one(tiny, tmp_path):
+    taken = ("--run-dir", str(tmp_path / "run"), "--dry-run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 0}\n')
+    refused = start(tiny, *taken)
+    assert refused.exit_code == 2
+    assert f"{tmp_path}/run: holds a run already (metrics.jsonl)" in refused.output
+    resumed = start(tiny, *taken, "--auto-resume", "--save", str(tmp_path / "saved"))
+    assert resumed.exit_code == 0, resumed.output
+    again = start(tiny, *taken, environment={"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert again.exit_code == 0, again.output
+
+
+def test_the_settings_of_an_earlier_start_are_kept(tiny, tmp_path):
+    for lr in ("0.1", "0.2", "0.2", "0.3"):
+        config = _config(tiny, "--run-dir", str(tmp_path), "--lr", lr)
+        with ExitStack() as claims:
+            open_run_dir(config, claim_directories(config, claims), lambda value: value)
+    rates = {p.name: tomllib.loads(p.read_text())["trainer"]["lr"] for p in tmp_path.glob("*.toml")}
+    assert rates == {"config.1.toml": 0.1, "config.2.toml": 0.2, "config.toml": 0.3}
 
 
 def test_a_rank_saves_and_ends_when_its_torchrun_is_killed(tmp_path):
