@@ -163,14 +163,23 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
     """Draw the plot; returns the numbers of the summary."""
-    from r3train.observe.metrics import read_metrics, summarise, summarise_evaluations
+    from r3train.observe.metrics import (
+        nothing_learned,
+        read_metrics,
+        steps_s,
+        summarise,
+        summarise_evaluations,
+    )
     from r3train.observe.plot import plot_run
 
     if config.run.plot:
         plot_run(run_dir)
-    wall_s = time.monotonic() - began
-    numbers = {**summarise(read_metrics(run_dir)), **summarise_evaluations(run_dir)}
-    return {**numbers, "wall_s": wall_s, "run_dir": run_dir}
+    wall_s, records = time.monotonic() - began, read_metrics(run_dir)
+    numbers = {**summarise(records), **summarise_evaluations(run_dir)}
+    if config.algorithm.loss_type != "sft" and (reason := nothing_learned(records)):
+        numbers["nothing was learned"] = reason
+    times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
+    return {**numbers, **times, "run_dir": run_dir}
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again

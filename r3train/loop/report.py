@@ -41,6 +41,7 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/reward_min": groups.min,
         "rollout/reward_max": groups.max,
         "rollout/zero_variance_groups": groups.num_zero_variance,
+        "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         "rollout/num_groups": groups.num_groups,
         "rollout/num_samples": len(samples),
         **{f"rollout/pass_at_{k}": share for k, share in groups.pass_at_k.items()},

@@ -162,8 +162,8 @@ class RunDisplay:
     def summary(self, summary: Mapping[str, Any]) -> None:
         """Print the last words of a run, and stop the progress.
 
-        Known keys: reward_first, reward_last, steps, tokens, r3 (a verdict in a word), wall_s,
-        run_dir, all optional; ``metrics.summarise`` makes most of them.  Any other key whose value
+        Known keys: reward_first, reward_last, steps, tokens, r3 (a verdict in a word), wall_s, steps_s
+        (the part of it that the report shows), run_dir, all optional; ``metrics.summarise`` makes most of them.  Any other key whose value
         is a string or a number is shown as it is.
         """
         self._stop_progress()
@@ -313,6 +313,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     failed = rest.pop("failed_steps", None) or []
     first, last = rest.pop("reward_first", None), rest.pop("reward_last", None)
     verdict, wall_s = rest.pop("r3", None), rest.pop("wall_s", None)
+    steps_s = rest.pop("steps_s", None)
     run_dir = rest.pop("run_dir", None)
     rows = []
     if first is not None and last is not None:
@@ -326,7 +327,8 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         where = f" at step {named}" if failed else ""
         rows.append(("R3", Text(f"{verdict}{where}", style=verdict_style(str(verdict)))))
     if wall_s is not None:
-        rows.append(("wall time", Text(duration(wall_s))))
+        within = "" if steps_s is None else f", of which steps {duration(steps_s)}"
+        rows.append(("wall time", Text(duration(wall_s) + within)))
     rows += [(key.replace("_", " "), Text(printable(str(value)))) for key, value in rest.items()]
     if run_dir is not None:
         rows.append(("run directory", Text(str(run_dir))))

@@ -8,7 +8,8 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/pass_at_1, _2, _4, ... | of the step's groups, where rewards are within 0 and 1: a reward of 1 passes |
 | rollout/response_len_mean, _median, _max, rollout/tokens | response tokens a sample; tokens generated |
 | rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
-| rollout/zero_variance_groups | groups that taught nothing |
+| rollout/zero_variance_groups | groups whose rewards are equal |
+| rollout/taught_samples | samples with an advantage other than 0 |
 | rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
@@ -236,6 +237,22 @@ def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
         "r3": r3,
         "failed_steps": failed,
     }
+
+
+def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
+    """The reason, in words, where no reward of a run taught anything; "" where one did."""
+    _, taught = numbers(records, "rollout/taught_samples")
+    if not taught or any(taught):
+        return ""
+    return (
+        "no answer had an advantage in any step: the rewards of each prompt's answers were equal"
+        " (rollout/reward_min, rollout/reward_max); see what the reward says of samples.jsonl"
+    )
+
+
+def steps_s(records: Iterable[Mapping[str, Any]], since: float = 0.0) -> float:
+    """Seconds of all steps that ended after ``since`` (seconds since 1970)."""
+    return sum(numbers([r for r in records if r.get("time", 0) >= since], "perf/step_s")[1])
 
 
 def summarise_evaluations(run_dir: str | Path) -> dict[str, str]:

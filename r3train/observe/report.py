@@ -185,7 +185,10 @@ def _coverage_words(checks: Sequence[StepCheck]) -> str:
         return calls
     low, high = (f"{share:.1%}" for share in (min(shares), max(shares)))
     span = low if low == high else f"{low} to {high}"
-    rows = f"{span} of a step's rows replayed as recorded, in the rest missing slots filled"
+    rows = (
+        f"{span} of a step's rows replayed as recorded, in the rest missing slots filled (no server"
+        " routes the last token of a sample)"
+    )
     return f"{calls}; {rows}"
 
 

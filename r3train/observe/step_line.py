@@ -61,9 +61,9 @@ def verdict_style(verdict: str) -> str:
 
 
 def _step(metrics: Mapping[str, Any], num_rollout: int) -> Text:
-    # steps are 0-based in files; a person is told how many are done
-    digits = len(str(num_rollout))
-    return Text(f"step {int(metrics['step']) + 1:>{digits}}/{num_rollout}", style="bold cyan")
+    # its number as in files and plots, and how many are done
+    step, digits = int(metrics["step"]), len(str(num_rollout))
+    return Text(f"step {step:>{digits}} ({step + 1}/{num_rollout})", style="bold cyan")
 
 
 def _number(

@@ -10,6 +10,7 @@ from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.prepare import train_samples
 from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
+from r3train.observe.metrics import nothing_learned
 
 
 def metrics(groups):
@@ -54,6 +55,18 @@ def test_repetition_is_the_share_of_runs_of_four_that_came_before():
     assert repeated(7, 7, 7, 7, 7, 7) == pytest.approx(2 / 3)  # three runs, one kind
     assert repeated(1, 2, 3, 4, 1, 2, 3, 4) == pytest.approx(1 / 5)
     assert repeated(4, 3, 2, 1, 1, 2, 3, 4) == 0.0  # order matters
+
+
+def test_a_run_without_an_advantage_says_that_nothing_was_learned():
+    equal = [metrics(scored([[1.0, 1.0], [0.0, 0.0]])) | {"step": n} for n in range(2)]
+    assert equal[0]["rollout/taught_samples"] == 0
+    assert "no answer had an advantage in any step" in nothing_learned(equal)
+    other = metrics(scored([[1.0, 1.0], [0.0, 1.0]])) | {"step": 2}
+    assert other["rollout/taught_samples"] == 2
+    assert nothing_learned([*equal, other]) == ""
+    assert (
+        nothing_learned([{"step": 0, "train/loss": 1.0}]) == ""
+    ), "a run before there was the count"
 
 
 def test_a_masked_answer_is_as_stale_as_it_is():

@@ -51,13 +51,13 @@ def without_control_codes(text):
 
 def test_the_step_line_holds_every_number_a_person_asks_for():
     assert step_text(FULL, 200, None).plain == (
-        "step  12/200  reward 0.412  loss +0.0132  grad    0.83  gap 1.2e-05  R3 ok  len  12"
+        "step  11 (12/200)  reward 0.412  loss +0.0132  grad    0.83  gap 1.2e-05  R3 ok  len  12"
         "  1,834 tok/s  wait 1.1 train 2.1 publish 0.2 s"
     )
 
 
 def test_a_missing_metric_is_left_out_of_the_step_line():
-    assert step_text({"step": 0}, 3, None).plain == "step 1/3  R3 off"
+    assert step_text({"step": 0}, 3, None).plain == "step 0 (1/3)  R3 off"
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_numbers_that_are_not_finite_are_shown_and_stand_out():
 @pytest.mark.parametrize("width", range(20, 140, 5))
 def test_a_narrow_terminal_loses_the_least_important_fields_and_keeps_the_verdict(width):
     text = step_text(FULL, 200, width)
-    assert text.plain.startswith("step  12/200  reward 0.412") and "R3 ok" in text.plain
-    assert len(text) <= max(width, len("step  12/200  reward 0.412  R3 ok"))
+    assert text.plain.startswith("step  11 (12/200)  reward 0.412") and "R3 ok" in text.plain
+    assert len(text) <= max(width, len("step  11 (12/200)  reward 0.412  R3 ok"))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,9 @@ def test_away_from_a_terminal_there_are_plain_lines_alone():
         "starting SGLang ...",
         "done: starting SGLang, 0.0 s",
     ]
-    assert [line.split("  ")[0] for line in lines[3:6]] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert [line.split("  ")[0] for line in lines[3:6]] == [
+        *("step 0 (1/3)", "step 1 (2/3)", "step 2 (3/3)")
+    ]
     assert lines[6:] == ["--- run finished ---", "steps: 3", "R3: passed"]
 
 
@@ -183,7 +185,7 @@ def test_on_a_terminal_rollout_and_training_are_shown_at_once():
     assert "rollout 2" in rollout and "7/16 groups" in rollout and "1,500 tok/s" in rollout
     # 8 steps are left at 5 s a step, 7 s of which have passed since the last one ended
     assert "2/10 steps" in train and "33 s left" in train and "training" in train
-    assert "step  1/10" in shown and "R3 ok" in shown
+    assert "step  0 (1/10)" in shown and "R3 ok" in shown
 
 
 def test_the_cursor_comes_back_when_a_run_dies():
@@ -235,6 +237,7 @@ def test_the_summary_names_reward_verdict_time_and_directory():
             "r3": "failed",
             "failed_steps": [3, 4],
             "wall_s": 192.4,
+            "steps_s": 65.0,
             "run_dir": "runs/x",
             "mean_staleness": 0.5,
         }
@@ -245,7 +248,7 @@ def test_the_summary_names_reward_verdict_time_and_directory():
         "steps: 1,200",
         "tokens: 1,234,567",
         "R3: failed at step 3, 4",
-        "wall time: 3 min 12 s",
+        "wall time: 3 min 12 s, of which steps 1 min 05 s",
         "mean staleness: 0.5",
         "run directory: runs/x",
     ]
