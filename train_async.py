@@ -147,7 +147,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
         parts.callback(evidence.close)
     parts.enter_context(stop)
-    AsyncLoop(
+    trained = AsyncLoop(
         config,
         job.hf,
         actor,
@@ -158,7 +158,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         plant=plant,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
-        export_hf(job, actor)
+        export_hf(job, actor, trained)
 
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:

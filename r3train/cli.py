@@ -21,6 +21,10 @@ SUBCOMMANDS = {
         "r3train.launch.evaluate:evaluate_command",
         "Evaluate a checkpoint on the evaluation sets of a configuration, without training.",
     ),
+    "convert": (
+        "r3train.launch.convert:convert",
+        "Write the weights of a run's checkpoint as a Hugging Face checkpoint.",
+    ),
     "doctor": (
         "r3train.doctor.command:doctor",
         "Check this machine for faults that would stop a run of this configuration.",

@@ -10,6 +10,10 @@ from pydantic import Field
 from r3train.config.section import Section
 
 
+# in save_hf, as in slime and miles
+ROLLOUT_ID = "{rollout_id}"
+
+
 class CheckpointSection(Section):
     """Checkpoints, exports, and rollouts on disk."""
 
@@ -30,8 +34,18 @@ class CheckpointSection(Section):
     auto_resume: bool = False
     """Resume from save if it holds a checkpoint; else start as without this flag."""
     save_hf: Path | None = Field(default=None, strict=False)
-    """Directory for the last weights, exported as a Hugging Face checkpoint."""
+    """Directory for the last weights, exported as a Hugging Face checkpoint.  With {rollout_id} in it,
+    as in hf/{rollout_id}, also for those after every --save-interval rollouts."""
     dump_rollouts: bool = False
     """Write every rollout, with routes and log-probs, to rollouts/ in the run directory."""
     replay_rollouts: Path | None = Field(default=None, strict=False)
     """Train from the dumped rollouts in this directory; no server starts."""
+
+    def hf_directory(self, rollout_id: int) -> Path:
+        """The directory of the export after ``rollout_id`` rollouts; only with save_hf."""
+        return Path(str(self.save_hf).replace(ROLLOUT_ID, str(rollout_id)))
+
+    @property
+    def exports_often(self) -> bool:
+        """True if weights are exported during the run too."""
+        return self.save_interval is not None and ROLLOUT_ID in str(self.save_hf or "")

@@ -356,7 +356,7 @@ def _recompute(config: RunConfig) -> Iterator[str]:
 def _checkpoints(config: RunConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     wants_save = {
-        "--save-interval": checkpoint.save_interval,
+        "--save-interval": checkpoint.save_interval and not checkpoint.exports_often,
         "--save-keep-last": checkpoint.save_keep_last,
         "--async-save": checkpoint.async_save,
         "--auto-resume": checkpoint.auto_resume,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,13 +66,17 @@ def build_keeper(
         checkpointer=checkpointer,
         note=note,
         with_routes=with_routes,
+        export=partial(export_hf, job, actor) if config.checkpoint.exports_often else None,
     )
 
 
-def export_hf(job: Job, actor: MegatronActor) -> None:
-    """Write the actor's weights to --save-hf in the forms that were asked for; a collective."""
+def export_hf(job: Job, actor: MegatronActor, rollout_id: int) -> None:
+    """Write the actor's weights to --save-hf in the forms that were asked for; a collective.
+
+    rollout_id: the number of rollouts that they were trained on.
+    """
     config = job.config
-    base, directory = config.model.hf_checkpoint, config.checkpoint.save_hf
+    base, directory = config.model.hf_checkpoint, config.checkpoint.hf_directory(rollout_id)
     merged, adapter = saved_forms(config.lora, job.hf)
     if merged:
         with _on_rank_0(actor, actor.hf_weights()) as weights:

@@ -178,7 +178,8 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     if config.checkpoint.save is not None:
         attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
     if config.checkpoint.save_hf is not None:
-        attempt(settings, check_export_directory, config.checkpoint.save_hf, model)
+        last = config.checkpoint.hf_directory(config.rollout.num_rollout)
+        attempt(settings, check_export_directory, last, model)
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
     hf = attempt("checkpoint", read_hf_facts, model)

@@ -103,8 +103,11 @@ class AsyncLoop:
         self._topologies = gather_topologies(actor.topology)
         self._passes = config.replay_passes
 
-    def run(self, start_rollout_id: int) -> None:
-        """Train to the end; raises what went wrong, on the rank where it did."""
+    def run(self, start_rollout_id: int) -> int:
+        """Train to the end, or until told to stop; returns the number of rollouts trained by then.
+
+        Raises what went wrong, on the rank where it did.
+        """
         config, keeper = self._config, self._keeper
         num_rollout = config.rollout.num_rollout
         if start_rollout_id or config.servers_may_hold_other_weights:
@@ -117,7 +120,8 @@ class AsyncLoop:
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
                 self._end_evaluation()
-                return keeper.stopped(rollout_id)
+                keeper.stopped(rollout_id)
+                return rollout_id
             slices, prepared, metrics = taken
             waited = time.monotonic()
             metrics.update(self._train(rollout_id, slices))
@@ -160,6 +164,8 @@ class AsyncLoop:
             keeper.poll()
             if keeper.due(rollout_id + 1):
                 keeper.save(rollout_id + 1)
+                if not stopping and not is_last:  # else the last weights are exported after all
+                    keeper.export(rollout_id + 1)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
             metrics.update(
@@ -176,7 +182,8 @@ class AsyncLoop:
                 metrics["perf/eval_wait_s"] = evaluated - trained
             self._report(rollout_id, metrics)
             if stopping and not is_last:
-                return keeper.stopped(rollout_id + 1)
+                keeper.stopped(rollout_id + 1)
+                return rollout_id + 1
         if num_rollout > start_rollout_id:
             keeper.save(num_rollout)
             keeper.finish()
@@ -190,6 +197,7 @@ class AsyncLoop:
         host_barrier()  # the other ranks wait for rank 0's last evaluation
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
+        return max(num_rollout, start_rollout_id)
 
     def _begin_evaluation(self, weight_version: int, *, at_start: bool = False) -> None:
         """Rank 0: begin to evaluate the weights that the servers hold, if the settings ask for it."""

@@ -32,6 +32,7 @@ class Keeper:
     run_facts: JSON-able, saved with a checkpoint and compared on resuming; prompt_file: fingerprint
     of the file that the run read; checkpointer: None without --save; note: shows a line to people;
     with_routes: turns a sample of rank 0's records into one with its routes, for files.
+    export: writes the weights after so many rollouts (--save-hf PATH/{rollout_id}), a collective.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Keeper:
         checkpointer: Checkpointer | None,
         note: Callable[[str], None],
         with_routes: Callable[[RolloutSample], RolloutSample],
+        export: Callable[[int], None] | None = None,
     ):
         self._config = config
         self._run_dir = run_dir
@@ -56,6 +58,7 @@ class Keeper:
         self._checkpointer = checkpointer
         self._note = note
         self._with_routes = with_routes
+        self._export = export
         self._source: WatchedSource | None = None
         self._prompts_changed = False
 
@@ -123,9 +126,14 @@ class Keeper:
         return self._stop.agreed()
 
     def due(self, next_rollout_id: int) -> bool:
-        """True if ``--save-interval`` asks for a checkpoint now."""
+        """True if ``--save-interval`` asks for a checkpoint, or an export, now."""
         interval = self._config.checkpoint.save_interval
-        return bool(interval and self._checkpointer and next_rollout_id % interval == 0)
+        return bool(interval and next_rollout_id % interval == 0)
+
+    def export(self, next_rollout_id: int) -> None:
+        """Export the weights where that is asked for during the run; a collective."""
+        if self._export is not None:
+            self._export(next_rollout_id)
 
     def save(self, next_rollout_id: int) -> None:
         """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective."""

@@ -105,6 +105,12 @@ RULES = (
         "tests/e2e/test_durability.py"
         "::test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server",
     ),
+    Rule(
+        r"r3train convert ",
+        Kind.ELSEWHERE,
+        "needs a checkpoint of a run",
+        "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
+    ),
     Rule(r"r3train doctor .*--probe", Kind.SLOW),
     Rule(r"torchrun .*train_async\.py .*--dry-run ", Kind.RUN),
     Rule(r"torchrun .*train_async\.py .*--run-dir ", Kind.JOB),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,7 +67,8 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
     job = jobs.run(
         tmp_path / "run",
         *("--hf-checkpoint", str(model), "--prompt-data", str(talk / "talk.jsonl")),
-        *("--save-hf", str(tmp_path / "hf"), "--rollout-batch-size", str(count)),
+        *("--save-hf", str(tmp_path / "hf/{rollout_id}"), "--save-interval", "7"),
+        *("--rollout-batch-size", str(count), "--save", str(tmp_path / "saved")),
         *("--global-batch-size", str(count // 4), "--num-rollout", "12", "--no-plot"),
         *("--expert-model-parallel-size", "1"),
         **ONE_RANK,
@@ -74,8 +77,20 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
     metrics = job.metrics()
     assert metrics[0]["train/num_loss_tokens"] == count * 5
     # what the last steps saw is above what they left
-    assert cross_entropy(tmp_path / "hf", talk) <= metrics[-1]["train/loss"] < 1.6
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == ["12", "7"]
+    last = cross_entropy(tmp_path / "hf/12", talk)
+    assert last <= metrics[-1]["train/loss"] < 1.6
+    halfway = metrics[7]["train/loss"], metrics[6]["train/loss"]
+    assert halfway[0] <= cross_entropy(tmp_path / "hf/7", talk) <= halfway[1]
     assert metrics[0]["train/loss"] > 3
+    places = [str(tmp_path / "saved"), str(tmp_path / "converted")]
+    command = [sys.executable, "-m", "r3train.cli", "convert", *places]
+    converted = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True)
+    assert converted.returncode == 0, converted.stderr
+    assert "the weights after 12 rollouts are in " in converted.stdout
+    for file in ("config.json", "model.safetensors"):
+        same = [(tmp_path / where / file).read_bytes() for where in ("converted", "hf/12")]
+        assert same[0] == same[1], file
     assert not (job.run_dir / "logs" / "sglang").exists() and "SGLang" not in job.output
     once = jobs.run(
         tmp_path / "once",

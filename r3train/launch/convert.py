@@ -1,0 +1,75 @@
+"""``r3train convert``: the weights of a run's checkpoint as a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import click
+
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.options import parse_train_flags, usage_errors
+from r3train.hf_checkpoint import check_export_directory
+from r3train.launch.run_dir import CONFIG_FILE
+
+# the topology of one process; the checkpoint's own needs as many ranks as its run had
+_ONE_RANK = (
+    *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+    *("--virtual-pipeline-model-parallel-size", "none", "--context-parallel-size", "1"),
+    *("--expert-model-parallel-size", "1", "--expert-tensor-parallel-size", "1"),
+    *("--decoder-first-pipeline-num-layers", "none", "--decoder-last-pipeline-num-layers", "none"),
+    *("--pipeline-model-parallel-layout", "none", "--no-sequence-parallel"),
+)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.argument("output", type=click.Path(path_type=Path, file_okay=False))
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
+    """Write the weights of CHECKPOINT to OUTPUT as --save-hf would have done.
+
+    CHECKPOINT is a directory of --save, or one checkpoint in it.  The settings are those saved with it; FLAGS
+    of train_async.py change them.  One process holds the model.  Under torchrun its ranks share it,
+    as --tensor-model-parallel-size and its like say.
+    """
+    from r3train.trainer.megatron.cpu_device import prepare_device
+
+    device = prepare_device()
+    from r3train.host_group import join_ranks
+    from r3train.launch.actor import export_hf
+    from r3train.launch.job import Job
+    from r3train.trainer.megatron import checkpoint as checkpoints
+    from r3train.trainer.megatron import topology
+    from r3train.trainer.megatron.actor import MegatronActor
+
+    with usage_errors():
+        path = checkpoint
+        if (checkpoint / checkpoints.LATEST).is_file():
+            path = checkpoints.latest_checkpoint(checkpoint)
+        rollout_id = checkpoints.read_state(path)["num_rollouts"]
+        saved = ("--config", str(path / CONFIG_FILE), *_ONE_RANK, "--save-hf", str(output))
+        config = parse_train_flags([*saved, *flags], prog_name="convert")
+        target = config.checkpoint.hf_directory(rollout_id)
+        check_export_directory(target, config.model.hf_checkpoint)
+        hf = read_hf_facts(config.model.hf_checkpoint)
+    parallel = config.parallel
+    if "RANK" in os.environ:
+        minutes = parallel.distributed_timeout_minutes
+        topology.init_distributed(parallel.distributed_backend, minutes)
+    else:
+        from torch.distributed import HashStore
+
+        hours = timedelta(hours=1)
+        join_ranks(parallel.distributed_backend, HashStore(), 0, 1, timeout=hours)
+    try:
+        place = topology.init_model_parallel(parallel, config.trainer.seed)
+        actor = MegatronActor(config, hf, place, device)
+        checkpoints.load_checkpoint(actor, path, model_only=True)
+        job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
+        export_hf(job, actor, rollout_id)
+        if place.rank == 0:
+            click.echo(f"{path}: the weights after {rollout_id} rollouts are in {target}")
+    finally:
+        topology.shutdown()
