@@ -37,6 +37,10 @@ SUBCOMMANDS = {
         "r3train.verify.command:verify_command",
         "Compare replay with two oracles in every topology; also with planted bugs.",
     ),
+    "compare": (
+        "r3train.launch.compare:compare",
+        "Say where two runs first differ: setting, metric, token, agreement by layer.",
+    ),
     "report": (
         "r3train.observe.report:report",
         "Write one or several runs as a self-contained HTML page.",

@@ -1,0 +1,71 @@
+"""``r3train compare`` on two run directories: what it names, and its exit code."""
+
+from dataclasses import replace
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.loop.replay_source import dump_rollout
+from r3train.observe.metrics import MetricsWriter
+from tests.unit.algo.rollouts import sample
+
+
+def run_dir(path, *, lr=0.1, loss=lambda step: 1 / (step + 1), token=9, seconds=1.0):
+    with MetricsWriter(path, tensorboard=False) as metrics:
+        for step in range(8):
+            metrics.write(step, {"train/loss": loss(step), "perf/step_s": seconds})
+    (path / "config.toml").write_text(f'[trainer]\nlr = {lr}\n[run]\nrun_dir = "{path}"\n')
+    for rollout_id in range(2):
+        one = sample(rollout_id, 6)
+        tokens = one.token_ids.copy()
+        if rollout_id == 1:
+            tokens[-2] = token
+        dump_rollout(path / "rollouts", rollout_id, [[(replace(one, token_ids=tokens), 1.0)]])
+    return path
+
+
+def compare(*arguments):
+    result = CliRunner().invoke(main, ["compare", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_two_equal_runs_are_equal_whatever_their_times_and_places(tmp_path):
+    code, said = compare(
+        run_dir(tmp_path / "a"), run_dir(tmp_path / "b", seconds=5.0), "--noise", 0
+    )
+    assert code == 0 and "setting" not in said
+    assert "metrics: within the noise in all 8 steps" in said and "tokens: equal" in said
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (
+            {"loss": lambda step: 1 / (step + 1) + 9 * (step > 4)},
+            "metric train/loss: 0.166667, 9.16667 at step 5",
+        ),
+        (
+            {"loss": lambda step: float("nan") if step == 3 else 1 / (step + 1)},
+            "metric train/loss: 0.25, nan at step 3",
+        ),
+        ({"token": 8}, "tokens: rollout 1, sample 1 (p.jsonl:1): token 3 of the response is 9, 8"),
+    ],
+)
+def test_the_first_difference_is_named_and_the_exit_code_is_1(change, words, tmp_path):
+    code, said = compare(run_dir(tmp_path / "a"), run_dir(tmp_path / "b", **change))
+    assert code == 1 and words in said, said
+
+
+def test_a_difference_within_the_noise_counts_only_without_it(tmp_path):
+    runs = run_dir(tmp_path / "a"), run_dir(tmp_path / "b", lr=0.2, loss=lambda s: 1.001 / (s + 1))
+    code, said = compare(*runs)
+    assert code == 0 and "setting trainer.lr: 0.1, 0.2" in said
+    code, said = compare(*runs, "--noise", 0)
+    assert code == 1 and "metric train/loss: 1, 1.001 at step 0" in said
+
+
+def test_what_is_no_run_directory_is_wrong_usage(tmp_path):
+    (tmp_path / "empty").mkdir()
+    code, said = compare(run_dir(tmp_path / "a"), tmp_path / "empty")
+    assert code == 2 and "is it a run directory?" in " ".join(said.split())
