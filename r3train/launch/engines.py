@@ -14,7 +14,7 @@ import torch
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.environments.registry import get_environment
-from r3train.observe.console import RunDisplay
+from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job
 from r3train.loop.routes import Routes
@@ -132,9 +132,14 @@ class Engines:
         """
         assert self._supervisor is not None and self._versions is not None
         self._versions.unknown()
-        with self._display.phase("restarting SGLang"):
+        with self._display.phase("restarting SGLang") as phase:
+            self._show_starts_in(phase)
             self._supervisor.restart()
         self.publisher.reconnect()
+
+    def _show_starts_in(self, phase: Phase) -> None:
+        for server in self._servers:
+            server.on_progress = lambda _, line: phase.detail(line)
 
     def fault_counts(self) -> dict[str, int]:
         """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""
@@ -162,8 +167,8 @@ class Engines:
         started: int | None = None
         if self._servers:
             with self._display.phase("starting SGLang") as phase:
+                self._show_starts_in(phase)
                 for server in self._servers:
-                    server.on_progress = lambda _, line: phase.detail(line)
                     server.wait_ready()
             self._addrs = [server.addr for server in self._servers]
             started = self._servers[0].weight_version

@@ -31,7 +31,8 @@ class StopSignal:
     """Notes a signal to stop; a context manager that restores the handlers.
 
     Enter it once there is something to save; earlier, a signal should end the process at once.
-    After ``grace_s`` seconds the process ends with exit code 1, whatever it is doing.
+    ``grace_s`` seconds after the signal the process ends with exit code 1, whatever it is doing, and also
+    after this has closed.
     """
 
     def __init__(self, grace_s: float):
@@ -51,8 +52,7 @@ class StopSignal:
         return self
 
     def __exit__(self, *_exc: object) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        # the grace period goes on: closing servers, rewards and threads may hang too
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

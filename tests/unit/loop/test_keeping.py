@@ -41,6 +41,7 @@ def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
             source.next_batch(0)
         assert stop.received == number.name
         assert stop.exit_code(saved=True) == 0 and stop.exit_code(saved=False) == 128 + number
+    stop._timer.cancel()  # pytest goes on
 
 
 def test_after_the_grace_period_the_process_ends_whatever_it_does():
@@ -49,6 +50,16 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
         with StopSignal(grace_s=0.2):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(20)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_what_closes_after_the_loop_has_the_grace_period_too():
+    child = os.fork()
+    if child == 0:
+        with StopSignal(grace_s=0.5):
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
