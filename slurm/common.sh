@@ -120,6 +120,8 @@ requeue_if_stopped() {
     return "$code"
 }
 
+# a static rendezvous on loopback: torchrun's other one runs code from whoever reaches its port
+one_node=(--master-addr 127.0.0.1 --master-port "$RDZV_PORT")
 torchrun_flags=(
     --nproc-per-node "$NPROC_PER_NODE"
     --log-dir "$LOGS/node-\$SLURM_NODEID"

@@ -60,7 +60,8 @@ def environment() -> dict[str, str]:
 
 def run(command: str, checkout: Path, timeout: float = 240) -> str:
     """Run a command as a shell would; its output.  Fails where its exit code is not 0."""
-    command = re.sub(r"--port \d+", lambda _: f"--port {free_port('127.0.0.1')}", command)
+    other = lambda flag: f"{flag[1]} {free_port('127.0.0.1')}"
+    command = re.sub(r"(--(?:master-)?port) \d+", other, command)
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=checkout,

@@ -151,6 +151,27 @@ def test_one_node_of_8_gpus_is_4_of_ranks_and_4_of_the_server_behind_them(tmp_pa
     assert after(ranks, "--sglang-tp-size") == "4"
 
 
+PAGES = ("Makefile", "README.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md")))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_ranks_of_one_node_meet_where_torchrun_unpickles_nothing(page):
+    text = (ROOT / page).read_text().replace("\\\n", " ")
+    for command in re.findall(r"^(?!#).*torchrun .*train_async\.py", text, re.M):
+        assert "--master-port" in command or "--nnodes" in command, command
+
+
+@pytest.mark.parametrize("script", ["train_single_node", "r3_regression"])
+def test_the_jobs_of_one_node_meet_at_loopback_and_a_port_of_their_own(tmp_path, script):
+    ports = set()
+    for job in ("4711", "4712"):
+        _, (ranks,) = render(tmp_path, script, SLURM_JOB_ID=job)
+        assert after(ranks, "--master-addr") == "127.0.0.1"
+        assert not {"--standalone", "--rdzv-backend"} & set(ranks)
+        ports.add(after(ranks, "--master-port"))
+    assert len(ports) == 2
+
+
 @pytest.mark.parametrize("script", ["train_single_node", "r3_regression"])
 def test_ranks_and_server_that_do_not_fit_a_node_are_refused(tmp_path, script):
     eight = {"SLURM_GPUS_ON_NODE": "8", "GPUS_PER_SERVER": "4"}
