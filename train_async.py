@@ -20,6 +20,7 @@ import click
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
+from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ if TYPE_CHECKING:
 @train_options
 def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
-    rank = int(os.environ.get("RANK", "0"))
+    with usage_errors():
+        rank = torchruns_number("RANK", 0)
+        for name in ("LOCAL_RANK", "WORLD_SIZE"):  # another text is refused
+            torchruns_number(name, 0)
     if rank == 0:  # before torch is imported, which takes long
         click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
         world_size = config.run.ranks(os.environ)
-        from r3train.launch.gpus import server_gpus_here
         from r3train.launch.job import preflight, would_run
 
         job = preflight(config, world_size, for_all_ranks=rank == 0)

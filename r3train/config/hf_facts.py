@@ -14,6 +14,7 @@ from r3train.types import RouteShape
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 # names of layers and experts are listed: a damaged number must not take all memory
+_MOST_EXPERTS = 1_000_000
 _MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
 
 
@@ -71,6 +72,10 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     heads = reader.integer("num_attention_heads", 1)
     expert_key = next((key for key in EXPERT_KEYS if reader.content.get(key)), None)
     experts = reader.integer(expert_key, 1) if expert_key else 0
+    if layers * experts > _MOST_EXPERTS:
+        raise ValueError(
+            f"{file}: {layers} layers of {experts} experts, expected at most {_MOST_EXPERTS} experts in all"
+        )
     return HfModelFacts(
         path=directory,
         model_type=reader.text("model_type"),
@@ -184,6 +189,8 @@ def load_json_object(file: Path) -> Mapping[str, Any]:
         raise ValueError(f"{file}: nested too deeply for a configuration") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8: {error}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{file}: not JSON that can be read: {error}") from None
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, got {type(content).__name__}")
     return content

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from r3train.config.hf_facts import load_json_object
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# tenfold the largest published vocabulary
+_MOST_ID = 10_000_000
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -21,12 +25,32 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"{directory}: no tokenizer there, looked for {', '.join(TOKENIZER_FILES)}"
         )
+    if (directory / "tokenizer.json").is_file():
+        _check_ids(directory / "tokenizer.json")
     from r3train.torchvision_stub import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer.encode("a")  # a length that is no number shows at the first use
+        return tokenizer
     except Exception as error:  # transformers and tokenizers raise bare Exception for a bad file
         raise ValueError(f"{directory}: cannot load the tokenizer: {error}") from error
+
+
+def _check_ids(file: Path) -> None:
+    """Raise ValueError for an id for which the tokenizers library would take gigabytes."""
+    content = load_json_object(file)
+    model, added = content.get("model"), content.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    numbers = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    numbers += [
+        token.get("id")
+        for token in (added if isinstance(added, list) else ())
+        if isinstance(token, dict)
+    ]
+    for number in numbers:
+        if type(number) is not int or not 0 <= number <= _MOST_ID:
+            raise ValueError(f"{file}: a token has the id {number!r}, expected 0 to {_MOST_ID}")

@@ -9,7 +9,8 @@ Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,10 +18,30 @@ from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rescored, RescoredPart, RouteShape
 
+T = TypeVar("T")
+
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
 
 
+def _strict(read: Callable[..., T]) -> Callable[..., T]:
+    """Have a reader raise ValueError, naming the sample, for a value that it did not expect."""
+
+    @wraps(read)
+    def reader(answer: Any, request: Request, *rest: Any, **options: Any) -> T:
+        try:
+            return read(answer, request, *rest, **options)
+        except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
+            about = f"sample {request.name}"
+            if isinstance(error, ValueError) and str(error).startswith(about):
+                raise
+            words = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{about}: a damaged answer: {words}") from error
+
+    return reader
+
+
+@_strict
 def read_answer(
     answer: Any,
     request: Request,
@@ -91,6 +112,7 @@ def read_answer(
     )
 
 
+@_strict
 def read_rescored(
     answer: Any, request: Request, part: RescoredPart, server: int, *, routes: RouteShape
 ) -> Rescored:

@@ -17,9 +17,23 @@ _SIZES = (
     ("dp_size", "data_parallel_size"),
 )
 _BASE = ("base_gpu_id",)
+_MOST_DIGITS = 7  # of a number of ranks
 _SHARING = (
     "to share a rank's GPU, --sglang-base-gpu-id names it, with --update-weight-transfer-mode disk"
 )
+
+
+def torchruns_number(name: str, default: int) -> int:
+    """Return a number of torchrun's environment (RANK, WORLD_SIZE, ...); raises ValueError for no number."""
+    text = os.environ.get(name)
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and len(text) <= _MOST_DIGITS):
+        raise ValueError(
+            f"environment variable {name}: {text[:20]!r} is no number of ranks: start the job with torchrun,"
+            " or unset it"
+        )
+    return int(text)
 
 
 def server_gpus_here(config: RunConfig, num_ranks: int | None = None) -> list[range]:
@@ -28,9 +42,8 @@ def server_gpus_here(config: RunConfig, num_ranks: int | None = None) -> list[ra
 
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if num_ranks is None:
-        local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        num_ranks = int(local) if local else ranks_that_fit(world_size, num_visible)
+        fitting = ranks_that_fit(torchruns_number("WORLD_SIZE", 1), num_visible)
+        num_ranks = torchruns_number("LOCAL_WORLD_SIZE", fitting)
     return server_gpus(config, num_ranks=num_ranks, num_visible=num_visible)
 
 

@@ -250,10 +250,17 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     assert hf is not None and prompts is not None and parts is not None and reward is not None
     prompt_file = FileFingerprint.of(*(file.path for file in data.prompt_files))
     sizes = tuple(map(len, parts))
-    return Job(
+    job = Job(
         *(config, hf, prompts, tokenizer, reward, prompt_file),
         *(tuple(warnings), tuple(eval_data), sizes, tuple(conversations or ())),
     )
+    from r3train.launch.resume import resume_point  # it takes a Job
+
+    attempt("checkpoints", resume_point, job)
+    if faults:
+        job.close()
+        raise PreflightError(faults, warnings)
+    return job
 
 
 def preflight_evaluation(config: RunConfig) -> Job:
@@ -381,9 +388,10 @@ def check_reference(path: Path, actor: HfModelFacts) -> None:
 
 def check_vocabulary(tokenizer: Any, hf: HfModelFacts) -> None:
     """Raise ValueError for a tokenizer whose tokens the model does not have."""
-    if len(tokenizer) > hf.vocab_size:
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if count > hf.vocab_size:
         raise ValueError(
-            f"{hf.path}: the tokenizer has {len(tokenizer)} tokens, the model has {hf.vocab_size}: ids"
+            f"{hf.path}: the tokenizer has {count} tokens, the model has {hf.vocab_size}: ids"
             " past them crash it; copy the tokenizer files of the model's own release there"
         )
 

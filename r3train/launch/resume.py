@@ -1,4 +1,7 @@
-"""The start of a run: rollout 0, or a checkpoint that its settings agree with."""
+"""The start of a run: rollout 0, or a checkpoint that its settings agree with.
+
+Preflight asks for it too, before any rank joins.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
 from r3train.loop.rollout_file import read_samples
-from r3train.trainer.megatron import checkpoint
+from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 
 _LORA = "lora"  # among the facts of a run
@@ -30,7 +33,7 @@ class ResumePoint:
         if self.checkpoint is None or self.model_only:
             return None
         path = self.checkpoint / BUFFER_FILE
-        if not path.exists() and checkpoint.read_state(self.checkpoint).get(HAS_BUFFER):
+        if not path.exists() and read_state(self.checkpoint).get(HAS_BUFFER):
             raise ValueError(
                 f"{path}: missing, but the checkpoint was saved with it: without the samples that"
                 " wait in it prompts would be lost or trained twice"
@@ -48,11 +51,11 @@ class ResumePoint:
 def resume_point(job: Job) -> ResumePoint:
     """Return the start that --auto-resume or --load names; raises ValueError for another run's."""
     settings = job.config.checkpoint
-    if settings.auto_resume and (settings.save / checkpoint.LATEST).is_file():
-        return _point(job, checkpoint.latest_checkpoint(settings.save))
+    if settings.auto_resume and (settings.save / LATEST).is_file():
+        return _point(job, latest_checkpoint(settings.save))
     if settings.load is None:
         return ResumePoint()
-    path = checkpoint.latest_checkpoint(settings.load)
+    path = latest_checkpoint(settings.load)
     if settings.load_model_only:
         _check_adapters(job, path)
         return ResumePoint(path, model_only=True)
@@ -61,7 +64,9 @@ def resume_point(job: Job) -> ResumePoint:
 
 def _check_adapters(job: Job, path: Path) -> None:
     """Raise ValueError for a checkpoint of other adapters than the run's, or of another base."""
-    saved, now = checkpoint.read_state(path).get("run", {}).get(_LORA), run_facts(job)[_LORA]
+    saved, now = read_state(path).get("run", {}).get(_LORA), run_facts(job)[_LORA]
+    if saved is not None and not isinstance(saved, dict):
+        raise ValueError(f"{path}: its facts of adapters are {saved!r}, expected a table")
     if (saved is None) != (now is None):
         has = "the whole model" if saved is None else "LoRA adapters"
         raise ValueError(
@@ -84,7 +89,7 @@ def _check_adapters(job: Job, path: Path) -> None:
 
 def _point(job: Job, path: Path) -> ResumePoint:
     _check_adapters(job, path)
-    state = checkpoint.read_state(path)
+    state = read_state(path)
     saved, now = state.get("run", {}), run_facts(job)
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
         raise ValueError(
@@ -104,7 +109,7 @@ def _point(job: Job, path: Path) -> ResumePoint:
             f"{path}: cannot resume with other settings of the data order: {'; '.join(different)}."
             " Start anew from the weights with --load-model-only"
         )
-    return ResumePoint(path, start_rollout_id=int(state["num_rollouts"]))
+    return ResumePoint(path, start_rollout_id=state["num_rollouts"])
 
 
 def run_facts(job: Job) -> dict[str, Any]:

@@ -66,7 +66,14 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
         return _decode(tensors, header), header["facts"]
     except OSError as error:
         raise ValueError(f"{path}: cannot read the samples: {error.strerror}") from None
-    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (
+        SafetensorError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
 
 

@@ -80,3 +80,12 @@ def scheduler(job: psutil.Popen) -> psutil.Process:
         if "sglang" in words and "scheduler" in words:
             return process
     raise AssertionError("no scheduler")
+
+
+def server(job: psutil.Popen) -> psutil.Process:
+    """The program that listens for requests."""
+    for process in job.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if "r3train.engine.keyed_server" in process.cmdline()[:3]:
+                return process
+    raise AssertionError("no server with a key")

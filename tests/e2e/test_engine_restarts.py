@@ -5,6 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.error
+import urllib.request
+
+import psutil
 import pytest
 
 from tests.e2e import jobs
@@ -14,18 +18,33 @@ from tests.e2e.accounts import (
     dumped_samples,
     trained_as_they_were,
 )
-from tests.e2e.live_jobs import output, pointer, running, scheduler, steps_done, wait_for
+from tests.e2e.live_jobs import output, pointer, running, scheduler, server, steps_done, wait_for
 
 pytestmark = pytest.mark.e2e
 
 
-def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(tmp_path, tiny_flags):
+def require_closed_to_strangers(server: psutil.Process) -> None:
+    """Ask a job's server as another user of the node would, and look at what it inherited."""
+    port = server.cmdline()[server.cmdline().index("--port") + 1]
+    for path in ("update_weights_from_disk", "start_profile", "generate", "server_info"):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", data=b"{}", timeout=30)
+        assert refused.value.code == 401, path
+    assert "PATH" in server.environ() and "WANDB_API_KEY" not in server.environ()
+
+
+def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(
+    tmp_path, tiny_flags, monkeypatch
+):
     """Answers of 160 tokens in segments of 32: the server dies while many are half done."""
+    monkeypatch.setenv("WANDB_API_KEY", "somebody's")
     run_dir = tmp_path / "run"
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "4", "--max-engine-restarts", "1"]
     flags += ["--rollout-max-response-len", "160", "--rollout-ignore-eos"]
     flags += ["--rollout-segment-len", "32", "--max-tokens-per-gpu", "4096", "--dump-rollouts"]
     with running(run_dir, *flags, "--check-weight-update-equal") as job:
+        wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
+        require_closed_to_strangers(server(job))
         wait_for(lambda: steps_done(run_dir) >= 2, job, run_dir)
         # the next answers have just been asked for, and take about a step
         time.sleep(0.4 * jobs.Job(0, "", run_dir).metrics()[1]["perf/step_s"])

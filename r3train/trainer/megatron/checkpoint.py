@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import pickle
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,17 +31,15 @@ from r3train.host_group import host_barrier
 from r3train.trainer.megatron import lora, rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.optimizer_state import METADATA, OptimizerState, changed_settings
+from r3train.trainer.megatron.saved_state import LATEST, STATE, checkpoints, name_aside, read_state
 from r3train.trainer.megatron.write_results import WriteResults
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest_checkpointed_iteration.txt"
-_STATE = "trainer_state.json"
 _TENSORS = "optimizer_tensors"
 _ADAPTERS = "adapters"
 # torch's own switch; it wins over the caller's weights_only
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_NAME = re.compile(r"iter_\d{7}")
 
 # all that torch writes into .metadata, beside dtypes
 _PLANS = {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
@@ -241,7 +238,7 @@ def _write_state(
         "weight_version": next_rollout_id,
         "topology": _sizes(actor),
     }
-    (directory / _STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+    (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 
 
 def _sizes(actor: MegatronActor) -> dict[str, int]:
@@ -259,18 +256,13 @@ def _sizes(actor: MegatronActor) -> dict[str, int]:
 
 def _put_in_place(written: Path, final: Path) -> None:
     """Give a whole checkpoint its name and set the pointer; a run can resume at any moment."""
-    aside = _aside(final)
+    aside = name_aside(final)
     if final.exists():
         _remove(aside)
         final.rename(aside)
     written.rename(final)
     _write_pointer(final.parent, final)
     _remove(aside)
-
-
-def _aside(final: Path) -> Path:
-    """Return the name of an old checkpoint while a new one takes its name."""
-    return final.with_suffix(".old")
 
 
 def _write_pointer(directory: Path, final: Path) -> None:
@@ -295,35 +287,6 @@ def _sync_tree(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Delete a directory that an interrupted, failed or repeated save left behind."""
     shutil.rmtree(path, ignore_errors=not path.exists())
-
-
-def checkpoints(directory: Path) -> list[Path]:
-    """Return the whole checkpoints of a directory, oldest first."""
-    if not directory.is_dir():
-        return []
-    return sorted(p for p in directory.iterdir() if _NAME.fullmatch(p.name))
-
-
-def latest_checkpoint(directory: Path) -> Path:
-    """Return the checkpoint that the pointer names; raises ValueError if there is none."""
-    pointer = directory / LATEST
-    if not pointer.is_file():
-        raise ValueError(f"{directory}: no checkpoint here ({LATEST} is missing)")
-    text = pointer.read_text().strip()
-    path = directory / f"iter_{int(text):07d}" if text.isdigit() else None
-    if path is not None and not path.exists() and _aside(path).exists():
-        path = _aside(path)  # the run died while a new one replaced it
-    if path is None or not (path / _STATE).is_file():
-        raise ValueError(f"{pointer} says {text!r}, but there is no whole checkpoint of that name")
-    return path
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read ``num_rollouts``, ``weight_version`` and the saved facts; raises ValueError without them."""
-    try:
-        return json.loads((checkpoint / _STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{checkpoint / _STATE}: cannot be read: {error}") from None
 
 
 class _MetadataReader(pickle.Unpickler):

@@ -16,9 +16,11 @@ from click.testing import CliRunner
 
 import train_async
 from r3train.cli import main
+from r3train.config.hf_facts import EXPERT_KEYS
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job import preflight
+from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.e2e import jobs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -458,3 +460,99 @@ def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_pa
     flags += ["--overlong-prompts", "error"]
     result = CliRunner().invoke(train_async.main, flags, env=environment)
     assert result.exit_code == 2 and "at most 16 fit (rollout_max_response_len)" in words(result)
+
+
+def saved(directory: Path, number: int = 3, **facts) -> Path:
+    """Write what preflight reads of a checkpoint; returns the file of its state."""
+    path = directory / f"iter_{number:07d}"
+    path.mkdir(parents=True)
+    (directory / LATEST).write_text(f"{number}\n")
+    state = {"num_rollouts": number, "weight_version": number, "topology": {"world_size": 2}}
+    (path / STATE).write_text(json.dumps(state | facts))
+    return path / STATE
+
+
+@pytest.mark.parametrize(
+    "pointer",
+    ["", "-5", "3.0", "\u0663", "9" * 5000, "4", "../3", "latest", "0003\n4", "\udcff"],
+)
+def test_a_damaged_pointer_to_a_checkpoint_is_refused_before_ranks_join(pointer, tiny, tmp_path):
+    saved(tmp_path)
+    (tmp_path / LATEST).write_bytes(pointer.encode("utf-8", "surrogateescape"))
+    for flags in (["--load", str(tmp_path)], ["--save", str(tmp_path), "--auto-resume"]):
+        result = start(tiny, "--dry-run", *flags)
+        assert result.exit_code == 2, result.output
+        assert "but there is no whole checkpoint of that name" in words(result)
+
+
+@pytest.mark.parametrize(
+    "facts, message",
+    [
+        ({"num_rollouts": -5}, "num_rollouts is -5, expected a number from 0 to 9999999"),
+        ({"num_rollouts": 4}, "num_rollouts is 4, expected 3, the checkpoint's name"),
+        ({"num_rollouts": True}, "num_rollouts is True, expected a number"),
+        ({"weight_version": "3"}, "weight_version is '3', expected a number"),
+        ({"topology": [2]}, "topology is [2], expected a table of sizes"),
+        ({"topology": {"world_size": 1e3}}, "expected a table of sizes"),
+        ({"run": "all"}, "run is 'all', expected a table"),
+        ({"run": {"lora": 7}}, "its facts of adapters are 7, expected a table"),
+        ({"has_buffer": 1}, "has_buffer is 1, expected true or false"),
+        ({"run": {}}, "was trained on prompts of another content"),
+    ],
+)
+def test_a_damaged_state_of_a_checkpoint_is_refused_before_ranks_join(
+    facts, message, tiny, tmp_path
+):
+    saved(tmp_path, **facts)
+    result = start(tiny, "--dry-run", "--load", str(tmp_path))
+    assert result.exit_code == 2 and message in words(result)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"{", b"\xff", b"[" * 10**5, b'{"a": ' + b"9" * 5000]
+)
+def test_a_state_of_a_checkpoint_that_is_no_table_is_refused(content, tiny, tmp_path):
+    saved(tmp_path).write_bytes(content)
+    result = start(tiny, "--dry-run", "--load", str(tmp_path))
+    assert result.exit_code == 2 and f"{STATE}: " in words(result)
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
+@pytest.mark.parametrize("text", ["two", "-1", "1e9", "9" * 5000, "\u0663"])
+def test_a_number_of_torchrun_that_is_none_is_refused(name, text, tiny, monkeypatch):
+    monkeypatch.setattr("r3train.config.options.time.sleep", lambda _: None)
+    result = start(tiny, "--dry-run", environment={name: text})
+    assert result.exit_code == 2, result.output
+    assert f"environment variable {name}: {text[:20]!r} is no number of ranks" in words(result)
+
+
+@pytest.mark.parametrize(
+    "place, number, said",
+    [
+        ("vocabulary", 10**9, "has the id 1000000000"),
+        ("vocabulary", 64, "65 tokens, the model has 64"),
+        ("added", 10**9, "has the id 1000000000"),
+    ],
+)
+def test_ids_of_a_tokenizer_that_the_model_lacks_are_refused(place, number, said, tiny, tmp_path):
+    model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    file = model / "tokenizer.json"
+    content = json.loads(file.read_text())
+    if place == "vocabulary":
+        content["model"]["vocab"]["lion"] = number
+    else:
+        content["added_tokens"][-1]["id"] = number
+    file.write_text(json.dumps(content))
+    result = start(tiny, "--dry-run", "--hf-checkpoint", str(model))
+    assert result.exit_code == 2 and said in words(result), result.output
+
+
+def test_a_number_of_experts_that_would_take_all_memory_is_refused(tiny, tmp_path):
+    model = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    content = json.loads((model / "config.json").read_text())
+    key = next(key for key in EXPERT_KEYS if key in content)
+    content |= {"num_hidden_layers": 9999, key: 9999}
+    (model / "config.json").write_text(json.dumps(content))
+    result = start(tiny, "--dry-run", "--hf-checkpoint", str(model))
+    assert result.exit_code == 2
+    assert "9999 layers of 9999 experts, expected at most 1000000 experts in all" in words(result)

@@ -9,6 +9,7 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 prepare_device()
 
 import io  # noqa: E402
+import json  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
 
@@ -21,7 +22,7 @@ from megatron.core import tensor_parallel  # noqa: E402
 from r3train.config.checkpoint import CheckpointSection  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER  # noqa: E402
-from r3train.trainer.megatron import checkpoint, rng  # noqa: E402
+from r3train.trainer.megatron import checkpoint, rng, saved_state  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,17 +31,22 @@ def one_rank(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
-def written(directory, number, text="{}", suffix=".tmp"):
+def written(directory, number, which="", suffix=".tmp", **facts):
     path = directory / f"iter_{number:07d}{suffix}"
     path.mkdir(parents=True)
-    (path / "trainer_state.json").write_text(text)
+    put_state(path, number, which=which, **facts)
     return path
 
 
-def switch(directory, number, keep_last=None, text="{}"):
+def put_state(path, number, **facts):
+    state = {"num_rollouts": number, "weight_version": number, "topology": {"world_size": 1}}
+    (path / "trainer_state.json").write_text(json.dumps(state | facts))
+
+
+def switch(directory, number, keep_last=None, which=""):
     settings = CheckpointSection(save=directory, save_keep_last=keep_last)
     saver = checkpoint.Checkpointer(None, settings)
-    saver._writing = written(directory, number, text)
+    saver._writing = written(directory, number, which)
     saver._switch(directory / f"iter_{number:07d}")
 
 
@@ -51,7 +57,7 @@ def names(directory):
 def test_of_one_run_the_last_are_kept(tmp_path):
     for number in (1, 2, 3, 4):
         switch(tmp_path, number, keep_last=2)
-    assert names(tmp_path) == ["iter_0000003", "iter_0000004", checkpoint.LATEST]
+    assert names(tmp_path) == ["iter_0000003", "iter_0000004", saved_state.LATEST]
 
 
 @pytest.mark.parametrize("keep_last", [1, 2])
@@ -60,9 +66,9 @@ def test_a_new_run_beside_one_that_got_further_keeps_both(tmp_path, keep_last):
         switch(tmp_path, number)
     for number in (1, 2, 3):
         switch(tmp_path, number, keep_last=keep_last)
-        assert checkpoint.latest_checkpoint(tmp_path).name == f"iter_{number:07d}"
+        assert saved_state.latest_checkpoint(tmp_path).name == f"iter_{number:07d}"
     kept = [f"iter_{n:07d}" for n in range(4 - keep_last, 4)]
-    assert names(tmp_path) == [*kept, "iter_0000010", "iter_0000020", checkpoint.LATEST]
+    assert names(tmp_path) == [*kept, "iter_0000010", "iter_0000020", saved_state.LATEST]
 
 
 @pytest.mark.parametrize("killed_in", ["rename", "_write_pointer", "_remove"])
@@ -70,7 +76,7 @@ def test_a_new_run_beside_one_that_got_further_keeps_both(tmp_path, keep_last):
 def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
     tmp_path, monkeypatch, killed_in, call
 ):
-    switch(tmp_path, 5, text='{"which": "old"}')
+    switch(tmp_path, 5, which="old")
     calls = []
 
     def killing(real):
@@ -88,23 +94,23 @@ def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
         else:
             patch.setattr(checkpoint, killed_in, killing(getattr(checkpoint, killed_in)))
         try:
-            switch(tmp_path, 5, text='{"which": "new"}')
+            switch(tmp_path, 5, which="new")
         except KeyboardInterrupt:
             pass
-    found = checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))
+    found = saved_state.read_state(saved_state.latest_checkpoint(tmp_path))
     assert found["which"] in ("old", "new")
     for leftover in tmp_path.glob("*.tmp"):
         checkpoint._remove(leftover)
-    switch(tmp_path, 5, text='{"which": "newest"}')
-    assert checkpoint.read_state(checkpoint.latest_checkpoint(tmp_path))["which"] == "newest"
-    assert names(tmp_path) == ["iter_0000005", checkpoint.LATEST]
+    switch(tmp_path, 5, which="newest")
+    assert saved_state.read_state(saved_state.latest_checkpoint(tmp_path))["which"] == "newest"
+    assert names(tmp_path) == ["iter_0000005", saved_state.LATEST]
 
 
 def test_where_a_run_began_its_checkpoint_has_only_its_samples_renewed(tmp_path):
     final = written(tmp_path, 5, "untouched", suffix="")
     saver = checkpoint.Checkpointer(None, CheckpointSection(save=tmp_path), resumed_at=5)
     saver.save(5, {}, lambda directory: (directory / BUFFER_FILE).write_text("new"))
-    assert (final / "trainer_state.json").read_text() == "untouched"
+    assert saved_state.read_state(final)["which"] == "untouched"
     assert (final / BUFFER_FILE).read_text() == "new"
 
 
@@ -118,10 +124,10 @@ def test_only_a_checkpoint_of_the_same_directory_is_renewed(tmp_path):
 
 
 def test_a_buffer_that_is_gone_is_missed(tmp_path):
-    path = written(tmp_path, 5, f'{{"{HAS_BUFFER}": true}}', suffix="")
+    path = written(tmp_path, 5, suffix="", **{HAS_BUFFER: True})
     with pytest.raises(ValueError, match=rf"{BUFFER_FILE}: missing, .* lost or trained twice"):
         ResumePoint(path, start_rollout_id=5).buffer()
-    (path / "trainer_state.json").write_text(f'{{"{HAS_BUFFER}": false}}')
+    put_state(path, 5, **{HAS_BUFFER: False})
     assert ResumePoint(path, start_rollout_id=5).buffer() is None
 
 
