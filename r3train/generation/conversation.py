@@ -7,6 +7,7 @@ after each turn the rows must have no gap.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -61,7 +62,7 @@ class Conversation:
                 or sample.finish_reason == "abort"
             )
             ids = sample.token_ids[start:].tolist()
-            result = await self._environment.step(Turn(index, ids, self._decode(ids), last))
+            result = await self._step(Turn(index, ids, self._decode(ids), last), sample_id)
             if result.reward is not None:
                 rewards.append(_finite(result.reward, sample_id))
             observed = self._observed(result, sample_id)
@@ -82,6 +83,27 @@ class Conversation:
         ]
         texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
+
+    async def _step(self, turn: Turn, sample_id: int) -> StepResult:
+        """Ask the environment, within its bound; whatever it raises is an error of the run, never its end.
+
+        Raises ValueError naming the sample for a step that takes too long or leaves.
+        """
+        limit, asked = self._rollout.environment_timeout_s, f"sample {sample_id}, turn {turn.index}"
+        task = asyncio.current_task()
+        try:
+            async with asyncio.timeout(limit) as bound:
+                return await self._environment.step(turn)
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise ValueError(
+                f"{asked}: the environment's step took longer than --environment-timeout-s {limit:g}"
+            ) from error
+        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the rollout itself is cancelled
+            raise ValueError(f"{asked}: the environment's step raised {error!r}") from error
 
     def _observed(self, result: StepResult, sample_id: int) -> list[int]:
         ids = result.observation

@@ -261,8 +261,19 @@ class Producer:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Run a call in the loop and return its result; it works after a failure too."""
-        return self._post(call).result()
+        """Run a call in the loop and return its result; it works after a failure too.
+
+        Raises RuntimeError where nothing else runs in the loop either: a step of an environment, which
+        runs there, blocks it.
+        """
+        limit, future = self._rollout.environment_timeout_s, self._post(call)
+        while not wait([future], timeout=limit).done:
+            if not wait([self._post(asyncio.sleep(0))], timeout=limit).done:
+                raise RuntimeError(
+                    f"generation has not answered for {limit:g} s (--environment-timeout-s): a step of"
+                    " the environment blocks its event loop; await what takes long, or run it in a thread"
+                )
+        return future.result()
 
     def _wait(self, call: Coroutine[Any, Any, None], on_wait: OnWait | None = None) -> None:
         """Run a call that waits for the engines; cancel it if an engine has ended."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -98,10 +100,10 @@ class Script:
         return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
 
 
-def conversation(script, *, sample_a_turn=False, max_turn_len=3):
+def conversation(script, *, sample_a_turn=False, max_turn_len=3, **limits):
     return Conversation(
         script,
-        rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len),
+        rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len, **limits),
         encode=lambda text: [ord(c) for c in text],
         decode=lambda ids: " ".join(map(str, ids)),
     )
@@ -227,3 +229,66 @@ def test_conversations_go_on_over_weight_updates_in_every_mode(mode, sample_a_tu
                 engine.version = step + 1
                 producer.set_version(step + 1)
     assert len(ids) == len(set(ids)), "sample ids name one sample each"
+
+
+class Misbehaving:
+    """Does in its step what an environment must not."""
+
+    def __init__(self, act):
+        self.act = act
+
+    async def step(self, turn):
+        result = self.act()
+        if result is not None:
+            await result
+        return StepResult([60], True, 1.0)
+
+
+def raises(error):
+    def act():
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act, message",
+    [
+        (lambda: asyncio.sleep(60), "took longer than --environment-timeout-s 0.1"),
+        (raises(SystemExit(0)), r"the environment's step raised SystemExit\(0\)"),
+        (raises(KeyboardInterrupt()), r"the environment's step raised KeyboardInterrupt\(\)"),
+        (raises(asyncio.CancelledError()), r"the environment's step raised CancelledError\(\)"),
+    ],
+)
+async def test_a_step_that_hangs_or_leaves_is_an_error_that_names_sample_and_turn(act, message):
+    with pytest.raises(ValueError, match=f"sample 40, turn 0: .*{message}"):
+        await play(Misbehaving(act), environment_timeout_s=0.1)
+
+
+async def test_an_error_of_an_environment_stays_what_it_is_and_a_cancelled_rollout_too():
+    for error in (TimeoutError("its own"), RuntimeError("broken")):
+        with pytest.raises(type(error), match=str(error)):
+            await play(Misbehaving(raises(error)))
+    task = asyncio.create_task(play(Misbehaving(lambda: asyncio.sleep(60))))
+    await asyncio.sleep(0.1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_a_step_that_blocks_the_event_loop_holds_neither_training_nor_the_end():
+    release = threading.Event()
+    settings = rollout_section(**in_turns(False), environment_timeout_s=0.2)
+    producer = Producer(
+        settings,
+        lambda: SimulatedEngine(length=lambda _: 1000),
+        lambda group: replace(PROMPT, prompt_id=str(group)),
+        SamplingParams(100),
+        make_episode=lambda prompt: conversation(Misbehaving(lambda: release.wait(60) and None)),
+    )
+    try:
+        with pytest.raises(RuntimeError, match="a step of the environment blocks its event loop"):
+            producer.next_batch(0, lambda _: None)
+    finally:
+        release.set()
+        producer.close()
