@@ -73,6 +73,7 @@ class Family:
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
     ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
     that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too.
+    ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
     The rest are names of tensors: those of a layer's attention, of the router, of one expert {e}, and
     of a layer with experts beside these.
     """
@@ -88,6 +89,7 @@ class Family:
     conflicts: Callable[[Config], Iterator[str]] = _nothing_else
     read_as: str | None = None
     lora: bool = False
+    log_prob_gap: float = 1e-4
 
 
 _SILU = {"hidden_act": ("silu", "silu")}
@@ -270,6 +272,7 @@ FAMILIES: dict[str, Family] = {
         moe_layer=("mlp.router.bias",),
         rope_types=("yarn",),
         alone={"expert_tensor_parallel_size": "its experts have biases"},
+        log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
         conflicts=_gpt_oss_conflicts,
     ),
     "deepseek_v3": _DEEPSEEK,

@@ -528,7 +528,7 @@ class AsyncLoop:
                 f"{update}: a server still had {stale} of {len(text)} probe tokens in its cache,"
                 " computed with the weights before"
             )
-        tolerance = weight_probe.tolerance(bf16=self._config.model.bf16)
+        tolerance = weight_probe.tolerance(self._hf, bf16=self._config.model.bf16)
         gap = max(
             weight_probe.compare(ours, theirs, weight_version, tolerance=tolerance)
             for theirs in engines.probe(text)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from r3train.config.families import FAMILIES
+from r3train.config.hf_facts import HfModelFacts
 from r3train.host_group import host_group
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
 from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
@@ -27,9 +29,9 @@ def probe_tokens(vocab_size: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab_size, PROBE_LEN).astype(np.int32)
 
 
-def tolerance(*, bf16: bool) -> float:
+def tolerance(hf: HfModelFacts, *, bf16: bool) -> float:
     """The largest gap between log-probs, in nats, that rounding explains."""
-    return 0.5 if bf16 else 1e-4
+    return 0.5 if bf16 else FAMILIES[hf.model_type].log_prob_gap
 
 
 def actor_log_probs(
