@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from r3train.config.families import has_fused_experts, sent_together
+from r3train.cli import main
+from r3train.config.families import FAMILIES, has_fused_experts, sent_together
 from r3train.config.hf_facts import read_hf_facts
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
@@ -18,7 +21,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
-from r3train.hf_checkpoint import copy_all_but_weights
+from r3train.hf_checkpoint import copy_all_but_weights, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from r3train.types import Prompt, RolloutSample
@@ -28,17 +31,27 @@ from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
 
-# those that stand for the others where every push is tested
-IN_EVERY_JOB = ("mixtral",)
-ON_EVERY_SERVER = ("deepseek_v3",)
+# those that stand for the others where every push is tested; both have latent attention
+ON_EVERY_SERVER, IN_EVERY_JOB = "deepseek_v3", "kimi_k2"
 # SGLang keeps gpt-oss's sinks in bfloat16; Qwen3-Next's recurrence sums token by token
 LOOSE = {"gpt_oss": 1e-3, "qwen3_next": 3e-5}
-OTHERS = [name for name in TINY_FAMILIES if name != "qwen3_moe"]
-
-
-def families(fast: tuple[str, ...]) -> list:
-    """All families but the demo's; those that are not fast are slow."""
-    return [pytest.param(f, marks=() if f in fast else pytest.mark.slow) for f in OTHERS]
+SERVED = [
+    pytest.param(family, marks=() if family == ON_EVERY_SERVER else pytest.mark.slow)
+    for family in TINY_FAMILIES
+]
+# the way that weights take to the server, and how the job's two ranks share the model
+WAYS = {
+    "broadcast, ep2": (),
+    "disk, tp2": (
+        *("--update-weight-transfer-mode", "disk", "--sequence-parallel"),
+        *("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+    ),
+}
+FAST_JOB = (IN_EVERY_JOB, "broadcast, ep2")
+JOBS = [
+    pytest.param(*job, marks=() if job == FAST_JOB else pytest.mark.slow)
+    for job in product(TINY_FAMILIES, WAYS)
+]
 
 
 def answers(server: SGLangServer, checkpoint: Path, version: int) -> list[RolloutSample]:
@@ -109,7 +122,7 @@ def trainer_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", families(ON_EVERY_SERVER))
+@pytest.mark.parametrize("family", SERVED)
 def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_updates(
     family, tmp_path, trainer_group
 ):
@@ -139,22 +152,35 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
         broadcast.close()
 
 
-@pytest.mark.parametrize("family", families(IN_EVERY_JOB))
-def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, tmp_path):
-    build(tmp_path / "tiny", TinyOptions(family=family, num_layers=3))
+@pytest.mark.parametrize("family, way", JOBS)
+def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, way, tmp_path):
+    # every fourth layer of Qwen3-Next has another attention
+    layers = 4 if family == "qwen3_next" else 3
+    build(tmp_path / "tiny", TinyOptions(family=family, num_layers=layers))
+    model = tmp_path / "tiny" / "model"
     job = jobs.run(
         tmp_path / "run",
-        *("--hf-checkpoint", str(tmp_path / "tiny" / "model")),
+        *("--hf-checkpoint", str(model)),
         *("--prompt-data", str(tmp_path / "tiny" / "prompts.jsonl")),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot"),
-        # the entropy moves the weights: a random model gets no reward
-        *("--num-rollout", "3", "--max-weight-staleness", "0", "--lr", "1e-3"),
-        *("--entropy-coef", "0.1"),
-        *(*jobs.R3_FLAGS, "--no-tensorboard", "--check-weight-update-equal"),
+        # the entropy moves the weights: a random model gets little reward
+        *("--num-rollout", "2", "--max-weight-staleness", "0", "--entropy-coef", "0.1"),
+        *("--lr", "1e-3", "--lr-warmup-iters", "0", *WAYS[way]),
+        *(*jobs.R3_FLAGS, "--r3-audit-share", "1", "--ci-test"),
+        *("--no-tensorboard", "--check-weight-update-equal"),
     )
     assert job.code == 0, job.output
-    for m in job.metrics():
+    within = FAMILIES[read_hf_facts(model).model_type].log_prob_gap
+    assert within <= 1e-4 or family == "gpt_oss"
+    metrics = job.metrics()
+    assert [m["step"] for m in metrics] == [0, 1]
+    for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
-        # every step after the first is on weights that came through an update
-        assert m["train/log_prob_gap_max"] <= 1e-4, m
-        assert m["train/grad_norm"] > 0
+        assert m["r3_audit/passed"] is True
+        assert m["r3_audit/parts"] == 16 and m["r3_audit/missed"] == 0
+        # the second step is on weights that came through an update
+        assert m["train/log_prob_gap_max"] <= within, m
+        assert m["train/weight_probe_gap"] <= within and m["train/grad_norm"] > 0
+        assert m["perf/published_tensors"] == len(read_headers(model))
+    checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir)])
+    assert checked.exit_code == 0, checked.output
