@@ -31,16 +31,17 @@ def test_make_demo_learns_with_r3_exact_at_every_step(tmp_path):
     learns(jobs.Job(made.returncode, made.stdout, checkout / "runs" / "demo"))
 
 
+# the other two have latent attention
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_demo_learns_with_other_seeds(seed, tmp_path, engine):
-    build(tmp_path / "tiny", TinyOptions(seed=seed))
+@pytest.mark.parametrize("family", ["qwen3_moe", "moonlight", "glm4_moe_lite"])
+def test_the_demo_learns_with_other_seeds_and_families(family, seed, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family, seed=seed))
     job = jobs.run(
         tmp_path / "run",
         *jobs.R3_FLAGS,
         *("--hf-checkpoint", str(tmp_path / "tiny/model")),
         *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
-        *("--rollout-external-engine-addrs", engine),
         *("--seed", str(seed), "--rollout-seed", str(seed)),
         timeout=500,
     )
