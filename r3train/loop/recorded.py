@@ -63,7 +63,7 @@ class Recorded:
         """Add the kept tokens of a sample's tokens from index ``first`` on, as ``RolloutSample`` has them."""
         (layer,) = self.layers.tolist()
         own = kept_fingerprint(sample_id, counts, ids, layer, first)
-        self.fingerprints[data_rank, 0] += own
+        self.fingerprints[data_rank] += np.array([own])  # a sum of arrays wraps without a warning
         self.whole_rows[data_rank, 0] += int((counts > 0).sum())
 
     def beside(self, other: Recorded) -> Recorded:
