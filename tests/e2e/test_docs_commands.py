@@ -250,6 +250,7 @@ def test_what_the_text_names_is_there(page):
 # flags of other programs that the pages name
 _THEIRS = {
     *("--nproc-per-node", "--nnodes", "--rdzv-endpoint", "--max-restarts", "--standalone"),
+    *("--rdzv-backend", "--node-rank", "--master-addr"),
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
     *("--exclusive", "--mem", "--export", "--batch", "--gpus"),
     *("--gpus-per-node", "--gpus-per-task"),
