@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 from safetensors.torch import load_file
 
+from r3train.config.replay import PublishBug, RouteBug
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.e2e
@@ -68,10 +70,30 @@ def test_after_every_update_the_server_holds_what_the_actor_holds(proved):
     assert all(m["train/weight_probe_gap"] <= 1e-4 for m in proved.metrics())
 
 
-# test_slurm plants layer_swap in CI
+# what each check says of its bug in a job; test_slurm plants layer_swap in CI
+REPLAY = "R3 check failed at step 0|R3 mismatch tokens"
+ANSWERS = r"the engine computed \d+ sample"
+CAUGHT = {
+    "one_expert": REPLAY,
+    "token_shift": REPLAY,
+    "layer_swap": REPLAY,
+    "bypass": REPLAY,
+    "answer_with_rows_of_another": ANSWERS,
+    "answer_without_second_stage": ANSWERS,
+    "expert_never_sent": "was not sent",
+    "tensor_of_last_version": "1 of 51 tensors of engine 0 are not",
+    "weights_frozen": "51 of 51 tensors of engine 0 are not",
+    "export_frozen": "parameters of rank 0 are not what",
+    "probe_of_itself": "51 of 51 tensors of engine 0 are not",
+    "expert_bias_not_exported": "e_score_correction_bias was not sent",
+    "version_with_first_bucket": "last bucket carried no version",
+    "cache_not_flushed": "probe tokens",
+}
+IN_CI = ("one_expert", "token_shift", "answer_with_rows_of_another", "tensor_of_last_version")
+
+
 @pytest.mark.parametrize(
-    "bug",
-    ["one_expert", "token_shift", pytest.param("layer_swap", marks=pytest.mark.slow), "bypass"],
+    "bug", [pytest.param(b, marks=() if b in IN_CI else pytest.mark.slow) for b in CAUGHT]
 )
 def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, engine):
     job = jobs.run(
@@ -79,10 +101,17 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         *tiny_flags,
         *jobs.R3_FLAGS,
         *("--num-rollout", "2", "--rollout-external-engine-addrs", engine, "--plant-bug", bug),
+        *(["--check-weight-update-equal"] if bug in get_args(PublishBug) else ()),
+        *(["--r3-audit-share", "1"] if bug.startswith("answer_") else ()),
     )
     assert job.code != 0
-    assert "R3 check failed at step 0" in job.output or "R3 mismatch tokens" in job.output
-    assert job.metrics()[0]["r3/passed"] is False
+    assert re.search(CAUGHT[bug], job.output), job.output
+    if CAUGHT[bug] is REPLAY:
+        assert job.metrics()[0]["r3/passed"] is False
+
+
+def test_every_bug_that_can_be_planted_is_planted_here():
+    assert set(CAUGHT) == {*get_args(RouteBug), *get_args(PublishBug)}
 
 
 def test_without_the_check_there_is_no_r3_line_and_no_evidence(tmp_path, tiny_flags, engine):
