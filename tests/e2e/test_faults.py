@@ -67,3 +67,8 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
             assert not alive
         finally:
             end(tree)
+
+
+def test_torchrun_shows_a_mistake_once(tmp_path):
+    job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
+    assert job.code != 0 and job.output.count("Did you mean") == 1, job.output

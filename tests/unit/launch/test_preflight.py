@@ -21,7 +21,6 @@ from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job import preflight
 from r3train.trainer.megatron.saved_state import LATEST, STATE
-from tests.e2e import jobs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -96,12 +95,6 @@ def test_a_nodes_other_ranks_let_the_first_one_name_the_mistake(flag, tiny, monk
     assert start(tiny, flag, environment={"LOCAL_RANK": "0"}).exit_code == 2 and not waited
     late = start(tiny, flag, environment={"RANK": "1", "LOCAL_RANK": "1"})
     assert late.exit_code == 2 and waited == [10.0] and flag.partition("=")[0] in late.output
-
-
-@pytest.mark.ranks
-def test_torchrun_shows_a_mistake_once(tmp_path):
-    job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
-    assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
 
 
 def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
