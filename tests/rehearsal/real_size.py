@@ -97,5 +97,5 @@ if __name__ == "__main__":
         key, _, number = change.partition("=")
         (recipe,) = (r for r in RECIPES if r.file == file)
         changes = {key: int(number)} if key else {}
-        found[file] = rehearse(recipe, [int(rank) for rank in ranks.split(",") if rank], changes)
+        found[word] = rehearse(recipe, [int(rank) for rank in ranks.split(",") if rank], changes)
     Path(sys.argv[1]).write_text(json.dumps(found))
