@@ -11,10 +11,12 @@ from pyarrow import parquet
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.tensor_shapes import tensor_shapes
 from r3train.doctor.finding import OK, amount
 from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus, estimate
 from r3train.doctor.model import read_weights
+from r3train.hf_checkpoint import read_headers
 from r3train.launch.job import PreflightError, preflight
 from r3train.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
@@ -40,6 +42,13 @@ def machine(tmp_path_factory) -> Path:
             shutil.copy(file, model)
         (model / "chat_template.jinja").write_text(TEMPLATE)
     return directory
+
+
+@each_recipe
+def test_the_shapes_by_a_published_config_json_are_those_of_transformers(recipe, machine):
+    model = machine / RunConfig.from_toml(recipe.path).model.hf_checkpoint
+    found = {name: kind.shape for name, kind in read_headers(model).items()}
+    assert tensor_shapes(read_hf_facts(model)) == found
 
 
 def test_every_recipe_of_a_published_model_is_rehearsed():
