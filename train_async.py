@@ -103,6 +103,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
 
 def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
+    from r3train.host_group import rank_zero_alone
     from r3train.launch.actor import build_actor, build_keeper, export_hf
     from r3train.launch.job import eval_settings
     from r3train.launch.resume import resume_point
@@ -139,13 +140,14 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
     routes.open(actor.topology)
-    if engines is not None:
-        engines.wait_ready()
-        sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
-        metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
-        settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
-        evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
-        rank_zero = RankZero(engines, display, metrics, evaluations)
+    with rank_zero_alone():
+        if engines is not None:
+            engines.wait_ready()
+            sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
+            metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
+            settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
+            evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
+            rank_zero = RankZero(engines, display, metrics, evaluations)
     if config.r3_check_enabled:
         evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
         parts.callback(evidence.close)

@@ -7,13 +7,18 @@ ranks, and everything else over the default group.  The two are made on a CPU as
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 _host_group: dist.ProcessGroup | None = None
+_beat_s = 5.0
+_lost: RuntimeError | None = None  # on rank 0: the error of a beat that another rank did not answer
+_stop_here = _stop_anywhere = False
 
 
 def join_ranks(
@@ -23,7 +28,9 @@ def join_ranks(
 
     backend: of the default group: gloo, nccl, or auto (nccl with CUDA).
     """
-    global _host_group
+    global _host_group, _beat_s, _lost, _stop_here, _stop_anywhere
+    _beat_s, _lost = min(5.0, timeout.total_seconds() / 4), None
+    _stop_here = _stop_anywhere = False
     set_nccl_defaults(os.environ)
     if backend == "auto":
         backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -40,6 +47,72 @@ def host_group() -> dist.ProcessGroup:
 def host_barrier() -> None:
     """Wait for all ranks."""
     dist.barrier(group=host_group())
+
+
+@contextmanager
+def rank_zero_alone() -> Iterator[None]:
+    """Let rank 0 work in the block for as long as that takes; a collective.
+
+    The other ranks leave their block empty and wait at its end.  Every few seconds all ranks tell one
+    another that they are there, on rank 0 by a thread.  So the group's time-out is one of silence: a
+    rank that is dead or frozen is an error on the others within it, whatever rank 0 waits for.  Inside
+    the block rank 0 makes no other collective of the host group.  After an error of rank 0's the others
+    wait until it leaves the group.
+    """
+    if dist.get_world_size() == 1:
+        yield
+        return
+    if dist.get_rank() != 0:
+        yield
+        while _beat(1):
+            pass
+        return
+    done = threading.Event()
+
+    def beats() -> None:
+        global _lost
+        try:
+            while not done.wait(_beat_s):
+                _beat(1)
+        except RuntimeError as error:
+            _lost = error
+
+    thread = threading.Thread(target=beats, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    require_ranks()
+    _beat(0)
+
+
+def _beat(works: int) -> bool:
+    """True if rank 0 works still; a collective, which also carries ``note_stop`` to all ranks."""
+    global _stop_anywhere
+    flags = torch.tensor([1 - works, _stop_here], dtype=torch.int32)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=host_group())
+    ended, stop = flags.tolist()
+    _stop_anywhere = _stop_anywhere or bool(stop)
+    return not ended
+
+
+def note_stop() -> None:
+    """Note on any rank that the run was told to stop; rank 0's waits heed it within a beat."""
+    global _stop_here
+    _stop_here = True
+
+
+def stop_noted() -> bool:
+    """True on all ranks once one has called ``note_stop`` before a beat."""
+    return _stop_anywhere
+
+
+def require_ranks() -> None:
+    """Raise RuntimeError on rank 0 if a rank was silent for too long, for waits inside the block."""
+    if _lost is not None:
+        raise RuntimeError(f"another rank does not answer rank 0: {_lost}") from _lost
 
 
 def leave_ranks() -> None:

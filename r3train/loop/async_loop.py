@@ -24,7 +24,7 @@ import logging
 import shutil
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
-from r3train.host_group import host_barrier
+from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.proof.check import StepVerdict
 from r3train.proof.findings import FAILED, PASSED
 from r3train.proof.live import prove_step
@@ -194,7 +194,7 @@ class AsyncLoop:
                     self._publish(num_rollout)
                 self._begin_evaluation(num_rollout)
         self._end_evaluation()
-        host_barrier()  # the other ranks wait for rank 0's last evaluation
+        host_barrier()
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
         return max(num_rollout, start_rollout_id)
@@ -206,9 +206,10 @@ class AsyncLoop:
             self._rank_zero.evaluations.begin(self._source, weight_version, at_start=at_start)
 
     def _end_evaluation(self) -> None:
-        """Rank 0: wait for the evaluation under way and write it."""
-        if self._rank_zero is not None:
-            self._rank_zero.evaluations.end(self._source)
+        """Wait for the evaluation under way, which rank 0 writes; a collective."""
+        with rank_zero_alone():
+            if self._rank_zero is not None:
+                self._rank_zero.evaluations.end(self._source)
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
         if self._rank_zero is not None:
@@ -227,11 +228,12 @@ class AsyncLoop:
         plan: dict[str, Any] | None = None
         prepared: Prepared | None = None
         metrics, failure = {}, None
-        if self._rank_zero is not None:
-            groups, plan, failure = self._wait_for_groups(rollout_id)
-            if groups is not None:
-                prepared, metrics = self._prepare(rollout_id, groups)
-                plan = {"microbatches": prepared.counts}
+        with rank_zero_alone():
+            if self._rank_zero is not None:
+                groups, plan, failure = self._wait_for_groups(rollout_id)
+                if groups is not None:
+                    prepared, metrics = self._prepare(rollout_id, groups)
+                    plan = {"microbatches": prepared.counts}
         if self._recovery.needed(failure):
             self._revive(rollout_id)
             return self._take_rollout(rollout_id)
@@ -439,13 +441,24 @@ class AsyncLoop:
             # what was sent is held against another export, a whole one
             again = [self._actor.hf_weights()]
         self._held_export = None
+        quietly, failure = ExitStack(), None
+        with rank_zero_alone():  # requests in flight may have long to go
+            if self._rank_zero is not None:
+                try:
+                    quietly.enter_context(quiet)
+                except (
+                    Exception
+                ) as error:  # noqa: BLE001 - raised where the other ranks have gone on
+                    failure = error
         if self._rank_zero is None:
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
             return {}, None
         engines = self._rank_zero.engines
         try:
-            with quiet:
+            with quietly:
+                if failure is not None:
+                    raise failure
                 published = engines.publisher.publish(weights, version=weight_version)
                 self._weight_index.require(
                     published.sent,

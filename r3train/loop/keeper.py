@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.data.fingerprint import FileFingerprint
+from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
 from r3train.loop.replay_source import dump_rollout
 from r3train.loop.rollout_file import write_samples
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 BUFFER_FILE = "buffer.safetensors"
 CONFIG_FILE = "config.toml"
+ANOTHER_RANK = "a signal to another rank"
 HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 
 
@@ -183,7 +185,7 @@ class Keeper:
         self.save(next_rollout_id)
         self.finish()
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
-        name = self._stop.received or "a signal to another rank"
+        name = self._stop.received or ANOTHER_RANK
         self._note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
 
 
@@ -259,8 +261,9 @@ class WatchedSource:
         self._inner.await_evaluation(self._heed_stop)
 
     def _heed_stop(self, _stats: dict[str, Any]) -> None:
-        if self._stop.received is not None:
-            raise StopRequested(self._stop.received)
+        require_ranks()
+        if self._stop.received is not None or stop_noted():
+            raise StopRequested(self._stop.received or ANOTHER_RANK)
 
     def __getattr__(self, name: str) -> Any:
         """Pass everything else on to the source."""

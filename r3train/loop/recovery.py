@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from r3train.host_group import rank_zero_alone
 from r3train.loop.parts import RolloutSide
 from r3train.loop.scatter import broadcast_json
 from r3train.engine.backend import EngineDied, EngineUnreachable
@@ -34,11 +35,12 @@ class Recovery:
     def restart(self) -> BaseException | None:
         """Start the engines again; a collective.  Returns the error that prevents it, or None."""
         failure: BaseException | None = None
-        if self._engines is not None:
-            try:
-                self._engines.restart()
-            except RuntimeError as error:
-                failure = error
+        with rank_zero_alone():
+            if self._engines is not None:
+                try:
+                    self._engines.restart()
+                except RuntimeError as error:
+                    failure = error
         text = broadcast_json(None if failure is None else str(failure))
         return failure or (RuntimeError(f"rank 0 lost its engines: {text}") if text else None)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.engine.server_guard import signal_when_parent_ends
-from r3train.host_group import host_group
+from r3train.host_group import host_group, note_stop
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ class StopSignal:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if self._received is None:
             self._received = number
+            note_stop()
             self._timer = threading.Timer(self._grace_s, self._give_up)
             self._timer.daemon = True
             self._timer.start()

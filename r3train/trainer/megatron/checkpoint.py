@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3train.config.checkpoint import CheckpointSection
-from r3train.host_group import host_barrier
+from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.trainer.megatron import lora, rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.optimizer_state import METADATA, OptimizerState, changed_settings
@@ -133,22 +133,22 @@ class Checkpointer:
         self.finish()
         final = self._directory / f"iter_{next_rollout_id:07d}"
         if self._last == next_rollout_id:
-            try:
+            with (
+                rank_zero_alone()
+            ):  # it may read the routes of samples from the other ranks' stores
                 if dist.get_rank() == 0 and write_extra is not None:
                     self._renew(final, write_extra)
-            finally:
-                host_barrier()  # rank 0 may read the routes of samples from the other ranks' stores
             return
         temporary = final.with_suffix(".tmp")
         self._writing = temporary
         try:
-            if dist.get_rank() == 0:
-                _remove(temporary)
-                temporary.mkdir(parents=True)
-                _write_state(temporary, next_rollout_id, self._actor, facts)
-                if write_extra is not None:
-                    write_extra(temporary)
-            host_barrier()
+            with rank_zero_alone():
+                if dist.get_rank() == 0:
+                    _remove(temporary)
+                    temporary.mkdir(parents=True)
+                    _write_state(temporary, next_rollout_id, self._actor, facts)
+                    if write_extra is not None:
+                        write_extra(temporary)
             rng.save(temporary, dist.get_rank())
             self._actor.gather_parameters()
             request = dist_checkpointing.save(

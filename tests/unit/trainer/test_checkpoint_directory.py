@@ -12,6 +12,7 @@ import io  # noqa: E402
 import json  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
+from contextlib import nullcontext  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -28,6 +29,7 @@ from r3train.trainer.megatron import checkpoint, rng, saved_state  # noqa: E402
 @pytest.fixture(autouse=True)
 def one_rank(monkeypatch):
     monkeypatch.setattr(checkpoint, "host_barrier", lambda: None)
+    monkeypatch.setattr(checkpoint, "rank_zero_alone", nullcontext)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
 
