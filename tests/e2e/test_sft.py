@@ -88,7 +88,7 @@ def test_a_model_learns_its_conversations_and_is_exported_as_ever(talk, tmp_path
     converted = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True)
     assert converted.returncode == 0, converted.stderr
     assert "the weights after 12 rollouts are in " in converted.stdout
-    for file in ("config.json", "model.safetensors"):
+    for file in ("config.json", "model-00001-of-00001.safetensors"):
         same = [(tmp_path / where / file).read_bytes() for where in ("converted", "hf/12")]
         assert same[0] == same[1], file
     assert not (job.run_dir / "logs" / "sglang").exists() and "SGLang" not in job.output
