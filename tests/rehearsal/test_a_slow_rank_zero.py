@@ -13,10 +13,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from tests.e2e import jobs
+from tests.e2e.conftest import tiny  # noqa: F401
+from tests.e2e.test_sft import talk  # noqa: F401
 from tests.oracle.actors import in_ranks
+from tests.rehearsal.slow_rank_zero import TIMEOUT_S
 
 pytestmark = pytest.mark.ranks
-TIMEOUT_S = 4.0
+
+
+@pytest.mark.slow
+def test_a_long_rollout_evaluation_or_save_of_rank_0_is_no_lost_rank(talk, tmp_path):  # noqa: F811
+    job = jobs.run(
+        tmp_path / "run",
+        *("--hf-checkpoint", str(talk / "model"), "--prompt-data", str(talk / "talk.jsonl")),
+        *("--rollout-batch-size", "4", "--num-rollout", "2", "--no-plot", "--no-tensorboard"),
+        *("--save", str(tmp_path / "saved")),
+        recipe="configs/tiny_sft.toml",
+        program=("-m", "tests.rehearsal.slow_rank_zero"),
+    )
+    assert job.code == 0, job.output
+    for name in ("next_batch", "end", "_write_state"):
+        assert f"slow: {name}" in job.output, job.output
+    assert [m["step"] for m in job.metrics()] == [0, 1]
 
 
 def told_and_frozen(scratch: str) -> None:
