@@ -116,7 +116,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
     "missing shard": (shard_missing, PROBLEM, "checkpoint", "00002.safetensors is missing"),
     "no eos": (without_eos, WARNING, "checkpoint", "no eos_token_id"),
     "no tokenizer": (without_tokenizer, PROBLEM, "tokenizer", "no tokenizer there"),
-    "bad tokenizer": (bad_tokenizer, PROBLEM, "tokenizer", "cannot load the tokenizer"),
+    "bad tokenizer": (bad_tokenizer, PROBLEM, "tokenizer", "not JSON"),
     "too many tokens": (small_vocabulary, PROBLEM, "tokenizer", "ids past them crash it"),
     "no template": (
         {"apply_chat_template": True},
