@@ -85,7 +85,7 @@ def next_request(
 
 
 def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
-    """Append an answer to the sample; an answer without a token changes the finish reason alone.
+    """Append an answer to the sample; one without a token shows if there are routes and kept tokens.
 
     Raises ValueError naming the sample if only one of the two has routes, if the rows leave a gap,
     and if they do not end just before the last token.
@@ -94,7 +94,14 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     if known is None and segment.rows is not None and not sample.loss_mask.any():
         known = segment.rows[:0]  # the first answer shows that there are routes, and their shape
     if len(segment.token_ids) == 0:
-        return replace(sample, routed_experts=known, finish_reason=segment.finish_reason)
+        counts, ids = _kept_so_far(sample, segment)
+        return replace(
+            sample,
+            routed_experts=known,
+            finish_reason=segment.finish_reason,
+            kept_counts=counts,
+            kept_ids=ids,
+        )
     if (known is None) != (segment.rows is None):
         raise ValueError(
             f"sample {sample.sample_id}: of the sample and its next answer only one has routes"
@@ -127,11 +134,19 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     )
 
 
+def _kept_so_far(
+    sample: RolloutSample, segment: Segment
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Counts and ids of the sample's kept tokens; the first answer shows that there are such."""
+    if sample.kept_counts is None and segment.kept_counts is not None:
+        if not sample.loss_mask.any():
+            return np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
+    return sample.kept_counts, sample.kept_ids
+
+
 def _with_kept_tokens(sample: RolloutSample, segment: Segment) -> RolloutSample:
     """Append an answer's kept tokens to those of the sample; its prompt has none."""
-    counts, ids = sample.kept_counts, sample.kept_ids
-    if counts is None and segment.kept_counts is not None and not sample.loss_mask.any():
-        counts, ids = np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
+    counts, ids = _kept_so_far(sample, segment)
     if (counts is None) != (segment.kept_counts is None):
         raise ValueError(
             f"sample {sample.sample_id}: of the sample and its next answer only one has kept tokens"

@@ -7,10 +7,10 @@ import pytest
 
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.answer import read_answer
-from r3train.types import RouteShape
+from r3train.layout.microbatch import build_microbatch
 from r3train.generation import stitch
 from r3train.routing.wire import encode_routed_experts
-from r3train.types import Prompt
+from r3train.types import Prompt, RouteShape, TrainSample
 
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
 ROUTES = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.uint8) % 8
@@ -238,10 +238,16 @@ def test_kept_tokens_that_cannot_be_are_refused(name, value, message):
         read_kept(answer)
 
 
-def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens():
+def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens_and_is_trained():
     answer = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
     sample = read_kept(answer)
-    assert sample.kept_counts is None and sample.num_tokens == 3
+    assert sample.kept_counts.tolist() == [0, 0, 0] and len(sample.kept_ids) == 0
+    # a group may be over with it: it has no token in the loss, and a place in its microbatch
+    train = TrainSample(stitch.finished(sample), 0.0, np.zeros(3, np.float32))
+    batch = build_microbatch(
+        0, [train], cp_size=1, tp_size=1, route_shape=RouteShape(2, 2, 8), kept_tokens=True
+    )
+    assert batch.kept_counts.tolist() == [0, 0, 0] and len(batch.kept_ids) == 0
     # what follows begins as if nothing had been asked
     again = stitch.next_request(sample, SamplingParams(8, top_k=20, kept_of=12))
     done = stitch.extend(sample, read_answer(KEPT, again, routes=RouteShape(2, 2, 8)))
