@@ -262,9 +262,7 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=asks, tokenize=False, **given
             )
-        except (
-            Exception
-        ) as error:  # a template is a program of the checkpoint: it may raise anything
+        except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(f"{record.where}: the chat template fails: {error}") from error
 
 

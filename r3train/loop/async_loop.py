@@ -446,9 +446,7 @@ class AsyncLoop:
             if self._rank_zero is not None:
                 try:
                     quietly.enter_context(quiet)
-                except (
-                    Exception
-                ) as error:  # noqa: BLE001 - raised where the other ranks have gone on
+                except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
         if self._rank_zero is None:
             for _ in chain(weights, *again):

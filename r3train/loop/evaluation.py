@@ -67,9 +67,7 @@ class Evaluations:
             source.await_evaluation()
         except StopRequested as error:
             ended_by = StopRequested(f"stopped by {error}")
-        except (
-            Exception
-        ) as error:  # noqa: BLE001 - the next rollout or update meets it and says more
+        except Exception as error:  # noqa: BLE001 - the next rollout or update says more
             ended_by = error
         for name, outcome in source.take_evaluation().items():
             if isinstance(outcome, Exception):

@@ -133,9 +133,8 @@ class Checkpointer:
         self.finish()
         final = self._directory / f"iter_{next_rollout_id:07d}"
         if self._last == next_rollout_id:
-            with (
-                rank_zero_alone()
-            ):  # it may read the routes of samples from the other ranks' stores
+            # it may read the routes of samples from the other ranks' stores
+            with rank_zero_alone():
                 if dist.get_rank() == 0 and write_extra is not None:
                     self._renew(final, write_extra)
             return
