@@ -226,6 +226,7 @@ def test_kept_tokens_come_with_the_log_probs_among_them():
         ("mask", [[9, 12], [11]], r"kept token 12 is not in 0\.\.11"),
         ("mask", [[9, -1], [11]], r"kept token -1 is not in 0\.\.11"),
         ("mask", [[9, 9], [11]], "names a token twice in a row"),
+        ("mask", [[9, 3, 9], [11]], "names a token twice in a row"),
         ("logprobs", None, "no output_token_sampling_logprobs, expected 2"),
         ("logprobs", [-0.25], "1 output_token_sampling_logprobs, expected 2"),
         ("logprobs", [-0.25, float("nan")], "log-prob 1 is nan"),
