@@ -21,7 +21,6 @@ _ONE_FILE = (
 DECIDED_BY_THE_RUN: dict[str, str] = {
     "model_path": "set --hf-checkpoint, from which the actor starts too",
     "tokenizer_path": "set --hf-checkpoint: servers get tokens and return tokens",
-    "dtype": "--bf16 chooses it, for servers and actor alike",
     "revision": "set --hf-checkpoint, a directory",
     "config": _ONE_FILE,
     "load_format": f"set --hf-checkpoint: {_WEIGHTS}",

@@ -211,7 +211,6 @@ def test_megatrons_source_tells_its_fields():
     [
         (["--sglang-model-path", "x"], "sglang.model_path: set --hf-checkpoint"),
         (["--sglang-model", "x"], "sglang.model_path: set --hf-checkpoint"),
-        (["--sglang-dtype", "bfloat16"], "sglang.dtype: --bf16 chooses it"),
         (["--sglang-load-format", "dummy"], "sglang.load_format: set --hf-checkpoint"),
         (
             ["--sglang-json-model-override-args", '{"num_hidden_layers": 2}'],
