@@ -60,7 +60,10 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
     if not common:
         raise click.UsageError("the two runs have no step in common")
     click.echo(found or f"metrics: within the noise in all {len(common)} steps of both")
-    click.echo(tokens or "tokens: equal in all dumped rollouts of both (--dump-rollouts)")
+    if tokens is None:
+        click.echo("tokens: not compared, no rollout was dumped by both (--dump-rollouts)")
+    else:
+        click.echo(tokens or "tokens: equal in all dumped rollouts of both (--dump-rollouts)")
     layers = [audit_run(path).layer_agreement for path in run_dirs]
     for layer in sorted(layers[0].keys() & layers[1].keys()):
         a, b = layers[0][layer], layers[1][layer]
@@ -80,8 +83,8 @@ def first_metric(
 ) -> str:
     """The first step, and its metric furthest out, at which two runs differ by more than noise; or "".
 
-    noise: in units of the metric's median change from one step to the next in both runs.  Times
-    are not compared.
+    noise: in units of the metric's median change from one step to the next in both runs, or of its mean
+    change where most steps change nothing.  Times are not compared.
     """
     worst: tuple[int, float, str] | None = None
     for key in sorted({k for r in one for k in r} & {k for r in other for k in r}):
@@ -91,7 +94,7 @@ def first_metric(
         changes = [abs(np.diff(list(values.values()))) for values in (a, b)]
         changes = np.concatenate(changes)
         changes = changes[np.isfinite(changes)]
-        unit = float(np.median(changes)) if len(changes) else 0.0
+        unit = float(np.median(changes) or np.mean(changes)) if len(changes) else 0.0
         for step in sorted(a.keys() & b.keys()):
             gap = np.nan_to_num(abs(a[step] - b[step]), nan=np.inf)
             same = a[step] == b[step] or (np.isnan(a[step]) and np.isnan(b[step]))
@@ -105,13 +108,18 @@ def first_metric(
     return "" if worst is None else worst[2]
 
 
-def first_token(one: Path, other: Path) -> str:
-    """The first sample of the first dumped rollout of both runs with another token, in words; or ""."""
+def first_token(one: Path, other: Path) -> str | None:
+    """The first sample of the first dumped rollout of both runs with another token, in words; or "".
+
+    None where no rollout was dumped by both.
+    """
     places = [path / "rollouts" for path in (one, other)]
     ids = [
         {int(file.stem.rpartition("_")[2]) for file in place.glob("rollout_*.safetensors")}
         for place in places
     ]
+    if not ids[0] & ids[1]:
+        return None
     for rollout_id in sorted(ids[0] & ids[1]):
         samples = [
             {s.sample_id: s for group in load_rollout(place, rollout_id) for s, _ in group}

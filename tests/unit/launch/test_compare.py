@@ -1,5 +1,6 @@
 """``r3train compare`` on two run directories: what it names, and its exit code."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,20 @@ def test_a_difference_within_the_noise_counts_only_without_it(tmp_path):
     assert code == 0 and "setting trainer.lr: 0.1, 0.2" in said
     code, said = compare(*runs, "--noise", 0)
     assert code == 1 and "metric train/loss: 1, 1.001 at step 0" in said
+
+
+def test_counts_that_seldom_change_have_noise_too(tmp_path):
+    seldom = (lambda s: float(s == 2)), (lambda s: float(s == 5))
+    runs = [run_dir(tmp_path / f"{i}", loss=loss) for i, loss in enumerate(seldom)]
+    assert compare(*runs)[0] == 0
+    assert compare(*runs, "--noise", 0)[0] == 1
+
+
+def test_tokens_that_were_not_dumped_are_not_called_equal(tmp_path):
+    runs = [run_dir(tmp_path / name) for name in "ab"]
+    shutil.rmtree(runs[1] / "rollouts")
+    code, said = compare(*runs)
+    assert code == 0 and "tokens: not compared" in said and "tokens: equal" not in said
 
 
 def test_what_is_no_run_directory_is_wrong_usage(tmp_path):
