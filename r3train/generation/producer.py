@@ -45,6 +45,8 @@ OnWait = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
 _TICK_S = 0.2
+# a loop may be busy for as long without an environment that blocks it
+_BUSY_S = 60.0
 _ALIVE_EVERY_S = 0.5
 _ABORT_EVERY_S = 0.3
 _REWARDS_AWAITED_S = 30.0
@@ -266,7 +268,7 @@ class Producer:
         Raises RuntimeError where nothing else runs in the loop either: a step of an environment, which
         runs there, blocks it.
         """
-        limit, future = self._rollout.environment_timeout_s, self._post(call)
+        limit, future = max(self._rollout.environment_timeout_s, _BUSY_S), self._post(call)
         while not wait([future], timeout=limit).done:
             if not wait([self._post(asyncio.sleep(0))], timeout=limit).done:
                 raise RuntimeError(

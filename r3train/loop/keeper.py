@@ -184,6 +184,7 @@ class Keeper:
         """Save because the run was told to stop, and say so; a collective."""
         self.save(next_rollout_id)
         self.finish()
+        self._stop.saved = self._checkpointer is not None
         kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
         name = self._stop.received or ANOTHER_RANK
         self._note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")

@@ -31,13 +31,14 @@ class StopSignal:
     """Notes a signal to stop; a context manager that restores the handlers.
 
     Enter it once there is something to save; earlier, a signal should end the process at once.
-    ``grace_s`` seconds after the signal the process ends with exit code 1, whatever it is doing, and also
-    after this has closed.
+    ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
+    closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
     """
 
     def __init__(self, grace_s: float):
         self._grace_s = grace_s
         self._received: int | None = None
+        self.saved = False
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
@@ -67,7 +68,7 @@ class StopSignal:
     def _give_up(self) -> None:
         name = signal.Signals(self._received).name
         logger.error("%s: not done within signal_grace_s %g: leaving", name, self._grace_s)
-        os._exit(1)
+        os._exit(0 if self.saved else 1)
 
     @property
     def received(self) -> str | None:

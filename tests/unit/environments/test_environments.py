@@ -16,6 +16,7 @@ from r3train.environments.calculator import Calculator, calculator_prompts, calc
 from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import Conversation
+from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
 from r3train.types import Prompt
 
@@ -276,7 +277,8 @@ async def test_an_error_of_an_environment_stays_what_it_is_and_a_cancelled_rollo
         await task
 
 
-def test_a_step_that_blocks_the_event_loop_holds_neither_training_nor_the_end():
+def test_a_step_that_blocks_the_event_loop_holds_neither_training_nor_the_end(monkeypatch):
+    monkeypatch.setattr(producers, "_BUSY_S", 0.2)
     release = threading.Event()
     settings = rollout_section(**in_turns(False), environment_timeout_s=0.2)
     producer = Producer(

@@ -54,14 +54,17 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
 
 
-def test_what_closes_after_the_loop_has_the_grace_period_too():
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_closes_after_the_loop_has_the_grace_period_too(saved):
+    """A run that has saved is not lost by what hangs behind: a batch job goes back into the queue at 0."""
     child = os.fork()
     if child == 0:
-        with StopSignal(grace_s=0.5):
+        with StopSignal(grace_s=0.5) as stop:
             os.kill(os.getpid(), signal.SIGTERM)
+        stop.saved = saved
         time.sleep(20)
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if saved else 1)
 
 
 def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
