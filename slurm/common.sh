@@ -141,7 +141,7 @@ train_flags=(
 
 cd "$R3TRAIN_ROOT" || exit 1
 if [[ -z $RENDER ]]; then
-    mkdir -p "$LOGS"
+    (umask 077 && mkdir -p "$LOGS")
     rm -f "$STOP_FILE"
     export STOP_FILE
     trap teardown EXIT

@@ -106,15 +106,21 @@ def open_run_dir(config: RunConfig, run_dir: Path | None, broadcast: Callable[[A
 
 def _keep_earlier(path: Path, text: str) -> None:
     """Keep the file of an earlier start as config.1.toml and so on, if ``text`` differs from it."""
-    if path.is_file() and path.read_text(encoding="utf-8") != text:
-        copies = (path.with_name(f"config.{number}.toml") for number in itertools.count(1))
-        shutil.copyfile(path, next(copy for copy in copies if not copy.exists()))
+    if not path.is_file() or path.read_text(encoding="utf-8") == text:
+        return
+    copies = (path.with_name(f"config.{number}.toml") for number in itertools.count(1))
+    for copy in copies:
+        if not copy.exists():
+            shutil.copyfile(path, copy)
+        if copy.read_text(encoding="utf-8") == path.read_text(encoding="utf-8"):
+            return  # a start that failed before it wrote its own may have kept it
 
 
 def check_fresh(config: RunConfig, environ: Mapping[str, str]) -> None:
     """Raise ValueError where a run that resumes nothing would append to the files of another one.
 
-    A start of torchrun's --max-restarts goes on with the files of the start before.
+    A start of torchrun's --max-restarts goes on with the files of the start before.  Over several nodes
+    torchrun counts a restart only on the node whose ranks failed: --auto-resume serves there.
     """
     checkpoint, run_dir = config.checkpoint, config.run.run_dir
     resumes = checkpoint.auto_resume or (checkpoint.load and not checkpoint.load_model_only)

@@ -121,6 +121,8 @@ def test_a_run_that_resumes_nothing_does_not_append_to_another_one(tiny, tmp_pat
 def test_the_settings_of_an_earlier_start_are_kept(tiny, tmp_path):
     for lr in ("0.1", "0.2", "0.2", "0.3"):
         config = _config(tiny, "--run-dir", str(tmp_path), "--lr", lr)
+        with ExitStack() as claims:  # a start that fails before it writes its settings
+            claim_directories(config, claims)
         with ExitStack() as claims:
             open_run_dir(config, claim_directories(config, claims), lambda value: value)
     rates = {p.name: tomllib.loads(p.read_text())["trainer"]["lr"] for p in tmp_path.glob("*.toml")}
