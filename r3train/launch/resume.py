@@ -13,7 +13,7 @@ from r3train.config import RunConfig
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
-from r3train.loop.rollout_file import read_samples
+from r3train.loop.rollout_file import has_kept_tokens, read_samples
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 
@@ -109,7 +109,22 @@ def _point(job: Job, path: Path) -> ResumePoint:
             f"{path}: cannot resume with other settings of the data order: {'; '.join(different)}."
             " Start anew from the weights with --load-model-only"
         )
+    _check_buffer(job.config, path / BUFFER_FILE)
     return ResumePoint(path, start_rollout_id=state["num_rollouts"])
+
+
+def _check_buffer(config: RunConfig, path: Path) -> None:
+    """Raise ValueError for waiting samples whose log-probs are of another kind than the run's."""
+    if not config.has_engines or not path.exists():
+        return
+    drawn, now = has_kept_tokens(path), config.rollout.replays_kept_tokens
+    if drawn is not None and drawn != now:
+        among = "the tokens that top-k kept" if drawn else "the whole vocabulary"
+        raise ValueError(
+            f"{path}: its samples wait to be trained with log-probs among {among}, and --rollout-top-k is"
+            f" {config.rollout.rollout_top_k}: resume with --rollout-top-k {'above 1' if drawn else '-1'},"
+            " or start anew from the weights with --load-model-only"
+        )
 
 
 def run_facts(job: Job) -> dict[str, Any]:

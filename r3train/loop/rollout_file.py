@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from r3train.types import Prompt, RolloutSample, Scored
@@ -74,6 +74,21 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
         TypeError,
         ValueError,
     ) as error:
+        raise ValueError(f"{path}: not a whole file of samples: {error}") from error
+
+
+def has_kept_tokens(path: Path) -> bool | None:
+    """True if the samples were drawn among kept tokens; None if no token of theirs was generated.
+
+    Reads no routes.  Raises ValueError naming the file if it is not one of samples.
+    """
+    try:
+        with safe_open(path, "numpy") as file:
+            names = set(file.keys())
+            if "loss_mask" not in names or not file.get_tensor("loss_mask").any():
+                return None
+            return "kept_counts" in names
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
 
 

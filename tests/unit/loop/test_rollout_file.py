@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from r3train.config import RunConfig
+from r3train.launch import resume
 from r3train.loop import replay_source, rollout_file
+from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.trainer.megatron.saved_state import LATEST, STATE
 from r3train.types import Prompt, RolloutSample
 
 
@@ -169,3 +175,29 @@ def test_a_replay_counts_episodes_and_not_their_turns(tmp_path):
         source(tmp_path, group_size=4).next_batch(0)
     with pytest.raises(ValueError, match="one sample a turn.*global_batch_size asks for 2"):
         source(tmp_path, steps_per_rollout=2).next_batch(0)
+
+
+@pytest.mark.parametrize("kept, other", [(True, -1), (False, 20)])
+def test_a_run_with_other_kept_tokens_than_its_waiting_samples_does_not_resume(
+    tmp_path, monkeypatch, kept, other
+):
+    facts = dict.fromkeys(["prompt_data_sha256", "lora"])
+    monkeypatch.setattr(resume, "run_facts", lambda _: facts)
+    path = tmp_path / "iter_0000005"
+    write_samples(path / BUFFER_FILE, scored(kept), {})
+    state = {"num_rollouts": 5, "weight_version": 5, "topology": {"world_size": 1}, "run": facts}
+    (path / STATE).write_text(json.dumps(state))
+    (tmp_path / LATEST).write_text("5")
+
+    def start(top_k):
+        settings = {"load": tmp_path, "rollout_top_k": top_k}
+        config = RunConfig.from_toml("configs/tiny_cpu.toml", settings)
+        return resume.resume_point(SimpleNamespace(config=config)).start_rollout_id
+
+    with pytest.raises(
+        ValueError, match=f"{BUFFER_FILE}: .*, and --rollout-top-k is {other}: resume"
+    ):
+        start(other)
+    assert start(20 if kept else -1) == 5
+    write_samples(path / BUFFER_FILE, [], {})
+    assert start(other) == 5
