@@ -12,6 +12,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.hf_checkpoint import check_export_directory
 from r3train.launch.run_dir import CONFIG_FILE
+from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 
 # the topology of one process; the checkpoint's own needs as many ranks as its run had
 _ONE_RANK = (
@@ -40,15 +41,13 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     from r3train.host_group import join_ranks
     from r3train.launch.actor import export_hf
     from r3train.launch.job import Job
-    from r3train.trainer.megatron import checkpoint as checkpoints
     from r3train.trainer.megatron import topology
     from r3train.trainer.megatron.actor import MegatronActor
+    from r3train.trainer.megatron.checkpoint import load_checkpoint
 
     with usage_errors():
-        path = checkpoint
-        if (checkpoint / checkpoints.LATEST).is_file():
-            path = checkpoints.latest_checkpoint(checkpoint)
-        rollout_id = checkpoints.read_state(path)["num_rollouts"]
+        path = latest_checkpoint(checkpoint) if (checkpoint / LATEST).is_file() else checkpoint
+        rollout_id = read_state(path)["num_rollouts"]
         saved = ("--config", str(path / CONFIG_FILE), *_ONE_RANK, "--save-hf", str(output))
         config = parse_train_flags([*saved, *flags], prog_name="convert")
         target = config.checkpoint.hf_directory(rollout_id)
@@ -66,7 +65,7 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     try:
         place = topology.init_model_parallel(parallel, config.trainer.seed)
         actor = MegatronActor(config, hf, place, device)
-        checkpoints.load_checkpoint(actor, path, model_only=True)
+        load_checkpoint(actor, path, model_only=True)
         job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
         export_hf(job, actor, rollout_id)
         if place.rank == 0:

@@ -1,0 +1,60 @@
+"""``r3train convert`` up to the model: tests/e2e/test_sft.py compares the weights that it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from r3train.cli import main
+from r3train.config.options import parse_train_flags
+from r3train.trainer.megatron.saved_state import LATEST, STATE
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def saved(tiny, tmp_path) -> Path:
+    """A directory of --save with all but the tensors of its checkpoint."""
+    checkpoint = tmp_path / "saved" / "iter_0000007"
+    save(checkpoint, tiny)
+    (tmp_path / "saved" / LATEST).write_text("7\n")
+    return tmp_path / "saved"
+
+
+def save(checkpoint: Path, tiny: Path, *flags: str, run: dict = {}) -> None:
+    config = parse_train_flags(
+        [
+            *("--config", str(ROOT / "configs/tiny_cpu.toml"), *flags),
+            *("--hf-checkpoint", str(tiny / "model")),
+            *("--prompt-data", str(tiny / "prompts.jsonl")),
+        ],
+        prog_name="train",
+    )
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    (checkpoint / "config.toml").write_text(config.to_toml())
+    state = {"num_rollouts": 7, "weight_version": 7, "topology": {"world_size": 2}, "run": run}
+    (checkpoint / STATE).write_text(json.dumps(state))
+
+
+def convert(*words: object):
+    result = CliRunner().invoke(main, ["convert", *map(str, words)], env={"RANK": None})
+    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("which", [".", "iter_0000007"])
+def test_an_export_replaces_nothing_else_whichever_way_the_checkpoint_is_named(
+    saved, which, tmp_path
+):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7/thesis.tex").touch()
+    code, output = convert(saved / which, tmp_path / "{rollout_id}")
+    assert code == 2 and "holds something that is no earlier export" in output, output
+
+
+def test_a_pointer_to_no_checkpoint_is_a_message(saved, tmp_path):
+    (saved / LATEST).write_text("8\n")
+    code, output = convert(saved, tmp_path / "model")
+    assert code == 2 and "says '8', but there is no whole checkpoint of that name" in output, output
