@@ -86,13 +86,28 @@ def prepare(
         counts.append(len(built[0]))
         for all_steps, own in zip(microbatches, built, strict=True):
             all_steps += own
-    expectation = None
+    expectation, fresh = None, config.rollout.fresh_prefixes
     if config.r3_check_enabled:
         expectation = partial(
             step_expectation,
             rollout_id,
             num_rows=sum(s.sample.num_tokens for s in samples),
-            rows_current=_rows_current(rollout_id, samples, config, passes),
+            rows_current=_rows_current(
+                rollout_id,
+                [row_versions(s.sample, fresh_prefixes=fresh) for s in samples],
+                config,
+                passes,
+            ),
+            kept_current=(
+                _rows_current(
+                    rollout_id,
+                    [s.sample.weight_versions[s.sample.kept_counts > 0] for s in samples],
+                    config,
+                    passes,
+                )
+                if config.rollout.replays_kept_tokens
+                else None
+            ),
             keep_score_ratio=config.replay.r3_keep_score_ratio,
             passes=passes,
             moe_layers=hf.moe_layer_numbers,
@@ -197,18 +212,15 @@ def build_microbatches(
 
 
 def _rows_current(
-    rollout_id: int, samples: Sequence[TrainSample], config: RunConfig, passes: Sequence[str]
+    rollout_id: int, versions: Sequence[np.ndarray], config: RunConfig, passes: Sequence[str]
 ) -> dict[str, int]:
-    """Rows whose routes the actor's own weights computed, for each pass.
+    """Rows that the actor's own weights computed, or drew, for each pass; versions: of each sample's rows.
 
     The actor holds weight version ``rollout_id`` in an old-log-prob pass and in the first optimizer
     step.  After that step it holds weights that no server ever held.
     """
-    fresh = config.rollout.fresh_prefixes
-    of_sample = [
-        int((row_versions(s.sample, fresh_prefixes=fresh) == rollout_id).sum()) for s in samples
-    ]
-    first_step = len(samples) // config.steps_per_rollout
+    of_sample = [int((own == rollout_id).sum()) for own in versions]
+    first_step = len(versions) // config.steps_per_rollout
     counts = {"old_log_prob": sum(of_sample), "train": sum(of_sample[:first_step])}
     return {replay_pass: counts.get(replay_pass, 0) for replay_pass in passes}
 
@@ -269,10 +281,11 @@ def step_expectation(
     num_microbatches: int,
     topologies: Sequence[RankTopology],
     kept: Recorded | None = None,
+    kept_current: Mapping[str, int] | None = None,
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 
-    num_rows: tokens of all samples; rows_current, keep_score_ratio: as in ``StepExpectation``; num_microbatches: of
+    num_rows: tokens of all samples; rows_current, kept_current, keep_score_ratio: as in ``StepExpectation``; num_microbatches: of
     one rank, over all optimizer steps; kept: of kept tokens, None where none are replayed.
     """
     of_all = recorded if kept is None else recorded.beside(kept)
@@ -283,6 +296,7 @@ def step_expectation(
         rows_replayed=dict(zip(layers, whole.tolist())),
         rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
         rows_current=dict(rows_current),
+        kept_current=None if kept_current is None else dict(kept_current),
         keep_score_ratio=keep_score_ratio,
         num_calls=expected_calls(
             passes=passes,

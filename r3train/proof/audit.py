@@ -84,6 +84,7 @@ _QUANTITIES = {
 }
 # the same in records of stage sampling_mask
 _OF_KEPT_TOKENS = {
+    "rows_current": ("covered", "tokens that the actor's own weight version drew"),
     "fingerprint": ("applied", "fingerprint of kept tokens"),
     "rows_native": ("covered", "drawn tokens without kept tokens"),
     "duplicate_rows": ("applied", "drawn tokens that were not left"),
@@ -350,6 +351,7 @@ class _RunAudit:
             line.expected_rows_filled,
             line.expected_calls,
             line.expected_rows_current,
+            line.expected_kept_current,
             line.keep_score_ratio or 0.0,
         )
         limit = line.mismatch_threshold if self._threshold is None else self._threshold

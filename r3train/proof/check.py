@@ -205,6 +205,8 @@ class StepExpectation:
     num_calls: dict[str, dict[str, dict[int, int]]]
     # rows of the weight version that the actor holds, by pass: not known of old evidence
     rows_current: dict[str, int] | None = None
+    # the same of tokens with kept tokens, drawn by the weights that the actor holds; None without such
+    kept_current: dict[str, int] | None = None
     keep_score_ratio: float = 0.0  # with 0 no replayed expert may be let go
     # the same fingerprints for the ranks that share a data-parallel rank: where to look
     fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
@@ -358,8 +360,10 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         # recorded rows that were left over would be missing here
         wanted["rows_replayed"] = expectation.rows_replayed[layer] - got["rows_let_go"]
         wanted["rows_filled"] = expectation.rows_filled[layer]
-        if expectation.rows_current is not None and stage != SAMPLING_MASK:
-            wanted["rows_current"] = expectation.rows_current[replay_pass]
+        of_kept = stage == SAMPLING_MASK
+        current = expectation.kept_current if of_kept else expectation.rows_current
+        if current is not None:
+            wanted["rows_current"] = current[replay_pass]
     if not expectation.keep_score_ratio:
         wanted |= {"slots_let_go": 0, "rows_let_go": 0}
     return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_let_go"]}
@@ -435,6 +439,7 @@ def step_line(
         "expected_rows_replayed": expectation.rows_replayed,
         "expected_rows_filled": expectation.rows_filled,
         "expected_rows_current": expectation.rows_current,
+        "expected_kept_current": expectation.kept_current,
         "keep_score_ratio": (
             None if expectation.rows_current is None else expectation.keep_score_ratio
         ),

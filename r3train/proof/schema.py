@@ -97,6 +97,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     expected_rows_replayed: dict[LayerNumber, Amount]
     expected_rows_filled: dict[LayerNumber, Amount]
     expected_rows_current: dict[ReplayPass, Amount] | None = None
+    expected_kept_current: dict[ReplayPass, Amount] | None = None
     keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
     expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
     places: list[Place] = []
@@ -119,8 +120,9 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
         if sorted(self.expected_calls) != sorted(self.passes):
             raise ValueError(f"expected_calls has not the passes {self.passes}")
         current = self.expected_rows_current
-        if current is not None and sorted(current) != sorted(self.passes):
-            raise ValueError(f"expected_rows_current has not the passes {self.passes}")
+        for name in ("expected_rows_current", "expected_kept_current"):
+            if (rows := getattr(self, name)) is not None and sorted(rows) != sorted(self.passes):
+                raise ValueError(f"{name} has not the passes {self.passes}")
         later = (self.keep_score_ratio, *(getattr(self.counts, name) for name in LATER))
         if {value is None for value in later} != {current is None}:
             raise ValueError(

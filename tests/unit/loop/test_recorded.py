@@ -17,11 +17,13 @@ from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
 from r3train.environments.base import StepResult
 from r3train.generation import conversation, stitch
+from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.proof.check import SAMPLING_MASK, StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.trainer.megatron.cpu_device import prepare_device
-from r3train.types import RankTopology, RolloutSample, TrainSample
+from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 prepare_device()
 from r3train.verify.mutations import MUTATIONS  # noqa: E402
@@ -185,6 +187,65 @@ def test_kept_tokens_joined_in_the_wrong_order_are_caught(sample_a_turn, monkeyp
     monkeypatch.setattr(stitch, "_with_kept_tokens", backwards)
     expected, trained, _, _ = kept_tokens_expected_and_trained(play(sample_a_turn, KEPT))
     assert expected != trained
+
+
+def failures_of_kept_tokens(
+    monkeypatch, samples: list[RolloutSample], plant: Callable[[RankSlice], RankSlice]
+) -> set[str]:
+    """Quantities that the judge finds wrong of kept tokens, by the recorder of the only rank."""
+    from r3train.trainer.megatron import kept_tokens, replay_evidence
+
+    monkeypatch.setattr(kept_tokens.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    group = "get_tensor_model_parallel_group"
+    monkeypatch.setattr(replay_evidence.parallel_state, group, lambda: None)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
+    config = CONFIG.model_copy(
+        update={"rollout": CONFIG.rollout.model_copy(update={"rollout_top_k": 20})}
+    )
+    place = RankTopology(moe_layer_numbers=(LAYERS,))
+    trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
+    ready = prepare(3, trained, config, HF, ROUTES, [place], passes=("train",))
+    recorder = replay_evidence.CallRecorder(
+        rank=0, topk=ROUTES.topk, num_experts=ROUTES.num_experts, counts_tokens=True
+    )
+    recorder.begin_pass("train", 3, native=True)
+    for microbatch in ready.microbatches[0]:
+        share = plant(slice_microbatch(microbatch, place))
+        kept = kept_tokens.KeptTokens.of(share, torch.device("cpu"))
+        logits = torch.randn(share.num_rows, 100)
+        recorder.record_kept_tokens(
+            kept,
+            scaled=logits,
+            left=kept.left_of(logits),
+            labels=torch.from_numpy(share.labels),
+            vp_stage=0,
+            layer_number=ROUTES.output_layer,
+        )
+    totals = StepTotals(ROUTES)
+    for call in recorder.collect(3):
+        totals.add(call)
+    recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
+    verdict = judge(totals, ready.expectation(recorded), ROUTES, mismatch_threshold=1.0)
+    return {f.what for f in verdict.failures if f.stage == SAMPLING_MASK}
+
+
+def test_kept_tokens_whose_versions_were_lost_are_not_covered(monkeypatch):
+    """The threshold is of tokens that the actor's own weights drew: without any it proves nothing."""
+    samples = [
+        replace(s, weight_versions=np.where(s.loss_mask, 3, -1).astype(np.int32))
+        for s in play(False, KEPT)
+    ]
+    sound = failures_of_kept_tokens(monkeypatch, samples, lambda share: share)
+
+    def unknown(share):
+        return replace(share, kept_versions=np.full_like(share.kept_versions, -1))
+
+    def older(share):
+        return replace(share, kept_versions=share.kept_versions - 1)
+
+    for plant in (unknown, older):
+        failed = failures_of_kept_tokens(monkeypatch, samples, plant)
+        assert failed - sound == {"rows_current"}
 
 
 def of_a_later_row(cut: Callable) -> Callable:
