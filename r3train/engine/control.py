@@ -15,7 +15,7 @@ from r3train.config.sources import ConfigError
 from r3train.engine.answer import input_log_probs
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
-from r3train.engine.refusals import server_conflicts
+from r3train.engine.refusals import kept_token_conflicts, server_conflicts
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +199,16 @@ class EngineControl:
             complaint
             for url, info in zip(self._http.urls, self.server_info(), strict=True)
             for complaint in server_conflicts(url, info)
+        ]
+        if found:
+            raise ConfigError("\n".join(found))
+
+    def require_kept_tokens(self, top_k: int) -> None:
+        """Raise ConfigError for servers that cannot say which tokens ``top_k`` kept."""
+        found = [
+            complaint
+            for url, info in zip(self._http.urls, self.server_info(), strict=True)
+            for complaint in kept_token_conflicts(url, info, top_k)
         ]
         if found:
             raise ConfigError("\n".join(found))

@@ -20,7 +20,7 @@ from typing import Any
 
 from r3train.config.sources import ConfigError
 from r3train.engine.key import ENGINE_KEY_VARIABLE
-from r3train.engine.refusals import DECIDED_BY_THE_RUN, replay_refusals
+from r3train.engine.refusals import DECIDED_BY_THE_RUN, kept_token_refusals, replay_refusals
 
 _KEY_FLAGS = ("api_key", "admin_api_key")
 
@@ -115,11 +115,14 @@ def _flag(name: str) -> str:
     return f"--sglang-{name.replace('_', '-')}"
 
 
-def check_server_flags(given: Mapping[str, Any], *, replay: bool = False) -> None:
+def check_server_flags(
+    given: Mapping[str, Any], *, replay: bool = False, kept_top_k: int | None = None
+) -> None:
     """Check the flags of servers of our own; raises ConfigError with a line for each that is wrong.
 
     Wrong are a key among the flags, a flag that SGLang does not have, a setting that the run decides,
-    and with ``replay`` (routing replay is on) one whose routes would be wrong.
+    with ``replay`` (routing replay is on) one whose routes would be wrong, and with ``kept_top_k`` (the
+    tokens that this top-k keeps are replayed) one with which SGLang does not say them.
     """
     problems = [
         # SGLang's parser takes an unambiguous prefix
@@ -141,6 +144,11 @@ def check_server_flags(given: Mapping[str, Any], *, replay: bool = False) -> Non
         problems += [
             f"sglang.{field} = {value!r} cannot go with --use-rollout-routing-replay: {reason}"
             for field, value, reason in replay_refusals(fields)
+        ]
+    if kept_top_k is not None:
+        problems += [
+            f"sglang.{field} = {value!r} cannot go with --rollout-top-k {kept_top_k}: {reason}"
+            for field, value, reason in kept_token_refusals(fields, kept_top_k)
         ]
     if problems:
         raise ConfigError("\n".join(problems))

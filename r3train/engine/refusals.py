@@ -141,6 +141,34 @@ def replay_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
             yield field, settings[field], reason
 
 
+# SGLang 0.5.23 (spec_sampling_mask.py): the only speculation with which it says what it kept
+_DFLASH = ("DFLASH", "DSPARK")
+
+
+def kept_token_refusals(settings: Settings, top_k: int) -> Iterator[tuple[str, Any, str]]:
+    """Yield (field, value, reason) for each setting of a server that cannot say which tokens it kept."""
+    name = "speculative_algorithm"
+    value = settings.get(name)
+    if _is_on(value, settings) and str(value).upper() not in _DFLASH:
+        yield name, value, f"SGLang says which tokens it kept only with {' and '.join(_DFLASH)}"
+    name = "sampling_mask_max_tokens"
+    if settings.get(name) is not None and _number(settings[name]) < top_k:
+        yield name, settings[name], "SGLang refuses requests with a larger top-k"
+
+
+def kept_token_conflicts(url: str, info: Any, top_k: int) -> Iterator[str]:
+    """Yield a complaint for each setting of a running server that cannot say which tokens it kept.
+
+    info: as for ``server_conflicts``.
+    """
+    info = info if isinstance(info, Mapping) else {}
+    for field, value, reason in kept_token_refusals(info, top_k):
+        yield (
+            f"engine {url} runs with {field} = {value!r}, which cannot go with --rollout-top-k {top_k}:"
+            f" {reason}"
+        )
+
+
 def server_conflicts(url: str, info: Any) -> Iterator[str]:
     """Yield a complaint for each setting of a running server whose routes would be wrong.
 

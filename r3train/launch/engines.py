@@ -191,6 +191,8 @@ class Engines:
             self._control.require_routed_experts()
         self._routes.require_reach(self._addrs, self._api_key)
         rollout = self.job.config.rollout
+        if rollout.replays_kept_tokens:
+            self._control.require_kept_tokens(rollout.rollout_top_k)
         if rollout.pause_generation_mode != "drain":
             self._control.require_exact_boundaries()
         pool, longest = self._control.pool_tokens(), self.job.longest_prompt

@@ -164,7 +164,12 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
     attempt(settings, check_static, config, world_size)
     attempt(settings, check_overrides, config)
     replay = config.replay.use_rollout_routing_replay
-    attempt(settings, lambda: check_server_flags(config.rollout.sglang, replay=replay))
+    rollout = config.rollout
+    kept_top_k = rollout.rollout_top_k if rollout.replays_kept_tokens else None
+    attempt(
+        settings,
+        lambda: check_server_flags(rollout.sglang, replay=replay, kept_top_k=kept_top_k),
+    )
     attempt(settings, check_layers_here, config)
     attempt(settings, check_trackers, config)
     # refuses a key that HTTP cannot send
@@ -403,6 +408,8 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
             control.model_info()
             if config.replay.use_rollout_routing_replay:
                 control.require_routed_experts()
+            if config.rollout.replays_kept_tokens:
+                control.require_kept_tokens(config.rollout.rollout_top_k)
             if config.rollout.pause_generation_mode != "drain":
                 control.require_exact_boundaries()
     except EngineError as error:

@@ -145,6 +145,35 @@ async def test_an_external_server_is_judged_by_the_same_table(field, tiny):
     assert result.exit_code == 0, result.output
 
 
+KEPT_ROWS = {
+    "speculative_algorithm": ("NGRAM", "DFLASH"),
+    "sampling_mask_max_tokens": (19, 20),
+}
+
+
+@pytest.mark.parametrize("field", KEPT_ROWS)
+async def test_a_server_that_cannot_say_which_tokens_it_kept_is_refused(field, tiny):
+    top_k, off = ["--rollout-top-k", "20"], "--no-use-rollout-routing-replay"
+    refused, harmless = KEPT_ROWS[field]
+    result = await ask_external(tiny, SERVER_INFO | {field: refused}, *top_k, off)
+    assert result.exit_code == 2, result.output
+    assert f"runs with {field} = " in words(result.output)
+    assert "cannot go with --rollout-top-k 20" in words(result.output)
+    result = await ask_external(tiny, SERVER_INFO | {field: harmless}, *top_k, off)
+    assert result.exit_code == 0, result.output
+    result = await ask_external(tiny, SERVER_INFO | {field: refused}, off)
+    assert result.exit_code == 0, result.output
+
+
+def test_speculation_of_our_own_servers_that_hides_the_kept_tokens_is_refused(tiny):
+    flags = server_flags(SPECULATION | {"chunked_prefill_size": 128})
+    result = start(tiny, "--dry-run", *flags, "--rollout-top-k", "20")
+    assert result.exit_code == 2, result.output
+    assert "sglang.speculative_algorithm = 'ngram' cannot go with --rollout-top-k 20" in words(
+        result.output
+    )
+
+
 async def test_a_server_that_says_nothing_of_its_routes_is_refused(tiny):
     info = {k: v for k, v in SERVER_INFO.items() if k != "enable_return_routed_experts"}
     result = await ask_external(tiny, info)
