@@ -80,7 +80,9 @@ def read_answer(
     if request.sampling.kept_of is not None:
         drawn = {} if output_len == 0 else meta
         kept_counts, kept_ids = _kept_tokens(drawn, output_ids, request.sampling.kept_of, name)
-        log_probs = _among_kept(drawn.get("output_token_sampling_logprobs", []), output_len, name)
+        among = _among_kept(drawn.get("output_token_sampling_logprobs", []), output_len, name)
+        _check_among_kept(among, log_probs, kept_counts, name)
+        log_probs = among
     versions = _versions(meta.get("weight_versions"), output_len, name)
     _check_versions(versions, request.weight_version, request.exact_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
@@ -279,6 +281,19 @@ def _among_kept(values: Any, response_len: int, name: str) -> np.ndarray:
             f"sample {name}: {got} output_token_sampling_logprobs, expected {response_len}"
         )
     return _finite(np.asarray(values, dtype=np.float32), name)
+
+
+def _check_among_kept(among: np.ndarray, of_all: np.ndarray, counts: np.ndarray, name: str) -> None:
+    """Tie log-probs to the kept tokens: none is below that among all tokens, that of one alone is 0."""
+    if (low := among < of_all - 1e-3).any():
+        at = int(np.argmax(low))
+        raise ValueError(
+            f"sample {name}: log-prob {at} among the kept tokens is {among[at]}, expected at least"
+            f" {of_all[at]}, that among all tokens"
+        )
+    if (off := (counts == 1) & (np.abs(among) >= 1e-4)).any():
+        at = int(np.argmax(off))
+        raise ValueError(f"sample {name}: log-prob {at} is {among[at]} where one token was kept")
 
 
 def _finite(values: np.ndarray, name: str) -> np.ndarray:

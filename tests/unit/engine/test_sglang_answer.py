@@ -230,6 +230,12 @@ def test_kept_tokens_come_with_the_log_probs_among_them():
         ("logprobs", None, "no output_token_sampling_logprobs, expected 2"),
         ("logprobs", [-0.25], "1 output_token_sampling_logprobs, expected 2"),
         ("logprobs", [-0.25, float("nan")], "log-prob 1 is nan"),
+        (
+            "logprobs",
+            [-0.75, 0.0],
+            "log-prob 0 among the kept tokens is -0.75, expected at least -0.5",
+        ),
+        ("logprobs", [-0.25, -0.125], "log-prob 1 is -0.125 where one token was kept"),
     ],
 )
 def test_kept_tokens_that_cannot_be_are_refused(name, value, message):
