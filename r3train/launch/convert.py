@@ -14,13 +14,15 @@ from r3train.hf_checkpoint import check_export_directory
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 
-# the topology of one process; the checkpoint's own needs as many ranks as its run had
+# the topology of one process, on the device that is here; the checkpoint's own needs the ranks and
+# the device of its run
 _ONE_RANK = (
     *("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
     *("--virtual-pipeline-model-parallel-size", "none", "--context-parallel-size", "1"),
     *("--expert-model-parallel-size", "1", "--expert-tensor-parallel-size", "1"),
     *("--decoder-first-pipeline-num-layers", "none", "--decoder-last-pipeline-num-layers", "none"),
     *("--pipeline-model-parallel-layout", "none", "--no-sequence-parallel"),
+    *("--distributed-backend", "auto", "--attention-backend", "auto"),
 )
 
 
@@ -32,8 +34,9 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     """Write the weights of CHECKPOINT to OUTPUT as --save-hf would have done.
 
     CHECKPOINT is a directory of --save, or one checkpoint in it.  The settings are those saved with it; FLAGS
-    of train_async.py change them.  One process holds the model.  Under torchrun its ranks share it,
-    as --tensor-model-parallel-size and its like say.
+    of train_async.py change them.  One process holds the model, with the
+    optimizer's float32 copy and the gradient buffers: about 10 bytes a trained parameter in bf16.  Under
+    torchrun its ranks share them, as --tensor-model-parallel-size and its like say.
     """
     from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -41,6 +44,7 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     from r3train.host_group import join_ranks
     from r3train.launch.actor import export_hf
     from r3train.launch.job import Job
+    from r3train.launch.resume import check_adapters
     from r3train.trainer.megatron import topology
     from r3train.trainer.megatron.actor import MegatronActor
     from r3train.trainer.megatron.checkpoint import load_checkpoint
@@ -53,19 +57,22 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
         target = config.checkpoint.hf_directory(rollout_id)
         check_export_directory(target, config.model.hf_checkpoint)
         hf = read_hf_facts(config.model.hf_checkpoint)
+        check_adapters(config, path)
     parallel = config.parallel
-    if "RANK" in os.environ:
-        minutes = parallel.distributed_timeout_minutes
-        topology.init_distributed(parallel.distributed_backend, minutes)
-    else:
-        from torch.distributed import HashStore
+    with usage_errors():
+        if "RANK" in os.environ:
+            minutes = parallel.distributed_timeout_minutes
+            topology.init_distributed(parallel.distributed_backend, minutes)
+        else:
+            from torch.distributed import HashStore
 
-        hours = timedelta(hours=1)
-        join_ranks(parallel.distributed_backend, HashStore(), 0, 1, timeout=hours)
+            hours = timedelta(hours=1)
+            join_ranks(parallel.distributed_backend, HashStore(), 0, 1, timeout=hours)
     try:
-        place = topology.init_model_parallel(parallel, config.trainer.seed)
-        actor = MegatronActor(config, hf, place, device)
-        load_checkpoint(actor, path, model_only=True)
+        with usage_errors():
+            place = topology.init_model_parallel(parallel, config.trainer.seed)
+            actor = MegatronActor(config, hf, place, device)
+            load_checkpoint(actor, path, model_only=True)
         job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
         export_hf(job, actor, rollout_id)
         if place.rank == 0:

@@ -57,20 +57,20 @@ def resume_point(job: Job) -> ResumePoint:
         return ResumePoint()
     path = latest_checkpoint(settings.load)
     if settings.load_model_only:
-        _check_adapters(job, path)
+        check_adapters(job.config, path)
         return ResumePoint(path, model_only=True)
     return _point(job, path)
 
 
-def _check_adapters(job: Job, path: Path) -> None:
+def check_adapters(config: RunConfig, path: Path) -> None:
     """Raise ValueError for a checkpoint of other adapters than the run's, or of another base."""
-    saved, now = read_state(path).get("run", {}).get(_LORA), run_facts(job)[_LORA]
+    saved, now = read_state(path).get("run", {}).get(_LORA), adapter_facts(config)
     if saved is not None and not isinstance(saved, dict):
         raise ValueError(f"{path}: its facts of adapters are {saved!r}, expected a table")
     if (saved is None) != (now is None):
         has = "the whole model" if saved is None else "LoRA adapters"
         raise ValueError(
-            f"{path}: holds {has}, and --lora-rank is {job.config.lora.lora_rank}: a run resumes with"
+            f"{path}: holds {has}, and --lora-rank is {config.lora.lora_rank}: a run resumes with"
             " adapters or without, as it began"
         )
     for name, value in (now or {}).items():
@@ -79,7 +79,7 @@ def _check_adapters(job: Job, path: Path) -> None:
         if name == "base":
             raise ValueError(
                 f"{path}: its adapters belong to another base than --hf-checkpoint"
-                f" {job.config.model.hf_checkpoint} (identity {str(saved.get(name))[:12]}..., now"
+                f" {config.model.hf_checkpoint} (identity {str(saved.get(name))[:12]}..., now"
                 f" {value[:12]}...)"
             )
         raise ValueError(
@@ -88,7 +88,7 @@ def _check_adapters(job: Job, path: Path) -> None:
 
 
 def _point(job: Job, path: Path) -> ResumePoint:
-    _check_adapters(job, path)
+    check_adapters(job.config, path)
     state = read_state(path)
     saved, now = state.get("run", {}), run_facts(job)
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
@@ -130,13 +130,8 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
 def run_facts(job: Job) -> dict[str, Any]:
     """Return the settings that decide the order of prompts, the numbers of samples and the adapters."""
     config: RunConfig = job.config
-    lora = None
-    if config.lora.enabled:
-        fields = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
-        lora = config.lora.model_dump(mode="json", include=set(fields))
-        lora["base"] = identity(config.model.hf_checkpoint)
     return {
-        _LORA: lora,
+        _LORA: adapter_facts(config),
         "prompt_data_sha256": job.prompt_file.sha256,
         "num_prompts": len(job.prompts),
         "rollout_batch_size": config.rollout.rollout_batch_size,
@@ -145,6 +140,15 @@ def run_facts(job: Job) -> dict[str, Any]:
         "rollout_shuffle": config.data.rollout_shuffle,
         "prompt_files": _prompt_files(config),
     }
+
+
+def adapter_facts(config: RunConfig) -> dict[str, Any] | None:
+    """Return what a checkpoint's adapters are, with the identity of their base; None without LoRA."""
+    if not config.lora.enabled:
+        return None
+    fields = ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    facts = config.lora.model_dump(mode="json", include=set(fields))
+    return facts | {"base": identity(config.model.hf_checkpoint)}
 
 
 def _prompt_files(config: RunConfig) -> list[list[Any]] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config.options import parse_train_flags
+from r3train.launch.resume import adapter_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -58,3 +61,22 @@ def test_a_pointer_to_no_checkpoint_is_a_message(saved, tmp_path):
     (saved / LATEST).write_text("8\n")
     code, output = convert(saved, tmp_path / "model")
     assert code == 2 and "says '8', but there is no whole checkpoint of that name" in output, output
+
+
+def test_adapters_are_merged_onto_their_own_base_alone(saved, tiny, tmp_path):
+    at = saved / "iter_0000007"
+    rank = ("--lora-rank", "4")
+    save(at, tiny, *rank)
+    facts = adapter_facts(parse_train_flags(["--config", str(at / "config.toml")], prog_name="t"))
+    save(at, tiny, *rank, run={"lora": facts | {"base": "0" * 64}})
+    code, output = convert(saved, tmp_path / "model")
+    assert code == 2 and "its adapters belong to another base than --hf-checkpoint" in output
+
+
+def test_settings_of_another_device_build_the_model_here(saved, tiny, tmp_path):
+    """The tensors alone are missing, which is found once the model is built."""
+    save(saved / "iter_0000007", tiny, "--distributed-backend", "nccl", "--attention-backend", "te")
+    command = [sys.executable, "-m", "r3train.cli", "convert", str(saved), str(tmp_path / "model")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert ".metadata: refused: FileNotFoundError" in " ".join(done.stderr.split()), done.stderr
