@@ -45,6 +45,12 @@ class CheckpointSection(Section):
         """The directory of the export after ``rollout_id`` rollouts; only with save_hf."""
         return Path(str(self.save_hf).replace(ROLLOUT_ID, str(rollout_id)))
 
+    def hf_directories(self, num_rollout: int) -> list[Path]:
+        """The directories of all exports of a run of ``num_rollout`` rollouts; only with save_hf."""
+        interval = self.save_interval if self.exports_often else None
+        early = range(interval, num_rollout, interval) if interval else ()
+        return [self.hf_directory(rollout_id) for rollout_id in (*early, num_rollout)]
+
     @property
     def exports_often(self) -> bool:
         """True if weights are exported during the run too."""

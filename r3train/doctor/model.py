@@ -40,7 +40,7 @@ class Weights:
 def check_job(config: RunConfig, world_size: int) -> Findings:
     """The training command's own checks, a finding each; those of a good job come with its facts."""
     try:
-        job = preflight(config, world_size, for_all_ranks=True)
+        job = preflight(config, world_size, for_all_ranks=True, starts=False)
     except PreflightError as error:
         yield from _warnings(error.warnings)
         for subject, text in error.faults:

@@ -141,12 +141,15 @@ class PreflightError(ConfigError):
         self.warnings = warnings
 
 
-def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False) -> Job:
+def preflight(
+    config: RunConfig, world_size: int, *, for_all_ranks: bool = False, starts: bool = True
+) -> Job:
     """Check everything that can be checked before a server or an actor is built.
 
     The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
     one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
-    at the data.  Raises PreflightError with every fault that was found.
+    at the data.  starts: False where nothing will be written: another run in --run-dir is a warning then.
+    Raises PreflightError with every fault that was found.
     """
     faults: list[tuple[str, str]] = []
 
@@ -178,13 +181,18 @@ def preflight(config: RunConfig, world_size: int, *, for_all_ranks: bool = False
         for address in config.rollout.rollout_external_engine_addrs:
             attempt(f"server {address}", check_external_server, config, address, api_key)
     attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
-    if for_all_ranks:
+    if for_all_ranks and starts:
         attempt("run directory", check_fresh, config, os.environ)
+    elif for_all_ranks:
+        try:
+            check_fresh(config, os.environ)
+        except ValueError as error:
+            remedy = "a new start there is refused"
+            warnings.append(JobWarning("run directory", str(error), remedy))
     if config.checkpoint.save is not None:
         attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
     if config.checkpoint.save_hf is not None:
-        last = config.checkpoint.hf_directory(config.rollout.num_rollout)
-        attempt(settings, check_export_directory, last, model)
+        attempt(settings, check_export_directories, config)
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
     hf = attempt("checkpoint", read_hf_facts, model)
@@ -414,6 +422,12 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
                 control.require_exact_boundaries()
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None
+
+
+def check_export_directories(config: RunConfig) -> None:
+    """Raise ValueError for the first export of the run whose directory holds something else."""
+    for directory in config.checkpoint.hf_directories(config.rollout.num_rollout):
+        check_export_directory(directory, config.model.hf_checkpoint)
 
 
 def check_layers_here(config: RunConfig) -> None:

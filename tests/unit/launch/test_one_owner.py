@@ -18,6 +18,8 @@ import psutil
 import pytest
 
 from r3train.config.options import train_options
+from r3train.doctor.finding import PROBLEM, WARNING
+from r3train.doctor.model import check_job
 from r3train.launch.run_dir import (
     claim_directories,
     open_run_dir,
@@ -162,3 +164,11 @@ def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_left():
         assert hard == before[1] and soft == min(hard, 65536)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_doctor_warns_of_a_run_in_its_directory(tiny, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    found = list(check_job(_config(tiny, "--run-dir", str(tmp_path)), 2))
+    assert not [finding for finding in found if finding.level == PROBLEM], found
+    warned = [finding for finding in found if "holds a run already" in finding.text]
+    assert [finding.level for finding in warned] == [WARNING]

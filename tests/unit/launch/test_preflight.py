@@ -549,3 +549,11 @@ def test_a_number_of_experts_that_would_take_all_memory_is_refused(tiny, tmp_pat
     result = start(tiny, "--dry-run", "--hf-checkpoint", str(model))
     assert result.exit_code == 2
     assert "9999 layers of 9999 experts, expected at most 1000000 experts in all" in words(result)
+
+
+def test_an_export_during_the_run_must_not_replace_the_model_either(tiny, tmp_path):
+    (tmp_path / "2").symlink_to(tiny / "model")
+    flags = ("--save-hf", str(tmp_path / "{rollout_id}"), "--num-rollout", "5")
+    assert start(tiny, "--dry-run", *flags, "--save-interval", "3").exit_code == 0
+    refused = start(tiny, "--dry-run", *flags, "--save-interval", "2")
+    assert refused.exit_code == 2 and "would replace --hf-checkpoint" in words(refused)
