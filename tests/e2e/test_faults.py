@@ -17,9 +17,11 @@ pytestmark = pytest.mark.e2e
 ENDLESS = [*jobs.R3_FLAGS, "--num-rollout", "100000"]
 
 
-def _is_sglang(process: psutil.Process) -> bool:
+def _is_of_server(process: psutil.Process) -> bool:
+    """True for a server's guard, its main program and SGLang's workers."""
     try:
-        return "sglang" in " ".join([process.name(), *process.cmdline()])
+        words = " ".join([process.name(), *process.cmdline()])
+        return "sglang" in words or "r3train.engine." in words
     except psutil.NoSuchProcess:
         return False
 
@@ -59,8 +61,8 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
         wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
         tree = job.children(recursive=True)
         try:
-            servers = [p for p in tree if _is_sglang(p)]
-            assert len(servers) >= 3
+            servers = [p for p in tree if _is_of_server(p)]
+            assert len(servers) >= 4
             end([job, *(p for p in tree if p not in servers)])
             job.wait()
             _, alive = psutil.wait_procs(servers, timeout=15)
