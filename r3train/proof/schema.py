@@ -123,6 +123,9 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("expected_rows_current", "expected_kept_current"):
             if (rows := getattr(self, name)) is not None and sorted(rows) != sorted(self.passes):
                 raise ValueError(f"{name} has not the passes {self.passes}")
+        if any(SAMPLING_MASK in of for of in self.expected_calls.values()):
+            if self.expected_kept_current is None:
+                raise ValueError("expected_kept_current is missing: kept tokens were replayed")
         later = (self.keep_score_ratio, *(getattr(self.counts, name) for name in LATER))
         if {value is None for value in later} != {current is None}:
             raise ValueError(
