@@ -183,8 +183,9 @@ class SGLangClient:
 
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
-        distribution after temperature, before top-p and top-k, or with ``kept_of`` after them.  Cancelling the call aborts the
-        request on its server; so does a timeout.  Raises BadAnswer or AnswerCutShort after
+        distribution after temperature, before top-p and top-k; with ``kept_of`` they are those among
+        the tokens that both kept.  Cancelling the call aborts the request on its server; so does a
+        timeout.  Raises BadAnswer or AnswerCutShort after
         too many of them, and AnswerLate for a late answer of a server whose ``/health`` is silent
         too.
         """

@@ -97,7 +97,7 @@ IN_CI = ("one_expert", "token_shift", "answer_with_rows_of_another", "tensor_of_
 )
 def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, engine):
     served = ["--rollout-external-engine-addrs", engine]
-    if bug == "expert_bias_not_exported":  # the session's model has none
+    if bug == "expert_bias_not_exported":  # the model of the other jobs has no such bias
         build(tmp_path / "glm", TinyOptions(family="glm4_moe"))
         served = ["--hf-checkpoint", str(tmp_path / "glm/model")]
     job = jobs.run(
