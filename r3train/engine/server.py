@@ -112,7 +112,7 @@ def _has_cuda() -> bool:
 
 
 class SGLangServer:
-    """One ``python -m sglang.launch_server`` and everything that it starts.
+    """One SGLang server (``engine/launch_server.py``) and everything that it starts.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
     here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
@@ -199,9 +199,7 @@ class SGLangServer:
                 args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
         args |= self.server_args
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
-        # this program reads the key from the environment: everybody can read a command line
-        module = "r3train.engine.keyed_server" if self.api_key else "sglang.launch_server"
-        return [sys.executable, "-m", module, *server_flags(args)]
+        return [sys.executable, "-m", "r3train.engine.launch_server", *server_flags(args)]
 
     def environment(self) -> dict[str, str]:
         """The part of the owner's environment that a server needs (``inherited``): offline, one thread on a CPU.

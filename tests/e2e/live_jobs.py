@@ -86,6 +86,6 @@ def server(job: psutil.Popen) -> psutil.Process:
     """The program that listens for requests."""
     for process in job.children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "r3train.engine.keyed_server" in process.cmdline()[:3]:
+            if "r3train.engine.launch_server" in process.cmdline()[:3]:
                 return process
     raise AssertionError("no server with a key")

@@ -140,7 +140,7 @@ def test_a_job_trains_with_it_by_the_default_transport_and_the_key_is_shown_nowh
     assert f"master_address={other_host.ours}," in text, "not over the other host's network"
     assert "'api_key': '***'" in text, "SGLang writes its arguments to its log"
     assert any("train_async.py" in " ".join(words) for words in seen)
-    assert any("r3train.engine.keyed_server" in words for words in seen)
+    assert any("r3train.engine.launch_server" in words for words in seen)
     assert not [words for words in seen if KEY in " ".join(words)]
     files = [path for path in job.run_dir.rglob("*") if path.is_file()] + [server.log]
     assert len(files) > 5

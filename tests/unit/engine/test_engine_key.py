@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from aiohttp import web
 from click.testing import CliRunner
 from tests.unit.config.test_config import config
@@ -17,7 +19,7 @@ from tests.unit.fake_engine_server import Fake, client_of, one
 
 from r3train.launch.job import check_external_server
 from r3train.launch.serve import serve
-from r3train.engine import keyed_server, server as sglang_server
+from r3train.engine import launch_server, server as sglang_server
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
@@ -36,33 +38,36 @@ def test_a_host_beyond_loopback_is_refused_without_a_key(tmp_path, host):
 def test_a_key_travels_by_the_environment_and_not_by_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, "another-key-of-the-owner")
     server = SGLangServer("m", tmp_path / "log", device="cpu", host="0.0.0.0", port=3, api_key=KEY)
-    assert "r3train.engine.keyed_server" in server.command()
+    assert "r3train.engine.launch_server" in server.command()
     assert not [word for word in server.command() if KEY in word or "api-key" in word]
     assert server.environment()[ENGINE_KEY_VARIABLE] == KEY
     without = SGLangServer("m", tmp_path / "log", device="cpu")
-    assert "sglang.launch_server" in without.command()
     assert ENGINE_KEY_VARIABLE not in without.environment()
 
 
-def test_the_process_of_a_keyed_server_adds_the_flag_and_hides_it_in_its_log(monkeypatch, caplog):
-    started = []
+def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypatch, caplog):
+    started, methods = [], []
+    # as in SGLang, which asks for spawn: without CUDA it gets forks
+    monkeypatch.setattr(multiprocessing, "set_start_method", lambda *words: methods.append(words))
 
     def run_module(name, run_name, alter_sys):
+        multiprocessing.set_start_method("spawn", force=True)
         started.append((name, run_name, list(sys.argv)))
         logging.getLogger("sglang").warning("server_args={'api_key': '%s', 'port': %d}", KEY, 5)
         logging.getLogger("sglang").warning(f"and once more: {KEY}")
 
     monkeypatch.setattr(runpy, "run_module", run_module)
-    monkeypatch.setattr(sys, "argv", ["keyed_server", "--port", "5"])
+    monkeypatch.setattr(sys, "argv", ["launch_server", "--port", "5"])
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, KEY)
     before = logging.getLogRecordFactory()
     try:
-        keyed_server.main()
+        launch_server.main()
         assert ENGINE_KEY_VARIABLE not in os.environ, "workers would inherit it"
     finally:
         logging.setLogRecordFactory(before)
-    words = ["keyed_server", "--port", "5", "--api-key", KEY]
+    words = ["launch_server", "--port", "5", "--api-key", KEY]
     assert started == [("sglang.launch_server", "__main__", words)]
+    assert methods == [("spawn" if torch.cuda.is_available() else "fork", True)]
     assert [record.getMessage() for record in caplog.records] == [
         "server_args={'api_key': '***', 'port': 5}",
         "and once more: ***",

@@ -1,0 +1,69 @@
+"""``python -m r3train.engine.launch_server FLAGS...``: SGLang's server as this project starts it.
+
+- A key comes from the environment.  SGLang takes it as a flag, which everybody on the node could read
+  in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
+  process, and hidden in the log.
+- Without CUDA the workers are forks of this process, and not new ones that import everything again.
+
+Source: SGLang 0.5.23, ``launch_server.py`` (arguments from ``sys.argv``),
+``Engine._launch_subprocesses`` (``logger.info(f"server_args=...")``) and ``_set_envs_and_config``
+(``mp.set_start_method("spawn", force=True)``).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import runpy
+import sys
+
+from r3train.engine.key import ENGINE_KEY_VARIABLE
+
+_HIDDEN = "***"
+
+
+def hide_in_logs(secret: str) -> None:
+    """Replace a text in every log record of this process, for all loggers and handlers."""
+    make = logging.getLogRecordFactory()
+
+    def record_without(*args: object, **kwargs: object) -> logging.LogRecord:
+        record = make(*args, **kwargs)
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # a bad format string: the handler reports it
+            return record
+        if secret in message:
+            record.msg, record.args = message.replace(secret, _HIDDEN), None
+        return record
+
+    logging.setLogRecordFactory(record_without)
+
+
+def fork_workers() -> None:
+    """Make workers forks of this process whatever start method is asked for.
+
+    SGLang asks for spawn, because CUDA does not survive a fork.  On a CPU the scheduler and the
+    detokenizer would import for 15 s each what this process has imported already.  It has one
+    thread when it starts them.
+    """
+    set_start_method = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda _method, force=False: set_start_method("fork", force)
+
+
+def main() -> None:
+    """Run SGLang's server in this process; its workers inherit no key."""
+    key = os.environ.pop(ENGINE_KEY_VARIABLE, None)
+    if key:
+        hide_in_logs(key)
+        sys.argv += ["--api-key", key]
+    import torch
+
+    if not torch.cuda.is_available():
+        fork_workers()
+    # as __main__ under its own name: spawned workers import it by that name
+    runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
