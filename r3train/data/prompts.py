@@ -16,6 +16,8 @@ from r3train.types import Prompt
 
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
+# words of an answer that no template has
+_STAND_IN = "r3train-stands-in-for-an-answer"
 
 
 class Tokenizer(Protocol):
@@ -54,6 +56,7 @@ def load_prompts(
     apply_chat_template: bool = False,
     template_kwargs: Mapping[str, Any] = MappingProxyType({}),
     tool_key: str | None = None,
+    tools: Sequence[dict[str, Any]] = (),
     rows: slice = slice(None),
     max_prompt_len: int | None = None,
     limit_name: str = "rollout_max_prompt_len",
@@ -64,12 +67,14 @@ def load_prompts(
     ``rows`` picks lines or rows by their 0-based number.  A key a.b is key b of table a.
     ``limit_name`` says in errors where ``max_prompt_len`` (tokens) comes from.  Longer prompts are
     left out and ``note`` is told, once; without it they are errors.  Blank lines are skipped; labels,
-    metadata and tools may be absent.  Raises ValueError naming file, line (or row) and key for a
+    metadata and tools may be absent.  ``tools`` are those of rows without tools of their own.  Raises ValueError naming file, line (or row) and key for a
     missing or empty file, bad JSON, a missing key and an empty prompt.
     """
     path = Path(path)
     prompts, overlong = [], []
-    template = ChatTemplate(tokenizer, template_kwargs, tool_key) if apply_chat_template else None
+    template = None
+    if apply_chat_template:
+        template = ChatTemplate(tokenizer, template_kwargs, tool_key, tools)
     for record in read_records(path, rows):
         text = _prompt_text(record, input_key, template)
         # a chat template writes the special tokens itself
@@ -248,22 +253,61 @@ class ChatTemplate:
 
     tokenizer: Tokenizer
     variables: Mapping[str, Any]
-    tool_key: str | None
+    tool_key: str | None = None
+    tools: Sequence[dict[str, Any]] = ()  # of rows that have none of their own
 
     def render(self, record: Record, messages: list[dict[str, Any]], *, asks: bool = True) -> str:
         """Messages as text; raises ValueError naming the row where the template fails.
 
         asks: end with the words that ask for an answer.
         """
+        own = None if self.tool_key is None else _tools(record, self.tool_key)
+        return self._rendered(record.where, messages, asks, own or self.tools)
+
+    def reply(self, messages: list[dict[str, Any]], last: int) -> list[int]:
+        """Tokens behind an answer that ends with token ``last``: its end, messages, the next opening.
+
+        The end is what the template writes behind an answer; its first token is left out if it is
+        ``last``.  What comes before is never rendered anew: the messages follow a stand-in for the
+        answer, and all behind its words counts.  Raises ValueError where the template fails.
+        """
+        closing = self._encode(self._behind([], asks=False))
+        tokens = self._encode(self._behind(messages, asks=True))
+        return tokens[1:] if tokens[:1] == closing[:1] == [last] else tokens
+
+    def check_tools(self) -> None:
+        """Raise ValueError if the template does not show the tools."""
+        message, where = [{"role": "user", "content": _STAND_IN}], "tools"
+        shown = self._rendered(where, message, True, self.tools)
+        if shown == self._rendered(where, message, True, ()):
+            raise ValueError(
+                "the environment has tools, and the tokenizer's chat template does not show them"
+            )
+
+    def _behind(self, messages: list[dict[str, Any]], *, asks: bool) -> str:
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _STAND_IN}]
+        text = self._rendered("a reply", [*before, *messages], asks, self.tools)
+        if text.count(_STAND_IN) != 1:
+            raise ValueError(
+                "a reply: the chat template does not write the content of the answer before it once"
+            )
+        return text.partition(_STAND_IN)[2]
+
+    def _encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _rendered(
+        self, where: str, messages: list[dict[str, Any]], asks: bool, tools: Sequence[Any]
+    ) -> str:
         given = dict(self.variables)
-        if self.tool_key is not None and (tools := _tools(record, self.tool_key)) is not None:
-            given["tools"] = tools
+        if tools:
+            given["tools"] = list(tools)
         try:
             return self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=asks, tokenize=False, **given
             )
         except Exception as error:  # a template is a program: it may raise anything
-            raise ValueError(f"{record.where}: the chat template fails: {error}") from error
+            raise ValueError(f"{where}: the chat template fails: {error}") from error
 
 
 def _prompt_text(record: Record, key: str, template: ChatTemplate | None) -> str:
@@ -286,15 +330,20 @@ def require_messages(
     record: Record, key: str, messages: Any, or_else: str = ""
 ) -> list[dict[str, Any]]:
     """Return chat messages; raises ValueError for anything else.  or_else: what would do too."""
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and "role" in message and "content" in message
-        for message in messages
-    ):
+    if not are_messages(messages):
         raise ValueError(
             f"{record.where}: key {key} must be {or_else}a list of messages with role and content"
         )
     # parquet gives every message the fields of all
     return [_without_nulls(message) for message in messages]
+
+
+def are_messages(value: Any) -> bool:
+    """True for a list of tables that have role and content."""
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and "role" in message and "content" in message
+        for message in value
+    )
 
 
 def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 from r3train.types import Prompt
 
@@ -27,17 +27,24 @@ class StepResult:
     """The environment's answer.
 
     An observation of text is tokenised by itself and appended; one of token ids is appended as it
-    is.  The rewards of all turns add up to the episode's; if no turn gives one, --rm-type scores
-    the text.
+    is.  One of messages (tables with role and content) is written by the tokenizer's chat template,
+    with the end of the model's message before it and the opening of the next one after it.  The
+    rewards of all turns add up to the episode's; if no turn gives one, --rm-type scores the text.
     """
 
-    observation: str | list[int] = ""
+    observation: str | list[int] | list[dict[str, Any]] = ""
     done: bool = False
     reward: float | None = None
 
 
 class Environment(Protocol):
-    """One episode: created with its prompt; ``step`` gets every turn in order."""
+    """One episode: created with its prompt; ``step`` gets every turn in order.
+
+    tools: schemas of functions that the model may call; the chat template shows them in every prompt.
+    They may be left out.
+    """
+
+    tools: ClassVar[list[dict[str, Any]]]
 
     def __init__(self, prompt: Prompt) -> None: ...
 

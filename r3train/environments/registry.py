@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+from typing import Any
 
 from r3train.environments.base import Environment
 from r3train.environments.calculator import Calculator
@@ -14,8 +16,8 @@ ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
 def get_environment(name: str) -> type[Environment]:
     """Return the environment registered as ``name``, or the class that "module:Class" names.
 
-    Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, and
-    for anything but a class with an async ``step``.
+    Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, for
+    anything but a class with an async ``step``, and for tools that are no schemas.
     """
     found = find_plug("--environment", name, ENVIRONMENTS)
     if not inspect.isclass(found):
@@ -24,4 +26,29 @@ def get_environment(name: str) -> type[Environment]:
         raise ValueError(
             f"--environment {name}: {found.__name__} has no async method step(turn), expected one"
         )
+    tools = get_tools(found)
+    named = all(
+        isinstance(tool, dict)
+        and isinstance(tool.get("function"), dict)
+        and isinstance(tool["function"].get("name"), str)
+        for tool in tools
+    )
+    if not named or not _is_json(tools):
+        raise ValueError(
+            f"--environment {name}: {found.__name__}.tools must be a list of schemas such as"
+            ' {"type": "function", "function": {"name": ..., "parameters": ...}}'
+        )
     return found
+
+
+def get_tools(environment: type[Environment]) -> list[dict[str, Any]]:
+    """Return the schemas of an environment's tools, [] without any."""
+    return list(getattr(environment, "tools", None) or ())
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True

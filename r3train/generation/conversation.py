@@ -1,7 +1,7 @@
 """Rollouts of several turns: the model, then the environment, on one growing list of tokens.
 
 Token-in, token-out: the model's tokens are sent back unchanged, and only the environment's
-observations are tokenised.  Each turn asks the engine for the rows that the sample lacks, and
+observations are tokenised, or written by the chat template.  Each turn asks the engine for the rows that the sample lacks, and
 after each turn the rows must have no gap.
 """
 
@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from r3train.config.rollout import RolloutSection
+from r3train.data.prompts import are_messages
 from r3train.environments.base import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
@@ -22,7 +24,11 @@ from r3train.types import Prompt, RolloutSample
 
 
 class Conversation:
-    """One episode with an environment (an ``Episode``), within the limits of ``rollout``."""
+    """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
+
+    reply: writes messages behind a turn that ends with the given token; None without
+    --apply-chat-template.
+    """
 
     def __init__(
         self,
@@ -31,11 +37,13 @@ class Conversation:
         *,
         encode: Callable[[str], list[int]],
         decode: Callable[[Sequence[int]], str],
+        reply: Callable[[list[dict[str, Any]], int], list[int]] | None = None,
     ) -> None:
         self._environment = environment
         self._rollout = rollout
         self._encode = encode
         self._decode = decode
+        self._reply = reply
 
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
@@ -43,7 +51,7 @@ class Conversation:
         """Play the episode; return its samples and its reward, None if no step gave one.
 
         Raises ValueError naming the sample for a reward that is no finite number, and for an
-        observation that is neither text nor tokens.
+        observation that is neither text nor tokens nor messages.
         """
         rollout = self._rollout
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
@@ -65,7 +73,7 @@ class Conversation:
             result = await self._step(Turn(index, ids, self._decode(ids), last), sample_id)
             if result.reward is not None:
                 rewards.append(_finite(result.reward, sample_id))
-            observed = self._observed(result, sample_id)
+            observed = self._observed(result, sample_id, int(sample.token_ids[-1]))
             if result.done or last or len(observed) >= left:
                 break
             sample = stitch.observe(sample, observed)
@@ -105,15 +113,27 @@ class Conversation:
                 raise  # the rollout itself is cancelled
             raise ValueError(f"{asked}: the environment's step raised {error!r}") from error
 
-    def _observed(self, result: StepResult, sample_id: int) -> list[int]:
-        ids = result.observation
-        if isinstance(ids, str):
-            ids = self._encode(ids)
-        if not all(isinstance(i, int) for i in ids):
+    def _observed(self, result: StepResult, sample_id: int, last: int) -> list[int]:
+        """The tokens of an observation; last: the turn's last token."""
+        given = result.observation
+        if isinstance(given, str):
+            return self._encode(given)
+        if all(isinstance(i, int) for i in given):
+            return list(given)
+        if not are_messages(given):
             raise ValueError(
-                f"sample {sample_id}: the observation {ids!r} is no text and no tokens"
+                f"sample {sample_id}: the observation {given!r} is no text, no tokens and no messages"
+                " with role and content"
             )
-        return list(ids)
+        if self._reply is None:
+            raise ValueError(
+                f"sample {sample_id}: the environment answers with messages, which need"
+                " --apply-chat-template"
+            )
+        try:
+            return self._reply(given, last)
+        except ValueError as error:
+            raise ValueError(f"sample {sample_id}: the observation {given!r}: {error}") from error
 
 
 def _finite(reward: float, sample_id: int) -> float:

@@ -13,10 +13,10 @@ import torch
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
-from r3train.environments.registry import get_environment
+from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job
+from r3train.launch.job import Job, chat_template
 from r3train.loop.routes import Routes
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
@@ -393,10 +393,13 @@ def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
     rollout = job.config.rollout
     if rollout.environment is None:
         return None
-    environment = get_environment(rollout.environment)
+    environment, reply = get_environment(rollout.environment), None
+    if job.config.data.apply_chat_template:
+        reply = chat_template(job.config, job.tokenizer, get_tools(environment)).reply
     return lambda prompt: Conversation(
         environment(prompt),
         rollout,
         encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
         decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
+        reply=reply,
     )

@@ -31,9 +31,9 @@ from r3train.config.sources import ConfigError, plain
 from r3train.data.conversations import load_conversations
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
-from r3train.data.prompts import load_prompts, unknown_tokens
+from r3train.data.prompts import ChatTemplate, load_prompts, unknown_tokens
 from r3train.data.tokenizer import load_tokenizer
-from r3train.environments.registry import get_environment
+from r3train.environments.registry import get_environment, get_tools
 from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
 from r3train.engine.backend import EngineError
@@ -206,7 +206,12 @@ def preflight(
         warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None:
             attempt("checkpoint", check_reference, config.model.ref_load, hf)
+    environment, tools = None, []
+    if config.rollout.environment is not None:
+        environment = attempt(settings, get_environment, config.rollout.environment)
+        tools = get_tools(environment) if environment is not None else []
     if tokenizer is not None:
+        attempt(settings, check_tools, config, tokenizer, tools)
         for text in config.rollout.rollout_stop:
             attempt(settings, stop_token, text, tokenizer)
     if hf is not None and tokenizer is not None:
@@ -218,7 +223,7 @@ def preflight(
                 conversations = [conversation for part in found for conversation in part]
                 parts = [[conversation.prompt for conversation in part] for part in found]
         else:
-            parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append)
+            parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append, tools)
         for text in dropped:
             remedy = "raise the limit, or refuse such data with --overlong-prompts error"
             warnings.append(JobWarning("prompts", text, remedy))
@@ -237,10 +242,8 @@ def preflight(
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
             warnings.append(JobWarning("prompts", unknown, remedy))
-    if prompts and config.rollout.environment is not None:
-        # the environment may refuse the prompts
-        name = config.rollout.environment
-        attempt(settings, lambda: get_environment(name)(prompts[0]))
+    if prompts and environment is not None:
+        attempt(settings, environment, prompts[0])  # it may refuse the prompts
     reward = attempt("reward", lambda: Scorer(data, judge_key=os.environ.get(JUDGE_KEY)))
     # an environment gives rewards of its own, and dumped rollouts have theirs
     scores = config.has_engines and config.rollout.environment is None
@@ -249,7 +252,7 @@ def preflight(
     eval_data: list[EvalData] = []
     if hf is not None and tokenizer is not None:
         for dataset in config.eval_sets:
-            found = attempt("prompts", read_eval_data, config, dataset, hf, tokenizer)
+            found = attempt("prompts", read_eval_data, config, dataset, hf, tokenizer, tools)
             if found is not None:
                 eval_data.append(found)
                 if for_all_ranks and scores:
@@ -298,7 +301,10 @@ def preflight_evaluation(config: RunConfig) -> Job:
     check_vocabulary(tokenizer, hf)
     for text in config.rollout.rollout_stop:
         stop_token(text, tokenizer)
-    data = tuple(read_eval_data(config, each, hf, tokenizer) for each in config.eval_sets)
+    name = config.rollout.environment
+    tools = get_tools(get_environment(name)) if name is not None else []
+    check_tools(config, tokenizer, tools)
+    data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)
     for each in data:
         check_rewards(each)
     prompts = [prompt for each in data for prompt in each.prompts]
@@ -362,6 +368,27 @@ def stop_token(text: str, tokenizer: Any) -> int:
             " tokenizer here and stop at tokens alone; add the token, or score the text up to it"
         )
     return token
+
+
+def chat_template(
+    config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]
+) -> ChatTemplate:
+    """Return the tokenizer's chat template with what the settings give it; tools: an environment's."""
+    data = config.data
+    return ChatTemplate(tokenizer, data.apply_chat_template_kwargs, data.tool_key, tools)
+
+
+def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError for tools of an environment that no prompt would show."""
+    if not tools:
+        return
+    name = f"--environment {config.rollout.environment}"
+    if not config.data.apply_chat_template:
+        raise ValueError(f"{name} has tools, which the model sees with --apply-chat-template alone")
+    try:
+        chat_template(config, tokenizer, tools).check_tools()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def check_can_be_made(directory: Path, setting: str) -> None:
@@ -452,11 +479,12 @@ def read_prompts(
     hf: HfModelFacts,
     tokenizer: Any,
     note: Callable[[str], None] | None = None,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[Prompt]]:
     """Read the prompts of each file; each leaves room for the longest response in the context.
 
-    note: told of prompts that were dropped (--overlong-prompts).  Raises ValueError naming file and
-    line, also for a prompt that is read twice.
+    note: told of prompts that were dropped (--overlong-prompts); tools: those of rows without any.
+    Raises ValueError naming file and line, also for a prompt that is read twice.
     """
     data = config.data
     limit, limit_name = prompt_limit(config, hf)
@@ -472,6 +500,7 @@ def read_prompts(
             apply_chat_template=data.apply_chat_template,
             template_kwargs=data.apply_chat_template_kwargs,
             tool_key=data.tool_key,
+            tools=tools,
             max_prompt_len=limit,
             limit_name=limit_name,
             note=note if data.overlong_prompts == "drop" else None,
@@ -536,9 +565,16 @@ def check_longest_conversation(config: RunConfig, conversations: Sequence[Rollou
 
 
 def read_eval_data(
-    config: RunConfig, dataset: EvalDataset, hf: HfModelFacts, tokenizer: Any
+    config: RunConfig,
+    dataset: EvalDataset,
+    hf: HfModelFacts,
+    tokenizer: Any,
+    tools: Sequence[dict[str, Any]] = (),
 ) -> EvalData:
-    """Read an evaluation set and make its reward; raises ValueError naming file, line or flag."""
+    """Read an evaluation set and make its reward; raises ValueError naming file, line or flag.
+
+    tools: those of rows without any.
+    """
     limit, limit_name = eval_prompt_limit(config, hf, dataset)
     try:
         prompts = load_prompts(
@@ -550,6 +586,7 @@ def read_eval_data(
             apply_chat_template=dataset.apply_chat_template,
             template_kwargs=config.data.apply_chat_template_kwargs,
             tool_key=config.data.tool_key,
+            tools=tools,
             max_prompt_len=limit,
             limit_name=limit_name,
         )

@@ -289,7 +289,8 @@ class AsyncLoop:
         samples, stats = train_samples(
             groups, self._config.algorithm, self._config.rollout.rollout_max_response_len
         )
-        report = RolloutReport(rollout_id, stats)
+        turns = self._config.rollout.environment is not None
+        report = RolloutReport(rollout_id, stats, turns)
         metrics = rollout_metrics(report, samples)
         self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
         counts_now = self._source.stats()

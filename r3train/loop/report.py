@@ -19,11 +19,12 @@ class RolloutReport:
 
     rollout_id: int
     groups: GroupStats
+    turns: bool = False  # True with --environment
 
 
 def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> dict[str, Any]:
     """Rewards, lengths, staleness of one rollout."""
-    lengths = np.array([s.sample.response_len for s in samples])
+    lengths = np.array([_own_tokens(s.sample) for s in samples])
     prompts = np.array([s.sample.prompt_len for s in samples])
     truncated = sum(s.sample.finish_reason == "length" for s in samples)
     # tokens of the prompt and of an environment have version -1: no weights generated them
@@ -62,6 +63,35 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
         "rollout/spanning_samples": sum(len(versions) > 1 for versions in generated),
         **histogram,
+        **(_turn_metrics([s.sample for s in samples]) if report.turns else {}),
+    }
+
+
+def _own_tokens(sample: RolloutSample) -> int:
+    """Tokens of the response that are the model's own: not those of an environment.
+
+    Those that the model generated have a weight version, trained or masked; a conversation that nothing
+    generated (--loss-type sft) counts whole.
+    """
+    generated = sample.weight_versions[sample.prompt_len :] >= 0
+    return int(generated.sum()) if generated.any() else sample.response_len
+
+
+def _turn_metrics(samples: Sequence[RolloutSample]) -> dict[str, Any]:
+    """Turns of each episode, and the tokens of its environment; of one sample a turn, the last tells."""
+    episodes = [s for s in samples if s.is_last_step is not False]
+    own = [s.weight_versions >= 0 for s in episodes]
+    # a turn begins with each token of the model behind one that is not
+    turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in own])
+    observed = []
+    for generated in own:
+        places = np.flatnonzero(generated)
+        first = int(places[0]) if len(places) else len(generated)
+        observed.append(int((~generated[first:]).sum()))
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": int(turns.max()),
+        "rollout/observation_len_mean": float(np.mean(observed)),
     }
 
 

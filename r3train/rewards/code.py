@@ -110,7 +110,7 @@ def passes(program: str, tests: list[tuple[str | None, str, str | None]], timeou
     """True if a program passes all tests within ``timeout_s``; it stops at the first that fails."""
     deadline = time.monotonic() + timeout_s
     for code, given, wanted in tests:
-        output = _run(program, code, given, deadline)
+        output = run_program(program, given, deadline - time.monotonic(), tests=code)
         if output is None or wanted is not None and _lines(output) != _lines(wanted):
             return False
     return True
@@ -120,14 +120,19 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def _run(program: str, tests: str | None, given: str, deadline: float) -> str | None:
-    """Run a program; its output if it and its tests came to their end in time, else None."""
-    left = deadline - time.monotonic()
-    if left <= 0:
+def run_program(
+    program: str, given: str, timeout_s: float, *, tests: str | None = None
+) -> str | None:
+    """Run a Python program with ``given`` as its input, within the limits of docs/code_rewards.md.
+
+    Returns its output if it, and the tests behind it, came to their end in time, else None.
+    """
+    deadline = time.monotonic() + timeout_s
+    if timeout_s <= 0:
         return None
     token = secrets.token_hex(8)
     job = {"program": program, "tests": tests, "token": token}
-    job |= {"cpu_s": int(left) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
+    job |= {"cpu_s": int(timeout_s) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
     result, result_end = os.pipe()
     with (
         _directory() as directory,

@@ -30,7 +30,9 @@ def require_closed_to_strangers(server: psutil.Process) -> None:
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", data=b"{}", timeout=30)
         assert refused.value.code == 401, path
-    assert "PATH" in server.environ() and "WANDB_API_KEY" not in server.environ()
+    inherited = server.environ()
+    assert "PATH" in inherited and "WANDB_API_KEY" not in inherited
+    assert inherited["NAMED"] == "by --rollout-server-env"
 
 
 def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(
@@ -38,10 +40,12 @@ def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(
 ):
     """Answers of 160 tokens in segments of 32: the server dies while many are half done."""
     monkeypatch.setenv("WANDB_API_KEY", "somebody's")
+    monkeypatch.setenv("NAMED", "by --rollout-server-env")
     run_dir = tmp_path / "run"
     flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "4", "--max-engine-restarts", "1"]
     flags += ["--rollout-max-response-len", "160", "--rollout-ignore-eos"]
     flags += ["--rollout-segment-len", "32", "--max-tokens-per-gpu", "4096", "--dump-rollouts"]
+    flags += ["--rollout-server-env", "NAMED"]
     with running(run_dir, *flags, "--check-weight-update-equal") as job:
         wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
         require_closed_to_strangers(server(job))

@@ -2,21 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import groupby
+
+import numpy as np
 import pytest
 from tests.e2e import jobs
+from tests.e2e.tool_calculator import use_template
 
+from r3train.data.tokenizer import load_tokenizer
+from r3train.environments import Turn
+from r3train.environments.calculator import Calculator
+from r3train.loop.replay_source import load_rollout
 from r3train.tiny import TinyOptions, build
+from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e
 
 STEPS = 3
+LIMIT_S = 3
 
 
 @pytest.fixture(scope="module")
 def calculator(tmp_path_factory):
     directory = tmp_path_factory.mktemp("calculator")
     build(directory, TinyOptions(task="calculator"), force=True)
+    use_template(directory / "model")
     return directory
+
+
+def turns(sample: RolloutSample) -> list[tuple[bool, list[int]]]:
+    """The response in parts: (True where the model wrote them, tokens)."""
+    response = zip(sample.loss_mask[sample.prompt_len :], sample.token_ids[sample.prompt_len :])
+    runs = groupby(response, key=lambda pair: bool(pair[0]))
+    return [(own, [int(token) for _, token in run]) for own, run in runs]
+
+
+def as_the_template_writes_them(sample: RolloutSample, tokenizer) -> int:
+    """Play the episode again from the model's tokens; returns how many turns end with <unk>."""
+    eos, unk = tokenizer.convert_tokens_to_ids(["<eos>", "<unk>"])
+    game, ended = Calculator(sample.prompt), 0
+    assert tokenizer.decode(sample.token_ids[: sample.prompt_len].tolist()) == (
+        f"please make <eos> {sample.prompt.text.split('<eos>')[1].strip()} <eos> to"
+    )
+    parts = turns(sample)
+    for place, (own, tokens) in enumerate(parts):
+        if not own:
+            continue
+        assert not {eos, unk} & set(tokens[:-1]), "nothing follows a token that ends a turn"
+        ended += tokens[-1] == unk
+        text = tokenizer.decode(tokens, skip_special_tokens=True)
+        shown = asyncio.run(game.step(Turn(0, [], text, False))).observation
+        if place + 1 < len(parts):
+            reply = (
+                f"count {shown} <eos> to" if tokens[-1] == eos else f"<eos> count {shown} <eos> to"
+            )
+            assert parts[place + 1] == (False, tokenizer.encode(reply))
+    return ended
 
 
 @pytest.mark.parametrize("samples", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
@@ -25,17 +67,20 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
 ):
     flags = [
         *("--hf-checkpoint", str(calculator / "model")),
-        *("--prompt-data", str(calculator / "prompts.jsonl")),
+        *("--prompt-data", str(calculator / "prompts.jsonl"), "--no-rollout-shuffle"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
-        *("--no-tensorboard", "--num-rollout", str(STEPS), *jobs.R3_FLAGS),
-        *("--environment", "calculator", "--environment-max-turns", "3"),
+        *("--no-tensorboard", "--num-rollout", str(STEPS + 1), *jobs.R3_FLAGS),
+        *("--environment", "tests.e2e.tool_calculator:ToolCalculator", "--apply-chat-template"),
+        *("--environment-max-turns", "3", "--environment-timeout-s", str(LIMIT_S)),
         *("--environment-max-turn-len", "6", "--rollout-max-response-len", "40"),
-        *("--environment-samples", samples),
+        *("--environment-samples", samples, "--rollout-stop", "<unk>"),
+        *("--max-weight-staleness", "0"),  # nothing of the rollout that hangs begins early
     ]
     job = jobs.run(
         tmp_path / "run", *flags, "--rollout-external-engine-addrs", engine, "--dump-rollouts"
     )
-    assert job.code == 0, job.output
+    assert job.code == 1, job.output
+    assert f"longer than --environment-timeout-s {LIMIT_S}" in " ".join(job.output.split())
     metrics = job.metrics()
     assert len(metrics) == STEPS and all(m["r3/passed"] is True for m in metrics)
     assert any(m["rollout/reward_mean"] > 0 for m in metrics)
@@ -45,10 +90,21 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
     counts = [m["rollout/num_samples"] for m in metrics]
     if samples == "trajectory":
         assert counts == [16] * STEPS
+        tokenizer, ended = load_tokenizer(calculator / "model"), 0
+        for step, m in enumerate(metrics):
+            groups = load_rollout(job.run_dir / "rollouts", step)
+            dumped = [sample for group in groups for sample, _ in group]
+            ended += sum(as_the_template_writes_them(sample, tokenizer) for sample in dumped)
+            played = [sum(own for own, _ in turns(sample)) for sample in dumped]
+            assert m["rollout/turns_mean"] == np.mean(played)
+            assert m["rollout/response_len_mean"] == np.mean([s.loss_mask.sum() for s in dumped])
+        assert ended > 0, "a wrong --rollout-stop would show"
     else:
         assert all(16 < count <= 48 for count in counts)
     replayed = jobs.run(
-        tmp_path / "replayed", *flags, "--replay-rollouts", str(job.run_dir / "rollouts")
+        tmp_path / "replayed",
+        *(*flags, "--num-rollout", str(STEPS)),
+        *("--replay-rollouts", str(job.run_dir / "rollouts")),
     )
     assert replayed.code == 0, replayed.output
     assert not (replayed.run_dir / "logs" / "sglang.log").exists()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 
+import jinja2
 import numpy as np
 import pytest
 
 from r3train.config.data import DataSection, PromptFile
 from r3train.data import PromptOrder, load_prompts, load_tokenizer
 from r3train.data.order import MixedOrder
+from r3train.data.prompts import ChatTemplate
 from r3train.torchvision_stub import declare_torchvision_ops
 
 
@@ -352,3 +355,85 @@ def test_a_file_of_prompts_may_have_a_slice_and_a_weight(text, expected):
 def test_files_that_make_no_sense_are_refused(files, message):
     with pytest.raises(ValueError, match=message):
         DataSection(prompt_data=files)
+
+
+class Characters:
+    """One token a character, but 7 for <end>; the template is Jinja."""
+
+    def __init__(self, template):
+        self.template = jinja2.Template(template)
+
+    def encode(self, text, *, add_special_tokens=True):
+        assert not add_special_tokens
+        return [7 if part == "<end>" else ord(part) for part in re.findall("<end>|.", text, re.S)]
+
+    def apply_chat_template(self, conversation, *, tokenize, **variables):
+        return self.template.render(messages=conversation, **variables)
+
+    def text(self, ids):
+        return "".join("<end>" if i == 7 else chr(i) for i in ids)
+
+
+# as Qwen3's does, it writes thoughts into the last message alone
+THINKING = (
+    "{% if tools %}<system>{{ tools }}<end>\n{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content | trim }}<end>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+ENDLESS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+RESULT = [{"role": "tool", "content": "42"}, {"role": "user", "content": "so?"}]
+
+
+@pytest.mark.parametrize(
+    "template, last, expected",
+    [
+        (THINKING, 7, "\n<tool>42<end>\n<user>so?<end>\n<assistant>"),
+        # a turn that was cut, or ended with another token: the template's end comes first
+        (THINKING, ord("x"), "<end>\n<tool>42<end>\n<user>so?<end>\n<assistant>"),
+        (ENDLESS, 7, "\ntool: 42\nuser: so?\nassistant:"),
+        (ENDLESS, ord("\n"), "tool: 42\nuser: so?\nassistant:"),
+    ],
+)
+def test_a_reply_is_what_the_template_writes_behind_an_answer(template, last, expected):
+    tokenizer = Characters(template)
+    chat = ChatTemplate(tokenizer, {}, tools=[{"name": "search"}])
+    assert tokenizer.text(chat.reply(RESULT, last)) == expected
+
+
+def test_the_tokens_of_a_reply_are_those_of_the_whole_conversation():
+    """For a template that changes nothing in earlier messages."""
+    tokenizer = Characters(THINKING.replace("<think></think>", ""))
+    chat = ChatTemplate(tokenizer, {})
+    asked = [{"role": "user", "content": "?"}]
+    whole = [*asked, {"role": "assistant", "content": "call"}, *RESULT]
+    text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    ids = [*tokenizer.encode(text + "call<end>", add_special_tokens=False)]
+    ids += chat.reply(RESULT, ids[-1])
+    assert tokenizer.text(ids) == tokenizer.apply_chat_template(
+        whole, tokenize=False, add_generation_prompt=True
+    )
+
+
+def test_a_template_that_leaves_the_answer_out_or_fails_is_refused():
+    for template, said in (
+        ("{{ messages[-1].content }}", "does not write the content of the answer before it once"),
+        ("{{ messages[0].content / 2 }}", "the chat template fails"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ChatTemplate(Characters(template), {}).reply(RESULT, 7)
+
+
+def test_tools_that_the_template_does_not_show_are_refused():
+    tools = [{"type": "function", "function": {"name": "search"}}]
+    ChatTemplate(Characters(THINKING), {}, tools=tools).check_tools()
+    with pytest.raises(ValueError, match="chat template does not show them"):
+        ChatTemplate(Characters(ENDLESS), {}, tools=tools).check_tools()
+
+
+def test_rows_without_tools_of_their_own_get_those_of_the_environment(tmp_path):
+    own, common = ([{"type": "function", "function": {"name": n}}] for n in ("own", "common"))
+    options = {"tokenizer": Chat(), "apply_chat_template": True, "tool_key": "tools"}
+    rows = jsonl(tmp_path, {**LINE, "tools": own}, LINE)
+    texts = [prompt.text for prompt in load_prompts(rows, tools=common, **options)]
+    assert [json.loads(text.partition("tools=")[2]) for text in texts] == [own, common]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from tests import whole_samples
 from tests.unit.simulated_engine import SimulatedEngine, rollout_section
 
 from r3train.environments import StepResult, Turn, get_environment
+from r3train.environments.tools import ToolCall, tool_calls
 from r3train.environments.calculator import Calculator, calculator_prompts, calculator_words
 from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
@@ -101,12 +104,13 @@ class Script:
         return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
 
 
-def conversation(script, *, sample_a_turn=False, max_turn_len=3, **limits):
+def conversation(script, *, sample_a_turn=False, max_turn_len=3, reply=None, **limits):
     return Conversation(
         script,
         rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len, **limits),
         encode=lambda text: [ord(c) for c in text],
         decode=lambda ids: " ".join(map(str, ids)),
+        reply=reply,
     )
 
 
@@ -294,3 +298,102 @@ def test_a_step_that_blocks_the_event_loop_holds_neither_training_nor_the_end(mo
     finally:
         release.set()
         producer.close()
+
+
+class Messages(Script):
+    async def step(self, turn):
+        self.seen.append(turn)
+        return StepResult([{"role": "tool", "content": "so"}], turn.index == 1, 0.5)
+
+
+async def test_messages_are_written_by_the_template_behind_the_turns_last_token():
+    asked = []
+
+    def reply(messages, last):
+        asked.append((messages, last))
+        return [60, 61]
+
+    (sample,), _ = await play(Messages(), reply=reply)
+    assert asked[0] == ([{"role": "tool", "content": "so"}], 9)
+    assert sample.token_ids.tolist() == [3, 4, 9, 9, 9, 60, 61, 9, 9, 9]
+    assert sample.loss_mask.tolist() == [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3
+
+
+async def test_messages_without_a_template_or_that_it_cannot_write_are_refused_with_the_sample():
+    with pytest.raises(ValueError, match="sample 40: .*messages, which need --apply-chat-template"):
+        await play(Messages())
+
+    def fails(messages, last):
+        raise ValueError("the chat template fails")
+
+    with pytest.raises(ValueError, match="sample 40: the observation .* template fails"):
+        await play(Messages(), reply=fails)
+
+
+class OddTools:
+    tools = [{"name": "search"}]
+
+    async def step(self, turn):
+        pass
+
+
+def test_tools_that_are_no_schemas_are_refused():
+    with pytest.raises(ValueError, match="OddTools.tools must be a list of schemas"):
+        get_environment("tests.unit.environments.test_environments:OddTools")
+
+
+def test_calls_of_tools_are_read_and_what_is_none_says_why():
+    good = '{"name": "search", "arguments": {"query": "a"}}'
+    text = f"so <tool_call>\n{good}\n</tool_call><tool_call>{{</tool_call><tool_call>[]</tool_call>"
+    first, second, third = tool_calls(text)
+    assert first == ToolCall("search", {"query": "a"})
+    assert second.error.startswith("the call is not JSON: ")
+    assert third.error == "a call is an object with name and arguments"
+    assert tool_calls("no call") == []
+
+
+@pytest.fixture
+def examples(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "examples/tools"))
+
+
+def call(name, **arguments):
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def turn_of(text):
+    return Turn(0, [], text, False)
+
+
+async def test_the_python_tool_runs_programs_and_shows_their_errors(examples):
+    episode = get_environment("python_tool:PythonTool")(PROMPT)
+    said = [call("python", code="print(6 * 7)"), call("python", code="1 / 0"), call("sing")]
+    result = await episode.step(turn_of("I compute " + "".join(said)))
+    contents = [message["content"] for message in result.observation]
+    assert contents[0] == "42\n" and not result.done
+    assert "ZeroDivisionError: division by zero" in contents[1]
+    assert contents[2].startswith("there is one tool, python")
+    assert {message["role"] for message in result.observation} == {"tool"}
+    answer = await episode.step(turn_of("it is 42"))
+    assert answer.done and answer.reward is None, "--rm-type scores the answer"
+
+
+async def test_a_program_of_the_python_tool_ends_in_time(examples, monkeypatch):
+    environment = get_environment("python_tool:PythonTool")
+    monkeypatch.setattr("python_tool.TIMEOUT_S", 0.5)
+    result = await environment(PROMPT).step(turn_of(call("python", code="while True: pass")))
+    assert result.observation[0]["content"].startswith("the program took more than 0.5 s")
+
+
+async def test_the_search_tool_finds_documents_by_rare_words(examples):
+    documents = ["the cat sat on the mat", "the moon is far", "the sun is near"]
+    environment = get_environment("search_tool:SearchTool")
+    episode = environment(replace(PROMPT, metadata={"documents": documents}))
+    found = await episode.step(
+        turn_of(call("search", query="the moon") + call("search", query="x"))
+    )
+    first, second = (message["content"] for message in found.observation)
+    assert first.startswith("the moon is far") and second == "nothing was found"
+    assert (await episode.step(turn_of("the moon"))).done
+    with pytest.raises(ValueError, match="prompt p: expected texts in metadata.documents"):
+        environment(PROMPT)

@@ -86,3 +86,50 @@ def test_a_masked_answer_is_as_stale_as_it_is():
 def test_a_maximum_of_several_optimizer_steps_is_the_largest():
     steps = [{"mine": 1.0, "loss": 1.0}, {"mine": 5.0, "loss": 3.0}]
     assert train_metrics(steps, ("mine",)) == {"train/mine": 5.0, "train/loss": 2.0}
+
+
+def episode(sample_id, *turns, observed=2, **changes):
+    """A sample of turns of so many tokens, with ``observed`` tokens between two."""
+    versions = [-1]
+    for length in turns:
+        versions += [0] * length + [-1] * observed
+    versions = np.array(versions[:-observed], np.int32)
+    one = replace(sample(sample_id, len(versions)), weight_versions=versions, **changes)
+    return replace(one, loss_mask=versions >= 0)
+
+
+def test_turns_are_counted_and_lengths_leave_the_environments_tokens_out():
+    groups = [[(episode(0, 3), 0.0), (episode(1, 2, 4, 1), 1.0)]]
+    samples, stats = train_samples(groups, AlgorithmSection(), 20)
+    got = rollout_metrics(RolloutReport(0, stats, turns=True), samples)
+    assert (got["rollout/turns_mean"], got["rollout/turns_max"]) == (2.0, 3)
+    assert got["rollout/observation_len_mean"] == 2.0
+    assert (got["rollout/response_len_mean"], got["rollout/response_len_max"]) == (5.0, 7)
+    assert got["rollout/tokens"] == 10
+    assert "rollout/turns_mean" not in metrics(groups), "without --environment"
+
+
+def test_one_sample_a_turn_counts_its_episode_once():
+    whole = episode(4, 2, 4, 1)
+    steps = []
+    for place, (start, end) in enumerate(((1, 3), (5, 9), (11, 12))):
+        own = np.zeros(end, dtype=bool)
+        own[start:] = True
+        step = replace(
+            *(whole,),
+            sample_id=4 + place,
+            token_ids=whole.token_ids[:end],
+            prompt_len=start,
+            loss_mask=own,
+            rollout_log_probs=whole.rollout_log_probs[:end],
+            weight_versions=whole.weight_versions[:end],
+            routed_experts=None,
+            trajectory_id=4,
+            is_last_step=place == 2,
+        )
+        steps.append((step, 1.0))
+    other = [(replace(s, sample_id=s.sample_id + 10, trajectory_id=14), r) for s, r in steps]
+    samples, stats = train_samples([[*steps, *other]], AlgorithmSection(), 20)
+    got = rollout_metrics(RolloutReport(0, stats, turns=True), samples)
+    assert (got["rollout/turns_mean"], got["rollout/observation_len_mean"]) == (3.0, 4.0)
+    assert got["rollout/response_len_mean"] == pytest.approx(7 / 3)
