@@ -346,7 +346,7 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     model_only: leave optimizer, schedule and RNG as they are; the topology may differ.
     Learning rate, weight decay and their schedule are the configuration's, at the checkpoint's step;
     a warning names those that differ from the checkpoint's.
-    Raises ValueError if another optimizer saved it, and if its metadata could run code.
+    Raises ValueError if another optimizer saved it, and if a file of it could run code.
     """
     check_metadata(checkpoint)
     topology = read_state(checkpoint)["topology"]
@@ -355,13 +355,20 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
         optimizer = OptimizerState(actor.optimizer, wanted, is_loading=True)
         optimizer.match(checkpoint)
         wanted[_TENSORS] = optimizer.tensors
-    state = dist_checkpointing.load(wanted, str(checkpoint))
+    try:
+        with no_code_from_files():
+            state = dist_checkpointing.load(wanted, str(checkpoint))
+    except CheckpointException as error:
+        cause = _cause(error).split("WeightsUnpickler error: ")[-1].partition("\n")[0]
+        raise ValueError(f"{checkpoint}: cannot be loaded: {cause}") from error
     chunks = actor.model.unwrapped
     if actor.lora.enabled:
         lora.load_state(chunks, state[_ADAPTERS])
     else:
         for i, chunk in enumerate(chunks):
-            chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=True)
+            of_chunk = state[_model_key(i, len(chunks))]
+            _check_extra_states(of_chunk, checkpoint)
+            chunk.load_state_dict(of_chunk, strict=True)
     if optimizer is None:
         actor.optimizer.reload_model_params()
         return

@@ -18,7 +18,10 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from megatron.core import tensor_parallel  # noqa: E402
+from megatron.core import dist_checkpointing, tensor_parallel  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
+from torch.distributed.checkpoint.metadata import Metadata  # noqa: E402
 
 from r3train.config.checkpoint import CheckpointSection  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
@@ -30,7 +33,7 @@ from r3train.trainer.megatron import checkpoint, rng, saved_state  # noqa: E402
 def one_rank(monkeypatch):
     monkeypatch.setattr(checkpoint, "host_barrier", lambda: None)
     monkeypatch.setattr(checkpoint, "rank_zero_alone", nullcontext)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
 
 
 def written(directory, number, which="", suffix=".tmp", **facts):
@@ -174,6 +177,20 @@ def test_metadata_that_names_anything_but_torchs_descriptions_is_refused(content
     assert capsys.readouterr().out == ""
 
 
+def test_a_checkpoint_whose_metadata_runs_code_in_torchs_own_reader_runs_none_here(
+    tmp_path, capsys
+):
+    """The attack: torch's description of a checkpoint, whole, with a call beside it."""
+    metadata = Metadata(state_dict_metadata={}, planner_data=Run())
+    put_state(tmp_path, 3)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata == {}
+    assert capsys.readouterr().out == "code of a checkpoint ran\n", "the attack is one"
+    with pytest.raises(ValueError, match=r"\.metadata: refused: .* it names builtins.print"):
+        checkpoint.load_checkpoint(None, tmp_path)
+    assert capsys.readouterr().out == ""
+
+
 def test_values_beside_the_tensors_run_no_code(capsys):
     def stored(value):
         file = io.BytesIO()
@@ -187,6 +204,32 @@ def test_values_beside_the_tensors_run_no_code(capsys):
     assert capsys.readouterr().out == ""
     torch.load(stored([Run()]), weights_only=False)
     assert capsys.readouterr().out == "code of a checkpoint ran\n"
+
+
+@pytest.fixture
+def alone_in_a_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_checkpoint_whose_layers_state_runs_code_runs_none_here(
+    alone_in_a_group, tmp_path, monkeypatch, capsys
+):
+    """The attack: a whole checkpoint of Megatron's, whose extra state of a layer is a call."""
+
+    def extra(value):
+        return {"model": {"a._extra_state": ShardedObject("a._extra_state", value, (1,), (0,))}}
+
+    put_state(tmp_path, 3)
+    dist_checkpointing.save(extra(Run()), str(tmp_path))
+    capsys.readouterr()
+    dist_checkpointing.load(extra(None), str(tmp_path))
+    assert capsys.readouterr().out == "code of a checkpoint ran\n", "the attack is one"
+    monkeypatch.setattr(checkpoint, "_model_state", lambda _: extra(None))
+    with pytest.raises(ValueError, match="cannot be loaded: Unsupported global: GLOBAL print was"):
+        checkpoint.load_checkpoint(None, tmp_path, model_only=True)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8)])
