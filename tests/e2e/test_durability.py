@@ -93,6 +93,7 @@ def test_a_replay_gives_the_same_losses_without_a_server(dumped, replayed):
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_another_advantage_estimator_trains_other_weights(tmp_path, dumped, base, replay):
     """A job that took the default estimator whatever the flags say would repeat the first step."""
     flags = [*base, *replay, "--num-rollout", "1", "--advantage-estimator", "rloo"]
@@ -272,6 +273,7 @@ def r3train_eval(
     return answers(run_dir, version)
 
 
+@pytest.mark.slow
 def test_the_model_alone_loads_into_another_topology(tmp_path, base, dumped, replay, replayed):
     """Saved with two expert-parallel ranks, loaded into two tensor-parallel ones."""
     checkpoint = str(replayed.run_dir.parent / "ck")
@@ -309,6 +311,7 @@ def test_one_step_that_is_not_finite_is_skipped(fault, tmp_path, base, replay):
     assert (once.run_dir / "bad_steps" / "rollout_0000001.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_two_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, base, replay):
     flags = [*base, *replay, "--num-rollout", "4", "--max-bad-steps", "2"]
     always = jobs.run(tmp_path / "always", *flags, "--plant-fault", "nan_always")
@@ -316,6 +319,7 @@ def test_two_steps_in_a_row_that_are_not_finite_end_the_run(tmp_path, base, repl
     assert [m["train/skipped_steps"] for m in always.metrics()] == [0, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_disk_full_while_saving_ends_with_its_cause_and_the_checkpoint_before_it(
     tmp_path, base, replay
 ):

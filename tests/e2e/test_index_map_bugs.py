@@ -36,7 +36,9 @@ def run_with(bug: str, parallel, run_dir, tiny_flags, engine) -> tuple[jobs.Job,
     return job, audit | {"exit": checked.exit_code}
 
 
-@pytest.mark.parametrize("parallel", [TP2, CP2], ids=["tp2", "cp2"])
+@pytest.mark.parametrize(
+    "parallel", [pytest.param(TP2, marks=pytest.mark.slow), CP2], ids=["tp2", "cp2"]
+)
 def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
     job, said = run_with("null", parallel, tmp_path / "run", tiny_flags, engine)
     assert job.code == 0, job.output
@@ -46,7 +48,11 @@ def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
 
 @pytest.mark.parametrize(
     "bug, parallel",
-    [("tp_ranks_reversed", TP2), ("contiguous_cp", CP2), ("cp_halves_swapped", CP2)],
+    [
+        ("tp_ranks_reversed", TP2),
+        ("contiguous_cp", CP2),
+        pytest.param("cp_halves_swapped", CP2, marks=pytest.mark.slow),
+    ],
 )
 def test_agreement_alone_fails(bug, parallel, tmp_path, tiny_flags, engine):
     job, said = run_with(bug, parallel, tmp_path / "run", tiny_flags, engine)

@@ -89,7 +89,8 @@ CAUGHT = {
     "version_with_first_bucket": "last bucket carried no version",
     "cache_not_flushed": "probe tokens",
 }
-IN_CI = ("one_expert", "token_shift", "answer_with_rows_of_another", "tensor_of_last_version")
+# the others are caught on real ranks or servers by tests/oracle and test_weights_are_proved.py too
+IN_CI = ("token_shift", "answer_with_rows_of_another")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ def histogram(metrics: list[dict]) -> Counter:
     return ages
 
 
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(
+    "staleness",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 3],
+)
 def test_no_sample_is_older_than_allowed_though_requests_are_slow(
     staleness, tmp_path, tiny_flags, engine
 ):
