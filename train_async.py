@@ -32,15 +32,15 @@ def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
     with usage_errors():
         rank = torchruns_number("RANK", 0)
-        for name in ("LOCAL_RANK", "WORLD_SIZE"):  # another text is refused
-            torchruns_number(name, 0)
+        for_node = torchruns_number("LOCAL_RANK", 0) == 0
+        torchruns_number("WORLD_SIZE", 0)  # another text is refused
     if rank == 0:  # before torch is imported, which takes long
         click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
         world_size = config.run.ranks(os.environ)
         from r3train.launch.job import preflight, would_run
 
-        job = preflight(config, world_size, for_all_ranks=rank == 0)
+        job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
     if config.run.dry_run:
         if rank == 0:
             for warning in job.warnings:

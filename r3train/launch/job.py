@@ -73,14 +73,18 @@ class EvalData:
 
 @dataclass(frozen=True)
 class Job:
-    """A checked configuration, with the files that its checks have read."""
+    """A checked configuration, with the files that its checks have read.
+
+    Data and tokenizer are read once a node: its other ranks have no prompts, tokenizer, prompt_file,
+    evaluation sets and conversations.
+    """
 
     config: RunConfig
     hf: HfModelFacts
     prompts: list[Prompt]  # file after file
     tokenizer: Any
     reward: Scorer
-    prompt_file: FileFingerprint
+    prompt_file: FileFingerprint | None
     warnings: tuple[JobWarning, ...] = ()
     eval_data: tuple[EvalData, ...] = ()
     sizes: tuple[int, ...] = ()  # prompts of each file
@@ -142,13 +146,18 @@ class PreflightError(ConfigError):
 
 
 def preflight(
-    config: RunConfig, world_size: int, *, for_all_ranks: bool = False, starts: bool = True
+    config: RunConfig,
+    world_size: int,
+    *,
+    for_all_ranks: bool = False,
+    for_node: bool = True,
+    starts: bool = True,
 ) -> Job:
     """Check everything that can be checked before a server or an actor is built.
 
     The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
     one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
-    at the data.  starts: False where nothing will be written: another run in --run-dir is a warning then.
+    at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False where nothing will be written: another run in --run-dir is a warning then.
     Raises PreflightError with every fault that was found.
     """
     faults: list[tuple[str, str]] = []
@@ -196,7 +205,7 @@ def preflight(
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
     hf = attempt("checkpoint", read_hf_facts, model)
-    tokenizer = attempt("tokenizer", load_tokenizer, model) if model.is_dir() else None
+    tokenizer = attempt("tokenizer", load_tokenizer, model) if for_node and model.is_dir() else None
     prompts = parts = conversations = None
     if hf is not None:
         attempt(settings, check_model, config, hf, world_size)
@@ -263,11 +272,12 @@ def preflight(
         for made in rewards:
             made.close()
         raise PreflightError(faults, warnings)
-    assert hf is not None and prompts is not None and parts is not None and reward is not None
-    prompt_file = FileFingerprint.of(*(file.path for file in data.prompt_files))
-    sizes = tuple(map(len, parts))
+    assert hf is not None and reward is not None
+    assert not for_node or prompts is not None and parts is not None
+    prompt_file = FileFingerprint.of(*(f.path for f in data.prompt_files)) if for_node else None
+    sizes = tuple(map(len, parts or ()))
     job = Job(
-        *(config, hf, prompts, tokenizer, reward, prompt_file),
+        *(config, hf, prompts or [], tokenizer, reward, prompt_file),
         *(tuple(warnings), tuple(eval_data), sizes, tuple(conversations or ())),
     )
     from r3train.launch.resume import resume_point  # it takes a Job

@@ -5,6 +5,7 @@ Preflight asks for it too, before any rank joins.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,15 @@ def check_adapters(config: RunConfig, path: Path) -> None:
 def _point(job: Job, path: Path) -> ResumePoint:
     check_adapters(job.config, path)
     state = read_state(path)
-    saved, now = state.get("run", {}), run_facts(job)
+    if job.prompt_file is not None:
+        _check_facts(job, path, state.get("run", {}))
+    _check_buffer(job.config, path / BUFFER_FILE)
+    return ResumePoint(path, start_rollout_id=state["num_rollouts"])
+
+
+def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
+    """Raise ValueError for a checkpoint that was saved with other data, on a rank that has read it."""
+    now = run_facts(job)
     if saved.get("prompt_data_sha256") != now["prompt_data_sha256"]:
         raise ValueError(
             f"{path}: was trained on prompts of another content than"
@@ -109,8 +118,6 @@ def _point(job: Job, path: Path) -> ResumePoint:
             f"{path}: cannot resume with other settings of the data order: {'; '.join(different)}."
             " Start anew from the weights with --load-model-only"
         )
-    _check_buffer(job.config, path / BUFFER_FILE)
-    return ResumePoint(path, start_rollout_id=state["num_rollouts"])
 
 
 def _check_buffer(config: RunConfig, path: Path) -> None:
@@ -128,8 +135,13 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
 
 
 def run_facts(job: Job) -> dict[str, Any]:
-    """Return the settings that decide the order of prompts, the numbers of samples and the adapters."""
+    """Return the settings that decide the order of prompts, the numbers of samples and the adapters.
+
+    Empty on a rank that has read no data: rank 0 saves them, and a node's first rank compares them.
+    """
     config: RunConfig = job.config
+    if job.prompt_file is None:
+        return {}
     return {
         _LORA: adapter_facts(config),
         "prompt_data_sha256": job.prompt_file.sha256,

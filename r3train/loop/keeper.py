@@ -32,7 +32,7 @@ class Keeper:
     """Keeps a run; see the module.
 
     run_facts: JSON-able, saved with a checkpoint and compared on resuming; prompt_file: fingerprint
-    of the file that the run read; checkpointer: None without --save; note: shows a line to people;
+    of the file that rank 0 read; checkpointer: None without --save; note: shows a line to people;
     with_routes: turns a sample of rank 0's records into one with its routes, for files.
     export: writes the weights after so many rollouts (--save-hf PATH/{rollout_id}), a collective.
     """
@@ -43,7 +43,7 @@ class Keeper:
         run_dir: Path,
         *,
         run_facts: dict[str, Any],
-        prompt_file: FileFingerprint,
+        prompt_file: FileFingerprint | None,
         stop: StopSignal,
         checkpointer: Checkpointer | None,
         note: Callable[[str], None],

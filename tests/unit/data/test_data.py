@@ -20,8 +20,8 @@ from r3train.torchvision_stub import declare_torchvision_ops
 class WordTokenizer:
     """One token a word; the chat template writes the roles."""
 
-    def encode(self, text, *, add_special_tokens=True):
-        return [len(word) for word in text.split()]
+    def __call__(self, text, **options):
+        return {"input_ids": [[len(word) for word in one.split()] for one in text]}
 
     def apply_chat_template(self, conversation, *, add_generation_prompt, tokenize):
         assert add_generation_prompt and not tokenize

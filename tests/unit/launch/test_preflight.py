@@ -21,6 +21,7 @@ from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job import preflight
 from r3train.trainer.megatron.saved_state import LATEST, STATE
+from r3train.launch.resume import resume_point, run_facts
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,6 +99,31 @@ def test_a_nodes_other_ranks_let_the_first_one_name_the_mistake(flag, tiny, monk
 
 
 def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
+def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
+    """A rank that reads nothing starts where the others do, and leaves the comparison to them."""
+    saved = tmp_path / "saved/iter_0000003"
+    saved.mkdir(parents=True)
+    (saved.parent / LATEST).write_text("3\n")
+    facts = {"lora": None, "prompt_data_sha256": "of another file"}
+    state = {"num_rollouts": 3, "weight_version": 3, "topology": {"world_size": 4}, "run": facts}
+    (saved / STATE).write_text(json.dumps(state))
+    data = ["--prompt-data", str(tiny / "prompts.jsonl"), "--hf-checkpoint", str(tiny / "model")]
+    recipe = ["--config", str(ROOT / "configs/tiny_cpu.toml"), "--load", str(saved.parent)]
+    config = parse_train_flags([*data, *recipe], prog_name="train_async.py")
+    with pytest.raises(ValueError, match="was trained on prompts of another content"):
+        preflight(config, 2)
+    for name in ("load_prompts", "load_tokenizer"):
+        monkeypatch.setattr(f"r3train.launch.job.{name}", lambda *_, **__: 1 / 0)
+    job = preflight(config, 2, for_node=False)
+    assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
+    job.close()
+    number = {"RANK": "3", "LOCAL_RANK": "1"}
+    other = start(tiny, "--dry-run", world_size=4, environment=number)
+    assert other.exit_code == 0, other.output
+    first = start(tiny, "--dry-run", world_size=4, environment=number | {"LOCAL_RANK": "0"})
+    assert isinstance(first.exception, ZeroDivisionError)
+
+
     flags = ("--rollout-stop-token-ids", "5", "--rollout-stop", "<pad>")
     config = parse_train_flags(
         [
