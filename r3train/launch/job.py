@@ -157,7 +157,8 @@ def preflight(
 
     The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
     one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
-    at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False where nothing will be written: another run in --run-dir is a warning then.
+    at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False
+    where nothing will be written: another run in --run-dir is a warning then.
     Raises PreflightError with every fault that was found.
     """
     faults: list[tuple[str, str]] = []
@@ -190,6 +191,9 @@ def preflight(
         for address in config.rollout.rollout_external_engine_addrs:
             attempt(f"server {address}", check_external_server, config, address, api_key)
     attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
+    if config.checkpoint.dump_rollouts and config.run.run_dir is not None:
+        dumps = config.run.run_dir / "rollouts"
+        attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
     if for_all_ranks and starts:
         attempt("run directory", check_fresh, config, os.environ)
     elif for_all_ranks:
@@ -401,9 +405,12 @@ def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any
         raise ValueError(f"{name}: {error}") from None
 
 
-def check_can_be_made(directory: Path, setting: str) -> None:
-    """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to."""
-    places, there = (directory.absolute(), *directory.absolute().parents), directory
+def check_can_be_made(directory: Path, setting: str, *, beside: bool = False) -> None:
+    """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to.
+
+    beside: a parent must be, for the directory is put in its place by its name.
+    """
+    places, there = (directory.absolute(), *directory.absolute().parents)[beside:], directory
     try:
         there = next(p for p in places if p.exists())
         with tempfile.TemporaryFile(dir=there):
@@ -462,9 +469,11 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
 
 
 def check_export_directories(config: RunConfig) -> None:
-    """Raise ValueError for the first export of the run whose directory holds something else."""
+    """Raise ValueError for the first export whose directory cannot be made, or holds something else."""
     for directory in config.checkpoint.hf_directories(config.rollout.num_rollout):
         check_export_directory(directory, config.model.hf_checkpoint)
+        # an export is written beside its place and renamed
+        check_can_be_made(directory, "save_hf", beside=True)
 
 
 def check_layers_here(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -20,8 +21,8 @@ from r3train.config.hf_facts import EXPERT_KEYS
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job import preflight
-from r3train.trainer.megatron.saved_state import LATEST, STATE
 from r3train.launch.resume import resume_point, run_facts
+from r3train.trainer.megatron.saved_state import LATEST, STATE
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -98,7 +99,6 @@ def test_a_nodes_other_ranks_let_the_first_one_name_the_mistake(flag, tiny, monk
     assert late.exit_code == 2 and waited == [10.0] and flag.partition("=")[0] in late.output
 
 
-def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
 def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     """A rank that reads nothing starts where the others do, and leaves the comparison to them."""
     saved = tmp_path / "saved/iter_0000003"
@@ -124,6 +124,7 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     assert isinstance(first.exception, ZeroDivisionError)
 
 
+def test_stop_tokens_are_added_to_the_checkpoints_own(tiny, tmp_path):
     flags = ("--rollout-stop-token-ids", "5", "--rollout-stop", "<pad>")
     config = parse_train_flags(
         [
@@ -410,6 +411,32 @@ def test_a_directory_that_cannot_be_made_is_refused(flag, tiny, tmp_path):
         assert result.exit_code == 2 and f"{place}: cannot be made" in words(result)
     assert start(tiny, "--dry-run", flag, str(tmp_path / "a" / "b"), *more).exit_code == 0
     assert not (tmp_path / "a").exists(), "a dry run makes nothing"
+
+
+def test_places_that_are_written_late_are_tried_before_the_run(tiny, tmp_path):
+    for late in ("file", "run/rollouts"):
+        (tmp_path / late).parent.mkdir(exist_ok=True)
+        (tmp_path / late).write_text("")
+    for place in (tmp_path / "file" / "hf", "/proc/nothing"):
+        result = start(tiny, "--dry-run", "--save-hf", str(place))
+        assert result.exit_code == 2 and f"{place}: cannot be made (save_hf)" in words(result)
+    result = start(tiny, "--dry-run", "--dump-rollouts", "--run-dir", str(tmp_path / "run"))
+    assert result.exit_code == 2 and "rollouts: cannot be made (dump_rollouts)" in words(result)
+
+
+def test_an_export_is_refused_where_its_place_can_be_written_and_the_one_beside_it_cannot(
+    tiny, tmp_path, monkeypatch
+):
+    """It is written beside its place and renamed."""
+    tried = []
+    monkeypatch.setattr(
+        "r3train.launch.job.tempfile.TemporaryFile",
+        lambda dir: tried.append(dir) or contextlib.nullcontext(),
+    )
+    (tmp_path / "hf").mkdir()
+    run = ("--run-dir", str(tmp_path / "run"))
+    assert start(tiny, "--dry-run", *run, "--save-hf", str(tmp_path / "hf")).exit_code == 0
+    assert tried == [tmp_path, tmp_path]
 
 
 def test_prompts_of_unknown_tokens_alone_are_refused_and_many_are_a_warning(tiny, tmp_path):
