@@ -29,6 +29,8 @@ class Tokenizer(Protocol):
         self, text: list[str], *, add_special_tokens: bool = ..., **returned: bool
     ) -> Mapping[str, list[list[int]]]: ...
 
+    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
+
     def apply_chat_template(
         self,
         conversation: list[dict[str, Any]],
