@@ -19,6 +19,9 @@ class TrainerSection(Section):
     """Samples of an optimizer step; unset means all samples of a rollout."""
     max_tokens_per_gpu: int = Field(default=4096, ge=1)
     """Most tokens of a microbatch on one rank."""
+    log_probs_chunk_size: int = Field(default=1024, ge=-1)
+    """Rows of a microbatch whose logits are held in float32 at once, for log-probs and entropy; -1: all.
+    Less takes less memory."""
     reuse_log_probs: Literal["auto", "on", "off"] = "auto"
     """Take the old log-probs from the forward of the train step, and skip the pass that would compute
     them before it: exact with one optimizer step a rollout.  auto: then; on: refuse to start otherwise."""
@@ -60,6 +63,14 @@ class TrainerSection(Section):
     """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
+
+    @field_validator("log_probs_chunk_size")
+    @classmethod
+    def _rows(cls, value: int) -> int:
+        """Refuse 0, which is no number of rows."""
+        if value == 0:
+            raise ValueError("expected -1 (all rows at once) or a number of rows from 1 up")
+        return value
 
     @field_validator("freeze_params")
     @classmethod

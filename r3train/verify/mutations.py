@@ -746,7 +746,7 @@ def kept_tokens_of_the_next_row(original, counts, ids, rows):
 def drawn_token_dropped(original, self, logits):
     left = original(self, logits)
     first, size = shard_of(left)
-    label = torch.from_numpy(self.source.labels).to(left.device) - first
+    label = self.labels - first
     own = self.limited & (label >= 0) & (label < size)
     dropped = torch.zeros_like(left, dtype=torch.bool)
     dropped[own, label[own]] = True

@@ -25,6 +25,7 @@ TOPOLOGIES = {
     "cp2": {"context_parallel_size": 2},
 }
 LENGTHS = [(9, 20), (5, 30), (1, 7)]
+CHUNK_SIZES = (-1, 7, 1)
 
 
 def with_kept_tokens(hf: HfModelFacts, batch: list[TrainSample]) -> list[TrainSample]:
@@ -111,23 +112,26 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     return out
 
 
-def formula(s: Any, vocab_size: int) -> list[torch.Tensor]:
-    """Log-probs, entropies and this shard's gradients of a weighted sum of both, of random logits."""
+def formula(s: Any, vocab_size: int) -> list[Any]:
+    """Of random logits, by rows at a time: log-probs, entropies, this shard's gradients of a weighted sum."""
     from megatron.core import parallel_state
 
-    from r3train.trainer.megatron.forward_step import token_entropy, token_log_probs
     from r3train.trainer.megatron.kept_tokens import KeptTokens
+    from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 
     full, weights = random_logits(s.num_rows, vocab_size)
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = vocab_size // parallel_state.get_tensor_model_parallel_world_size()
-    shard = full[:, rank * size : (rank + 1) * size].float().requires_grad_()
-    left = KeptTokens.of(s, torch.device("cpu")).left_of(shard)
-    entropy = token_entropy(left)
-    log_probs = token_log_probs(left, torch.from_numpy(s.labels))
-    (weights[0].float() * log_probs + weights[1].float() * entropy).sum().backward()
-    facts = [torch.from_numpy(x) for x in (s.labels, s.kept_counts, s.kept_ids)]
-    return [log_probs.detach(), entropy.detach(), shard.grad, *facts]
+    labels, found = torch.from_numpy(s.labels), {}
+    for chunk_size in CHUNK_SIZES:
+        shard = full[:, rank * size : (rank + 1) * size].float().requires_grad_()
+        kept = KeptTokens.of(s, torch.device("cpu"))
+        draw = Draw(labels, TEMPERATURE, kept, chunk_size=chunk_size)
+        # a copy, for the backward overwrites its input
+        log_probs, entropy = log_probs_and_entropy(shard[None] * 1.0, draw, with_entropy=True)
+        (weights[0].float() * log_probs + weights[1].float() * entropy).sum().backward()
+        found[chunk_size] = log_probs.detach(), entropy.detach(), shard.grad
+    return [found, *(torch.from_numpy(x) for x in (s.labels, s.kept_counts, s.kept_ids))]
 
 
 def random_logits(rows: int, vocab_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,22 +165,25 @@ def test_the_vocabulary_parallel_formula_is_that_of_the_whole_vocabulary_in_floa
     parts = [rank[name, "formula"] for rank in found]
     shards = [parts] if name == "tp2" else [[part] for part in parts]
     for of_rows in shards:
-        log_probs, entropy, _, labels, counts, ids = of_rows[0]
+        founds, (labels, counts, ids) = [part[0] for part in of_rows], of_rows[0][1:]
         full, weights = random_logits(len(labels), read_hf_facts(checkpoint).vocab_size)
         full.requires_grad_()
         rows = torch.repeat_interleave(torch.arange(len(counts)), counts)
         kept = torch.zeros_like(full, dtype=torch.bool)
         kept[rows, ids.long()] = True
         kept |= (counts == 0)[:, None]
-        log_p = full.masked_fill(~kept, -torch.inf).log_softmax(-1)
+        log_p = (full / TEMPERATURE).masked_fill(~kept, -torch.inf).log_softmax(-1)
         own = log_p.gather(1, labels[:, None])[:, 0]
         p_log_p = torch.where(kept, log_p, 0) * log_p.exp()
-        (weights[0] * own - weights[1] * p_log_p.sum(1)).sum().backward()
-        torch.testing.assert_close(log_probs.double(), own.detach(), atol=2e-6, rtol=1e-6)
-        torch.testing.assert_close(entropy.double(), -p_log_p.sum(1).detach(), atol=2e-6, rtol=1e-6)
-        grad = torch.cat([part[2] for part in of_rows], 1)
-        torch.testing.assert_close(grad.double(), full.grad, atol=2e-6, rtol=1e-5)
-        assert (grad[~kept] == 0).all() and (counts > 1).any()
+        entropies = -p_log_p.sum(1)
+        (weights[0] * own + weights[1] * entropies).sum().backward()
+        for chunk_size in CHUNK_SIZES:
+            log_probs, entropy, _ = founds[0][chunk_size]
+            torch.testing.assert_close(log_probs.double(), own.detach(), atol=4e-6, rtol=1e-6)
+            torch.testing.assert_close(entropy.double(), entropies.detach(), atol=4e-6, rtol=1e-6)
+            grad = torch.cat([found[chunk_size][2] for found in founds], 1)
+            torch.testing.assert_close(grad.double(), full.grad, atol=4e-6, rtol=1e-5)
+            assert (grad[~kept] == 0).all() and (counts > 1).any()
 
 
 @pytest.mark.parametrize("name", TOPOLOGIES)

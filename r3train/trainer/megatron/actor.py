@@ -50,6 +50,7 @@ class MegatronActor:
         self._algorithm = config.algorithm
         self.lora = config.lora
         self._temperature = config.rollout.rollout_temperature
+        self._log_probs_chunk_size = config.trainer.log_probs_chunk_size
         self._metric_names = metric_names(configured_loss(config.algorithm), config.algorithm)
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
@@ -128,7 +129,7 @@ class MegatronActor:
             chunk.eval()
         if temperature is None:
             temperature = self._temperature
-        step = make_log_prob_step(batches, self.replay, temperature)
+        step = make_log_prob_step(batches, self.replay, temperature, self._log_probs_chunk_size)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
         native = replay_pass == "old_log_prob"
         with weights, self._pass(replay_pass, slices, weight_version, native=native):
@@ -209,7 +210,13 @@ class MegatronActor:
         self.optimizer.zero_grad()
         self._auxiliary_losses.begin_step(slices)
         step = make_train_step(
-            batches, self.replay, self._algorithm, self._temperature, old_log_probs, ref_log_probs
+            batches,
+            self.replay,
+            self._algorithm,
+            self._temperature,
+            self._log_probs_chunk_size,
+            old_log_probs,
+            ref_log_probs,
         )
         with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)

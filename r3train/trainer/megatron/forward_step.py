@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
 from r3train.algo.corrections import log_prob_gap_histogram
 from r3train.algo.losses.registry import configured_loss
@@ -20,6 +19,7 @@ from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
 from r3train.trainer.megatron.hf_bridge import unwrap
 from r3train.trainer.megatron.kept_tokens import KeptTokens
+from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
 
@@ -96,69 +96,38 @@ def run_chunk(
     return out
 
 
-def sampled_logits(
-    logits: torch.Tensor,
+def _draw(
     batch: DeviceSlice,
-    temperature: float,
     model: torch.nn.Module,
     replay: RoutingReplayManager | None,
-) -> torch.Tensor:
-    """The logits from which the engine drew, float32[n, vocab / tp].
+    temperature: float,
+    chunk_size: int,
+) -> tuple[Draw, Callable[[], None]]:
+    """Say how the engine drew the slice's labels; returns that, and a call that ends its evidence of kept tokens.
 
-    logits: [1, n, vocab / tp].  SGLang divides them by the temperature, and with top-k and top-p draws
-    among the tokens that it keeps then.  With the R3 check on the evidence counts what was left.
+    With the R3 check on, that evidence counts what was left of each chunk's logits.
     """
-    scaled = logits[0].float()
-    if temperature != 1.0:
-        scaled = scaled / temperature
-    if batch.kept is None:
-        return scaled
-    left = batch.kept.left_of(scaled)
-    if replay is not None and replay.recorder is not None:
-        replay.recorder.record_kept_tokens(
-            batch.kept,
-            scaled=scaled.detach(),
-            left=left.detach(),
-            labels=batch.labels,
+    draw = Draw(batch.labels, temperature, batch.kept, chunk_size=chunk_size)
+    recorder = replay.recorder if replay is not None else None
+    kept = batch.kept
+    if recorder is None or kept is None:
+        return draw, lambda: None
+    counts: list[torch.Tensor] = []
+
+    def see(part: KeptTokens, scaled: torch.Tensor, left: torch.Tensor) -> None:
+        counts.append(
+            recorder.count_kept_tokens(part, scaled, left, unwrap(model).config.num_layers + 1)
+        )
+
+    def record() -> None:
+        recorder.record_kept_tokens(
+            kept,
+            torch.stack(counts).sum(0),
             vp_stage=unwrap(model).vp_stage or 0,
             layer_number=unwrap(model).config.num_layers + 1,
         )
-    return left
 
-
-def token_log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Log-prob of each row's label, float32[n]; logits: float32[n, vocab / tp], overwritten."""
-    # the vocabulary-parallel loss works in place on its [s, b, v] input
-    return -vocab_parallel_cross_entropy(logits[:, None].contiguous(), labels[:, None])[:, 0]
-
-
-class _VocabParallelEntropy(torch.autograd.Function):
-    """Entropy of vocabulary-parallel logits; the gradient is -p (log p + H)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        group = parallel_state.get_tensor_model_parallel_group()
-        highest = logits.amax(-1, keepdim=True)
-        torch.distributed.all_reduce(highest, op=torch.distributed.ReduceOp.MAX, group=group)
-        weights = (logits - highest).exp()
-        total = weights.sum(-1, keepdim=True)
-        torch.distributed.all_reduce(total, group=group)
-        log_p = logits - highest - total.log()
-        p = weights / total
-        entropy = -(p * log_p).sum(-1)
-        torch.distributed.all_reduce(entropy, group=group)
-        ctx.save_for_backward(p, log_p, entropy)
-        return entropy
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        p, log_p, entropy = ctx.saved_tensors
-        return -grad[..., None] * p * (log_p + entropy[..., None])
-
-
-def token_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of each row's next token, float32[n]; logits: float32[n, vocab / tp]."""
-    return _VocabParallelEntropy.apply(logits)
+    return replace(draw, see_kept=see), record
 
 
 def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
@@ -171,15 +140,23 @@ def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
 
 
 def make_log_prob_step(
-    batches: dict[int, DeviceSlice], replay: RoutingReplayManager | None, temperature: float
+    batches: dict[int, DeviceSlice],
+    replay: RoutingReplayManager | None,
+    temperature: float,
+    chunk_size: int,
 ) -> Callable:
-    """Make a Megatron forward step that returns {microbatch_id: float32[n]} on the last stage."""
+    """Make a Megatron forward step that returns {microbatch_id: float32[n]} on the last stage.
+
+    chunk_size: rows whose logits are in float32 at once; -1: all.
+    """
 
     def collect(
         batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor, non_loss_data: bool = True
     ) -> dict:
-        drawn_from = sampled_logits(logits, batch, temperature, model, replay)
-        return {batch.microbatch_id: token_log_probs(drawn_from, batch.labels)}
+        draw, record = _draw(batch, model, replay, temperature, chunk_size)
+        log_probs, _ = log_probs_and_entropy(logits, draw, with_entropy=False)
+        record()
+        return {batch.microbatch_id: log_probs}
 
     def step(iterator: Iterator[int], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
         batch = batches[next(iterator)]
@@ -193,6 +170,7 @@ def make_train_step(
     replay: RoutingReplayManager | None,
     algorithm: AlgorithmSection,
     temperature: float,
+    chunk_size: int,
     old_log_probs: dict[int, torch.Tensor] | None,
     ref_log_probs: dict[int, torch.Tensor] | None,
 ) -> Callable:
@@ -200,15 +178,15 @@ def make_train_step(
 
     Without ``old_log_probs`` those of this very forward stand for them, without gradient.
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
+    chunk_size: as for ``make_log_prob_step``.
     """
     policy_loss = configured_loss(algorithm)
 
     def loss_func(batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor) -> tuple:
-        drawn_from = sampled_logits(logits, batch, temperature, model, replay)
-        # the entropy first: token_log_probs overwrites the logits
-        with torch.set_grad_enabled(algorithm.entropy_coef > 0):
-            entropy = token_entropy(drawn_from)
-        log_probs = token_log_probs(drawn_from, batch.labels)
+        draw, record = _draw(batch, model, replay, temperature, chunk_size)
+        log_probs, entropy = log_probs_and_entropy(logits, draw, with_entropy=True)
+        assert entropy is not None
+        record()
         old = log_probs.detach() if old_log_probs is None else old_log_probs[batch.microbatch_id]
         rows = LossRows(
             log_probs=log_probs,
@@ -217,7 +195,7 @@ def make_train_step(
             rollout_log_probs=old if algorithm.loss_type == "sft" else batch.rollout_log_probs,
             advantages=batch.advantages,
             mask=batch.loss_mask,
-            entropy=entropy,
+            entropy=entropy if algorithm.entropy_coef > 0 else entropy.detach(),
             samples=batch.samples,
             loss_weights=batch.loss_weights,
             ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ class KeptTokens:
     Every tensor-parallel rank has them all, and applies those of its own shard of the vocabulary.
     """
 
-    source: RankSlice  # for counts that the host makes
+    source: RankSlice  # of all rows, for counts that the host makes
     rows: torch.Tensor  # int64[e], the row of each kept token
     ids: torch.Tensor  # int64[e]
+    labels: torch.Tensor  # int64[n]
     limited: torch.Tensor  # bool[n], rows that have kept tokens
     versions: torch.Tensor  # int32[n], weights that drew the label, -1 = not known
     uids: torch.Tensor  # int64[n]
@@ -42,9 +43,25 @@ class KeptTokens:
             source=s,
             rows=move(np.repeat(np.arange(s.num_rows), s.kept_counts)),
             ids=move(s.kept_ids.astype(np.int64)),
+            labels=move(s.labels),
             limited=move(s.kept_counts > 0),
             versions=move(s.kept_versions),
             uids=move(s.token_uids),
+        )
+
+    def of_rows(self, chunk: slice) -> KeptTokens:
+        """Those of a slice of the rows, which count from its first."""
+        assert self.source.kept_counts is not None
+        first = int(self.source.kept_counts[: chunk.start].sum())
+        own = slice(first, first + int(self.source.kept_counts[chunk].sum()))
+        return replace(
+            self,
+            rows=self.rows[own] - chunk.start,
+            ids=self.ids[own],
+            labels=self.labels[chunk],
+            limited=self.limited[chunk],
+            versions=self.versions[chunk],
+            uids=self.uids[chunk],
         )
 
     @property

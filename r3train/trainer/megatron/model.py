@@ -77,6 +77,13 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     return Model(bridge.config, bridge, wrapped, bridge.hf_config.vocab_size)
 
 
+class _Bf16Chunk(Float16Module):
+    """A chunk whose logits stay in bfloat16: the loss makes float32 of some rows at a time."""
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return super().forward(*inputs, fp32_output=False, **named)
+
+
 def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module:
     """Convert the chunk to bfloat16, but keep the routers' expert biases in float32 as SGLang does.
 
@@ -87,7 +94,7 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
         for m in chunk.modules()
         if torch.is_tensor(getattr(m, "expert_bias", None))
     ]
-    wrapped = Float16Module(config, chunk)
+    wrapped = _Bf16Chunk(config, chunk)
     for router, bias in biases:
         router.expert_bias.data = bias
     return wrapped

@@ -199,7 +199,7 @@ class CallRecorder:
                     rows_native=0 if replayed else staged.num_real,
                     rows_current=staged.num_current if replayed else 0,
                 ),
-                counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
+                counters=_vector(values),
             )
         )
 
@@ -252,22 +252,15 @@ class CallRecorder:
         return scores.float() @ self._projection
 
     @torch.no_grad()
-    def record_kept_tokens(
-        self,
-        kept: KeptTokens,
-        *,
-        scaled: torch.Tensor,
-        left: torch.Tensor,
-        labels: torch.Tensor,
-        vp_stage: int,
-        layer_number: int,
-    ) -> None:
-        """Count one application of kept tokens, from the logits that it left.
+    def count_kept_tokens(
+        self, kept: KeptTokens, scaled: torch.Tensor, left: torch.Tensor, layer_number: int
+    ) -> torch.Tensor:
+        """Count a chunk of an application of kept tokens, from the logits that it left.
 
-        scaled, left: float32[n, vocab / tp], before and after it; labels: int64[n].  The sums are over
-        the shards of the vocabulary, and tensor-parallel rank 0 alone counts them.
+        scaled, left: float32[n, vocab / tp], before and after it.  Returns int64 counters over all
+        shards of the vocabulary, the same on every tensor-parallel rank.
         """
-        s, limited, zero = kept.source, kept.limited, labels.new_zeros(())
+        limited, labels, zero = kept.limited, kept.labels, kept.labels.new_zeros(())
         first, size = shard_of(left)
         group = parallel_state.get_tensor_model_parallel_group()
         values = dict.fromkeys(_COUNTERS, zero)
@@ -306,12 +299,22 @@ class CallRecorder:
             rows_overlap=(limited & ~equal & ~mismatch).sum(),
             rows_mismatch=mismatch.sum(),
         )
-        version, current = self._weight_version, 0
-        if version is not None:
-            of_version = kept.versions == version
-            current = int(((s.kept_versions == version) & (s.kept_counts > 0)).sum())
+        if self._weight_version is not None:
+            of_version = kept.versions == self._weight_version
             values["rows_current_equal"] = (equal & of_version).sum()
             values["rows_current_mismatch"] = (mismatch & of_version).sum()
+        return _vector(values)
+
+    def record_kept_tokens(
+        self, kept: KeptTokens, counters: torch.Tensor, *, vp_stage: int, layer_number: int
+    ) -> None:
+        """Record one application of kept tokens, of which ``counters`` are the chunks' sum.
+
+        Tensor-parallel rank 0 alone counts them.
+        """
+        s, version, current = kept.source, self._weight_version, 0
+        if version is not None:
+            current = int(((s.kept_versions == version) & (s.kept_counts > 0)).sum())
         replayed, real = int((s.kept_counts > 0).sum()), int((s.token_uids >= 0).sum())
         native = int((s.loss_mask & (s.kept_counts == 0)).sum())
         self._calls.append(
@@ -330,7 +333,7 @@ class CallRecorder:
                     rows_current=current,
                     counts_tokens=parallel_state.get_tensor_model_parallel_rank() == 0,
                 ),
-                counters=torch.stack([values[name].to(torch.int64) for name in _COUNTERS]),
+                counters=counters,
             )
         )
 
@@ -355,6 +358,11 @@ class CallRecorder:
             )
         self._calls.clear()
         return records
+
+
+def _vector(values: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The counters of a call in one int64 vector."""
+    return torch.stack([values[name].to(torch.int64) for name in _COUNTERS])
 
 
 def _filled_hashes(

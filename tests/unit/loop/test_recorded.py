@@ -213,13 +213,14 @@ def failures_of_kept_tokens(
         share = plant(slice_microbatch(microbatch, place))
         kept = kept_tokens.KeptTokens.of(share, torch.device("cpu"))
         logits = torch.randn(share.num_rows, 100)
+        layer = ROUTES.output_layer
+        counters = [
+            recorder.count_kept_tokens(part, logits[rows], part.left_of(logits[rows]), layer)
+            for rows in (slice(0, 3), slice(3, share.num_rows))
+            for part in [kept.of_rows(rows)]
+        ]
         recorder.record_kept_tokens(
-            kept,
-            scaled=logits,
-            left=kept.left_of(logits),
-            labels=torch.from_numpy(share.labels),
-            vp_stage=0,
-            layer_number=ROUTES.output_layer,
+            kept, torch.stack(counters).sum(0), vp_stage=0, layer_number=layer
         )
     totals = StepTotals(ROUTES)
     for call in recorder.collect(3):
