@@ -41,7 +41,13 @@ _INHERITED_PREFIXES = tuple(
 )
 _SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_JWT")
 # TORCHELASTIC_USE_AGENT_STORE would make the rendezvous of weight updates wait for an agent
-_TRAINERS_OWN = ("TORCH_NCCL_ASYNC",)
+# The others are of a rank's own device; SGLang sets the second itself.
+_TRAINERS_OWN = (
+    "TORCH_NCCL_ASYNC",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+)
 
 
 def inherited(environ: Mapping[str, str], more: Collection[str] = ()) -> dict[str, str]:

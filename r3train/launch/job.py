@@ -637,6 +637,8 @@ def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:
 
 def would_run(job: Job, world_size: int) -> list[str]:
     """Lines that say what a run of the job would do, for its dry run."""
+    from r3train.host_group import RANK_DEFAULTS
+
     config, lengths = job.config, sorted(len(prompt.token_ids) for prompt in job.prompts)
     rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
     kind = "conversations" if config.learns_conversations else "prompts"
@@ -650,6 +652,8 @@ def would_run(job: Job, world_size: int) -> list[str]:
         f"a rollout is {samples:,} samples and {steps:,} optimizer step{'s' * (steps != 1)} of"
         f" {samples // steps:,}",
         f"{world_size} rank{'s' * (world_size != 1)}, data-parallel size {dp_size}",
+        "on CUDA every rank sets, unless you do: "
+        + ", ".join(f"{name}={value}" for name, value in RANK_DEFAULTS.items()),
     ]
 
 

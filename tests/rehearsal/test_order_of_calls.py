@@ -13,6 +13,7 @@ import torch.distributed as dist
 import train_async
 from r3train.config.parallel import ParallelSection
 from r3train.engine.server import SGLangServer
+from r3train.host_group import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import scatter
 from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -22,6 +23,7 @@ from r3train.trainer.megatron import topology  # noqa: E402
 
 NUM_RANKS = 8
 CUMEM = "NCCL_CUMEM_ENABLE"
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 
 
 @pytest.fixture
@@ -30,7 +32,12 @@ def node(monkeypatch):
     current = SimpleNamespace(device=0, joined=[])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current.device)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda d: setattr(current, "device", int(d)))
+
+    def set_device(device):
+        current.device = int(device)
+        current.environment = {name: os.environ.get(name) for name in RANK_DEFAULTS}
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
 
     def join(backend, **_):
         current.joined.append((backend, current.device, os.environ.get(CUMEM)))
@@ -44,8 +51,10 @@ def node(monkeypatch):
 
     monkeypatch.setattr(dist, "init_process_group", join)
     monkeypatch.setattr(dist, "new_group", lambda **facts: join(facts["backend"]))
-    monkeypatch.delenv(CUMEM, raising=False)
-    yield SimpleNamespace(become=become, joined=current.joined)
+    for name in (*RANK_DEFAULTS, "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # to be restored, whatever a rank sets
+        monkeypatch.delenv(name)
+    yield SimpleNamespace(become=become, joined=current.joined, current=current)
 
 
 def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_path):
@@ -102,3 +111,29 @@ def test_ranks_and_servers_agree_on_cumem_before_the_first_communicator(users, n
         monkeypatch.setenv(CUMEM, users)
     servers_see = SGLangServer("model", "log", device="cuda").environment()[CUMEM]
     assert ranks_see == {servers_see} == {users or "0"}
+
+
+def test_a_rank_has_its_environment_before_it_touches_its_device(node):
+    node.become(3)
+    assert prepare_device() == torch.device("cuda", 3)
+    assert node.current.environment == RANK_DEFAULTS
+    assert RANK_DEFAULTS["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+
+
+@pytest.mark.parametrize("name", [ALLOCATOR, "PYTORCH_ALLOC_CONF", "NCCL_NVLS_ENABLE"])
+def test_a_users_own_environment_stays(name, node, monkeypatch):
+    monkeypatch.setenv(name, "users")
+    node.become(0)
+    prepare_device()
+    seen = node.current.environment
+    assert seen.get(name) == ("users" if name in RANK_DEFAULTS else None)
+    assert (seen[ALLOCATOR] is None) == (name == "PYTORCH_ALLOC_CONF")
+
+
+def test_servers_have_none_of_a_ranks_own_settings(node):
+    node.become(0)
+    prepare_device()
+    servers = SGLangServer("model", "log", device="cuda").environment()
+    own = set(RANK_DEFAULTS) - set(NCCL_DEFAULTS)
+    assert not own & set(servers)
+    assert {name: servers[name] for name in NCCL_DEFAULTS} == NCCL_DEFAULTS

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from r3train.host_group import set_rank_defaults
+
 _installed = False
 
 
@@ -24,9 +26,11 @@ def prepare_device() -> torch.device:
     """Return the device of this rank; without CUDA, adapt megatron-core first.
 
     It may be called again.  Returns ``cuda:LOCAL_RANK``, which is then the current device, or ``cpu``.
+    On CUDA it sets a rank's environment first (``host_group.set_rank_defaults``).
     Without torchrun's LOCAL_RANK it is ``cuda:0``.
     """
     if torch.cuda.is_available():
+        set_rank_defaults(os.environ)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cuda", torch.cuda.current_device())
     global _installed

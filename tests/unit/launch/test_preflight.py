@@ -66,6 +66,7 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
     )
     assert "# a rollout is 32 samples and 2 optimizer steps of 16" in result.stdout
     assert "# 2 ranks, data-parallel size 2" in result.stdout
+    assert "unless you do: NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, CUDA_DEV" in result.stdout
     refused = start(tiny, "--world-size", "2", world_size=None)
     assert refused.exit_code == 2 and "starts no ranks: it is for --dry-run" in words(refused)
     refused = start(tiny, "--dry-run", "--world-size", "4")
