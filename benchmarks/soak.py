@@ -81,9 +81,7 @@ def connection_bound(config: RunConfig) -> int:
     one of the control's calls and one that asks for its health.
     """
     rollout = config.rollout
-    in_flight = min(
-        rollout.rollout_max_concurrency, rollout.buffer_groups * rollout.n_samples_per_prompt
-    )
+    in_flight = min(rollout.max_concurrency, rollout.buffer_groups * rollout.n_samples_per_prompt)
     return in_flight + 2 * rollout.rollout_num_engines
 
 

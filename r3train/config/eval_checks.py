@@ -38,9 +38,9 @@ def eval_conflicts(config: RunConfig) -> Iterator[str]:
                 f"evaluation set {dataset.name}: max_response_len {dataset.max_response_len} leaves no"
                 f" room for a prompt in rollout_max_context_len {context}"
             )
-    most, places = config.rollout.rollout_max_concurrency, config.eval.eval_max_concurrency
+    most, places = config.rollout.max_concurrency, config.eval.eval_max_concurrency
     if places is not None and places > most:
-        yield f"eval_max_concurrency {places} exceeds rollout_max_concurrency {most}"
+        yield f"eval_max_concurrency {places} exceeds the {most} requests in flight at once"
 
 
 def _without_sets(section: EvalSection) -> Iterator[str]:

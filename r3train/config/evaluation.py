@@ -63,8 +63,8 @@ class EvalSection(Section):
     eval_label_key: str | None = Field(default=None, min_length=1)
     """Key of the label.  Unset: label_key."""
     eval_max_concurrency: int | None = Field(default=None, ge=1)
-    """Most of the rollout_max_concurrency requests in flight that an evaluation takes while rollouts
-    are generated too; unset: half of them."""
+    """Most of the requests in flight at once that an evaluation takes while rollouts are generated too;
+    unset: half of them."""
 
     @field_validator("eval_prompt_data")
     @classmethod

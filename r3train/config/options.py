@@ -26,6 +26,8 @@ from r3train.config.sources import (
 )
 
 SERVER_PREFIX = "--sglang-"
+# flags with this prefix, as peers have them, that are no flags of the server
+OUR_SERVER_FLAGS = ("--sglang-server-concurrency",)
 # within it a rank that fails for the same reason is ended by torchrun
 _RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
@@ -257,7 +259,8 @@ def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     words = list(args)
     while words:
         word = words.pop(0)
-        if not word.startswith(SERVER_PREFIX) or word == SERVER_PREFIX:
+        flag, equals, value = word.partition("=")
+        if not word.startswith(SERVER_PREFIX) or word == SERVER_PREFIX or flag in OUR_SERVER_FLAGS:
             rest.append(word)
             continue
         flag, equals, value = word.partition("=")

@@ -51,8 +51,10 @@ class RolloutSection(Section):
     rollout_segment_len: int | None = Field(default=None, ge=1)
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
     loses one segment at most.  Unset: 256 with --max-engine-restarts, else no limit."""
-    rollout_max_concurrency: int = Field(default=64, ge=1)
-    """Requests in flight at once."""
+    sglang_server_concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight at once for each server; unset: 64."""
+    rollout_max_concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight at once over all servers; unset: sglang_server_concurrency for each."""
     rollout_buffer_size: int | None = Field(default=None, ge=1)
     """Most groups in flight or waiting for training; unset: as many as the staleness allows."""
     over_sampling_batch_size: int | None = Field(default=None, ge=1)
@@ -129,9 +131,17 @@ class RolloutSection(Section):
         return self.rollout_buffer_size or allowed
 
     @property
+    def max_concurrency(self) -> int:
+        """Requests that may be in flight at once over all servers."""
+        if self.rollout_max_concurrency is not None:
+            return self.rollout_max_concurrency
+        servers = len(self.rollout_external_engine_addrs) or self.rollout_num_engines
+        return servers * (self.sglang_server_concurrency or 64)
+
+    @property
     def most_in_flight(self) -> int:
         """Most requests that can be in flight at once."""
-        return min(self.rollout_max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
+        return min(self.max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
 
     def pool_needed(self, longest_prompt: int) -> int:
         """Tokens of KV cache for all requests in flight at their full length, as nobody shares."""

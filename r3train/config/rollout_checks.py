@@ -131,6 +131,11 @@ def _updates(config: RunConfig) -> Iterator[str]:
 
 def _servers(config: RunConfig) -> Iterator[str]:
     rollout = config.rollout
+    if None not in (rollout.sglang_server_concurrency, rollout.rollout_max_concurrency):
+        yield (
+            "--sglang-server-concurrency is for each server and --rollout-max-concurrency for all of"
+            " them: give one of the two"
+        )
     if rollout.rollout_external_engine_addrs and rollout.rollout_num_engines > 1:
         yield (
             "--rollout-num-engines is of our own servers, and --rollout-external-engine-addrs names"

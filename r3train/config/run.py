@@ -137,7 +137,7 @@ class RunConfig(Section):
     @property
     def eval_places(self) -> int:
         """eval_max_concurrency with its default resolved."""
-        return self.eval.eval_max_concurrency or max(1, self.rollout.rollout_max_concurrency // 2)
+        return self.eval.eval_max_concurrency or max(1, self.rollout.max_concurrency // 2)
 
     @property
     def samples_per_rollout(self) -> int:

@@ -361,7 +361,7 @@ class Producer:
     async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
         assert not self._evaluation, "the evaluation before was not taken"
         over = self._buffer.next_rollout == self._rollout.num_rollout  # nothing is left to generate
-        places = self._rollout.rollout_max_concurrency if over else self._eval_places
+        places = self._rollout.max_concurrency if over else self._eval_places
         room = _EvaluationRoom(self, places)
         for asked in sets:
             task = self._loop.create_task(self._evaluate(asked, self._version, room, places))
@@ -519,7 +519,7 @@ class Producer:
         if self._short_of_room:
             return None
         waiting = self._going_on + self._to_evaluate
-        if self._in_flight + self._evaluating + waiting >= self._rollout.rollout_max_concurrency:
+        if self._in_flight + self._evaluating + waiting >= self._rollout.max_concurrency:
             return None
         while True:
             if not self._items and not self._submit_group():
@@ -617,7 +617,7 @@ class Producer:
     async def _place_to_go_on(self) -> None:
         """Wait for a place in flight, for a rollout that is resumed."""
         self._going_on += 1
-        limit = self._rollout.rollout_max_concurrency
+        limit = self._rollout.max_concurrency
         try:
             await self._until(
                 lambda: not self._pauses and self._in_flight + self._evaluating < limit,
@@ -691,7 +691,7 @@ class _EvaluationRoom:
 
     async def __aenter__(self) -> None:
         p = self._producer
-        limit = p._rollout.rollout_max_concurrency
+        limit = p._rollout.max_concurrency
         await self._share.acquire()
         p._to_evaluate += 1
         try:

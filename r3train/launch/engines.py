@@ -292,7 +292,7 @@ class Engines:
             sent_routes=self._route_shape,
             api_key=self._api_key,
             request_timeout_s=rollout.rollout_request_timeout_s,
-            max_concurrency=rollout.rollout_max_concurrency,
+            max_concurrency=rollout.max_concurrency,
             check_alive=self.check_alive if self._servers else None,
             max_bad_answers=job.config.faults.max_bad_answers,
             on_bad_answer=self._count_bad_answer,

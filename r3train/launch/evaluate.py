@@ -103,9 +103,7 @@ def _run(job: Job, run_dir: Path, display: RunDisplay) -> list[str]:
         with MetricsWriter(run_dir, job.config.run.tensorboard) as metrics:
             for asked in engines.eval_sets():
                 try:
-                    rows = _rows(
-                        engines, asked, job.config.rollout.rollout_max_concurrency, display
-                    )
+                    rows = _rows(engines, asked, job.config.rollout.max_concurrency, display)
                 except (EngineError, ValueError) as error:
                     display.note(f"{asked.name} was not evaluated: {error}", style="red")
                     failed.append(asked.name)

@@ -82,6 +82,10 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"overlap_param_gather": True, "use_distributed_optimizer": False},
         ),
         ("needs --overlap-grad", {"overlap_param_gather": True}),
+        (
+            "for all of them: give one of the two",
+            {"sglang_server_concurrency": 8, "rollout_max_concurrency": 8},
+        ),
         ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
         ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
         (

@@ -105,7 +105,7 @@ def test_the_resolved_configuration_reads_back(tmp_path):
         ),
         (
             {"eval_prompt_data": ("a", "b"), "eval_max_concurrency": 65},
-            "eval_max_concurrency 65 exceeds rollout_max_concurrency 64",
+            "eval_max_concurrency 65 exceeds the 64 requests in flight at once",
         ),
         ({"eval_prompt_data": ("a", "b"), "replay_rollouts": "d"}, "no server could answer"),
         (

@@ -150,6 +150,31 @@ def test_server_flags_pass_through_with_and_without_values():
     assert config.model.bf16 and config.trainer.lr == 1
 
 
+def test_requests_in_flight_are_counted_a_server_or_in_all():
+    external = ("--rollout-external-engine-addrs", "a:1", "b:2", "c:3")
+    for words, expected in (
+        ((), 64),
+        (("--rollout-num-engines", "2"), 128),
+        (("--sglang-server-concurrency", "16", "--rollout-num-engines", "2"), 32),
+        (("--sglang-server-concurrency=16", *external), 48),
+        (("--rollout-max-concurrency", "5", *external), 5),
+    ):
+        rollout = parsed(*words).rollout
+        assert rollout.max_concurrency == expected and not rollout.sglang
+
+
+def test_optimizer_overrides_take_names_and_typed_values():
+    config = parsed(
+        *"--optimizer-override optimizer_cpu_offload=true optimizer_offload_fraction=0.5".split(),
+        *"--optimizer-override main_grads_dtype=bf16".split(),
+    )
+    assert config.trainer.optimizer_overrides == {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 0.5,
+        "main_grads_dtype": "bf16",
+    }
+
+
 def test_transformer_overrides_take_names_and_typed_values():
     config = parsed(
         *"--transformer-override moe_z_loss_coeff=1e-3 moe_layer_freq=[0,1]".split(),
