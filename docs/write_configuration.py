@@ -24,11 +24,13 @@ the file. The heading of a section names its TOML table. A switch is turned off 
 its name. `none` unsets a field that may be unset. A list takes several values, commas or both.
 `--dry-run` checks everything, prints the resolved configuration and stops; every run saves its own.
 
-Two tables take names that are not ours:
+Three tables take names that are not ours:
 
 - `transformer_overrides`: fields of Megatron's `TransformerConfig` without a flag here. A table
   in the file; `--transformer-override NAME=VALUE`, repeatable, on the command line. A field that the
   checkpoint, the actor or R3 decides is refused with the reason, and so is one that Megatron lacks.
+- `optimizer_overrides`: the same for Megatron's `OptimizerConfig`: `[trainer.optimizer_overrides]`, or
+  `--optimizer-override NAME=VALUE`.
 - `sglang`: flags of the SGLang server. `[rollout.sglang]` in the file; `--sglang-FLAG [VALUE]`
   on the command line (`--sglang-mem-fraction-static 0.3`). A flag without a value is on. Weights,
   their format, their version and seeds belong to the run: such flags are refused, under any alias.

@@ -7,9 +7,11 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from r3train.config.section import Section
+from r3train.config.section import OverrideScalar, Section
 
-OverrideScalar = bool | int | float | str
+
+# of Transformer Engine's attention, as Megatron names them
+TE_KERNELS = ("flash", "fused", "unfused")
 
 
 class ModelSection(Section):

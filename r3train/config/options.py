@@ -33,8 +33,13 @@ _RANK_0_SPEAKS_S = 10.0
 PROMPT_FILES = "--prompt-data"
 # further names of switches, as peers have them
 ALIASES = {"tensorboard": ("--use-tensorboard",)}
+# tables of names of Megatron's -> the flag that adds an entry
+OVERRIDES = {
+    "transformer_overrides": "--transformer-override",
+    "optimizer_overrides": "--optimizer-override",
+}
 PASSTHROUGH_HELP = {
-    "transformer_overrides": ("--transformer-override NAME=VALUE", "Repeatable."),
+    **{name: (f"{flag} NAME=VALUE", "Repeatable.") for name, flag in OVERRIDES.items()},
     "sglang": ("--sglang-FLAG [VALUE]...", "No value means on."),
     FILE_FIELD: (f"[[eval.{FILE_FIELD}]] in the file", ""),
 }
@@ -85,7 +90,10 @@ class TrainCommand(click.Command):
                 error.message, error.possibilities = f"{error.message} Here it is {peer}.", None
             elif isinstance(error, click.NoSuchOption) and not error.possibilities:
                 error.message += " A Megatron setting without a flag goes through"
-                error.message += " --transformer-override NAME=VALUE, an SGLang one --sglang-FLAG"
+                error.message += (
+                    " --transformer-override NAME=VALUE or --optimizer-override, an SGLang"
+                )
+                error.message += " one through --sglang-FLAG"
             _let_rank_0_speak()
             raise
 
@@ -120,9 +128,10 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
             for name, value in values.items()
             if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE
         }
-        overrides = given.pop("transformer_override", ())
-        if overrides:
-            given["transformer_overrides"] = dict(_assignment(text) for text in overrides)
+        for table, flag in OVERRIDES.items():
+            texts = given.pop(flag[2:].replace("-", "_"), ())
+            if texts:
+                given[table] = dict(_assignment(text, flag) for text in texts)
         if ctx.meta["sglang"]:
             given["sglang"] = ctx.meta["sglang"]
         with usage_errors():
@@ -176,8 +185,8 @@ def _option(place: Place) -> click.Option | None:
     """Return the click option of a field; None for one whose flags are not known here, or has none."""
     if place.name in ("sglang", FILE_FIELD):
         return None
-    if place.name == "transformer_overrides":
-        return ListOption(["--transformer-override"], multiple=True, metavar="NAME=VALUE")
+    if place.name in OVERRIDES:
+        return ListOption([OVERRIDES[place.name]], multiple=True, metavar="NAME=VALUE")
     _, kind = _without_none(place.info.annotation)
     if kind is bool:
         names = [place.flag, *ALIASES.get(place.name, ())]
@@ -239,12 +248,10 @@ def _value(text: str) -> Any:
         return text
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def _assignment(text: str, flag: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip().isidentifier():
-        raise click.BadParameter(
-            f"expected NAME=VALUE, got {text!r}", param_hint="--transformer-override"
-        )
+        raise click.BadParameter(f"expected NAME=VALUE, got {text!r}", param_hint=flag)
     return name.strip(), _value(value.strip())
 
 
@@ -263,7 +270,6 @@ def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
         if not word.startswith(SERVER_PREFIX) or word == SERVER_PREFIX or flag in OUR_SERVER_FLAGS:
             rest.append(word)
             continue
-        flag, equals, value = word.partition("=")
         values = [value] if equals else []
         while not equals and words and not _is_flag(words[0]):
             values.append(words.pop(0))
@@ -295,7 +301,7 @@ def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
         values = [value] if equals else []
         while not equals and words and not _is_flag(words[0]):
             values.append(words.pop(0))
-        if flag not in ("--transformer-override", PROMPT_FILES):  # values may contain commas
+        if flag not in (*OVERRIDES.values(), PROMPT_FILES):  # values may contain commas
             values = [part for value in values for part in value.split(",") if part]
         if not values:
             raise click.UsageError(f"{flag} needs at least one value")

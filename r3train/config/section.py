@@ -5,6 +5,10 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
+# a value of a table whose names are another program's
+OverrideScalar = bool | int | float | str
+
+
 class Section(BaseModel):
     """A TOML table and a group of flags: frozen, strictly typed, without unknown keys.
 

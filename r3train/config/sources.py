@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
 # fields that are tables: a flag adds an entry to those of the file
-TABLE_FIELDS = ("transformer_overrides", "sglang")
+TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 # a field of tables that a file alone can hold
 FILE_FIELD = "datasets"
 

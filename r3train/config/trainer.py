@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from r3train.config.section import Section
+from r3train.config.section import OverrideScalar, Section
 
 
 class TrainerSection(Section):
@@ -27,6 +27,9 @@ class TrainerSection(Section):
     them before it: exact with one optimizer step a rollout.  auto: then; on: refuse to start otherwise."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimizer; adam is AdamW."""
+    optimizer_overrides: dict[str, OverrideScalar] = {}
+    """Any other field of Megatron's OptimizerConfig, such as optimizer_cpu_offload; a dtype is fp32,
+    bf16, fp16 or fp8."""
     lr: float = Field(default=1e-6, ge=0)
     """Learning rate."""
     min_lr: float = Field(default=0.0, ge=0)

@@ -58,7 +58,8 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     if config.lora.enabled:
         lora.install(config, bridge, chunks)
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        # Megatron's optimizer takes the gradients as they are in these buffers
+        grad_reduce_in_fp32=config.trainer.optimizer_overrides.get("main_grads_dtype") != "bf16",
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         # with SGD every rank updates all parameters: there is nothing to gather
         overlap_param_gather=parallel.overlap_param_gather and config.shards_optimizer,

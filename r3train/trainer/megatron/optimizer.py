@@ -7,11 +7,30 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
+from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.uint8,  # Megatron's name for it
+}
 
 
 def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> MegatronOptimizer:
-    """AdamW or SGD over the chunks' DDP buffers.  Under bf16 the main weights are float32."""
+    """AdamW or SGD over the chunks' DDP buffers.  Under bf16 the main weights are float32.
+
+    ``optimizer_overrides`` may say otherwise.  Raises ValueError where they need a CUDA device.
+    """
     trainer, bf16 = config.trainer, config.model.bf16
+    on_cuda = next(chunks[0].parameters()).is_cuda
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if trainer.optimizer_overrides.get(name) and not on_cuda:
+            raise ValueError(f"optimizer_overrides.{name} needs a CUDA device: this actor has none")
+    overrides = {
+        name: _DTYPES[value] if name in OPTIMIZER_DTYPES else value
+        for name, value in trainer.optimizer_overrides.items()
+    }
     settings = OptimizerConfig(
         optimizer=trainer.optimizer,
         lr=trainer.lr,
@@ -25,6 +44,7 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
         use_distributed_optimizer=config.shards_optimizer,
+        **overrides,
     )
     return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
 

@@ -1,20 +1,22 @@
-"""Fields of Megatron's TransformerConfig that a run decides itself, and those that a user may set.
+"""Fields of Megatron's TransformerConfig and OptimizerConfig: which a run decides, which a user may set.
 
 Every field of the measured Megatron has its place here; one that has none (of another version) is
 refused, for nobody has looked at it.  Nothing here imports Megatron: a wrong name is found in its
 source, before any rank joins.
 
-Source: megatron-core 0.16.1, ``TransformerConfig`` and ``ModelParallelConfig``.
+Source: megatron-core 0.16.1, ``TransformerConfig``, ``ModelParallelConfig`` and ``OptimizerConfig``.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.sources import ConfigError, nearest, places
@@ -94,17 +96,101 @@ _FREE = """
     fine_grained_activation_offloading offload_modules min_offloaded_tensor_size"""
 
 
+# the same of OptimizerConfig; the value of a free field is checked against its kind
+_OPTIMIZER_NAMES = {"fp16": "--bf16", "bf16": "--bf16", "params_dtype": "--bf16"}
+_OPTIMIZER_REFUSED = {
+    "the actor trains in float32 or bfloat16 (--bf16), which need no scaling of the loss": """
+        fp8_recipe reuse_grad_buf_for_mxfp8_param_ag loss_scale initial_loss_scale min_loss_scale
+        loss_scale_window hysteresis""",
+    "--optimizer is adam, or sgd without momentum": "sgd_momentum muon_*",
+    "all parameters that are trained have one learning rate and one decay": """
+        decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm""",
+    "the actor starts the gathering of parameters itself": "overlap_param_gather_with_optimizer_step",
+    "it would be without effect: the loop measures and reports by itself": """
+        log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir""",
+}
+_SWITCHES = """use_precision_aware_optimizer store_param_remainders decoupled_weight_decay
+    optimizer_cpu_offload use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
+    pin_cpu_grads pin_cpu_params"""
+_FRACTIONS = "optimizer_offload_fraction"
+# as Megatron's own flags of these names take them
+OPTIMIZER_DTYPES = {
+    "main_grads_dtype": ("fp32", "bf16"),
+    "main_params_dtype": ("fp32", "fp16"),
+    "exp_avg_dtype": ("fp32", "bf16", "fp16", "fp8"),
+    "exp_avg_sq_dtype": ("fp32", "bf16", "fp16", "fp8"),
+}
+# field -> the switch without which it is without effect
+_NEEDS = {
+    **dict.fromkeys(
+        ("optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload")
+        + ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+        "optimizer_cpu_offload",
+    ),
+    **dict.fromkeys((*OPTIMIZER_DTYPES, "store_param_remainders"), "use_precision_aware_optimizer"),
+}
+
+
+@dataclass(frozen=True)
+class MegatronFields:
+    """The fields of one of Megatron's configurations, each in one place."""
+
+    name: str  # of the class
+    sources: tuple[str, ...]  # files that declare it, and what it inherits
+    classes: tuple[str, ...]
+    our_names: dict[str, str]
+    refused: dict[str, str]
+    free: str
+
+    def known(self) -> frozenset[str]:
+        """Those of the installed Megatron; empty if it or its known layout is missing."""
+        return _fields_of(self.sources, self.classes)
+
+    def refusal(self, name: str) -> str | None:
+        """Return the reason why no override may set this field; None if it may."""
+        place = places(RunConfig).get(name)
+        if name in self.our_names:
+            return f"has a flag of its own: set {self.our_names[name]}"
+        if place is not None:
+            return f"has a flag of its own: set {place.flag}, or {name} under [{place.section}]"
+        for reason, patterns in self.refused.items():
+            if _matches(name, patterns):
+                return f"cannot be set: {reason}"
+        if _matches(name, self.free):
+            return None
+        known = self.known()
+        if known and name not in known:
+            return f"is no field of the installed Megatron's {self.name}.{nearest(name, known)}"
+        return "cannot be set: megatron-core 0.16.1 does not have it, so nobody has tried it here"
+
+
+TRANSFORMER = MegatronFields(
+    "TransformerConfig",
+    ("model_parallel_config.py", "transformer/transformer_config.py"),
+    ("ModelParallelConfig", "TransformerConfig"),
+    _OUR_NAMES,
+    _REFUSED,
+    _FREE,
+)
+OPTIMIZER = MegatronFields(
+    "OptimizerConfig",
+    ("optimizer/optimizer_config.py",),
+    ("OptimizerConfig",),
+    _OPTIMIZER_NAMES,
+    _OPTIMIZER_REFUSED,
+    " ".join((_SWITCHES, _FRACTIONS, *OPTIMIZER_DTYPES)),
+)
+
+
 @cache
-def known_fields() -> frozenset[str]:
-    """Fields of the installed TransformerConfig; empty if Megatron or its known layout is missing."""
+def _fields_of(sources: tuple[str, ...], classes: tuple[str, ...]) -> frozenset[str]:
     spec = find_spec("megatron")
     roots = spec.submodule_search_locations if spec is not None else None
     found: set[str] = set()
     for root in map(Path, roots or ()):
-        for file in ("model_parallel_config.py", "transformer/transformer_config.py"):
-            source = root / "core" / file
+        for source in (root / "core" / file for file in sources):
             if source.is_file():
-                found |= _annotated(source, ("ModelParallelConfig", "TransformerConfig"))
+                found |= _annotated(source, classes)
     return frozenset(found)
 
 
@@ -119,24 +205,6 @@ def _annotated(source: Path, classes: tuple[str, ...]) -> set[str]:
     }
 
 
-def refusal(name: str) -> str | None:
-    """Return the reason why no override may set this field of TransformerConfig; None if it may."""
-    place = places(RunConfig).get(name)
-    if place is not None:
-        return f"has a flag of its own: set {place.flag}, or {name} under [{place.section}]"
-    if name in _OUR_NAMES:
-        return f"has a flag of its own: set {_OUR_NAMES[name]}"
-    for reason, patterns in _REFUSED.items():
-        if _matches(name, patterns):
-            return f"cannot be set: {reason}"
-    if _matches(name, _FREE):
-        return None
-    if known_fields() and name not in known_fields():
-        hint = nearest(name, known_fields())
-        return f"is no field of the installed Megatron's TransformerConfig.{hint}"
-    return "cannot be set: megatron-core 0.16.1 does not have it, so nobody has tried it here"
-
-
 def _matches(name: str, patterns: str) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
@@ -144,12 +212,55 @@ def _matches(name: str, patterns: str) -> bool:
 def override_conflicts(config: RunConfig) -> Iterator[str]:
     """Yield a complaint for each override that the run decides, or that Megatron does not have."""
     for name in config.model.transformer_overrides:
-        reason = refusal(name)
+        reason = TRANSFORMER.refusal(name)
         if reason is not None:
             yield f"transformer_overrides.{name} {reason}"
     rate = "moe_router_bias_update_rate"
     if config.trainer.freeze_moe_router and rate in config.model.transformer_overrides:
         yield f"transformer_overrides.{rate} moves the routers that --freeze-moe-router holds still"
+    given = config.trainer.optimizer_overrides
+    reasons = {name: OPTIMIZER.refusal(name) or _of_value(name, given[name]) for name in given}
+    for name, reason in reasons.items():
+        if reason is not None:
+            yield f"optimizer_overrides.{name} {reason}"
+    if not any(reasons.values()):
+        yield from _optimizer_conflicts(config, given)
+
+
+def _of_value(name: str, value: Any) -> str | None:
+    """The reason why a field of OptimizerConfig that may be set cannot have this value."""
+    if name in OPTIMIZER_DTYPES:
+        choices = OPTIMIZER_DTYPES[name]
+        return None if value in choices else f"must be {', '.join(choices)}, got {value!r}"
+    if name in _FRACTIONS.split():
+        is_number = type(value) in (int, float) and 0 < value <= 1
+        return None if is_number else f"must be a number above 0 and at most 1, got {value!r}"
+    return None if type(value) is bool else f"must be true or false, got {value!r}"
+
+
+def _optimizer_conflicts(config: RunConfig, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a complaint for overrides, each good by itself, that do not go with the other settings."""
+    if given and config.trainer.optimizer != "adam":
+        yield f"optimizer_overrides.{next(iter(given))} needs --optimizer adam"
+    for name in given:
+        if name in _NEEDS and not given.get(_NEEDS[name]):
+            yield f"optimizer_overrides.{name} is without effect without {_NEEDS[name]}=true"
+    if given.get("optimizer_cpu_offload"):
+        if not given.get("optimizer_offload_fraction"):
+            yield (
+                "optimizer_overrides.optimizer_cpu_offload is without effect without"
+                " optimizer_offload_fraction, the part of the state that lies on the host (1: all)"
+            )
+        if not given.get("use_precision_aware_optimizer"):
+            yield (
+                "optimizer_overrides.optimizer_cpu_offload needs use_precision_aware_optimizer=true:"
+                " Megatron loads no checkpoint without it"
+            )
+        if not given.get("decoupled_weight_decay", True):
+            yield "optimizer_overrides.optimizer_cpu_offload needs decoupled_weight_decay=true"
+    for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
+        if given.get(name) and not config.shards_optimizer:
+            yield f"optimizer_overrides.{name} needs --use-distributed-optimizer"
 
 
 def check_overrides(config: RunConfig) -> None:

@@ -213,26 +213,69 @@ def test_an_override_that_is_the_users_own_passes(setting, tiny):
     assert result.exit_code == 0, result.output
 
 
-def test_every_field_of_the_measured_megatron_has_exactly_one_place():
+MEGATRON_OPTIMIZER = {
+    # settings -> a part of the line that refuses them
+    "lr=0.1": "has a flag of its own: set --lr, or",
+    "params_dtype=bf16": "has a flag of its own: set --bf16",
+    "loss_scale=2.0": "cannot be set: the actor trains in float32 or bfloat16",
+    "muon_momentum=0.9": "cannot be set: --optimizer is adam, or sgd without momentum",
+    "log_num_zeros_in_grad=true": "cannot be set: it would be without effect",
+    "optimizer_cpu_ofload=true": "no field of the installed Megatron's OptimizerConfig. Did you mean",
+    "optimizer_cpu_offload=1": "must be true or false, got 1",
+    "optimizer_cpu_offload=true": "without effect without optimizer_offload_fraction",
+    "optimizer_cpu_offload=true optimizer_offload_fraction=2": "at most 1, got 2",
+    "optimizer_cpu_offload=true optimizer_offload_fraction=1": "needs use_precision_aware_optimizer",
+    "optimizer_offload_fraction=0.5": "without effect without optimizer_cpu_offload=true",
+    "exp_avg_dtype=bf16": "without effect without use_precision_aware_optimizer=true",
+    "use_precision_aware_optimizer=true main_grads_dtype=fp16": "must be fp32, bf16, got 'fp16'",
+    "use_precision_aware_optimizer=true --no-use-distributed-optimizer": "--use-distributed-opt",
+    "decoupled_weight_decay=false --optimizer sgd": "needs --optimizer adam",
+}
+
+
+@pytest.mark.parametrize("setting", MEGATRON_OPTIMIZER)
+def test_an_override_of_the_optimizer_that_the_run_decides_or_that_does_nothing_is_refused(
+    setting, tiny
+):
+    result = start(tiny, "--dry-run", "--optimizer-override", *setting.split())
+    assert result.exit_code == 2, result.output
+    assert "optimizer_overrides." in result.output
+    assert MEGATRON_OPTIMIZER[setting] in words(result.output)
+
+
+def test_overrides_of_the_optimizer_that_save_memory_pass(tiny):
+    settings = "optimizer_cpu_offload=true optimizer_offload_fraction=1.0 main_grads_dtype=bf16"
+    settings += " use_precision_aware_optimizer=true exp_avg_dtype=bf16 exp_avg_sq_dtype=fp8"
+    result = start(tiny, "--dry-run", "--optimizer-override", *settings.split())
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("fields", [overrides.TRANSFORMER, overrides.OPTIMIZER])
+def test_every_field_of_the_measured_megatron_has_exactly_one_place(fields):
     """A Megatron that moves a field, or adds one, must be looked at."""
-    ours, groups = places(RunConfig), [*overrides._REFUSED.values(), overrides._FREE]
-    for field in overrides.known_fields():
+    ours, groups = set(places(RunConfig)) - set(fields.our_names), [
+        *fields.refused.values(),
+        fields.free,
+    ]
+    for field in fields.known():
         found = [overrides._matches(field, group) for group in groups]
-        assert sum([field in ours, field in overrides._OUR_NAMES, *found]) == 1, field
+        assert sum([field in ours, field in fields.our_names, *found]) == 1, field
     for pattern in " ".join(groups).split():
-        assert any(
-            overrides._matches(field, pattern) for field in overrides.known_fields()
-        ), pattern
+        assert any(overrides._matches(field, pattern) for field in fields.known()), pattern
 
 
 def test_megatrons_source_tells_its_fields():
     from r3train.trainer.megatron.cpu_device import prepare_device
 
     prepare_device()
+    from megatron.core.optimizer import OptimizerConfig
     from megatron.core.transformer import TransformerConfig
 
-    real = {field.name for field in dataclasses.fields(TransformerConfig)}
-    assert overrides.known_fields() == real
+    for fields, megatrons in (
+        (overrides.TRANSFORMER, TransformerConfig),
+        (overrides.OPTIMIZER, OptimizerConfig),
+    ):
+        assert fields.known() == {field.name for field in dataclasses.fields(megatrons)}
 
 
 @pytest.mark.parametrize(
