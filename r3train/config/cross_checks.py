@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
-from r3train.config.families import topology_conflicts
+from r3train.config.families import UNFUSED_ROPE, topology_conflicts
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
@@ -48,6 +48,7 @@ def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
             *_layers_over_stages(config, hf),
             *_model_lengths(config, hf),
             *_model_engine(config, hf),
+            *_model_fusions(config, hf),
             *_model_replay(config, hf),
             *model_lora_conflicts(config, hf),
         ]
@@ -537,6 +538,17 @@ def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
             f"{hf.path}: tie_word_embeddings is true, expected false: SGLang's mixture-of-experts"
             " models would generate from an output layer that nothing was loaded into; write"
             " lm_head.weight, a copy of the embedding, into the checkpoint and untie it"
+        )
+
+
+def _model_fusions(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
+    if (
+        config.model.transformer_overrides.get("apply_rope_fusion")
+        and hf.model_type in UNFUSED_ROPE
+    ):
+        yield (
+            f"transformer_overrides.apply_rope_fusion cannot be on for {hf.model_type}:"
+            f" {UNFUSED_ROPE[hf.model_type]}"
         )
 
 

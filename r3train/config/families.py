@@ -16,6 +16,18 @@ from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.parallel import ParallelSection
 from r3train.config.sources import ConfigError
 
+# model_type -> why Megatron's fused rotary embedding is not for it
+UNFUSED_ROPE = {
+    "gpt_oss": (
+        "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"
+        " model's queries and keys grow, and every log-prob would be another"
+    ),
+    **dict.fromkeys(
+        ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        "Megatron's fused kernel for latent attention is experimental, and was not verified here",
+    ),
+    "qwen3_next": "this model was verified with Megatron's own layers alone",
+}
 _ROPE = ("rope_parameters", "rope_scaling")
 _MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))
 _QK_NORM = ("q_norm.weight", "k_norm.weight")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from r3train.config import RunConfig
+from r3train.config.families import UNFUSED_ROPE
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.parallel import ParallelSection
 from r3train.trainer.megatron import hf_bridge, lora
@@ -156,6 +158,8 @@ def _transformer_overrides(
             moe_grouped_gemm=False,
             moe_shared_expert_overlap=False,
         )
+    elif device.type == "cuda":
+        fields.update(_fusions(hf))
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
     if (
@@ -164,6 +168,20 @@ def _transformer_overrides(
         fields["moe_router_bias_update_rate"] = 0.0
     fields.update(model.transformer_overrides)
     return fields
+
+
+def _fusions(hf: HfModelFacts) -> dict[str, bool]:
+    """Fused kernels of Transformer Engine's layers on CUDA, which Megatron and mbridge leave off.
+
+    Unfused rotary positions of packed sequences read their lengths back to the host in every layer, and
+    unfused permutation takes a kernel for every step of it.
+    """
+    return {
+        "apply_rope_fusion": hf.model_type not in UNFUSED_ROPE,
+        "moe_permute_fusion": hf.is_moe,
+        # Megatron's output layer needs Apex's extension for it, and fails without
+        "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
+    }
 
 
 def _build_chunk(bridge: Any, vp_stage: int | None, use_te: bool) -> GPTModel:

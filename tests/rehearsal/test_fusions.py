@@ -1,0 +1,88 @@
+"""Kernels that the actor asks Megatron for on CUDA with Transformer Engine, for every recipe's model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from r3train.config import RunConfig
+from r3train.config.cross_checks import check_model
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.sources import ConfigError
+from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.trainer.megatron.cpu_device import prepare_device
+from tests.published import RECIPES, Recipe, write_config
+
+prepare_device()
+declare_torchvision_ops()
+
+from mbridge.core.parallel_states import ParallelStates  # noqa: E402
+from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer.moe import moe_utils  # noqa: E402
+
+from r3train.trainer.megatron import hf_bridge, model  # noqa: E402
+
+# Megatron's fused kernel is for rotary positions of heads, without yarn
+ROPE = {"qwen3_30b_a3b": True, "glm_4_5_air": True}
+
+
+@pytest.fixture
+def engine_is_there(monkeypatch):
+    """Let Megatron find what it looks for of Transformer Engine when it checks a configuration."""
+    for name in ("permute", "permute_with_probs", "unpermute"):
+        monkeypatch.setattr(moe_utils, f"fused_{name}", print, raising=False)
+    for name in ("index", "index_with_probs"):
+        monkeypatch.setattr(moe_utils, f"fused_sort_chunks_by_{name}", print, raising=False)
+    for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
+        monkeypatch.setattr(rope_utils, name, print)
+
+
+def of_a_rank(config: RunConfig) -> ParallelStates:
+    """A rank's place without its groups, of which a configuration needs none."""
+    p = config.parallel
+    return ParallelStates(
+        tp_size=p.tensor_model_parallel_size,
+        pp_size=p.pipeline_model_parallel_size,
+        vpp_size=p.virtual_pipeline_model_parallel_size,
+        cp_size=p.context_parallel_size,
+        ep_size=p.expert_model_parallel_size,
+        etp_size=p.expert_tensor_parallel_size,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_fused_kernels_are_on_where_they_compute_the_same(
+    recipe: Recipe, engine_is_there, monkeypatch, tmp_path
+):
+    directory = tmp_path / recipe.model
+    write_config(directory, recipe.model)
+    config = RunConfig.from_toml(recipe.path, {"hf_checkpoint": str(directory)})
+    hf = read_hf_facts(directory)
+    monkeypatch.setattr(ParallelStates, "get_parallel_state", lambda: of_a_rank(config))
+    for device, use_te, fused in (
+        ("cuda", True, True),
+        ("cpu", True, False),
+        ("cpu", False, False),
+    ):
+        fields = model._transformer_overrides(config, hf, use_te, torch.device(device))
+        built = hf_bridge.build_bridge(directory, torch.bfloat16, fields).config
+        assert built.apply_rope_fusion == (fused and ROPE.get(recipe.file, False))
+        assert built.moe_permute_fusion == fused
+        # Apex, which Megatron's output layer needs for it, is not here
+        assert not built.gradient_accumulation_fusion
+    assert config.parallel.overlap_grad_reduce and config.parallel.overlap_param_gather
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
+def test_fused_rotary_positions_are_refused_where_they_would_not(recipe: Recipe, tmp_path):
+    directory = tmp_path / recipe.model
+    write_config(directory, recipe.model)
+    config = RunConfig.from_toml(
+        recipe.path,
+        {"hf_checkpoint": str(directory), "transformer_overrides": {"apply_rope_fusion": True}},
+    )
+    try:
+        check_model(config, read_hf_facts(directory), recipe.num_gpus)
+        assert ROPE.get(recipe.file)
+    except ConfigError as error:
+        assert "apply_rope_fusion cannot be on for" in str(error) and not ROPE.get(recipe.file)
