@@ -25,8 +25,9 @@ class ModelSection(Section):
     """Hugging Face checkpoint of the KL reference; unset means hf_checkpoint."""
     bf16: bool = False
     """Train and serve in bfloat16 instead of float32."""
-    attention_backend: Literal["auto", "local", "te"] = "auto"
-    """Core attention: te (Transformer Engine) or local (torch); auto: te on CUDA, local on a CPU."""
+    attention_backend: Literal["auto", "local", "te", "flash", "fused", "unfused"] = "auto"
+    """Core attention: te (Transformer Engine, which chooses), its flash, fused or unfused kernels alone, or
+    local (torch); auto: te on CUDA, local on a CPU."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """Dispatcher that sends tokens to the ranks of their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)

@@ -485,7 +485,7 @@ def check_layers_here(config: RunConfig) -> None:
     if torch.cuda.is_available():  # a login node without a device is no reason to refuse
         uses_transformer_engine(config.model.attention_backend, on_cuda=True)
     if config.lora.enabled and (
-        torch.cuda.is_available() or config.model.attention_backend == "te"
+        torch.cuda.is_available() or config.model.attention_backend not in ("auto", "local")
     ):
         raise ValueError(
             "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"

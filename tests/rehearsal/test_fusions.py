@@ -8,6 +8,7 @@ import torch
 from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.model import TE_KERNELS
 from r3train.config.sources import ConfigError
 from r3train.torchvision_stub import declare_torchvision_ops
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -70,6 +71,12 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         assert built.moe_permute_fusion == fused
         # Apex, which Megatron's output layer needs for it, is not here
         assert not built.gradient_accumulation_fusion
+        assert built.attention_backend.name == "auto"
+        for kernels in TE_KERNELS:
+            one = config.model.model_copy(update={"attention_backend": kernels})
+            other = config.model_copy(update={"model": one})
+            fields = model._transformer_overrides(other, hf, use_te, torch.device(device))
+            assert fields["attention_backend"].name == kernels
     assert config.parallel.overlap_grad_reduce and config.parallel.overlap_param_gather
 
 

@@ -12,12 +12,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from r3train.config import RunConfig
 from r3train.config.families import UNFUSED_ROPE
 from r3train.config.hf_facts import HfModelFacts
+from r3train.config.model import TE_KERNELS
 from r3train.config.parallel import ParallelSection
 from r3train.trainer.megatron import hf_bridge, lora
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
@@ -141,6 +143,9 @@ def _transformer_overrides(
         attention_dropout=0.0,
         hidden_dropout=0.0,
         attention_softmax_in_fp32=True,
+        attention_backend=AttnBackend[
+            model.attention_backend if model.attention_backend in TE_KERNELS else "auto"
+        ],
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
         recompute_num_layers=model.recompute_num_layers,
