@@ -240,9 +240,12 @@ def _patch_distributed_optimizer_checkpoint() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     load_state_dict = DistributedOptimizer.load_state_dict
+    megatrons = DistributedOptimizer._set_main_param_and_optimizer_states
 
     @torch.no_grad()
     def set_main_state(self, model_param, tensors):
+        if not isinstance(self.optimizer, torch.optim.Adam):
+            return megatrons(self, model_param, tensors)
         group, order = self.model_param_group_index_map[model_param]
         main = self.optimizer.param_groups[group]["params"][order]
         for key, destination in {"param": main, **self.optimizer.state[main]}.items():

@@ -21,6 +21,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 # can be loaded with other TP, PP and DP sizes; Megatron's default type needs Transformer Engine
@@ -184,9 +185,22 @@ def _has_moments(optimizer: MegatronOptimizer) -> bool:
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of torch's Adam, as its first step would; Megatron expects it to be there."""
-    if isinstance(optimizer, torch.optim.Adam):
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if not optimizer.state[p]:
-                moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[p].update(step=torch.zeros(()), **moments)
+    """Create the state of torch's Adam, as its first step would; Megatron expects it to be there.
+
+    Of an optimizer with state on the host, that of its parts, which may be Transformer Engine's Adam.
+    """
+    if isinstance(optimizer, HybridDeviceOptimizer):
+        for part in optimizer.sub_optimizers:
+            _create_moments_of(part)
+        optimizer._sync_sub_optimizers_state_to_hdo()
+    elif isinstance(optimizer, torch.optim.Adam):
+        _create_moments_of(optimizer)
+
+
+def _create_moments_of(adam: torch.optim.Optimizer) -> None:
+    for p in (p for group in adam.param_groups for p in group["params"]):
+        if not adam.state[p]:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            if isinstance(adam, torch.optim.Adam):
+                moments["step"] = torch.zeros(())
+            adam.state[p].update(moments)
