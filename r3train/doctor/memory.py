@@ -32,6 +32,7 @@ class Estimate:
 
     rank: float  # weights, gradients and optimizer state of one rank, where it computes
     reference: float  # of a rank on the host: the KL reference, and the actor meanwhile
+    offloaded: float  # of a rank on the host: the optimizer's state there (optimizer_cpu_offload)
     checkpoint: float  # one training checkpoint
 
 
@@ -39,7 +40,7 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
     """Mixed precision keeps float32 masters, gradients and two moments beside bfloat16 weights.
 
     With LoRA the adapters have them and the weights have none.  Of an adapter about a half is on every
-    tensor rank; all of it is counted.
+    tensor rank; all of it is counted.  ``optimizer_overrides`` take less, or the host's.
     """
     parallel, bf16 = config.parallel, config.model.bf16
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -48,6 +49,7 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
     expert = weights.expert / (parallel.expert_model_parallel_size * etp * pp)
     weight_bytes = 2 if bf16 else 4
     state = (8 if config.trainer.optimizer == "adam" else 0) + (4 if bf16 else 0)
+    gradient, held_state, offloaded_state = _optimizer_bytes(config, state)
     ways = expert_ways = 1
     if parallel.use_distributed_optimizer:
         ways = max(1, world_size // (tp * pp))  # context parallelism shards it too
@@ -62,11 +64,41 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
         expert = weights.adapter_expert / (parallel.expert_model_parallel_size * pp)
     return Estimate(
         rank=frozen
-        + dense * (weight_bytes + 4 + state / ways)
-        + expert * (weight_bytes + 4 + state / expert_ways),
+        + dense * (weight_bytes + gradient + held_state / ways)
+        + expert * (weight_bytes + gradient + held_state / expert_ways),
         reference=reference,
+        offloaded=offloaded_state * (dense / ways + expert / expert_ways),
         checkpoint=trained * (weight_bytes + state),
     )
+
+
+def _optimizer_bytes(config: RunConfig, state: int) -> tuple[float, float, float]:
+    """Bytes a parameter: its gradient, its state where the rank computes, and its state on the host.
+
+    state: those of Megatron's own choice, float32 throughout.
+    """
+    given = config.trainer.optimizer_overrides
+    sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+    gradient = sizes[str(given.get("main_grads_dtype", "fp32"))]
+    if given.get("optimizer_cpu_offload"):  # on the host all of it is float32, with a gradient
+        share = float(given.get("optimizer_offload_fraction", 0))
+        return gradient, state * (1 - share), (state + 4) * share
+    if given.get("use_precision_aware_optimizer"):
+        moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
+        state = sum(sizes[str(given.get(name, "fp32"))] for name in moments)
+        main = sizes[str(given.get("main_params_dtype", "fp32"))]
+        # Transformer Engine keeps the half of a float32 that the bfloat16 weight does not have
+        is_half = config.model.bf16 and main == 4 and given.get("store_param_remainders", True)
+        state += 2 if is_half else main
+    return gradient, state, 0.0
+
+
+def logits_bytes(config: RunConfig, vocab_size: int) -> float:
+    """Bytes of the longest microbatch's logits on one rank, with the float32 chunks of the loss."""
+    rows, chunk = config.trainer.max_tokens_per_gpu, config.trainer.log_probs_chunk_size
+    width = vocab_size / config.parallel.tensor_model_parallel_size
+    at_once = min(rows, chunk) if chunk > 0 else rows
+    return width * (rows * (2 if config.model.bf16 else 4) + 3 * at_once * 4)
 
 
 def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
@@ -90,7 +122,8 @@ def check_room(
 ) -> Findings:
     """GPUs, disk and host memory for the run; without a readable checkpoint less of it."""
     e = estimate(config, weights, node.world_size) if weights is not None else None
-    yield from check_gpus(config, node, e.rank if e else None)
+    logits = logits_bytes(config, hf.vocab_size) if hf is not None else 0.0
+    yield from check_gpus(config, node, e.rank if e else None, logits)
     run_dir = config.run.run_dir or Path("runs")
     logs = {"logs and evidence": 256 << 20}
     if hf is None or weights is None or e is None:
@@ -107,11 +140,15 @@ def check_room(
     host = {
         "processes": (node.num_ranks + 1) * PROCESS_BYTES,
         "KL references": e.reference * node.num_ranks,
+        "offloaded optimizers": e.offloaded * node.num_ranks,
     }
     if not node.num_gpus:
-        host["ranks"], host["SGLang"] = e.rank * node.num_ranks, 2 * weights.num_bytes
+        host["ranks"], host["SGLang"] = (e.rank + logits) * node.num_ranks, 2 * weights.num_bytes
     yield check_host_memory(psutil.virtual_memory().available, host)
-    text = f"{amount(e.rank)} a rank for weights, gradients and optimizer; activations on top"
+    text = (
+        f"{amount(e.rank)} a rank for weights, gradients and optimizer, {amount(logits)} for the"
+        f" logits of {config.trainer.max_tokens_per_gpu:,} tokens; other activations on top"
+    )
     yield fact("memory estimate", text)
     if config.replay.use_rollout_routing_replay and hf.is_moe:
         yield route_estimate(config, hf)
@@ -123,10 +160,13 @@ def check_host_memory(available: float, parts: dict[str, float]) -> Finding:
     return room("memory", "the host", available, parts, remedy, margin=_HOST_MARGIN)
 
 
-def check_gpus(config: RunConfig, node: Node, rank_bytes: float | None) -> Findings:
+def check_gpus(
+    config: RunConfig, node: Node, rank_bytes: float | None, logits: float = 0.0
+) -> Findings:
     """The servers' GPUs, best those that no rank has, and memory of a GPU for all that is on it.
 
-    rank_bytes: None where the checkpoint does not tell.  No finding on a machine without GPUs.
+    rank_bytes: None where the checkpoint does not tell.  logits: as of ``logits_bytes``.  No finding on
+    a machine without GPUs.
     """
     if not node.num_gpus:
         return
@@ -150,7 +190,12 @@ def check_gpus(config: RunConfig, node: Node, rank_bytes: float | None) -> Findi
     if rank_bytes is None:
         return
     parts = {"a rank (activations come on top)": rank_bytes}
-    remedy = "more ranks (expert or pipeline parallel), --use-distributed-optimizer, --bf16"
+    if logits:
+        parts["logits"] = logits
+    remedy = (
+        "more ranks (expert or pipeline parallel), --use-distributed-optimizer, --bf16,"
+        " --optimizer-override (docs/models.md)"
+    )
     if shared:
         parts["SGLang"] = _server_fraction(config) * node.gpu_bytes
         remedy += ", a lower --sglang-mem-fraction-static, or a GPU of its own for SGLang"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import pytest
 from r3train.config import RunConfig
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.tensor_shapes import tensor_shapes
+from r3train.doctor.memory import estimate
+from r3train.doctor.model import Weights
 from tests.published import RECIPES, Recipe, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +58,8 @@ def _of_one(name: str) -> bool:
     return ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit()
 
 
+# ranks of the second stage, which holds the most: the first has dense layers, and the last fewer
+SECOND = {"glm_4_5_air": "glm_4_5_air:16", "deepseek_v3": "deepseek_v3:32"}
 OTHER = "gpt_oss_20b?intermediate_size=2816"  # its checkpoint has 2880
 
 
@@ -61,13 +67,30 @@ OTHER = "gpt_oss_20b?intermediate_size=2816"  # its checkpoint has 2880
 def first_ranks(tmp_path_factory) -> dict[str, list[dict]]:
     """The first rank of every recipe, and of one whose experts have another width than the checkpoint's."""
     directory = tmp_path_factory.mktemp("first_ranks")
-    return rehearsed(directory, *(recipe.file for recipe in RECIPES), OTHER)
+    return rehearsed(directory, *(recipe.file for recipe in RECIPES), *SECOND.values(), OTHER)
 
 
 def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(first_ranks, tmp_path):
     for recipe in RECIPES:
         (rank,) = first_ranks[recipe.file]
         check_rank(rank, recipe, facts_of(recipe, tmp_path))
+
+
+def test_the_doctor_estimates_what_the_fullest_rank_holds(first_ranks, tmp_path):
+    """Weights, gradients and optimizer of the parameters that were built, within a tenth."""
+    ratios = {}
+    for recipe in RECIPES:
+        (rank,) = first_ranks[SECOND.get(recipe.file, recipe.file)]
+        config = RunConfig.from_toml(recipe.path)
+        p, shapes = config.parallel, tensor_shapes(facts_of(recipe, tmp_path))
+        sizes = {name: prod(shape) for name, shape in shapes.items()}
+        expert = sum(size for name, size in sizes.items() if ".experts." in name)
+        weights = Weights(sum(sizes.values()) - expert, expert, 0, 0)
+        ways = recipe.num_gpus // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
+        expert_ways = recipe.num_gpus // p.expert_ranks
+        held = rank["dense"] * (6 + 12 / ways) + rank["expert"] * (6 + 12 / expert_ways)
+        ratios[recipe.file] = estimate(config, weights, recipe.num_gpus).rank / held
+    assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
 
 
 def test_a_tensor_of_another_shape_is_found(first_ranks):

@@ -83,6 +83,41 @@ def test_estimates_follow_the_shapes(tiny):
     assert "8 B a token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
 
 
+PRECISION_AWARE = {"use_precision_aware_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    "overrides, gradient, state, on_host",
+    [
+        ({}, 4, 12, 0),
+        (PRECISION_AWARE, 4, 10, 0),
+        (PRECISION_AWARE | {"store_param_remainders": False}, 4, 12, 0),
+        (PRECISION_AWARE | {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8"}, 2, 7, 0),
+        (
+            PRECISION_AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75},
+            4,
+            3,
+            12,
+        ),
+    ],
+)
+def test_the_estimate_follows_the_optimizers_overrides(overrides, gradient, state, on_host, tiny):
+    weights = read_weights(read_hf_facts(tiny / "model"))
+    e = estimate(config_of(tiny, bf16=True, optimizer_overrides=overrides), weights, 2)
+    held = weights.dense * (2 + gradient + state / 2) + weights.expert / 2 * (2 + gradient + state)
+    assert e.rank == held
+    assert e.offloaded == on_host * (weights.dense / 2 + weights.expert / 2)
+
+
+def test_logits_are_counted_by_chunks(tiny):
+    settings = dict(bf16=True, max_tokens_per_gpu=20480, tensor_model_parallel_size=4)
+    chunked = memory.logits_bytes(config_of(tiny, **settings), 151936)
+    # counted by tests/rehearsal/loss_memory.py
+    assert chunked == pytest.approx(2023764996, rel=1e-3)
+    whole = memory.logits_bytes(config_of(tiny, log_probs_chunk_size=-1, **settings), 151936)
+    assert whole == pytest.approx(20480 * 151936 / 4 * 14)
+
+
 def test_the_kl_reference_is_on_the_host(tiny):
     weights = read_weights(read_hf_facts(tiny / "model"))
     without, with_it = (
