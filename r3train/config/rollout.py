@@ -92,8 +92,9 @@ class RolloutSection(Section):
     """Samples to train from an episode: one of the whole trajectory, or one of each turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a request may take; a later answer is a bad one (--max-bad-answers)."""
-    rollout_server_start_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that a server may take to start."""
+    rollout_server_start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that a server may take to start.  One that ends is noticed at once; large checkpoints take
+    many minutes to load."""
     rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
     """Names of environment variables that servers inherit beside the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
