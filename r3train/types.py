@@ -183,6 +183,8 @@ class RolloutSample:
     # the next kept_counts[t] of kept_ids; 0 for tokens that the model did not draw.  None without.
     kept_counts: np.ndarray | None = None  # int32[T]
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
+    # with --opd-type sglang: the teacher's, 0 outside the model's own tokens.  None without.
+    teacher_log_probs: np.ndarray | None = None  # float32[T]
     # kept tokens as each answer brought them: (index of the first token, counts, ids)
     decoded_kept: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
@@ -285,6 +287,7 @@ class MicroBatch:
     # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
     kept_counts: np.ndarray | None = None  # int32[F]
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
+    teacher_log_probs: np.ndarray | None = None  # float32[F], with --opd-type sglang
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +346,7 @@ class RankSlice:
     kept_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], row after row
     kept_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
+    teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
 
     @property
     def num_rows(self) -> int:

@@ -46,21 +46,23 @@ def microbatch_loss(
     """Sum ``w (c policy_loss + kl_loss_coef KL - entropy_coef entropy)`` over the masked rows.
 
     w: the sample's ``loss_weights``.  c: ``rollout_weights``, and 0 for rows that ``kept_rows`` drops.
+    With a teacher the advantages are those of ``distilled``.
 
     Rows outside the mask may hold anything, NaN and -inf included, and give neither loss nor
     gradient.  A mask without a True gives a loss of 0 that still reaches log_probs, so backward
     works on a rank that holds padding alone.
 
     ``sums``: num_tokens; loss, pg_loss, entropy and, with a reference, kl (each weighted by w); those
-    of corrections.py (old against rollout); those of the policy loss.  ``maxima``: log_prob_gap_max
+    of corrections.py (old against rollout); those of ``distilled`` and of the policy loss.  ``maxima``: log_prob_gap_max
     and those of the policy loss.
     """
     rows, mask = rows.masked(), rows.mask
+    rows, teacher_sums = distilled(rows, algorithm)
     if algorithm.ratio_anchor == "rollout":
         own = policy_loss(replace(rows, old_log_probs=rows.rollout_log_probs), algorithm)
     else:
         own = policy_loss(rows, algorithm)
-    sums, maxima = {"num_tokens": mask.sum(), **own.sums}, dict(own.maxima)
+    sums, maxima = {"num_tokens": mask.sum(), **own.sums, **teacher_sums}, dict(own.maxima)
     weight = rows.of_rows(rows.loss_weights)  # of a row in the step's loss
 
     pg_loss = zero_outside(own.loss, mask)
@@ -92,6 +94,20 @@ def microbatch_loss(
     return MicrobatchLoss(loss, sums, maxima)
 
 
+def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, dict[str, Tensor]]:
+    """Subtract ``opd_kl_coef (old - teacher)`` from the advantages of masked rows (--use-opd).
+
+    The difference, of tokens that the actor sampled, is an estimate of KL(actor || teacher).  Returns the
+    rows and its sum, ``opd_reverse_kl``; without a teacher the rows as they are and no sum.
+    Source: slime's and NeMo-RL's term of the same name.
+    """
+    if rows.teacher_log_probs is None:
+        return rows, {}
+    reverse_kl = log_ratio(rows.old_log_probs, rows.teacher_log_probs)
+    advantages = rows.advantages - algorithm.opd_kl_coef * reverse_kl
+    return replace(rows, advantages=advantages), {"opd_reverse_kl": reverse_kl.sum()}
+
+
 def metric_names(
     policy_loss: PolicyLoss, algorithm: AlgorithmSection
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -107,7 +123,7 @@ def metric_names(
 
 def rows_without_values(algorithm: AlgorithmSection) -> LossRows:
     """Rows of a meta device: they have shapes, and reading a value of them raises."""
-    rows = [torch.empty(3, device="meta") for _ in range(6)]
+    rows = [torch.empty(3, device="meta") for _ in range(7)]
     return LossRows(
         log_probs=rows[0].requires_grad_(),
         old_log_probs=rows[1],
@@ -118,4 +134,5 @@ def rows_without_values(algorithm: AlgorithmSection) -> LossRows:
         samples=torch.empty(3, dtype=torch.int64, device="meta"),
         loss_weights=torch.empty(2, device="meta"),
         ref_log_probs=rows[5] if algorithm.needs_reference else None,
+        teacher_log_probs=rows[6] if algorithm.use_opd else None,
     )

@@ -39,6 +39,7 @@ class LossRows:
     samples: Tensor  # int64[n], the row's place among the B samples of the microbatch
     loss_weights: Tensor  # float[B], of each row of a sample in the loss (--loss-aggregation)
     ref_log_probs: Tensor | None = None  # float[n], the reference's; None without kl_loss_coef
+    teacher_log_probs: Tensor | None = None  # float[n], the teacher's; None without use_opd
     over_ranks: OverRanks = on_this_rank
 
     def __post_init__(self) -> None:
@@ -49,8 +50,8 @@ class LossRows:
 
     def _streams(self) -> dict[str, Tensor]:
         names = ("log_probs", "old_log_probs", "rollout_log_probs", "advantages", "entropy")
-        streams = {name: getattr(self, name) for name in names}
-        return streams | ({} if self.ref_log_probs is None else {"ref": self.ref_log_probs})
+        streams = {n: getattr(self, n) for n in (*names, "ref_log_probs", "teacher_log_probs")}
+        return {name: rows for name, rows in streams.items() if rows is not None}
 
     def masked(self) -> LossRows:
         """The same rows with 0 outside the mask and no gradient but the actor's own."""
@@ -59,8 +60,7 @@ class LossRows:
             name: zero_outside(rows if name in carries_gradient else rows.detach(), self.mask)
             for name, rows in self._streams().items()
         }
-        reference = streams.pop("ref", None)
-        return replace(self, ref_log_probs=reference, **streams)
+        return replace(self, **streams)
 
     def sample_sum(self, values: Tensor) -> Tensor:
         """Add up each sample's masked rows: float[..., n] -> float[..., B], detached."""

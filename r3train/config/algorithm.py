@@ -115,6 +115,14 @@ class AlgorithmSection(Section):
     means 1/b to b), the largest estimate for k2 and k3."""
     opsm_delta: float | None = Field(default=None, gt=0)
     """Drop rows with a negative advantage if their sample's mean of old - new log-prob exceeds this."""
+    use_opd: bool = False
+    """On-policy distillation: subtract from each token's advantage how much likelier the actor finds the
+    token than a teacher does.  A reward is then optional."""
+    opd_type: Literal["sglang", "megatron"] | None = None
+    """Teacher of --use-opd: served by SGLang (--opd-teacher-url) or held by the ranks
+    (--opd-teacher-load)."""
+    opd_kl_coef: float = Field(default=1.0, gt=0)
+    """Factor of that difference of log-probs."""
     min_ess: float = Field(default=0.0, ge=0, le=1)
     """Skip an optimizer step whose effective share of samples (train/ess) is lower.  The run ends after
     max_bad_steps rollouts in a row without a step (max_weight_staleness + 1, if that is more)."""
@@ -156,3 +164,13 @@ class AlgorithmSection(Section):
     def needs_reference(self) -> bool:
         """True when the KL reference is loaded."""
         return self.kl_loss_coef != 0
+
+    @property
+    def holds_teacher(self) -> bool:
+        """True when the ranks hold a teacher's weights (--opd-type megatron)."""
+        return self.use_opd and self.opd_type == "megatron"
+
+    @property
+    def asks_teacher(self) -> bool:
+        """True when samples carry the log-probs of a teacher that a server holds (--opd-type sglang)."""
+        return self.use_opd and self.opd_type == "sglang"

@@ -29,6 +29,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_lengths(config),
             *_algorithm(config),
             *_conversations(config),
+            *_distillation(config),
             *_recompute(config),
             *_checkpoints(config),
             *lora_conflicts(config),
@@ -281,6 +282,8 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         "tis_clip": (no_weights, needs_weights),
         "tis_clip_low": (no_weights, needs_weights),
         "rollout_rs_threshold": (not algorithm.rollout_rs, "it needs --rollout-rs"),
+        "opd_type": (not algorithm.use_opd, "it needs --use-opd"),
+        "opd_kl_coef": (not algorithm.use_opd, "it needs --use-opd"),
         "opsm_delta": (no_old, itself),
     }
     for name, (without, reason) in rules.items():
@@ -318,6 +321,33 @@ def _conversations(config: RunConfig) -> Iterator[str]:
         yield "--use-rollout-routing-replay cannot go with --loss-type sft: conversations have no routes"
     if config.rollout.environment is not None:
         yield "--environment has no effect with --loss-type sft: nothing is generated"
+
+
+def _distillation(config: RunConfig) -> Iterator[str]:
+    """Yield teachers that are missing, without effect, or whose log-probs would be of another kind."""
+    algorithm, rollout = config.algorithm, config.rollout
+    if algorithm.use_opd and algorithm.opd_type is None:
+        yield "--use-opd needs --opd-type: sglang or megatron"
+        return
+    load = config.model.opd_teacher_load
+    if algorithm.holds_teacher and load is None:
+        yield "--opd-type megatron needs --opd-teacher-load"
+    if load is not None and not algorithm.holds_teacher:
+        yield f"opd_teacher_load {load} has no effect: it needs --use-opd and --opd-type megatron"
+    if not algorithm.asks_teacher:
+        return
+    if rollout.rollout_temperature != 1:
+        yield (
+            f"--opd-type sglang cannot go with rollout_temperature {rollout.rollout_temperature}: the"
+            " log-probs that SGLang computes of a text are those at temperature 1, and the actor's are"
+            " not; set 1, or take --opd-type megatron"
+        )
+    if rollout.replays_kept_tokens:
+        yield (
+            f"--opd-type sglang cannot go with rollout_top_k {rollout.rollout_top_k}: the log-probs that"
+            " SGLang computes of a text are those of the whole vocabulary, and the actor's are those"
+            " among the kept tokens; set -1, or take --opd-type megatron"
+        )
 
 
 def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:

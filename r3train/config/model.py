@@ -23,6 +23,8 @@ class ModelSection(Section):
     """Hugging Face checkpoint directory; the actor and SGLang both start from it."""
     ref_load: Path | None = Field(default=None, strict=False)
     """Hugging Face checkpoint of the KL reference; unset means hf_checkpoint."""
+    opd_teacher_load: Path | None = Field(default=None, strict=False)
+    """Hugging Face checkpoint of the teacher, a model like the actor's (--opd-type megatron)."""
     bf16: bool = False
     """Train and serve in bfloat16 instead of float32."""
     attention_backend: Literal["auto", "local", "te", "flash", "fused", "unfused"] = "auto"

@@ -31,7 +31,7 @@ class Estimate:
     """Bytes; activations are not in it."""
 
     rank: float  # weights, gradients and optimizer state of one rank, where it computes
-    reference: float  # of a rank on the host: the KL reference, and the actor meanwhile
+    reference: float  # of a rank on the host: KL reference, teacher, and the actor meanwhile
     offloaded: float  # of a rank on the host: the optimizer's state there (optimizer_cpu_offload)
     checkpoint: float  # one training checkpoint
 
@@ -55,7 +55,8 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
         ways = max(1, world_size // (tp * pp))  # context parallelism shards it too
         expert_ways = max(1, world_size // parallel.expert_ranks)
     held = config.algorithm.needs_reference and not config.reference_is_base
-    reference = 2.0 * (dense + expert) * weight_bytes * held
+    copies = held + config.algorithm.holds_teacher
+    reference = (copies + 1.0 if copies else 0.0) * (dense + expert) * weight_bytes
     frozen, trained = 0.0, weights.total
     if config.lora.enabled:
         frozen = (dense + expert) * weight_bytes
@@ -139,7 +140,7 @@ def check_room(
         yield from check_disk("checkpoints", config.checkpoint.save, parts)
     host = {
         "processes": (node.num_ranks + 1) * PROCESS_BYTES,
-        "KL references": e.reference * node.num_ranks,
+        "KL references and teachers": e.reference * node.num_ranks,
         "offloaded optimizers": e.offloaded * node.num_ranks,
     }
     if not node.num_gpus:

@@ -31,6 +31,8 @@ def build_actor(job: Job, device: torch.device, resume: ResumePoint) -> Megatron
     actor = MegatronActor(config, job.hf, topology, device)
     if config.algorithm.needs_reference and not config.reference_is_base:
         actor.load_reference(config.ref_checkpoint)
+    if config.algorithm.holds_teacher:
+        actor.load_teacher(config.model.opd_teacher_load)
     if resume.checkpoint is not None:
         checkpoint.load_checkpoint(actor, resume.checkpoint, model_only=resume.model_only)
     return actor

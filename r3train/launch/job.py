@@ -54,7 +54,7 @@ T = TypeVar("T")
 _ANSWER_S = 30.0
 # environment variable with the key of --judge-url
 JUDGE_KEY = "R3TRAIN_JUDGE_API_KEY"
-# facts in which a KL reference must be the actor's model
+# facts in which a KL reference, or a teacher that the ranks hold, must be the actor's model
 _SAME_MODEL = (
     *("model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "moe_layer_numbers"),
@@ -218,7 +218,9 @@ def preflight(
         names = attempt("checkpoint", check_trainable, hf) or ()
         warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None:
-            attempt("checkpoint", check_reference, config.model.ref_load, hf)
+            attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)
+        if config.algorithm.holds_teacher and config.model.opd_teacher_load is not None:
+            attempt("checkpoint", check_teacher, config.model.opd_teacher_load, hf, tokenizer)
     environment, tools = None, []
     if config.rollout.environment is not None:
         environment = attempt(settings, get_environment, config.rollout.environment)
@@ -430,17 +432,38 @@ def check_trainable(hf: HfModelFacts) -> list[str]:
     return check_tensors(hf)
 
 
-def check_reference(path: Path, actor: HfModelFacts) -> None:
-    """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load)."""
+def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
+    """Raise ValueError unless ``path`` is a checkpoint of the actor's model (--ref-load, a teacher)."""
     try:
         hf = read_hf_facts(path)
         check_trainable(hf)
     except ValueError as error:
-        raise ValueError(f"--ref-load: {error}") from None
+        raise ValueError(f"{flag}: {error}") from None
     for field in dataclasses.fields(hf):
         ours, theirs = getattr(actor, field.name), getattr(hf, field.name)
         if ours != theirs and field.name in _SAME_MODEL:
-            raise ValueError(f"--ref-load {path}: {field.name} is {theirs}, the actor has {ours}")
+            raise ValueError(f"{flag} {path}: {field.name} is {theirs}, the actor has {ours}")
+
+
+def check_teacher(path: Path, actor: HfModelFacts, tokenizer: Any) -> None:
+    """Raise ValueError unless ``path`` is a checkpoint of the actor's model with its vocabulary.
+
+    tokenizer: the actor's, or None if it has none.
+    """
+    check_other_model("--opd-teacher-load", path, actor)
+    if tokenizer is None:
+        return
+    try:
+        theirs = load_tokenizer(path).get_vocab()
+    except ValueError as error:
+        raise ValueError(f"--opd-teacher-load: {error}") from None
+    ours = tokenizer.get_vocab()
+    other = sorted(token for token in ours.keys() | theirs if ours.get(token) != theirs.get(token))
+    if other:
+        raise ValueError(
+            f"--opd-teacher-load {path}: its tokenizer is another one: {other[0]!r} is token"
+            f" {theirs.get(other[0])}, the actor has {ours.get(other[0])} ({len(other)} differ)"
+        )
 
 
 def check_vocabulary(tokenizer: Any, hf: HfModelFacts) -> None:

@@ -37,13 +37,15 @@ def build_microbatch(
     route_shape: RouteShape | None,
     fresh_prefixes: bool = True,
     kept_tokens: bool = False,
+    teacher: bool = False,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
     ``fresh_prefixes`` see ``row_versions``; ``kept_tokens`` is True where log-probs are those among the
-    tokens that sampling kept.
-    Raises ValueError naming the sample whose routes or kept tokens are absent or misshapen.
+    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs.
+    Raises ValueError naming the sample whose routes, kept tokens or teacher's log-probs are absent or
+    misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
 
@@ -66,6 +68,9 @@ def build_microbatch(
         # a sample begins with a prompt, which has none: the shift leaves the order of the ids
         kept_counts = shifted([s.sample.kept_counts for s in samples], np.int32)
         kept_ids = flat([s.sample.kept_ids for s in samples], np.int32)
+    teacher_log_probs = None
+    if teacher:
+        teacher_log_probs = shifted([_of_teacher(s.sample) for s in samples], np.float32)
     return MicroBatch(
         microbatch_id=microbatch_id,
         layout=pack_layout(lengths, cp_size=cp_size, tp_size=tp_size),
@@ -86,7 +91,21 @@ def build_microbatch(
         routes=routes,
         kept_counts=kept_counts,
         kept_ids=kept_ids,
+        teacher_log_probs=teacher_log_probs,
     )
+
+
+def _of_teacher(sample: RolloutSample) -> np.ndarray:
+    """The teacher's log-probs of a sample; raises ValueError naming it if they are absent or misshapen."""
+    found = sample.teacher_log_probs
+    if found is None or found.shape != sample.token_ids.shape:
+        got = "none" if found is None else f"{len(found)}"
+        raise ValueError(
+            f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) has {got} of the teacher's"
+            f" log-probs, expected {sample.num_tokens}: --opd-type sglang needs samples that were"
+            " generated with it"
+        )
+    return found
 
 
 def _check_kept_tokens(sample: RolloutSample, needed: bool) -> None:
@@ -176,6 +195,9 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     if microbatch.kept_counts is not None and topology.is_last_stage:
         kept_counts, kept_ids = take_ragged(microbatch.kept_counts, microbatch.kept_ids, rows)
         kept_versions = take_rows(microbatch.row_versions, rows, -1)
+    teacher_log_probs = None
+    if microbatch.teacher_log_probs is not None:
+        teacher_log_probs = take_rows(microbatch.teacher_log_probs, rows, 0)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
@@ -195,6 +217,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         kept_versions=kept_versions,
+        teacher_log_probs=teacher_log_probs,
     )
 
 

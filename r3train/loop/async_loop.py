@@ -317,16 +317,21 @@ class AsyncLoop:
             self._rank_zero.display.train_update("training")
         began = time.monotonic()
         everything = [s for step in steps for s in step]
-        old = ref = None
+        old = ref = teacher = None
         if not self._config.reuses_log_probs:
             old = self._actor.compute_log_probs(
                 everything, "old_log_prob", weight_version=rollout_id
             )
         if self._config.algorithm.needs_reference:
             ref = self._actor.compute_log_probs(everything, "ref_log_prob")
+        if self._config.algorithm.holds_teacher:
+            # another model than the one that generated: its own routers choose
+            teacher = self._actor.compute_log_probs(everything, None, of_teacher=True)
         log_prob_s = time.monotonic() - began
         reports = [
-            self._actor.train_step(step, old, ref, rollout_id if i == 0 else None)
+            self._actor.train_step(
+                step, old, ref, rollout_id if i == 0 else None, teacher_log_probs=teacher
+            )
             for i, step in enumerate(steps)
         ]
         if self._config.trainer.ci_test and rollout_id == 0:

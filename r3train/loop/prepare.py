@@ -81,6 +81,7 @@ def prepare(
             first_microbatch_id=sum(counts),
             fresh_prefixes=config.rollout.fresh_prefixes,
             kept_tokens=config.rollout.replays_kept_tokens,
+            teacher=config.algorithm.asks_teacher,
         )
         steps.append(dealt)
         counts.append(len(built[0]))
@@ -188,11 +189,12 @@ def build_microbatches(
     first_microbatch_id: int,
     fresh_prefixes: bool = True,
     kept_tokens: bool = False,
+    teacher: bool = False,
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
-    ``route_shape`` they hold no routes.  fresh_prefixes, kept_tokens: as for ``build_microbatch``.
+    ``route_shape`` they hold no routes.  fresh_prefixes, kept_tokens, teacher: as for ``build_microbatch``.
     """
     return [
         [
@@ -204,6 +206,7 @@ def build_microbatches(
                 route_shape=route_shape,
                 fresh_prefixes=fresh_prefixes,
                 kept_tokens=kept_tokens,
+                teacher=teacher,
             )
             for j, group in enumerate(groups)
         ]

@@ -686,6 +686,35 @@ def reference_is_the_actor(original, self):
     return nullcontext()
 
 
+@plants_rule("the teacher is the actor itself")
+@replaces(actor.MegatronActor, "_teacher_weights")
+def teacher_is_the_actor(original, self):
+    return nullcontext()
+
+
+@plants_rule("the teacher's experts are those of the rollout")
+@replaces(actor.MegatronActor, "compute_log_probs")
+def teacher_replays_the_rollout(
+    original, self, slices, replay_pass, *args, of_teacher=False, **how
+):
+    replayed = "old_log_prob" if of_teacher else replay_pass
+    if self.replay is None or not of_teacher:
+        return original(self, slices, replay_pass, *args, of_teacher=of_teacher, **how)
+    # no evidence: only the routes are wrong
+    recorder, self.replay.recorder = self.replay.recorder, None
+    try:
+        return original(self, slices, replayed, *args, of_teacher=True, **how)
+    finally:
+        self.replay.recorder = recorder
+
+
+@plants_rule("advantages fall where the teacher finds a token likelier")
+@replaces(policy_loss, "distilled")
+def distilled_away_from_the_teacher(original, rows, algorithm):
+    found, sums = original(rows, algorithm)
+    return replace(rows, advantages=2 * rows.advantages - found.advantages), sums
+
+
 @plants_rule("each optimizer step takes its old log-probs from the actor as it has become")
 @replaces(forward_step, "LossRows")
 def old_log_probs_move(original, **rows):

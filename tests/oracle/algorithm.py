@@ -67,6 +67,9 @@ class Rule:
     rollout_rs: tuple[str, ...] = ()
     rollout_rs_threshold: tuple[str, ...] = ()
     opsm_delta: float | None = None
+    use_opd: bool = False
+    opd_type: str | None = None
+    opd_kl_coef: float = 1.0
     min_ess: float = 0.0
     moe_z_loss_coeff: float = 0.0
     moe_aux_loss_coeff: float = 0.0  # the oracle takes a step as one microbatch
@@ -92,7 +95,8 @@ class Sample:
     """One recorded answer of T tokens.
 
     tokens: int32[T]; mask: bool[T], the tokens that are trained; routes: int[T-1, L, K], -1 where nothing
-    was recorded; rollout_log_probs: float32[T]; weight_versions: int32[T].
+    was recorded; rollout_log_probs, teacher_log_probs (of a served teacher): float32[T];
+    weight_versions: int32[T].
     """
 
     tokens: np.ndarray
@@ -100,6 +104,7 @@ class Sample:
     mask: np.ndarray
     routes: np.ndarray
     rollout_log_probs: np.ndarray
+    teacher_log_probs: np.ndarray
     weight_versions: np.ndarray
     reward: float
     finish_reason: str = "stop"
@@ -248,6 +253,7 @@ class Rows:
     entropy: Tensor
     old: Tensor
     ref: Tensor
+    teacher: Tensor
     rollout: Tensor
     advantage: Tensor
 
@@ -336,6 +342,9 @@ def rejected(d: Tensor, rule: Rule, bounds: Bounds) -> Tensor:
 
 def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
     """The terms of one sample's rows by the name of the metric that they are the mean of."""
+    reverse_kl = rows.old - rows.teacher
+    if rule.use_opd:
+        rows = replace(rows, advantage=rows.advantage - rule.opd_kl_coef * reverse_kl)
     policy, ratio, clipped = policy_terms(rows, rule, bounds)
     anchor = rows.rollout if rule.ratio_anchor == "rollout" else rows.old
     d = rows.old - rows.rollout
@@ -354,6 +363,8 @@ def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
     }
     if rule.loss_type == "sft":
         terms = {n: t for n, t in terms.items() if n not in ("ratio", "ppo_kl", "clip_share")}
+    if rule.use_opd:
+        terms["opd_reverse_kl"] = reverse_kl
     if rule.use_tis or rule.rollout_is != "none":
         w = terms["importance"]
         bounds.near(w, rule.tis_clip_low, rule.tis_clip)
@@ -419,6 +430,7 @@ def loss_of(
     # a difference of log-probs is as exact as they are
     exactness = float((old.abs() + new.detach().abs()).mean())
     differences = ("ppo_kl", "kl", "log_prob_gap_k1", "log_prob_gap_k3", "log_prob_gap_mean")
+    differences += ("opd_reverse_kl",)
     for name in metrics.keys() & differences:
         metrics[name] = metrics[name][0], max(metrics[name][1], exactness)
     ratios = torch.cat([terms["importance"] for terms in found])
@@ -427,7 +439,9 @@ def loss_of(
         [math.exp(-float(getattr(rows, n).mean())) for rows in samples] for n in ("old", "rollout")
     ]
     actor, engine = (sum(p) / count for p in perplexities)
-    chi2 = [math.exp(2 * float((rows.old - rows.rollout).sum())) - 1 for rows in samples]
+    # a log-ratio is held within 20
+    gaps = [2 * float((rows.old - rows.rollout).sum()) for rows in samples]
+    chi2 = [math.exp(max(-20.0, min(gap, 20.0))) - 1 for gap in gaps]
     plain = {
         "log_prob_gap_max": (float((old - rollout).abs().max()), float(old.abs().max())),
         "ess": float(ratios.mean() ** 2 / (ratios**2).mean()),
@@ -450,10 +464,11 @@ def train(
     variant: ModelVariant,
     start: Weights,
     reference: Weights,
+    teacher: Weights,
     rollouts: Sequence[Rollout],
     rule: Rule,
 ) -> Expected:
-    """Train on the rollouts in turn; ``start`` and ``reference`` are float64 and stay as they are."""
+    """Train on the rollouts in turn; ``start`` and the other weights are float64 and stay as they are."""
     out, descent, steps = Expected(), Descent(rule), 0
     weights = {n: t.clone().requires_grad_(not n.endswith(BIAS)) for n, t in start.items()}
     total_steps = sum(len(g) for r in rollouts for g in r) // rule.global_batch_size
@@ -463,7 +478,8 @@ def train(
         with torch.no_grad():
             old = [predictions(weights, variant, s, rule.rollout_temperature)[0] for s in samples]
             ref = [predictions(reference, variant, s, rule.rollout_temperature)[0] for s in samples]
-        scored = list(zip(samples, old, ref, advantages(rollout, rule), strict=True))
+            taught = [teacher_log_probs(teacher, variant, s, rule) for s in samples]
+        scored = list(zip(samples, old, ref, taught, advantages(rollout, rule), strict=True))
         found = []
         for first in range(0, len(samples), rule.global_batch_size):
             batch = scored[first : first + rule.global_batch_size]
@@ -478,17 +494,27 @@ def train(
     return out
 
 
+def teacher_log_probs(
+    teacher: Weights, variant: ModelVariant, sample: Sample, rule: Rule
+) -> Tensor:
+    """Log-probs float64[T-1] of tokens 1..T-1: recorded ones, or of a teacher with experts of its own."""
+    if rule.opd_type != "megatron":
+        return torch.from_numpy(sample.teacher_log_probs[1:]).double()
+    own = replace(sample, routes=np.full_like(sample.routes, -1))
+    return predictions(teacher, variant, own, rule.rollout_temperature)[0]
+
+
 def _step(
     weights: Weights,
     variant: ModelVariant,
-    batch: Sequence[tuple[Sample, Tensor, Tensor, np.ndarray]],
+    batch: Sequence[tuple[Sample, Tensor, Tensor, Tensor, np.ndarray]],
     rule: Rule,
     descent: Descent,
     rate: float,
 ) -> tuple[dict[str, tuple[float, float]], float, bool]:
     """One optimizer step: its metrics as (value, scale), its margin, and True unless it is skipped."""
     tables, traces, bounds = [], [], Bounds()
-    for sample, old, ref, advantage in batch:
+    for sample, old, ref, taught, advantage in batch:
         new, entropy, trace = predictions(weights, variant, sample, rule.rollout_temperature)
         traces.append(trace)
         kept = torch.from_numpy(sample.mask[1:])
@@ -497,7 +523,8 @@ def _step(
         if rule.loss_type == "sft":  # no engine, and no policy before
             old = rollout = new.detach()
         if kept.any():
-            tables.append(Rows(*(x[kept] for x in (new, entropy, old, ref, rollout, of_token))))
+            streams = (new, entropy, old, ref, taught, rollout, of_token)
+            tables.append(Rows(*(x[kept] for x in streams)))
     loss, metrics = loss_of(tables, rule, bounds)
     moving = {n: w for n, w in weights.items() if w.requires_grad}
     loss = loss + rule.moe_z_loss_coeff * router_z_loss(traces)

@@ -109,6 +109,9 @@ RULES = {
         rollout_rs=("seq_max_k2", "token_k3"),
         rollout_rs_threshold=("0.5", "0.3"),
         kl_loss_type="k1",
+        use_opd=True,
+        opd_type="megatron",
+        opd_kl_coef=0.4,
     ),
     "cispo": replace(
         EVERYTHING,
@@ -123,6 +126,10 @@ RULES = {
         opsm_delta=None,
         kl_loss_type="k3+",
         loss_aggregation="seq-mean-token-sum",
+        # a served teacher's log-probs are those at this temperature
+        rollout_temperature=1.0,
+        use_opd=True,
+        opd_type="sglang",
     ),
     "anchor": replace(
         EVERYTHING,
@@ -234,6 +241,9 @@ JOBS = [
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
+    "teacher_is_the_actor": "gspo",
+    "teacher_replays_the_rollout": "gspo",
+    "distilled_away_from_the_teacher": "cispo",
     "nan_gradients_unseen": "nan_gradient",
     # there tokens lie between the two bounds that no mask drops
     "eps_clip_high_not_handed_over": "anchor",
@@ -253,16 +263,22 @@ pytestmark = [pytest.mark.ranks, pytest.mark.timeout(900)]
 
 @dataclass(frozen=True)
 class Given:
-    """A model, its reference and the recorded rollouts, and the files that a job reads them from."""
+    """A model, its reference, its teacher, the recorded rollouts, and the files that a job reads."""
 
     variant: ModelVariant
     directory: Path
     start: dict[str, torch.Tensor]  # float64
     reference: dict[str, torch.Tensor]
+    teacher: dict[str, torch.Tensor]
     rollouts: list[Rollout]
 
-    def flags(self) -> list[str]:
-        files = {
+    def expected(self, rule: Rule) -> Expected:
+        others = self.reference, self.teacher
+        return train(self.variant, self.start, *others, self.rollouts, rule)
+
+    def flags(self, rule: Rule) -> list[str]:
+        held = {"opd-teacher-load": "teacher"} if rule.opd_type == "megatron" else {}
+        files = held | {
             "hf-checkpoint": "model",
             "ref-load": "reference",
             "prompt-data": "prompts.jsonl",
@@ -274,16 +290,19 @@ class Given:
 
 
 def give(variant: ModelVariant, directory: Path) -> Given:
-    """Write checkpoint, reference, tokenizer, prompts and rollouts."""
+    """Write checkpoint, reference, teacher, tokenizers, prompts and rollouts."""
     model = write_checkpoint(variant, directory / "model")
     write_tokenizer(model)
     start = load_file(model / "model.safetensors")
     noise = torch.Generator().manual_seed(1)
-    other = {n: t + 0.02 * torch.randn(t.shape, generator=noise) for n, t in start.items()}
-    reference = directory / "reference"
-    reference.mkdir()
-    (reference / "config.json").write_text((model / "config.json").read_text())
-    save_file(other, reference / "model.safetensors", {"format": "pt"})
+    others = {}
+    for name in ("reference", "teacher"):
+        other = {n: t + 0.02 * torch.randn(t.shape, generator=noise) for n, t in start.items()}
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text((model / "config.json").read_text())
+        save_file(other, directory / name / "model.safetensors", {"format": "pt"})
+        others[name] = {n: t.double() for n, t in other.items()}
+    write_tokenizer(directory / "teacher")
     line = {"input": "w5 w6", "label": "w7"}
     (directory / "prompts.jsonl").write_text((json.dumps(line) + "\n") * GROUPS)
     exact = {n: t.double() for n, t in start.items()}
@@ -291,7 +310,7 @@ def give(variant: ModelVariant, directory: Path) -> Given:
     rollouts = [record(i, variant, exact, generator) for i in range(ROLLOUTS)]
     for rollout_id, groups in enumerate(rollouts):
         dump_rollout(directory / "rollouts", rollout_id, as_recorded(rollout_id, groups, variant))
-    return Given(variant, directory, exact, {n: t.double() for n, t in other.items()}, rollouts)
+    return Given(variant, directory, exact, **others, rollouts=rollouts)
 
 
 def write_tokenizer(model: Path) -> None:
@@ -336,6 +355,7 @@ def record(
                 mask=mask,
                 routes=routes,
                 rollout_log_probs=np.zeros(length, np.float32),
+                teacher_log_probs=np.zeros(length, np.float32),
                 weight_versions=versions.astype(np.int32),
                 # all of the last group's are equal
                 reward=0.1 if group == GROUPS - 1 else float(generator.normal()),
@@ -347,7 +367,16 @@ def record(
             drawn = np.where(mask, near, 0).astype(np.float32)
             samples.append(replace(sample, rollout_log_probs=drawn))
         groups.append(samples)
-    return groups
+    # a generator of its own leaves all else as it was
+    taught = np.random.default_rng(100 + rollout_id)
+    return [[_taught(sample, taught) for sample in samples] for samples in groups]
+
+
+def _taught(sample: Sample, generator: np.random.Generator) -> Sample:
+    """The sample with a served teacher's log-probs, somewhere near the engine's."""
+    near = sample.rollout_log_probs + generator.standard_normal(len(sample.tokens))
+    own = np.where(sample.mask, np.minimum(near, -1e-3), 0)
+    return replace(sample, teacher_log_probs=own.astype(np.float32))
 
 
 def as_recorded(
@@ -371,6 +400,7 @@ def as_recorded(
                 routed_experts=np.where(s.routes < 0, marker, s.routes).astype(np.uint8),
                 weight_versions=s.weight_versions,
                 finish_reason=s.finish_reason,
+                teacher_log_probs=s.teacher_log_probs,
             )
             scored.append((recorded, s.reward))
         out.append(scored)
@@ -402,9 +432,7 @@ class Jobs:
         self._launch = cache(self._launch)
 
     def _expected(self, variant: str, rule: str) -> Expected:
-        given = self.given(variant)
-        rollouts = given.rollouts
-        return train(given.variant, given.start, given.reference, rollouts, RULES[rule])
+        return self.given(variant).expected(RULES[rule])
 
     def ended(self, job: Job) -> Ended:
         self._launch(job.world_size)
@@ -441,7 +469,7 @@ class Jobs:
         directory.mkdir()
         overrides = VARIANTS[job.variant].overrides
         flags = [
-            *self.given(job.variant).flags(),
+            *self.given(job.variant).flags(RULES[job.rule]),
             *RULES[job.rule].flags(),
             *job.parallel,
             *(f"--transformer-override={n}={v}" for n, v in overrides.items()),
@@ -605,8 +633,11 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
                 change["eps_clip_high"] = rule.eps_clip
             if setting == "rollout_rs":
                 change["rollout_rs_threshold"] = ()
-            other = replace(rule, **change)
-            wrong = train(given.variant, given.start, given.reference, given.rollouts, other)
+            if setting == "use_opd":
+                change |= {"opd_type": None, "opd_kl_coef": 1.0}
+            if setting == "opd_type":
+                change |= {"opd_type": "megatron" if rule.opd_type == "sglang" else "sglang"}
+            wrong = given.expected(replace(rule, **change))
             found = movements(wrong.weights, right, given)
             for got, metrics, scales in zip(wrong.metrics, right.metrics, right.scales):
                 found |= metric_errors(got, metrics, scales)

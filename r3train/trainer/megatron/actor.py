@@ -89,7 +89,9 @@ class MegatronActor:
             device,
             without_padding=config.replay.use_rollout_routing_replay,
         )
+        # weights on the host, of another model than the actor
         self._reference: dict[str, torch.Tensor] | None = None
+        self._teacher: dict[str, torch.Tensor] | None = None
         self._reference_is_base = config.reference_is_base
 
     def _wire_megatron(self, *, overlap_grad_reduce: bool) -> None:
@@ -115,11 +117,13 @@ class MegatronActor:
         replay_pass: str | None,
         temperature: float | None = None,
         weight_version: int | None = None,
+        *,
+        of_teacher: bool = False,
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
         replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: routers
-        choose for themselves.  temperature: the rollout's unless given.  weight_version: the version
+        choose for themselves, with the teacher's weights if ``of_teacher``.  temperature: the rollout's unless given.  weight_version: the version
         that the weights of this pass have on the servers, for the evidence; None if they have none.
         The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
         empty dict.
@@ -129,8 +133,12 @@ class MegatronActor:
             chunk.eval()
         if temperature is None:
             temperature = self._temperature
-        step = make_log_prob_step(batches, self.replay, temperature, self._log_probs_chunk_size)
+        # without a pass nothing is replayed, and nothing is evidence
+        replay = self.replay if replay_pass else None
+        step = make_log_prob_step(batches, replay, temperature, self._log_probs_chunk_size)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
+        if of_teacher:
+            weights = self._teacher_weights()
         native = replay_pass == "old_log_prob"
         with weights, self._pass(replay_pass, slices, weight_version, native=native):
             results = self._run_schedule(step, slices, forward_only=True)
@@ -142,10 +150,13 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor] | None,
         ref_log_probs: dict[int, torch.Tensor] | None,
         weight_version: int | None = None,
+        *,
+        teacher_log_probs: dict[int, torch.Tensor] | None = None,
     ) -> dict[str, float]:
         """Make one optimizer step over all microbatches of the global batch.
 
         old_log_probs: None if this is the rollout's only step: its own forward gives them.
+        teacher_log_probs: of a teacher that the ranks hold.
         weight_version: the version that the actor's weights have before the step; None from the second
         step of a rollout on, because no server ever holds them.
         Returns the same metrics on all ranks: means over the global loss tokens, grad norm, and the
@@ -156,7 +167,10 @@ class MegatronActor:
         lr = float(self.optimizer.param_groups[0]["lr"])
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
-        results = self.backward(slices, old_log_probs, ref_log_probs, weight_version)
+        results = self.backward(
+            *(slices, old_log_probs, ref_log_probs, weight_version),
+            teacher_log_probs=teacher_log_probs,
+        )
         metrics = reduce_metrics(results, self.topology, self._metric_names, self.device)
         finite = self._finite(metrics["loss"])
         enough = metrics["ess"] >= self._algorithm.min_ess
@@ -197,6 +211,8 @@ class MegatronActor:
         old_log_probs: dict[int, torch.Tensor] | None,
         ref_log_probs: dict[int, torch.Tensor] | None,
         weight_version: int | None = None,
+        *,
+        teacher_log_probs: dict[int, torch.Tensor] | None = None,
     ) -> list[dict]:
         """Run forward and backward over the global batch; returns the loss reports.
 
@@ -217,6 +233,7 @@ class MegatronActor:
             self._log_probs_chunk_size,
             old_log_probs,
             ref_log_probs,
+            teacher_log_probs,
         )
         with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
@@ -315,13 +332,21 @@ class MegatronActor:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)
 
-    @torch.no_grad()
     def load_reference(self, checkpoint: Path) -> None:
         """Keep a copy of the KL reference's weights on the host; the actor's do not change."""
+        self._reference = self._weights_of(checkpoint)
+
+    def load_teacher(self, checkpoint: Path) -> None:
+        """Keep a copy of the teacher's weights on the host; the actor's do not change."""
+        self._teacher = self._weights_of(checkpoint)
+
+    @torch.no_grad()
+    def _weights_of(self, checkpoint: Path) -> dict[str, torch.Tensor]:
         actor = self._copy_weights()
         hf_bridge.load_hf_weights(self.model.bridge, self.model.chunks, checkpoint)
-        self._reference = self._copy_weights()
+        found = self._copy_weights()
         self._write_weights(actor)
+        return found
 
     @contextmanager
     def _reference_weights(self) -> Iterator[None]:
@@ -330,12 +355,23 @@ class MegatronActor:
                 yield
                 return
             assert self._reference is not None, "load_reference first"
-            actor = self._copy_weights()
-            self._write_weights(self._reference)
-            try:
+            with self._in_place_of_the_actor(self._reference):
                 yield
-            finally:
-                self._write_weights(actor)
+
+    @contextmanager
+    def _teacher_weights(self) -> Iterator[None]:
+        assert self._teacher is not None, "load_teacher first"
+        with lora.switched_off(self.model.chunks), self._in_place_of_the_actor(self._teacher):
+            yield
+
+    @contextmanager
+    def _in_place_of_the_actor(self, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+        actor = self._copy_weights()
+        self._write_weights(weights)
+        try:
+            yield
+        finally:
+            self._write_weights(actor)
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Parameters and the routers' expert biases: all that a checkpoint holds."""

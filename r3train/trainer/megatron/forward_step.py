@@ -39,6 +39,7 @@ class DeviceSlice:
     loss_weights: torch.Tensor  # float32[sequences]
     packed: PackedSeqParams
     kept: KeptTokens | None  # set where the labels were drawn among kept tokens
+    teacher_log_probs: torch.Tensor | None  # set where samples carry them
 
     @classmethod
     def of(cls, s: RankSlice, device: torch.device) -> DeviceSlice:
@@ -71,6 +72,7 @@ class DeviceSlice:
                 max_seqlen_kv=s.max_seqlen,
             ),
             kept=KeptTokens.of(s, device),
+            teacher_log_probs=None if s.teacher_log_probs is None else move(s.teacher_log_probs),
         )
 
 
@@ -173,10 +175,12 @@ def make_train_step(
     chunk_size: int,
     old_log_probs: dict[int, torch.Tensor] | None,
     ref_log_probs: dict[int, torch.Tensor] | None,
+    teacher_log_probs: dict[int, torch.Tensor] | None,
 ) -> Callable:
     """Make a Megatron forward step that returns (loss sum, token count, metric sums).
 
     Without ``old_log_probs`` those of this very forward stand for them, without gradient.
+    ``teacher_log_probs`` are of a teacher that the ranks hold; those of a served one are in the batches.
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     chunk_size: as for ``make_log_prob_step``.
     """
@@ -199,6 +203,11 @@ def make_train_step(
             samples=batch.samples,
             loss_weights=batch.loss_weights,
             ref_log_probs=ref_log_probs[batch.microbatch_id] if ref_log_probs else None,
+            teacher_log_probs=(
+                teacher_log_probs[batch.microbatch_id]
+                if teacher_log_probs
+                else batch.teacher_log_probs
+            ),
             over_ranks=_over_context_ranks,
         )
         result = microbatch_loss(policy_loss, rows, algorithm)

@@ -201,6 +201,22 @@ def test_the_kind_of_kl_and_its_ratio_reach_the_loss():
             assert new.grad[0].item() == pytest.approx(0.5 * weight * again.grad.item())
 
 
+def test_a_teacher_moves_the_advantages_before_the_loss_and_its_masks():
+    old, teacher = vector(-1.0, -1.0, -1.0), vector(-0.5, -3.0, math.nan)
+    new, mask = leaf(-1.0, -1.0, -1.0), torch.tensor([True, True, False])
+    algorithm = AlgorithmSection(use_opd=True, opd_type="megatron", opd_kl_coef=0.5)
+    rows = loss_rows(new, old, vector(1.0, 0.25, 9.0), mask, teacher_log_probs=teacher)
+    out = microbatch_loss(ppo, rows, algorithm)
+    out.loss.backward()
+    # old - teacher is -0.5 and 2: advantages 1 + 0.25 and 0.25 - 1
+    assert new.grad.tolist() == pytest.approx([-1.25, 0.75, 0.0])
+    assert out.sums["opd_reverse_kl"].item() == pytest.approx(1.5)
+    # the second row's advantage fell below 0: the mask of off-policy samples sees that
+    masked = algorithm.model_copy(update={"opsm_delta": 0.1})
+    moved = loss_rows(vector(-2.0, -2.0), old[:2], vector(1.0, 0.25), teacher_log_probs=teacher[:2])
+    assert microbatch_loss(ppo, moved, masked).sums["opsm_dropped"] == 1
+
+
 def test_a_sample_s_weight_scales_its_share_of_every_part_of_the_loss():
     new, entropy = leaf(-1.0, -1.0, -1.0), leaf(0.5, 0.5, 0.5)
     algorithm = AlgorithmSection(kl_loss_coef=0.1, entropy_coef=0.01)

@@ -219,6 +219,8 @@ def test_settings_that_contradict_each_other_are_refused(message, fields):
 
 # setting of the learning rule -> (a value off its default, settings that leave it without effect, why)
 WITHOUT_EFFECT = {
+    "opd_type": ("sglang", {}, "--use-opd"),
+    "opd_kl_coef": (0.5, {}, "--use-opd"),
     "grpo_std_normalization": (False, {"advantage_estimator": "rloo"}, "estimator grpo"),
     "gamma": (0.5, {}, "estimator reinforce_plus_plus"),
     "normalize_advantages": (
@@ -257,7 +259,7 @@ ALWAYS_IN_EFFECT = {
         "kl_loss_coef",
         "entropy_coef",
     ),
-    *("min_ess", "loss_type"),
+    *("min_ess", "loss_type", "use_opd"),
 }
 
 

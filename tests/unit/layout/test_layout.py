@@ -134,6 +134,24 @@ def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
     assert (batch.routes[[3, 6]] == 255).all() and (batch.routes[[0, 1, 2, 4, 5]] == 0).all()
 
 
+def test_a_teachers_log_probs_move_with_their_tokens_and_are_refused_where_they_lack():
+    def taught(sample_id: int, length: int) -> TrainSample:
+        s = sample_of(sample_id, length)
+        log_probs = -np.arange(length, dtype=np.float32) / 10 * s.sample.loss_mask
+        return replace(s, sample=replace(s.sample, teacher_log_probs=log_probs))
+
+    how = {"cp_size": 2, "tp_size": 1, "route_shape": None}
+    batch = build_microbatch(0, [taught(1, 4), taught(2, 3)], teacher=True, **how)
+    assert batch.teacher_log_probs == pytest.approx([0, -0.2, -0.3, 0, 0, -0.2, 0])
+    place = RankTopology(world_size=2, cp_rank=1, cp_size=2, moe_layer_numbers=((),))
+    share = slice_microbatch(batch, place)
+    # each sequence's middle: rows 1 and 2
+    assert share.teacher_log_probs == pytest.approx([-0.2, -0.3, -0.2, 0])
+    assert build_microbatch(0, [taught(1, 4)], **how).teacher_log_probs is None
+    with pytest.raises(ValueError, match=r"sample 2 \(prompt prompt-2\) has none of the teacher's"):
+        build_microbatch(0, [taught(1, 4), sample_of(2, 3)], teacher=True, **how)
+
+
 def test_misshapen_or_absent_routes_are_refused_by_sample_and_prompt():
     with pytest.raises(ValueError, match=r"sample 5 \(prompt prompt-5\) .* expected \(3, 4, 2\)"):
         build_microbatch(
