@@ -334,8 +334,13 @@ def _distillation(config: RunConfig) -> Iterator[str]:
         yield "--opd-type megatron needs --opd-teacher-load"
     if load is not None and not algorithm.holds_teacher:
         yield f"opd_teacher_load {load} has no effect: it needs --use-opd and --opd-type megatron"
+    url = rollout.opd_teacher_url
+    if url is not None and not algorithm.asks_teacher:
+        yield f"opd_teacher_url {url} has no effect: it needs --use-opd and --opd-type sglang"
     if not algorithm.asks_teacher:
         return
+    if url is None and config.has_engines:
+        yield "--opd-type sglang needs --opd-teacher-url"
     if rollout.rollout_temperature != 1:
         yield (
             f"--opd-type sglang cannot go with rollout_temperature {rollout.rollout_temperature}: the"

@@ -78,6 +78,8 @@ class RolloutSection(Section):
     """Do not let requests after an update use prefixes that were cached with older weights."""
     rollout_external_engine_addrs: tuple[str, ...] = Field(default=(), strict=False)
     """Servers that somebody else runs, as host:port; empty means that the run starts its own."""
+    opd_teacher_url: str | None = Field(default=None, min_length=1)
+    """SGLang server of the teacher, as http://HOST:PORT (--opd-type sglang)."""
     rollout_num_engines: int = Field(default=1, ge=1)
     """Servers to start.  A prompt goes with all its samples to the least loaded one."""
     environment: str | None = None

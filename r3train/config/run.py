@@ -188,6 +188,13 @@ class RunConfig(Section):
         return self.algorithm.loss_type == "sft" and self.checkpoint.replay_rollouts is None
 
     @property
+    def reward_is_optional(self) -> bool:
+        """True when a teacher teaches (--use-opd) and no reward is named: rows without one score 0."""
+        data, environment = self.data, self.rollout.environment
+        named = data.rm_type or data.custom_rm_path or environment
+        return self.algorithm.use_opd and named is None
+
+    @property
     def servers_may_hold_other_weights(self) -> bool:
         """True when the servers may start with other weights than the actor.
 

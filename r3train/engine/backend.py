@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from r3train.types import Rescored, RescoredPart
+from r3train.types import Rescored, RescoredPart, RolloutSample
 
 
 class EngineError(RuntimeError):
@@ -137,6 +137,16 @@ class Segment:
     # the tokens that sampling kept, in ``SamplingParams.kept_of``; None if it is None
     kept_counts: np.ndarray | None = None  # int32[O], at least 1
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], token after token
+
+
+class Teacher(Protocol):
+    """Scores finished samples with another model than the one that generated them."""
+
+    async def __call__(self, sample: RolloutSample) -> RolloutSample:
+        """Return the sample with the teacher's log-probs; raises an error that names both."""
+        ...
+
+    async def aclose(self) -> None: ...
 
 
 class RolloutBackend(Protocol):

@@ -38,6 +38,7 @@ def base_url(addr: str) -> str:
 class SGLangHTTP:
     """Requests to one or all servers of a run.
 
+    ``key_variable`` is the environment variable that errors name.
     ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
     every connection failure.  Use it from one event loop.
     """
@@ -49,12 +50,14 @@ class SGLangHTTP:
         api_key: str | None = None,
         request_timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
+        key_variable: str = ENGINE_KEY_VARIABLE,
     ) -> None:
         if not addrs:
             raise ValueError("no engine address was given")
         self.urls = [base_url(addr) for addr in addrs]
         self.request_timeout_s = request_timeout_s
         self.api_key = api_key
+        self._key_variable = key_variable
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._check_alive = check_alive
         self._session: aiohttp.ClientSession | None = None
@@ -169,7 +172,7 @@ class SGLangHTTP:
             hint = ""
             if status == 401:
                 held = "another" if self.api_key else "no"
-                hint = f" (it asks for a key, and {held} one is in {ENGINE_KEY_VARIABLE} here)"
+                hint = f" (it asks for a key, and {held} one is in {self._key_variable} here)"
             raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}{hint}")
         return answer
 

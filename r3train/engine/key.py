@@ -12,18 +12,18 @@ ENGINE_KEY_VARIABLE = "R3TRAIN_ENGINE_API_KEY"
 _LEAST_LEN = 16
 
 
-def engine_api_key(environ: Mapping[str, str]) -> str | None:
+def engine_api_key(environ: Mapping[str, str], variable: str = ENGINE_KEY_VARIABLE) -> str | None:
     """Return the API key of all servers of the job, or None if it is not set.
 
-    Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does
+    variable: another one for servers of somebody else.  Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does
     not show the key.
     """
-    key = environ.get(ENGINE_KEY_VARIABLE)
+    key = environ.get(variable)
     if key is None:
         return None
     if len(key) < _LEAST_LEN or not key.isascii() or not key.isprintable() or " " in key:
         raise ValueError(
-            f"environment variable {ENGINE_KEY_VARIABLE}: got {len(key)} characters, expected at"
+            f"environment variable {variable}: got {len(key)} characters, expected at"
             f" least {_LEAST_LEN}, printable ASCII without spaces (openssl rand -hex 16 makes one)"
         )
     return key

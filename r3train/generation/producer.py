@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from r3train.config.rollout import RolloutSection
-from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, Segment
+from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, Segment, Teacher
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
@@ -79,6 +79,7 @@ class Producer:
     ``make_backend`` is called once, in the loop.  ``prompt_for(g)`` gives the prompt of group g.
     ``score`` gives a sample's reward if its episode gave none; without ``score`` that is 0.
     ``score_group``, in its place, gives the rewards of all samples of a group at once.
+    ``teacher`` adds its log-probs to each sample before the reward.
     ``make_episode`` makes one rollout's ``Episode``; without it a rollout is one turn.  ``decode``
     gives the text of response tokens.  ``segment_len`` bounds the tokens of one request: a longer
     answer takes several requests, and the tokens of finished ones survive a lost server.
@@ -106,6 +107,7 @@ class Producer:
         segment_len: int | None = None,
         score: Callable[[RolloutSample], Awaitable[float]] | None = None,
         score_group: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]] | None = None,
+        teacher: Teacher | None = None,
         make_episode: Callable[[Prompt], Episode] | None = None,
         decode: Callable[[Sequence[int]], str] | None = None,
         check_alive: Callable[[], None] | None = None,
@@ -123,6 +125,7 @@ class Producer:
         self._segment_len = segment_len
         self._score = score
         self._score_group = score_group
+        self._teacher = teacher
         self._make_episode = make_episode or (lambda prompt: generate_once)
         self._decode = decode or (lambda ids: "")
         self._keep_decoded = keep_decoded
@@ -145,7 +148,7 @@ class Producer:
         self._buffer = GroupBuffer(rollout, start_rollout=start_rollout)
         self._items: deque[RolloutItem] = deque()  # to be sent
         self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}
-        self._scoring: set[int] = set()  # ids of rollouts that lack only their reward
+        self._scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
         self._rates = Rates()
         self._in_flight = 0  # places taken, each for one rollout's requests
         self._going_on = 0  # resumed rollouts that wait for a place in flight
@@ -480,6 +483,8 @@ class Producer:
             with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._thaw()
             await self._backend.aclose()
+        if self._teacher is not None:
+            await self._teacher.aclose()
 
     # ---- the loop: its own work ------------------------------------------------------------------
 
@@ -576,11 +581,13 @@ class Producer:
         if not self._keep_decoded:
             samples = [replace(sample, decoded=(), decoded_kept=()) for sample in samples]
         self._rates.finished(samples)
+        self._scoring.add(item.sample_id)
+        if self._teacher is not None:
+            samples = list(await asyncio.gather(*map(self._teacher, samples)))
         if self._score_group is not None:
             (group.unscored[item.place],) = samples
             if len(group.unscored) + len(group.samples) < self._rollout.n_samples_per_prompt:
                 return  # the group's last rollout has it scored
-        self._scoring.add(item.sample_id)
         if self._score_group is not None:
             places = await self._rewards_of(group)
         else:

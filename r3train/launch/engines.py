@@ -16,7 +16,7 @@ from r3train.data.json_lines import append_lines
 from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, chat_template
+from r3train.launch.job import Job, chat_template, served_teacher
 from r3train.loop.routes import Routes
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
@@ -330,6 +330,7 @@ class Engines:
             segment_len=self._segment_len,
             score=None if job.reward.takes_groups else job.reward,
             score_group=job.reward.group if job.reward.takes_groups else None,
+            teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
             make_episode=_conversations(job),
             decode=self._decode,
             check_alive=self.check_alive,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import tempfile
@@ -40,6 +41,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.engine.flags import check_server_flags
+from r3train.engine.teacher import TEACHER_KEY, ServedTeacher
 from r3train.launch.run_dir import check_fresh
 from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
@@ -135,8 +137,8 @@ class JobWarning:
 class PreflightError(ConfigError):
     """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
 
-    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, prompts, reward,
-    run directory, checkpoints.  ``warnings`` holds what was found beside the faults.
+    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, teacher, prompts,
+    reward, run directory, checkpoints.  ``warnings`` holds what was found beside the faults.
     """
 
     def __init__(self, faults: list[tuple[str, str]], warnings: list[JobWarning]):
@@ -232,6 +234,8 @@ def preflight(
     if hf is not None and tokenizer is not None:
         dropped: list[str] = []
         attempt("tokenizer", check_vocabulary, tokenizer, hf)
+        if for_all_ranks and config.has_engines and config.rollout.opd_teacher_url is not None:
+            attempt("teacher", check_served_teacher, config, tokenizer)
         if config.learns_conversations:
             found = attempt("prompts", read_conversations, config, hf, tokenizer, dropped.append)
             if found is not None:
@@ -246,7 +250,7 @@ def preflight(
     if conversations:
         attempt(settings, check_longest_conversation, config, conversations)
     elif prompts:
-        if all(prompt.label is None for prompt in prompts):
+        if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
             text = f"no prompt has a label (key {data.label_key})"
             remedy = "name its key with --label-key, if the reward needs one"
             warnings.append(JobWarning("prompts", text, remedy))
@@ -259,7 +263,10 @@ def preflight(
             warnings.append(JobWarning("prompts", unknown, remedy))
     if prompts and environment is not None:
         attempt(settings, environment, prompts[0])  # it may refuse the prompts
-    reward = attempt("reward", lambda: Scorer(data, judge_key=os.environ.get(JUDGE_KEY)))
+    judge_key, optional = os.environ.get(JUDGE_KEY), config.reward_is_optional
+    reward = attempt("reward", lambda: Scorer(data, judge_key=judge_key, optional=optional))
+    if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
+        attempt("reward", check_not_all_equal, prompts)
     # an environment gives rewards of its own, and dumped rollouts have theirs
     scores = config.has_engines and config.rollout.environment is None
     if for_all_ranks and scores and prompts and reward is not None:
@@ -466,6 +473,36 @@ def check_teacher(path: Path, actor: HfModelFacts, tokenizer: Any) -> None:
         )
 
 
+def served_teacher(config: RunConfig) -> ServedTeacher:
+    """Make the client of --opd-teacher-url; raises ValueError for a URL or a key that HTTP cannot take."""
+    rollout = config.rollout
+    assert rollout.opd_teacher_url is not None
+    return ServedTeacher(
+        rollout.opd_teacher_url,
+        api_key=engine_api_key(os.environ, TEACHER_KEY),
+        request_timeout_s=rollout.rollout_request_timeout_s,
+        max_concurrency=rollout.rollout_max_concurrency,
+        max_tries=config.faults.max_bad_answers,
+    )
+
+
+def check_served_teacher(config: RunConfig, tokenizer: Any) -> None:
+    """Raise ValueError for a teacher that does not answer, or whose tokenizer is not the actor's."""
+    vocabulary = sorted(tokenizer.get_vocab().values())
+
+    async def ask() -> None:
+        teacher = served_teacher(config)
+        try:
+            await teacher.check_vocabulary(tokenizer.decode, vocabulary)
+        finally:
+            await teacher.aclose()
+
+    try:
+        asyncio.run(ask())
+    except EngineError as error:
+        raise ValueError(f"--opd-teacher-url: does not answer as it should: {error}") from None
+
+
 def check_vocabulary(tokenizer: Any, hf: HfModelFacts) -> None:
     """Raise ValueError for a tokenizer whose tokens the model does not have."""
     count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
@@ -645,6 +682,15 @@ def check_rewards(data: EvalData) -> None:
         data.reward.check(data.prompts)
     except ValueError as error:
         raise ValueError(f"evaluation set {data.dataset.name}: {error}") from None
+
+
+def check_not_all_equal(prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError where no row has a reward, and groups of equal rewards are dropped."""
+    if not any(prompt.metadata.get("rm_type") for prompt in prompts):
+        raise ValueError(
+            "--rollout-filter zero_variance drops every group: no reward is named (--rm-type), so all"
+            " rewards are 0"
+        )
 
 
 def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:

@@ -14,7 +14,7 @@ from r3train.config import RunConfig
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
-from r3train.loop.rollout_file import has_kept_tokens, read_samples
+from r3train.loop.rollout_file import holds_field, read_samples
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 
@@ -124,7 +124,12 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
     """Raise ValueError for waiting samples whose log-probs are of another kind than the run's."""
     if not config.has_engines or not path.exists():
         return
-    drawn, now = has_kept_tokens(path), config.rollout.replays_kept_tokens
+    if config.algorithm.asks_teacher and holds_field(path, "teacher_log_probs") is False:
+        raise ValueError(
+            f"{path}: its samples wait to be trained without a teacher's log-probs, and --opd-type sglang"
+            " needs them: resume without --use-opd, or start anew from the weights with --load-model-only"
+        )
+    drawn, now = holds_field(path, "kept_counts"), config.rollout.replays_kept_tokens
     if drawn is not None and drawn != now:
         among = "the tokens that top-k kept" if drawn else "the whole vocabulary"
         raise ValueError(

@@ -77,8 +77,8 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
 
 
-def has_kept_tokens(path: Path) -> bool | None:
-    """True if the samples were drawn among kept tokens; None if no token of theirs was generated.
+def holds_field(path: Path, name: str) -> bool | None:
+    """True if the samples have the array ``name``; None if no token of theirs was generated.
 
     Reads no routes.  Raises ValueError naming the file if it is not one of samples.
     """
@@ -87,7 +87,7 @@ def has_kept_tokens(path: Path) -> bool | None:
             names = set(file.keys())
             if "loss_mask" not in names or not file.get_tensor("loss_mask").any():
                 return None
-            return "kept_counts" in names
+            return name in names
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
 

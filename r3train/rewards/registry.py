@@ -68,6 +68,25 @@ class TextReward:
         """Nothing is open."""
 
 
+class NoReward:
+    """The reward of rows that need none: a teacher teaches there."""
+
+    name, needs_label = "none", False
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Score any sample 0."""
+        return 0.0
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Any label will do."""
+
+    async def check(self, prompt: Prompt) -> None:
+        """Any label will do."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 # name -> makes the reward from the settings and the key of the judge
 REWARDS: Mapping[str, Callable[[DataSection, str | None], Reward]] = {
     "accepted_words": lambda data, key: TextReward("accepted_words", accepted_words),

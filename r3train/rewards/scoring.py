@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from r3train.config.data import DataSection
-from r3train.rewards.registry import BOXED, CustomReward, Reward, get_reward
+from r3train.rewards.registry import BOXED, CustomReward, NoReward, Reward, get_reward
 from r3train.rewards.worker import plain, quoted
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample
@@ -27,14 +27,21 @@ class Scorer:
 
     A function of the user that takes longer than ``reward_timeout_s``, raises or ends its process is an
     error, which names it and the prompt.  The rewards of r3train end such a call themselves and score
-    it.  ``judge_key`` goes to the judge of llm_judge.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
+    it.  ``judge_key`` goes to the judge of llm_judge.  ``optional``: where no reward is named the
+    score is 0.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
     lacks.
     """
 
     def __init__(
-        self, data: DataSection, *, rm_type: str | None = None, judge_key: str | None = None
+        self,
+        data: DataSection,
+        *,
+        rm_type: str | None = None,
+        judge_key: str | None = None,
+        optional: bool = False,
     ) -> None:
         self._data, self._judge_key = data, judge_key
+        self._optional = optional
         self._timeout_s = data.reward_timeout_s
         self._custom: CustomReward | None = None
         self._named: dict[str, Reward] = {}
@@ -128,6 +135,8 @@ class Scorer:
         """The reward of a prompt; raises ValueError naming it if there is none or its label lacks."""
         name = prompt.metadata.get("rm_type")
         flag = f"prompt {prompt.prompt_id}: metadata.rm_type"
+        if name is None and self._default is None and self._optional:
+            return NoReward()
         if name is None and self._default is None:
             raise ValueError(
                 f"--rm-type is required: {flag} is missing, and so is --custom-rm-path"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from dataclasses import replace
 
 import numpy as np
 import psutil
@@ -20,6 +21,7 @@ from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
+from r3train.engine.teacher import ServedTeacher
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 
@@ -88,6 +90,30 @@ def test_log_probs_and_routes_equal_hf_in_float32(server, references, at_version
         )
         assert (sample.weight_versions[: sample.prompt_len] == -1).all()
         assert (sample.weight_versions[sample.prompt_len :] == 0).all()
+
+
+def test_a_teachers_log_probs_equal_hf_with_and_without_a_cached_prompt(
+    server, references, at_version_zero
+):
+    prompt, long = prompt_of(3, 60), SamplingParams(20, ignore_eos=True)
+    drawn = generate(server, [prompt] * 3, long)
+    # an environment's words between two answers
+    drawn[0] = replace(drawn[0], loss_mask=drawn[0].loss_mask & (np.arange(80) % 7 > 1))
+
+    async def scored():
+        teacher = ServedTeacher(f"http://{server.addr}", max_concurrency=1)
+        try:
+            return [await teacher(sample) for sample in drawn]
+        finally:
+            await teacher.aclose()
+
+    for sample in asyncio.run(scored()):
+        own, (log_probs, _) = sample.loss_mask, references[0](sample.token_ids)
+        np.testing.assert_allclose(sample.teacher_log_probs[own], log_probs[own], atol=1e-4)
+        assert not sample.teacher_log_probs[~own].any()
+        # those of the token behind would be far off
+        off = np.abs(sample.teacher_log_probs[own] - np.roll(log_probs, -1)[own])
+        assert off.mean() > 0.1
 
 
 def test_a_response_ends_at_eos_at_a_stop_token_or_at_its_length(server, at_version_zero):

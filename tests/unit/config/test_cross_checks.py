@@ -19,6 +19,10 @@ R3 = {"use_rollout_routing_replay": True}
 DENSE = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
 
 
+SFT = {"loss_type": "sft", "n_samples_per_prompt": 1}
+TAUGHT = {"use_opd": True, "opd_type": "sglang", "opd_teacher_url": "h:1"}
+
+
 def static_refuses(message: str, world_size: int = 1, **fields) -> None:
     with pytest.raises(ValueError, match=message):
         check_static(config(**fields), world_size)
@@ -124,6 +128,17 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"rollout_rs": ["token_k1", "token_k1"], "rollout_rs_threshold": ["2"]},
         ),
         ("--ref-load needs --kl-loss-coef", {"ref_load": "ref"}),
+        ("^--use-opd needs --opd-type: sglang or megatron$", {"use_opd": True}),
+        ("megatron needs --opd-teacher-load", {"use_opd": True, "opd_type": "megatron"}),
+        ("sglang needs --opd-teacher-url", {"use_opd": True, "opd_type": "sglang"}),
+        ("^opd_teacher_load other has no effect", {**TAUGHT, "opd_teacher_load": "other"}),
+        ("^opd_teacher_url h:1 has no effect", {"opd_teacher_url": "h:1"}),
+        (
+            "rollout_temperature 0.7: .* those at temperature 1",
+            {**TAUGHT, "rollout_temperature": 0.7},
+        ),
+        ("rollout_top_k 20: .* those of the whole vocabulary", {**TAUGHT, "rollout_top_k": 20}),
+        ("^use_opd True has no effect with --loss-type sft", {**TAUGHT, **SFT}),
         ("min_lr 1.0 exceeds lr", {"min_lr": 1.0}),
         ("full needs --recompute-method", {"recompute_granularity": "full"}),
         ("need --recompute-granularity full", {"recompute_method": "uniform"}),
@@ -291,6 +306,12 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
             "global_batch_size": 8,
         },
         {"rollout_is_mode": "mask", "tis_clip": 3.0, "tis_clip_low": 0.5, "rollout_is": "token"},
+        TAUGHT | {"opd_kl_coef": 0.5},
+        # the ranks compute a teacher's log-probs as the actor's
+        {
+            **{"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"},
+            **{"rollout_temperature": 0.7, "rollout_top_k": 20},
+        },
         # code of a user's own may read what it likes
         {"gamma": 0.5, "grpo_std_normalization": False, "advantage_estimator": "own:plug"},
         {"eps_clip_c": 3.0, "dppo_delta": 0.1, "tis_clip": 3.0, "policy_loss": "own:plug"},
@@ -298,9 +319,6 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
 )
 def test_the_same_settings_pass_where_they_have_an_effect(fields):
     check_static(config(**fields), 1)
-
-
-SFT = {"loss_type": "sft", "n_samples_per_prompt": 1}
 
 
 @pytest.mark.parametrize("name", [*WITHOUT_EFFECT, "use_tis", "length_penalty_coef", "min_ess"])

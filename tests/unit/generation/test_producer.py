@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -121,6 +122,45 @@ def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
     with producer_of(FakeBackend(), {"score": scorer("by_prompt")}) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
             assert reward == sample.group_id / 2
+
+
+class NumberingTeacher:
+    """Gives every sample its id as log-probs, after a while."""
+
+    def __init__(self, fail_at=None):
+        self.fail_at, self.closed = fail_at, False
+
+    async def __call__(self, sample):
+        await asyncio.sleep(0.01)
+        if sample.sample_id == self.fail_at:
+            raise RuntimeError(f"teacher: sample {sample.sample_id}")
+        log_probs = np.full(sample.num_tokens, -sample.sample_id, np.float32)
+        return replace(sample, teacher_log_probs=log_probs)
+
+    async def aclose(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("kind", ["each", "group"])
+def test_a_teacher_scores_every_sample_before_its_reward(kind):
+    async def one(sample):
+        return float(-sample.teacher_log_probs[0])
+
+    async def group(samples):
+        return [await one(sample) for sample in samples]
+
+    teacher = NumberingTeacher()
+    how = {"each": {"score": one}, "group": {"score_group": group}}[kind]
+    with producer_of(FakeBackend(), {"teacher": teacher, **how}) as producer:
+        scored = [pair for own in producer.next_batch(0) for pair in own]
+    assert [reward for _, reward in scored] == [sample.sample_id for sample, _ in scored]
+    assert teacher.closed
+
+
+def test_a_teacher_that_fails_ends_the_run():
+    with producer_of(FakeBackend(), {"teacher": NumberingTeacher(fail_at=3)}) as producer:
+        with pytest.raises(RuntimeError, match="teacher: sample 3"):
+            producer.next_batch(0)
 
 
 def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from aiohttp import web
 from click.testing import CliRunner
 
 import train_async
@@ -23,6 +24,7 @@ from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.job import preflight
 from r3train.launch.resume import resume_point, run_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
+from tests.http_serving import in_a_thread
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -401,6 +403,63 @@ def test_a_reference_that_is_not_there_or_is_another_model_is_refused(tiny, dens
     result = start(tiny, *kl, str(dense / "model"))
     assert result.exit_code == 2 and "model_type is qwen3, the actor has qwen3_moe" in words(result)
     assert start(tiny, *kl, str(tiny / "model")).exit_code == 0
+
+
+def with_another_word(model: Path, place: Path) -> Path:
+    """The checkpoint with one word of its vocabulary renamed."""
+    other = Path(shutil.copytree(model, place))
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"cat"', '"kat"'))
+    return other
+
+
+def test_a_teacher_that_is_another_model_or_has_another_vocabulary_is_refused(
+    tiny, dense, tmp_path
+):
+    taught = ["--dry-run", "--use-opd", "--opd-type", "megatron", "--opd-teacher-load"]
+    result = start(tiny, *taught, str(dense / "model"))
+    assert result.exit_code == 2
+    assert "--opd-teacher-load" in words(result) and "model_type is qwen3," in words(result)
+    other = with_another_word(tiny / "model", tmp_path / "model")
+    result = start(tiny, *taught, str(other))
+    assert result.exit_code == 2 and "its tokenizer is another one: 'cat' is token" in words(result)
+    assert "(2 differ)" in words(result)
+    assert start(tiny, *taught, str(tiny / "model")).exit_code == 0
+
+
+def test_a_served_teacher_is_asked_for_its_vocabulary_before_anything_starts(tiny, tmp_path):
+    theirs = [load_tokenizer(tiny / "model")]
+
+    async def handle(request):
+        ids = (await request.json())["tokens"]
+        return web.json_response({"text": [theirs[0].decode(own) for own in ids]})
+
+    with in_a_thread(handle) as addr:
+        taught = ["--dry-run", "--use-opd", "--opd-type", "sglang", "--opd-teacher-url", addr]
+        result = start(tiny, *taught)
+        assert result.exit_code == 0, result.output
+        theirs[0] = load_tokenizer(with_another_word(tiny / "model", tmp_path / "model"))
+        result = start(tiny, *taught)
+        assert result.exit_code == 2 and "is 'kat' there and 'cat' here" in words(result)
+    result = start(tiny, *taught)
+    assert result.exit_code == 2
+    assert "--opd-teacher-url: does not answer as it should: detokenize: cannot" in words(result)
+    short = {"R3TRAIN_TEACHER_API_KEY": "short"}
+    assert "variable R3TRAIN_TEACHER_API_KEY: got 5" in words(
+        start(tiny, *taught, environment=short)
+    )
+
+
+def test_with_a_teacher_a_reward_is_optional(tiny):
+    flags = [f"--dry-run", "--rm-type", "none"]
+    result = start(tiny, *flags)
+    assert result.exit_code == 2 and "--rm-type is required" in words(result)
+    taught = ["--use-opd", "--opd-type", "megatron", "--opd-teacher-load", str(tiny / "model")]
+    result = start(tiny, *flags, *taught)
+    assert result.exit_code == 0, result.output
+    # it would drop every group
+    result = start(tiny, *flags, *taught, "--rollout-filter", "zero_variance")
+    assert result.exit_code == 2 and "zero_variance drops every group" in words(result)
 
 
 @pytest.mark.parametrize("flag", ["--run-dir", "--save"])

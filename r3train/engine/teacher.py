@@ -1,0 +1,116 @@
+"""A teacher that SGLang serves: log-probs of samples (--opd-type sglang)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from r3train.engine.answer import input_log_probs
+from r3train.engine.backend import EngineError
+from r3train.engine.http import SGLangHTTP
+from r3train.types import RolloutSample
+
+logger = logging.getLogger(__name__)
+
+# environment variable with the key of --opd-teacher-url
+TEACHER_KEY = "R3TRAIN_TEACHER_API_KEY"
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
+# ids of one question about the vocabulary
+_IDS = 16384
+
+
+class ServedTeacher:
+    """Scores samples, ``max_concurrency`` at once (implements ``Teacher``); for one event loop.
+
+    A request that fails, is late or has a bad answer is sent again after a growing pause, until
+    ``max_tries`` have failed.  Raises ValueError for a URL without a port.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        request_timeout_s: float = 300.0,
+        max_concurrency: int = 64,
+        max_tries: int = 3,
+    ) -> None:
+        self._http = SGLangHTTP(
+            [url], api_key=api_key, request_timeout_s=request_timeout_s, key_variable=TEACHER_KEY
+        )
+        self._slots = asyncio.Semaphore(max_concurrency)
+        self._max_tries = max_tries
+
+    async def __call__(self, sample: RolloutSample) -> RolloutSample:
+        """Return the sample with the teacher's log-probs, at temperature 1, of its loss tokens.
+
+        The text before the first of them may come from the server's prefix cache.  Raises RuntimeError
+        naming teacher and sample.
+        """
+        log_probs = np.zeros(sample.num_tokens, np.float32)
+        own = np.flatnonzero(sample.loss_mask)
+        if len(own):
+            start = int(own[0]) - 1  # its row predicts the first
+            assert start >= 0, f"sample {sample.sample_id} begins with a token of the model"
+            scored = await self._scored(sample, start)
+            log_probs[start:] = np.where(sample.loss_mask[start:], scored, 0)
+        return replace(sample, teacher_log_probs=log_probs)
+
+    async def _scored(self, sample: RolloutSample, start: int) -> np.ndarray:
+        """Log-probs of tokens ``start``.. of the sample, float32[T - start]; 0 for the first of them."""
+        name = f"{sample.sample_id} (prompt {sample.prompt.prompt_id!r})"
+        body = {
+            "input_ids": sample.token_ids.tolist(),
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": start,
+        }
+        for count in range(1, self._max_tries + 1):
+            try:
+                async with self._slots:
+                    answer = await self._http.call(0, "/generate", body, what=f"sample {name}")
+                meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+                if not isinstance(meta, Mapping):
+                    raise ValueError(f"sample {name}: no meta_info: {str(answer)[:200]}")
+                return input_log_probs(meta, sample.token_ids[start:], name)
+            except (EngineError, ValueError, TypeError, LookupError) as error:
+                text = f"teacher {self._http.urls[0]}: {error} (try {count} of {self._max_tries})"
+                if count == self._max_tries:
+                    # no EngineError: a restart of the run's own servers would not mend it
+                    raise RuntimeError(text) from error
+                logger.warning("asked again: %s", text)
+            await asyncio.sleep(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S))
+        raise AssertionError("max_tries is below 1")
+
+    async def check_vocabulary(
+        self, decode: Callable[[Sequence[int]], str], vocabulary: Sequence[int]
+    ) -> None:
+        """Raise ValueError unless the teacher's tokenizer decodes every id as ``decode`` does.
+
+        vocabulary: the ids.  Raises EngineError where the server does not answer as SGLang would.
+        """
+        for first in range(0, len(vocabulary), _IDS):
+            ids = [[int(token)] for token in vocabulary[first : first + _IDS]]
+            body = {"model": "", "tokens": ids, "skip_special_tokens": False}
+            answer = await self._http.call(0, "/detokenize", body, what="detokenize")
+            texts = answer.get("text") if isinstance(answer, Mapping) else None
+            if not isinstance(texts, list) or len(texts) != len(ids):
+                raise EngineError(
+                    f"detokenize: {str(answer)[:200]!r}, expected {len(ids)} texts; a teacher must be"
+                    " started with its tokenizer"
+                )
+            for (token,), theirs in zip(ids, texts):
+                if (ours := decode([token])) != theirs:
+                    raise ValueError(
+                        f"teacher {self._http.urls[0]}: its tokenizer is another one: token {token} is"
+                        f" {theirs!r} there and {ours!r} here"
+                    )
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
