@@ -192,7 +192,9 @@ def test_a_run_with_other_kept_tokens_than_its_waiting_samples_does_not_resume(
     def start(top_k):
         settings = {"load": tmp_path, "rollout_top_k": top_k}
         config = RunConfig.from_toml("configs/tiny_cpu.toml", settings)
-        return resume.resume_point(SimpleNamespace(config=config, prompt_file=None)).start_rollout_id
+        return resume.resume_point(
+            SimpleNamespace(config=config, prompt_file=None)
+        ).start_rollout_id
 
     with pytest.raises(
         ValueError, match=f"{BUFFER_FILE}: .*, and --rollout-top-k is {other}: resume"
