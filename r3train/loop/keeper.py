@@ -185,7 +185,10 @@ class Keeper:
         self.save(next_rollout_id)
         self.finish()
         self._stop.saved = self._checkpointer is not None
-        kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
+        kept = "nothing was saved: no --save"
+        if self._checkpointer:
+            save = self._config.checkpoint.save
+            kept = f"a checkpoint was saved, and --load {save} goes on from it"
         name = self._stop.received or ANOTHER_RANK
         self._note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
 

@@ -1,7 +1,8 @@
-"""Handle SIGTERM and SIGUSR1: finish and save within a grace period, then exit.
+"""Handle SIGTERM, SIGUSR1 and SIGINT: finish and save within a grace period, then exit.
 
-Slurm sends one of them before it takes a job away; torchrun sends SIGTERM to its other ranks when
-one has died.  A rank whose torchrun is gone gets SIGTERM from the kernel: nobody would end it.
+Slurm sends one of the first before it takes a job away; torchrun sends SIGTERM to its other ranks when
+one has died.  A rank whose torchrun is gone gets SIGTERM from the kernel: nobody would end it.  Ctrl-C
+reaches ranks and torchrun, and torchrun passes it on at once: a SIGINT that comes later is a second one.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from types import FrameType
 
 import torch
@@ -20,7 +22,9 @@ from r3train.host_group import host_group, note_stop
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+# within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
+_PASSED_ON_S = 2.0
 
 
 class StopRequested(Exception):
@@ -30,7 +34,8 @@ class StopRequested(Exception):
 class StopSignal:
     """Notes a signal to stop; a context manager that restores the handlers.
 
-    Enter it once there is something to save; earlier, a signal should end the process at once.
+    Enter it once there is something to save; earlier, a signal should end the process at once.  So does
+    a second SIGINT.
     ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
     closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
     """
@@ -38,6 +43,7 @@ class StopSignal:
     def __init__(self, grace_s: float):
         self._grace_s = grace_s
         self._received: int | None = None
+        self._received_at = 0.0
         self.saved = False
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
@@ -58,12 +64,15 @@ class StopSignal:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        now = time.monotonic()
         if self._received is None:
-            self._received = number
+            self._received, self._received_at = number, now
             note_stop()
             self._timer = threading.Timer(self._grace_s, self._give_up)
             self._timer.daemon = True
             self._timer.start()
+        elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:
+            os._exit(128 + number)
 
     def _give_up(self) -> None:
         name = signal.Signals(self._received).name

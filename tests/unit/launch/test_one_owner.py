@@ -49,6 +49,7 @@ with StopSignal(60) as stop:
     (directory / "pid").write_text(f"{os.getpid()}\\n")
     while stop.received is None:
         time.sleep(0.05)
+    time.sleep(1)  # it saves, and torchrun may pass a signal on
     (directory / "saved").write_text(stop.received)
 """
 # tests run with torch's threads held to one
@@ -131,11 +132,16 @@ def test_the_settings_of_an_earlier_start_are_kept(tiny, tmp_path):
     assert rates == {"config.1.toml": 0.1, "config.2.toml": 0.2, "config.toml": 0.3}
 
 
-def test_a_rank_saves_and_ends_when_its_torchrun_is_killed(tmp_path):
+@pytest.mark.parametrize("how", ["torchrun is killed", "Ctrl-C"])
+def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     torchrun = subprocess.Popen(
-        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)], env=ENVIRONMENT, cwd=ROOT
+        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)],
+        env=ENVIRONMENT,
+        cwd=ROOT,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
     )
     pid = tmp_path / "pid"
     try:
@@ -143,7 +149,10 @@ def test_a_rank_saves_and_ends_when_its_torchrun_is_killed(tmp_path):
             assert torchrun.poll() is None
             time.sleep(0.05)
         rank = psutil.Process(int(pid.read_text()))
-        torchrun.send_signal(signal.SIGKILL)
+        if how == "Ctrl-C":  # a terminal sends it to all processes of the group
+            os.killpg(torchrun.pid, signal.SIGINT)
+        else:
+            torchrun.send_signal(signal.SIGKILL)
         psutil.wait_procs([rank], timeout=60)
         left = rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
         if left:
@@ -152,7 +161,7 @@ def test_a_rank_saves_and_ends_when_its_torchrun_is_killed(tmp_path):
     finally:
         torchrun.kill()
         torchrun.wait()
-    assert (tmp_path / "saved").read_text() == "SIGTERM"
+    assert (tmp_path / "saved").read_text() == ("SIGINT" if how == "Ctrl-C" else "SIGTERM")
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_left():

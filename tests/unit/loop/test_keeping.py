@@ -22,7 +22,7 @@ from tests.unit.config.test_config import config
 from tests.unit.loop.test_rollout_file import groups
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
     class Waiting:
         def next_batch(self, step, on_wait):
@@ -52,6 +52,20 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
             time.sleep(20)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_torchrun_passes_on_does_not():
+    child = os.fork()
+    if child == 0:
+        with StopSignal(grace_s=60):
+            began = time.monotonic()
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            while time.monotonic() < began + 2.2:
+                time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("saved", [False, True])
