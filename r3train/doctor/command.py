@@ -143,6 +143,8 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
     if sglang.get("port") is not None:
         host = str(sglang.get("host", "127.0.0.1"))
         yield from machine.check_port("SGLang", host, sglang["port"])
+    if config.has_engines:
+        yield from machine.check_open_files(config.rollout.most_in_flight)
     yield from memory.check_room(config, hf, weights, node)
 
 

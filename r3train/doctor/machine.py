@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -23,6 +24,8 @@ PINNED = {
     "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
 }
 _SHM = Path("/dev/shm")
+# descriptors of rank 0 beside its requests' (166 were counted)
+_OTHER_FILES = 200
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -140,6 +143,19 @@ def check_shared_memory(num_ranks: int) -> Findings:
         parts = {"buffers": max(256 << 20, num_ranks * (128 << 20))}
         remedy = "docker run --shm-size=16g, or mount a larger tmpfs"
         yield room("shared memory", str(_SHM), shutil.disk_usage(_SHM).free, parts, remedy)
+
+
+def check_open_files(num_requests: int) -> Findings:
+    """Every request in flight is a connection; a run raises its soft limit to the hard one."""
+    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], num_requests + _OTHER_FILES
+    text = f"{num_requests:,} requests in flight and the rest need about {needed:,}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        remedy = (
+            "raise the hard limit (LimitNOFILE, limits.conf), or lower --rollout-max-concurrency"
+        )
+        yield problem("open files", f"{text}, at most {hard:,} are allowed here", remedy)
+    else:
+        yield ok("open files", text)
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:

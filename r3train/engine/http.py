@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -87,8 +89,8 @@ class SGLangHTTP:
 
         It retries only if no connection was made, so that nothing runs twice.  Raises EngineDied,
         EngineUnreachable without a connection, AnswerLate without an answer in time, AnswerCutShort
-        for a connection that broke, and EngineError for a status of 400 and above or a JSON answer
-        with ``success: false``.  Every message begins with ``what``, the name of the call.
+        for a connection that broke, and EngineError for a status of 400 and above, a JSON answer
+        with ``success: false``, and where no descriptor is left for a connection.  Every message begins with ``what``, the name of the call.
         """
         url = self.urls[server]
         timeout_s = timeout_s or self.request_timeout_s
@@ -99,6 +101,12 @@ class SGLangHTTP:
                 )
                 break
             except aiohttp.ClientConnectorError as error:
+                if delay_s is None and error.errno in (errno.EMFILE, errno.ENFILE):
+                    raise EngineError(  # the server is well
+                        f"{what}: no file descriptor is left for a connection to {url} ({error.strerror};"
+                        f" limit of this process {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}):"
+                        " raise it (ulimit -Hn), or lower --rollout-max-concurrency"
+                    ) from error
                 if delay_s is None:
                     await self.raise_if_dead()
                     raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error

@@ -265,6 +265,12 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
     assert levels == [PROBLEM, WARNING, OK]
 
 
+def test_open_files_that_the_hard_limit_does_not_allow_are_a_problem(monkeypatch):
+    monkeypatch.setattr("r3train.doctor.machine.resource.getrlimit", lambda _: (256, 1024))
+    levels = [[f.level for f in machine.check_open_files(number)] for number in (500, 900)]
+    assert levels == [[OK], [PROBLEM]]
+
+
 def test_threads_that_fight_over_cores_are_found(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     assert [f.level for f in machine.check_devices(machine.Node(0, 0, 2, 2), 2)] == [FACT, WARNING]

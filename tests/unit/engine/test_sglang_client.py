@@ -1,6 +1,9 @@
 """The client's HTTP behaviour against a tiny server: balancing, errors, retries, timeouts."""
 
 import asyncio
+import contextlib
+import os
+import resource
 import socket
 import time
 from dataclasses import replace
@@ -10,7 +13,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from r3train.engine.backend import EngineDied, EngineError, Request, SamplingParams, sample_seed
+from r3train.engine.backend import (
+    EngineDied,
+    EngineError,
+    EngineUnreachable,
+    Request,
+    SamplingParams,
+    sample_seed,
+)
 from r3train.engine.control import ServerVersions
 from r3train.engine.client import SGLangClient
 from r3train.engine.http import SGLangHTTP, base_url
@@ -129,6 +139,27 @@ async def test_nobody_listening_is_retried_and_then_said():
     with pytest.raises(EngineError, match="sample 0: cannot connect to http://127"):
         await one(client)
     await client.aclose()
+
+
+async def test_a_process_without_a_descriptor_for_a_connection_has_lost_no_server():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = []
+    async with client_of(Fake()) as client:
+        try:
+            resource.setrlimit(
+                resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 8, limits[1])
+            )
+            with contextlib.suppress(OSError):
+                while True:
+                    held.append(open(os.devnull))
+            with pytest.raises(EngineError, match="no file descriptor is left") as error:
+                await one(client)
+        finally:
+            for file in held:
+                file.close()
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert not isinstance(error.value, EngineUnreachable)
+        assert (await one(client)).token_ids[-1] == 9, "the server was well"
 
 
 async def test_a_server_that_comes_up_late_is_reached_by_a_retry():
