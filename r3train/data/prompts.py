@@ -284,7 +284,7 @@ class ChatTemplate:
         asks: end with the words that ask for an answer.
         """
         own = None if self.tool_key is None else _tools(record, self.tool_key)
-        return self._rendered(record.where, messages, asks, own or self.tools)
+        return _whole(self._rendered(record.where, messages, asks, own or self.tools), record)
 
     def reply(self, messages: list[dict[str, Any]], last: int) -> list[int]:
         """Tokens behind an answer that ends with token ``last``: its end, messages, the next opening.
@@ -343,9 +343,21 @@ def _prompt_text(record: Record, key: str, template: ChatTemplate | None) -> str
     if isinstance(value, str) and not value.strip() or value == []:
         raise ValueError(f"{record.where}: key {key}: the prompt is empty")
     if template is None:
-        return value
+        return _whole(value, record)
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     return template.render(record, require_messages(record, key, messages, "text or "))
+
+
+def _whole(text: str, record: Record) -> str:
+    """Return a text that tokenizers take; raises ValueError for half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{record.where}: character {error.start + 1} of the prompt is {text[error.start]!r}, half of"
+            " a surrogate pair: it is no text"
+        ) from None
+    return text
 
 
 def require_messages(

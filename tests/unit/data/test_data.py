@@ -228,6 +228,11 @@ def test_a_chat_template_that_fails_names_the_line(tmp_path):
             json.dumps(LINE).encode() + b'\n{"input": "\xff"}\n',
             "line 2: not UTF-8 at byte 12",
         ),
+        (
+            "p.jsonl",
+            json.dumps(LINE).encode() + b'\n{"input": "a \\ud800"}\n',
+            r"line 2: character 3 of the prompt is '\\ud800', half of a surrogate pair",
+        ),
         ("p.jsonl", b"", r"p\.jsonl: holds no prompts"),
         ("p.jsonl", b"\n\n", r"p\.jsonl: holds no prompts"),
         ("p.jsonl", None, r"p\.jsonl: no such prompt file \(prompt_data\)"),
