@@ -1,11 +1,20 @@
-"""A long run with a fault every few steps: every prompt is trained once, and nothing leaks.
+"""A long run with faults at given steps: every prompt is trained once, and nothing leaks.
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --steps 200 --fault-every 20
+    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --steps 20 \
+        --chaos kill_engine@4,drop_rows@8,retract@12,full_disk@15
 
-Faults, in turn: the server killed, the server stopped (hung), a trainer rank killed, SIGUSR1.
+Faults: kill_engine, hang_engine (a server killed, stopped), kill_rank, stop_job (SIGUSR1), retract (a
+server takes its running requests out of its KV cache), drop_rows (an answer lacks rows of its routes),
+full_disk (at the next save).  --fault-every takes the first four in turn.
+
+Flags behind ``--`` are of a run of yours, which takes the place of the tiny model's: it is trained for
+--steps on --ranks ranks, with what it needs in order to go on after a fault.
+
 Prints one line a fault and a verdict; exits with 1 when
 
 - a prompt is lost or trained twice;
+- a fault that was planned did not happen;
 - a process grows by more than 5% over its life from step 50 on, or one grows from one of its role to
   the next but one that lived as long (faults end processes, and a leak may span their lives);
 - a process gathers handles of any kind, or holds more connections to a server than its requests
@@ -16,18 +25,30 @@ Prints one line a fault and a verdict; exits with 1 when
 from __future__ import annotations
 
 import argparse
-import signal
+import secrets
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.chaos import (  # noqa: E402
+    ENDS_THE_RANKS,
+    FAULTS,
+    ORDERED,
+    Planned,
+    PROGRAM,
+    read_plan,
+    RETRACT,
+    retract,
+    SIGNALS,
+)
 from benchmarks.soak_processes import (  # noqa: E402
     ListeningSockets,
     count_handles,
@@ -45,33 +66,43 @@ from benchmarks.soak_traces import (  # noqa: E402
     growth_within_life,
     handles_gathered,
 )
-from benchmarks.tiny_jobs import R3, ROOT, environment, job_flags, torchrun  # noqa: E402
+from benchmarks.tiny_jobs import (  # noqa: E402
+    R3,
+    ROOT,
+    environment,
+    job_flags,
+    step_metrics,
+    torchrun,
+)
 from r3train.config import RunConfig  # noqa: E402
+from r3train.engine.key import ENGINE_KEY_VARIABLE  # noqa: E402
 from r3train.loop import prompt_log  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
 
-# fault -> role of the process that gets the signal, and the signal
-FAULTS = {
-    "kill_server": ("scheduler", signal.SIGKILL),
-    "hang_server": ("scheduler", signal.SIGSTOP),
-    "kill_rank": ("rank 1", signal.SIGKILL),
-    "stop_job": ("rank 0", signal.SIGUSR1),
-}
-ENDS_THE_RANKS = ("kill_rank", "stop_job")
 GROWTH = 0.05
 SAMPLE_EVERY_S = 0.25
+IN_TURN = tuple(SIGNALS)  # with --fault-every
+TINY = (
+    *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
+    *("--engine-restart-backoff-s", "0", "--engine-health-timeout-s", "10"),
+    *(
+        "--save-interval",
+        "5",
+        "--save-keep-last",
+        "2",
+        "--async-save",
+        "--rollout-segment-len",
+        "3",
+    ),
+)
 
 
-def command(run_dir: Path, tiny: Path, steps: int) -> list[str]:
-    flags = [
-        *R3,
-        *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4"),
-        *("--num-rollout", str(steps), "--max-engine-restarts", "1000"),
-        *("--engine-restart-backoff-s", "0", "--engine-health-timeout-s", "10"),
-        *("--save", str(run_dir / "ck"), "--save-interval", "5", "--save-keep-last", "2"),
-        *("--async-save", "--auto-resume", "--rollout-segment-len", "3"),
+def needed(run_dir: Path, steps: int) -> list[str]:
+    """Flags without which a run does not go on after a fault."""
+    return [
+        *("--run-dir", str(run_dir), "--num-rollout", str(steps), "--save", str(run_dir / "ck")),
+        *("--auto-resume", "--max-engine-restarts", "1000"),
     ]
-    return torchrun(2, "--max-restarts", "1000", *job_flags(tiny, run_dir, *flags))
 
 
 def connection_bound(config: RunConfig) -> int:
@@ -88,10 +119,19 @@ def connection_bound(config: RunConfig) -> int:
 class Soak:
     """One soak; ``problems`` says what went wrong."""
 
-    def __init__(self, directory: Path, steps: int, fault_every: int):
+    def __init__(
+        self, directory: Path, steps: int, plan: list[Planned], ranks: int, flags: list[str]
+    ):
+        """Plan a soak; flags: of a run of the user's, none for the tiny model's."""
         self.run_dir = directory / "run"
-        self.data = directory / "tiny"
-        self.steps, self.fault_every = steps, fault_every
+        self.orders = directory / "orders"
+        self.steps, self.plan, self.ranks = steps, plan, ranks
+        if not flags:
+            build(directory / "tiny", TinyOptions(), force=True)
+            flags = [*job_flags(directory / "tiny", self.run_dir, *R3, *TINY)[1:]]
+        program = ["-m", PROGRAM, str(self.orders), *flags, *needed(self.run_dir, steps)]
+        self.command = torchrun(ranks, "--max-restarts", "1000", *program)
+        self.key = secrets.token_hex(16)
         self.problems: list[str] = []
         self.injected: list[str] = []
         self.seen: set[psutil.Process] = set()
@@ -103,9 +143,8 @@ class Soak:
         self.ending: set[psutil.Process] = set()
 
     def run(self) -> list[str]:
-        build(self.data, TinyOptions(), force=True)
+        self.orders.mkdir(parents=True, exist_ok=True)
         shared_before = set(Path("/dev/shm").iterdir())
-        next_fault = self.fault_every
         job = self._start()
         try:
             while True:
@@ -119,10 +158,9 @@ class Soak:
                     job = self._start()  # as a scheduler requeues a job that exited with 0
                 processes = self._processes(job)
                 self._measure(processes)
-                if next_fault <= self._trained() < self.steps - 2:
-                    fault = list(FAULTS)[len(self.injected) % len(FAULTS)]
-                    if self._inject(processes, fault):
-                        next_fault += self.fault_every
+                planned = self.plan[len(self.injected) :]
+                if planned and planned[0].step <= self._trained() < self.steps:
+                    self._inject(processes, planned[0].fault)
                 time.sleep(SAMPLE_EVERY_S)
         finally:
             for process in [*job.children(recursive=True), job] if job.is_running() else []:
@@ -135,9 +173,9 @@ class Soak:
     def _start(self) -> psutil.Popen:
         with (self.run_dir.parent / "out.txt").open("a") as out:
             return psutil.Popen(
-                command(self.run_dir, self.data, self.steps),
+                self.command,
                 cwd=ROOT,
-                env=environment(),
+                env={**environment(), ENGINE_KEY_VARIABLE: self.key},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -176,29 +214,48 @@ class Soak:
                 trace = self.traces.setdefault((name, process.pid), Trace(name, process.pid))
                 trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
 
-    def _inject(self, processes: dict[str, psutil.Process], fault: str) -> bool:
-        victim, number = FAULTS[fault]
+    def _inject(self, processes: dict[str, psutil.Process], fault: str) -> None:
+        """Do the fault, or leave it for another time if its victim is not there."""
+        done = f"{time.strftime('%H:%M:%S')} step {self._trained()}: {fault}"
+        victim, number = SIGNALS.get(fault, ("rank 0", None))
+        victim = f"rank {self.ranks - 1}" if victim == "rank" else victim
         if victim not in processes:
-            return False
-        print(f"{time.strftime('%H:%M:%S')} step {self._trained()}: {fault}", flush=True)
+            return
+        if fault == RETRACT:
+            port = server_port(processes["guard"]) if "guard" in processes else None
+            try:
+                if port is None or not retract(port, self.key):
+                    return
+            except OSError:  # it starts, or ends
+                return
+        elif fault in ORDERED:
+            (self.orders / fault).touch()
         if fault in ENDS_THE_RANKS:
-            outlives = ("torchrun",) if fault == "kill_rank" else ()
+            outlives = () if fault == "stop_job" else ("torchrun",)
             self.ending |= {p for name, p in processes.items() if name not in outlives}
-        processes[victim].send_signal(number)
+        if number is not None:
+            processes[victim].send_signal(number)
+        print(done, flush=True)
         self.injected.append(fault)
-        return True
 
     def _audit(self) -> None:
+        config = RunConfig.from_toml(self.run_dir / "config.toml")
         records = prompt_log.read([self.run_dir])
         for what, values in prompt_log.audit(records).items():
             if values:
                 self.problems.append(f"{what}: {values}")
         groups = [g for record in records for g in record["group_ids"]]
-        if groups != list(range(4 * self.steps)):
+        everything = list(range(config.rollout.rollout_batch_size * self.steps))
+        if not config.rollout.rollout_filter and groups != everything:
             self.problems.append("the groups trained are not 0, 1, 2, ... in order")
-        expected = len(range(self.fault_every, self.steps - 2, self.fault_every))
-        if len(self.injected) != expected:
-            self.problems.append(f"{len(self.injected)} faults injected, expected {expected}")
+        not_done = [fault for _, fault in self.plan[len(self.injected) :]]
+        not_done += [order.name for order in self.orders.iterdir()]
+        if RETRACT in self.injected and not any(
+            step.get("rollout/retracted") for step in step_metrics(self.run_dir)
+        ):
+            not_done.append(RETRACT)
+        if not_done:
+            self.problems.append(f"faults that did not happen: {', '.join(not_done)}")
         lives = len([key for key in self.traces if key[0] == "rank 0"])
         ended = sum(fault in ENDS_THE_RANKS for fault in self.injected)
         if lives != 1 + ended:
@@ -249,13 +306,32 @@ class Soak:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--fault-every", type=int, default=20)
+    parser.add_argument("--fault-every", type=int, default=20, help="the first four, in turn")
+    parser.add_argument("--chaos", metavar="FAULT@STEP,...", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--directory", type=Path, help="keeps the run; else a temporary one")
+    parser.add_argument("flags", nargs="*", help="behind --: of a run of yours")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="r3train-soak-") as directory:
-        soak = Soak(Path(directory), options.steps, options.fault_every)
+    steps = range(options.fault_every, options.steps - 2, options.fault_every)
+    plan = [Planned(step, IN_TURN[n % len(IN_TURN)]) for n, step in enumerate(steps)]
+    if options.chaos is not None:
+        try:
+            plan = read_plan(options.chaos)
+        except ValueError as error:
+            parser.error(f"--chaos {error}")
+        if plan[-1].step >= options.steps:
+            parser.error(f"--chaos: expected steps below --steps {options.steps}")
+    with ExitStack() as stack:
+        directory = options.directory or Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="r3train-soak-"))
+        )
+        if (directory / "run").exists():
+            parser.error(f"--directory {directory}: holds a run already")
+        directory.mkdir(parents=True, exist_ok=True)
+        soak = Soak(directory, options.steps, plan, options.ranks, options.flags)
         problems = soak.run()
         if problems:
-            lines = (Path(directory) / "out.txt").read_text().splitlines()
+            lines = (directory / "out.txt").read_text().splitlines()
             print("\n".join(line for line in lines if "error" in line.lower())[-5000:])
             print("\n".join(lines[-20:]))
     print(f"{len(soak.injected)} faults injected")

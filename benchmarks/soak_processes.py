@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import psutil
 
+from benchmarks.chaos import PROGRAM
+
 FILES = "files"
 PIPES = "pipes"
 ANON_INODES = "anonymous inodes"  # epoll, eventfd, signalfd, ...
@@ -38,7 +40,7 @@ def role(process: psutil.Process, job: psutil.Process) -> str:
             # the name of a process holds 15 characters
             names = {"sglang::schedul": "scheduler", "sglang::detoken": "detokenizer"}
             return names.get(process.name()[:15], "server")
-        if "train_async.py" in words and process.ppid() == job.pid:
+        if process.ppid() == job.pid and ("train_async.py" in words or PROGRAM in words):
             return f"rank {process.environ()['RANK']}"
     except (psutil.Error, KeyError):
         pass
