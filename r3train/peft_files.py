@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -50,11 +51,13 @@ def write_adapter(
     directory: Path,
     settings: LoraSection,
     hf: HfModelFacts,
+    *,
+    packed: bool = False,
 ) -> None:
     """Write an adapter's directory; one that is there is replaced once the new one is whole.
 
     factors: (PATH.lora_A, [rank, in]) and (PATH.lora_B, [out, rank]), PATH a linear's on disk: each of
-    the base's targets once.
+    the base's targets once.  packed: for SGLang alone, see ``_packed``.
     """
     expected = _expected(settings, hf)
     partial = directory.with_name(f".{directory.name}.partial")
@@ -70,6 +73,8 @@ def write_adapter(
             ), f"{name} {shape}: twice, or wrong"
             tensors[key] = tensor.detach().to("cpu", copy=True).contiguous()
         assert len(tensors) == len(expected), f"{min(expected.keys() - tensors.keys())} is missing"
+        if packed:
+            tensors = _packed(tensors)
         save_file(tensors, partial / TENSORS, {"format": "pt"})
         config = dict(
             peft_type="LORA",
@@ -95,6 +100,36 @@ def write_adapter(
         os.replace(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+# Mixtral's names of what SGLang calls gate, up and down in every family
+_SERVED = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+_EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
+
+
+def packed_name(name: str) -> str:
+    """Return a tensor's name without its expert, and with SGLang's name of its linear."""
+    parts = _EXPERT_ID.sub(".experts.", name).split(".")
+    return ".".join(_SERVED.get(part, part) for part in parts)
+
+
+def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stack the experts of a layer: lora_A [experts, rank, in], lora_B [experts, out, rank].
+
+    SGLang 0.5.23 serves both forms alike, bit for bit, and loads this one about 12 times as fast (48
+    layers of 128 experts: 672 tensors and not 37,248).  PEFT does not read it.
+    """
+    packed: dict[str, torch.Tensor] = {}
+    experts: dict[str, dict[int, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        expert = _EXPERT_ID.search(name)
+        if expert is None:
+            packed[packed_name(name)] = tensor
+        else:
+            experts.setdefault(packed_name(name), {})[int(expert[1])] = tensor
+    for name, of_experts in experts.items():
+        packed[name] = torch.stack([of_experts[e] for e in range(len(of_experts))])
+    return packed
 
 
 def lost_by_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:

@@ -84,7 +84,8 @@ class Family:
     the key is missing).  ``conflicts`` yields complaints about several keys together.  ``rope_types``
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
     ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
-    that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too.
+    that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too, and
+    ``adapters_served`` that SGLang serves them right.
     ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
     The rest are names of tensors: those of a layer's attention, of the router, of one expert {e}, and
     of a layer with experts beside these.
@@ -101,6 +102,7 @@ class Family:
     conflicts: Callable[[Config], Iterator[str]] = _nothing_else
     read_as: str | None = None
     lora: bool = False
+    adapters_served: bool = False
     log_prob_gap: float = 1e-4
 
 

@@ -34,8 +34,9 @@ class LoraSection(Section):
     layers.0)."""
     lora_adapter_path: Path | None = Field(default=None, strict=False)
     """Directory of a PEFT adapter to start from."""
-    lora_serving: Literal["merged"] = "merged"
-    """Form in which servers get the adapters: merged into the weights."""
+    lora_serving: Literal["merged", "adapter"] = "merged"
+    """Form in which servers get the adapters.  merged: merged into the weights.  adapter: as adapters,
+    one a weight version; nothing is paused for an update, and every answer ends on its version."""
     lora_save_hf: Literal["both", "merged", "adapter"] = "both"
     """Form that save_hf writes: a merged checkpoint with the PEFT adapter in its directory adapter,
     or one of the two alone."""

@@ -39,6 +39,52 @@ def lora_conflicts(config: RunConfig) -> Iterator[str]:
         )
     if lora.lora_save_hf != "both" and config.checkpoint.save_hf is None:
         yield "--lora-save-hf needs --save-hf"
+    if lora.lora_serving == "adapter":
+        yield from _serving_conflicts(config)
+
+
+# sizes of a server that were not tried with adapters
+_SERVER_SIZES = ("tp_size", "dp_size", "pp_size", "ep_size")
+
+
+def _serving_conflicts(config: RunConfig) -> Iterator[str]:
+    """Yield a complaint for each setting that does not go with adapters on servers."""
+    rollout, trainer = config.rollout, config.trainer
+    if not config.has_engines:
+        yield "--lora-serving adapter has no effect without servers"
+        return
+    if rollout.rollout_external_engine_addrs:
+        yield (
+            "--lora-serving adapter cannot go with --rollout-external-engine-addrs: such a server may"
+            " hold another base, and the run never sends one; leave the servers to the run"
+        )
+    if rollout.pause_generation_mode != "drain":
+        yield (
+            f"--pause-generation-mode {rollout.pause_generation_mode} has no effect with --lora-serving"
+            " adapter: nothing is paused for an update, and every answer ends on its version"
+        )
+    if not rollout.flush_cache_on_update:
+        yield (
+            "--no-flush-cache-on-update has no effect with --lora-serving adapter: servers keep the"
+            " prefixes of each version apart"
+        )
+    for name in (
+        "update_weight_transfer_mode",
+        "update_weight_buffer_size",
+        "update_weight_master_address",
+    ):
+        if getattr(trainer, name) != type(trainer).model_fields[name].default:
+            yield (
+                f"--{name.replace('_', '-')} has no effect with --lora-serving adapter: servers load"
+                " adapters from the run directory"
+            )
+    for name in _SERVER_SIZES:
+        if rollout.sglang.get(name, 1) not in (0, 1):
+            yield f"sglang.{name} above 1 was not tried with --lora-serving adapter"
+    if rollout.sglang.get("speculative_algorithm"):
+        yield (
+            "sglang.speculative_algorithm cannot go with --lora-serving adapter: drafts are the base's"
+        )
 
 
 def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
@@ -50,6 +96,12 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
         able = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.lora)
         yield f"--lora-rank: adapters of {hf.model_type} were not verified; those of {able} were"
         return
+    if config.serves_adapters and not FAMILIES[hf.model_type].adapters_served:
+        able = [name for name, family in sorted(FAMILIES.items()) if family.adapters_served]
+        yield (
+            f"--lora-serving adapter: SGLang was not seen to serve adapters of {hf.model_type} right"
+            f" (it was with {', '.join(able) or 'no family yet'}); use --lora-serving merged"
+        )
     names = tensor_names(hf)
     targets = lora.targets(names)
     leaves = {name.split(".")[-2] for name in names}

@@ -199,11 +199,18 @@ class RunConfig(Section):
         """True when the servers may start with other weights than the actor.
 
         Servers start from hf_checkpoint, and a loaded actor or adapter is ahead of it.  An external
-        server may hold anything.
+        server may hold anything.  A server of adapters starts without one.
         """
+        if self.serves_adapters:
+            return True
         external = bool(self.rollout.rollout_external_engine_addrs)
         ahead = self.checkpoint.load is not None or self.lora.lora_adapter_path is not None
         return external or ahead
+
+    @property
+    def serves_adapters(self) -> bool:
+        """True when servers hold weight versions as adapters, side by side (--lora-serving adapter)."""
+        return self.has_engines and self.lora.enabled and self.lora.lora_serving == "adapter"
 
     @property
     def reference_is_base(self) -> bool:

@@ -48,8 +48,11 @@ def read_answer(
     *,
     routes: RouteShape | None,
     decode: Callable[..., np.ndarray] = decode_routed_experts,
+    of_adapter: bool = False,
 ) -> Segment:
     """Validate and convert the answer to a request; ``decode`` makes rows of its routed experts.
+
+    of_adapter: the request named the adapter of its version, and its tokens are of that.
 
     Raises ValueError naming the sample for an answer that contradicts itself or the request, and
     EngineError when the engine aborted the request for an error of its own.
@@ -84,6 +87,9 @@ def read_answer(
         _check_among_kept(among, log_probs, kept_counts, name)
         log_probs = among
     versions = _versions(meta.get("weight_versions"), output_len, name)
+    if of_adapter:
+        _check_base(versions, name)
+        versions = np.full(output_len, request.weight_version, dtype=np.int32)
     _check_versions(versions, request.weight_version, request.exact_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
     rows = None
@@ -116,9 +122,15 @@ def read_answer(
 
 @_strict
 def read_rescored(
-    answer: Any, request: Request, part: RescoredPart, server: int, *, routes: RouteShape
+    answer: Any,
+    request: Request,
+    part: RescoredPart,
+    server: int,
+    *,
+    routes: RouteShape,
+    of_adapter: bool = False,
 ) -> Rescored:
-    """Validate and convert the answer to a text that was computed again.
+    """Validate and convert the answer to a text that was computed again; of_adapter as above.
 
     Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
     cache, and for one that contradicts itself or the request.
@@ -136,6 +148,9 @@ def read_rescored(
     label = str(meta.get("weight_version"))
     if not label.isdigit():
         raise ValueError(f"sample {name}: weight version {label!r}, expected a number")
+    if of_adapter:
+        _check_base(np.array([int(label)]), name)
+        label = str(request.weight_version)
     scored = input_log_probs(meta, request.token_ids, name)
     start = request.rows_start
     rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
@@ -177,6 +192,15 @@ def _check_versions(
     if got[0] < weight_version or (np.diff(versions) < 0).any():
         raise ValueError(
             f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
+        )
+
+
+def _check_base(labels: np.ndarray, name: str) -> None:
+    """Raise ValueError unless a server of adapters labels its base as it was started: 0."""
+    if (labels != 0).any():
+        raise ValueError(
+            f"sample {name}: the server's base has weight version {labels.max()}, expected 0: it was"
+            " updated, and --lora-serving adapter sends adapters alone"
         )
 
 

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from r3train.engine.backend import (
     Segment,
     sample_seed,
 )
+from r3train.engine.adapters import Adapters, adapter_name
 from r3train.engine.answer import read_answer, read_rescored
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rescored, RescoredPart, RouteShape
@@ -97,7 +99,8 @@ class SGLangClient:
     request whose answer was bad is sent again, to another server where there is one, until
     ``max_bad_answers`` have come; ``on_bad_answer`` is called for each.  None in ``request_timeout_s``
     is a bad answer where ``/health`` answers within ``health_timeout_s``.  On ``shared_servers``
-    only requests of this client are ever aborted.
+    only requests of this client are ever aborted.  With ``adapters`` a request names the adapter of its
+    version, which stays loaded until the answer has come, and its tokens are of that version.
     """
 
     def __init__(
@@ -117,12 +120,18 @@ class SGLangClient:
         on_bad_answer: Callable[[], None] | None = None,
         shared_servers: bool = False,
         health_timeout_s: float = 60.0,
+        adapters: Adapters | None = None,
     ) -> None:
         if max_concurrency < 1:
             raise ValueError(f"max_concurrency is {max_concurrency}, expected at least 1")
         self.http = SGLangHTTP(
-            addrs, api_key=api_key, request_timeout_s=request_timeout_s, check_alive=check_alive
+            addrs,
+            api_key=api_key,
+            request_timeout_s=request_timeout_s,
+            check_alive=check_alive,
+            adapters_alone=adapters is not None,
         )
+        self._adapters = adapters
         self.routes = routes
         self._sent_routes = sent_routes or routes
         self._slots = asyncio.Semaphore(max_concurrency)
@@ -189,6 +198,10 @@ class SGLangClient:
         too many of them, and AnswerLate for a late answer of a server whose ``/health`` is silent
         too.
         """
+        with self._adapter_of(request):
+            return await self._generate(request)
+
+    async def _generate(self, request: Request) -> Segment:
         sample_id, body = request.sample_id, self._body(request)
         asked: list[int] = []  # the servers tried so far, in order
         for count in range(1, self._max_bad_answers + 1):
@@ -198,6 +211,7 @@ class SGLangClient:
                     request,
                     routes=self.routes if request.wants_routes else None,
                     decode=self._transport.decode,
+                    of_adapter=self._adapters is not None,
                 )
                 return replace(segment, server=asked[-1])
             except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
@@ -213,6 +227,18 @@ class SGLangClient:
                 logger.warning("asked again: %s", text)
                 self._move_group(request.group_id, asked[-1])
         raise AssertionError("max_bad_answers is below 1")
+
+    def _adapter_of(self, request: Request) -> AbstractContextManager[None]:
+        """Keep the request's adapter loaded inside the context; raises EngineError if it is not."""
+        if self._adapters is None:
+            return contextlib.nullcontext()
+        return self._adapters.using(request.weight_version)
+
+    def _names_adapter(self, request: Request) -> dict[str, Any]:
+        """Return the part of a request's body that names its adapter."""
+        if self._adapters is None:
+            return {}
+        return {"lora_path": adapter_name(request.weight_version)}
 
     def _body(self, request: Request) -> dict[str, Any]:
         """Return the JSON of a request, without its id."""
@@ -232,6 +258,7 @@ class SGLangClient:
             "sampling_params": params,
             "return_logprob": True,
             "return_routed_experts": self.routes is not None and request.wants_routes,
+            **self._names_adapter(request),
         }
         if sampling.kept_of is not None:
             body["return_sampling_mask"] = True
@@ -278,11 +305,16 @@ class SGLangClient:
         would be given the rows of the same text that is cached.
         """
         assert self._sent_routes is not None, "there are no routes to compute again"
+        with self._adapter_of(request):
+            return await self._rescore(request, part, server)
+
+    async def _rescore(self, request: Request, part: RescoredPart, server: int | None) -> Rescored:
         if server is None:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
         held = request.weight_version if self._versions is None else self._versions.all()[server]
-        if held != request.weight_version:  # it was updated or restarted since
+        # it was updated or restarted since; an adapter stays beside newer ones
+        if held != request.weight_version and (self._adapters is None or held is None):
             raise EngineError(
                 f"server {self.http.urls[server]} holds weight version {held} (None is unknown),"
                 f" and no longer {request.weight_version}"
@@ -296,15 +328,26 @@ class SGLangClient:
             "return_routed_experts": True,
             "routed_experts_start_len": request.rows_start,
             "extra_key": rid,
+            **self._names_adapter(request),
         }
         answer = await self._call_here(server, rid, body, request)
-        return read_rescored(answer, request, part, server, routes=self._sent_routes)
+        return read_rescored(
+            answer,
+            request,
+            part,
+            server,
+            routes=self._sent_routes,
+            of_adapter=self._adapters is not None,
+        )
 
     async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rescored]:
         """Draw tokens on a server, and compute them again there."""
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
-        answer = await self._call_here(server, rid, self._body(request), request)
-        drawn = read_answer(answer, request, routes=self._sent_routes)
+        with self._adapter_of(request):
+            answer = await self._call_here(server, rid, self._body(request), request)
+        drawn = read_answer(
+            answer, request, routes=self._sent_routes, of_adapter=self._adapters is not None
+        )
         tokens = np.concatenate([request.token_ids, drawn.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
         return drawn, await self.rescore(again, "whole", server)

@@ -30,6 +30,11 @@ def _label(version: int) -> dict[str, Any]:
     return {"new_version": str(version), "abort_all_requests": False}
 
 
+def _of_adapter(name: str | None) -> dict[str, Any]:
+    """Return the part of a request's body that names its adapter."""
+    return {} if name is None else {"lora_path": name}
+
+
 class ServerVersions:
     """The weight version of every server, None while it is unknown.  Thread-safe.
 
@@ -72,7 +77,7 @@ class EngineControl:
     of the same name and raises EngineError with the server's own message when one server refuses.
     The two calls that need a simultaneous partner in the trainer (joining a group, receiving a
     broadcast) return a Future.  ``versions`` is kept up to date: unknown when an update begins, and
-    the new version once every server has confirmed it.
+    the new version once every server has confirmed it.  ``adapters_alone`` is for ``SGLangHTTP``.
     """
 
     def __init__(
@@ -83,11 +88,16 @@ class EngineControl:
         timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
         versions: ServerVersions | None = None,
+        adapters_alone: bool = False,
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))
         self._sent_version: int | None = None
         self._http = SGLangHTTP(
-            addrs, api_key=api_key, request_timeout_s=timeout_s, check_alive=check_alive
+            addrs,
+            api_key=api_key,
+            request_timeout_s=timeout_s,
+            check_alive=check_alive,
+            adapters_alone=adapters_alone,
         )
         self._check_alive = check_alive
         self._loop = asyncio.new_event_loop()
@@ -285,6 +295,15 @@ class EngineControl:
         self._run(self._updated(call, weight_version))
         self.confirm_version(weight_version)
 
+    def load_adapter(self, name: str, path: str) -> None:
+        """Load an adapter's directory on every server; nothing is paused."""
+        body = {"lora_name": name, "lora_path": path}
+        self._post("load_lora_adapter", body)
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter from every server, which waits for its requests."""
+        self._post("unload_lora_adapter", {"lora_name": name})
+
     def confirm_version(self, version: int) -> None:
         """Ask every server for its version label; servers with another label stay out of use.
 
@@ -328,22 +347,29 @@ class EngineControl:
             for answer in answers
         ]
 
-    def cached_tokens(self, token_ids: Sequence[int] | np.ndarray) -> int:
+    def cached_tokens(
+        self, token_ids: Sequence[int] | np.ndarray, *, adapter: str | None = None
+    ) -> int:
         """Most tokens of a text that a server had cached; all of it is cached afterwards."""
         body = {
             "input_ids": np.asarray(token_ids, dtype=np.int64).tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            **_of_adapter(adapter),
         }
         answers = self._run(self._http.call_all("/generate", body, what="cached_tokens"))
         return max(int(answer["meta_info"]["cached_tokens"]) for answer in answers)
 
     def probe_log_probs(
-        self, token_ids: Sequence[int] | np.ndarray, *, server: int = 0
+        self,
+        token_ids: Sequence[int] | np.ndarray,
+        *,
+        server: int = 0,
+        adapter: str | None = None,
     ) -> np.ndarray:
         """One server's log-probs of a given text, at temperature 1, with no token generated.
 
         Returns float32[T]: entry t is the log-prob of token t after those before it, entry 0 is 0.
-        The prefix cache is not used.
+        The prefix cache is not used.  adapter: the name of the one to compute with.
         """
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         body = {
@@ -351,6 +377,7 @@ class EngineControl:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **_of_adapter(adapter),
         }
         answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
         meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}

@@ -55,9 +55,11 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
+        from r3train.engine.cpu_lora import serve_adapters
         from r3train.engine.cpu_models import sinks_backend, torch_native_backend
 
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
         register_attention_backend("torch_native")(torch_native_backend)
         register_attention_backend("triton")(sinks_backend)
         _allow_latent_attention()
+        serve_adapters()

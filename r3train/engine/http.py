@@ -22,6 +22,15 @@ _CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
 _DEATH_REPORT_S = 6.0
 # Parsing more than this in the event loop would hold the other requests up.
 _INLINE_PARSE_BYTES = 1 << 20
+# calls that change the base; with adapters of experts SGLang skips these and says that it succeeded
+_BASE_UPDATES = (
+    "init_weights_update_group",
+    "begin_weight_update",
+    "update_weights_from_distributed",
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "update_weight_version",
+)
 _ROUTES = "routed_experts"
 _ROUTES_KEYS = tuple(f'"{_ROUTES}":{space}"'.encode() for space in ("", " "))
 
@@ -42,7 +51,8 @@ class SGLangHTTP:
 
     ``key_variable`` is the environment variable that errors name.
     ``check_alive`` raises EngineDied when a process of this job has ended; it is called after
-    every connection failure.  Use it from one event loop.
+    every connection failure.  With ``adapters_alone`` no call changes the base, and no request goes out
+    that names no adapter.  Use it from one event loop.
     """
 
     def __init__(
@@ -53,6 +63,7 @@ class SGLangHTTP:
         request_timeout_s: float = 300.0,
         check_alive: Callable[[], None] | None = None,
         key_variable: str = ENGINE_KEY_VARIABLE,
+        adapters_alone: bool = False,
     ) -> None:
         if not addrs:
             raise ValueError("no engine address was given")
@@ -62,6 +73,7 @@ class SGLangHTTP:
         self._key_variable = key_variable
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._check_alive = check_alive
+        self._adapters_alone = adapters_alone
         self._session: aiohttp.ClientSession | None = None
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -92,6 +104,11 @@ class SGLangHTTP:
         for a connection that broke, and EngineError for a status of 400 and above, a JSON answer
         with ``success: false``, and where no descriptor is left for a connection.  Every message begins with ``what``, the name of the call.
         """
+        if self._adapters_alone:
+            name = path.strip("/").partition("?")[0]
+            assert name not in _BASE_UPDATES, f"{what}: the base of a server of adapters is updated"
+            named = name != "generate" or (body or {}).get("lora_path")
+            assert named, f"{what}: a request that names no adapter would sample the base"
         url = self.urls[server]
         timeout_s = timeout_s or self.request_timeout_s
         for delay_s in (*_CONNECT_RETRIES_S, None):

@@ -39,8 +39,12 @@ DECIDED_BY_THE_RUN: dict[str, str] = {
     "modelopt_checkpoint_restore_path": f"set --hf-checkpoint: {_WEIGHTS}",
     "quantize_and_serve": f"{_WEIGHTS}; --bf16 chooses their dtype",
     "rl_quant_profile": f"{_WEIGHTS}; --bf16 chooses their dtype",
-    "enable_lora": f"an adapter would change the model that is trained: {_WEIGHTS}",
+    "enable_lora": f"set --lora-serving adapter, or leave it out: {_WEIGHTS}",
     "lora_paths": f"an adapter would change the model that is trained: {_WEIGHTS}",
+    "max_lora_rank": "set --lora-rank, with --lora-serving adapter",
+    "lora_target_modules": "set --target-modules, with --lora-serving adapter",
+    "max_loras_per_batch": "it follows from --max-weight-staleness, with --lora-serving adapter",
+    "max_loaded_loras": "the run unloads the versions that are too old",
     "preferred_sampling_params": _SAMPLING,
     "delete_ckpt_after_loading": "the actor, exports and restarted servers read --hf-checkpoint",
     "checkpoint_engine_wait_weights_before_ready": (

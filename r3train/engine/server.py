@@ -123,8 +123,8 @@ class SGLangServer:
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
     here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
     request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
-    beside the usual ones.  Raises ValueError for a host other than loopback without
-    a key.  Not thread-safe, except ``check_alive``.
+    beside the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
+    ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class SGLangServer:
         weight_version: int = 0,
         api_key: str | None = None,
         env_names: Collection[str] = (),
+        adapter_flags: Mapping[str, object] | None = None,
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
         check_server_flags(given, replay=return_routed_experts)
@@ -161,6 +162,7 @@ class SGLangServer:
         self.weight_version = weight_version
         self.api_key = api_key
         self.env_names = env_names
+        self.adapter_flags = adapter_flags
         if api_key is None and not is_loopback(host):
             raise ValueError(
                 f"a server at {host} without a key: whoever reaches it could generate and replace"
@@ -203,7 +205,10 @@ class SGLangServer:
             }
             if has_fused_experts(Path(self.model_path)):  # gpt-oss
                 args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
+            if self.adapter_flags:
+                args["lora_backend"] = "torch_native"  # engine/cpu_lora.py has the rest
         args |= self.server_args
+        args |= self.adapter_flags or {}
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
         return [sys.executable, "-m", "r3train.engine.launch_server", *server_flags(args)]
 

@@ -176,18 +176,26 @@ class ResubmittingBackend:
     """A RolloutBackend that sends a request again once its lost server is back.
 
     The tokens that the lost server had generated for the request are lost.  Tokens of earlier
-    segments of the same rollout are part of the request and are kept.
+    segments of the same rollout are part of the request and are kept.  ``versions_stay``: restarted
+    servers get older versions too, so a request keeps its own.
     """
 
-    def __init__(self, inner: RolloutBackend, supervisor: EngineSupervisor) -> None:
+    def __init__(
+        self,
+        inner: RolloutBackend,
+        supervisor: EngineSupervisor,
+        *,
+        versions_stay: bool = False,
+    ) -> None:
         self._inner = inner
         self._supervisor = supervisor
+        self._versions_stay = versions_stay
 
     async def generate(self, request: Request) -> Segment:
         """Draw tokens; servers may be lost and restarted meanwhile.
 
         A restarted server may hold newer weights than the request asked for.  The request then asks
-        for those.
+        for those, unless ``versions_stay``.
         """
         while True:
             epoch = self._supervisor.epoch
@@ -197,7 +205,7 @@ class ResubmittingBackend:
                 self._supervisor.report(error, epoch, request.num_generated)
                 while self._supervisor.epoch == epoch:
                     await asyncio.sleep(_POLL_S)
-                if request.weight_version is not None:
+                if request.weight_version is not None and not self._versions_stay:
                     newest = max(request.weight_version, self._supervisor.version)
                     request = replace(request, weight_version=newest)
 

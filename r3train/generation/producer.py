@@ -89,6 +89,8 @@ class Producer:
     the servers' KV pools hold and what they need, for the error of a request that is retracted again
     and again.  The servers compute a share of the samples, ``audit_share``, again (see ``rescored``).
     ``eval_places`` bounds the requests of an evaluation while rollouts are left to generate.
+    ``versions_stay``: servers keep a version beside newer ones, so an answer ends on the version on which
+    it began, and ``set_version`` needs no ``quiesced``.
     Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
@@ -117,6 +119,7 @@ class Producer:
         pool_facts: str | None = None,
         audit_share: float = 0.0,
         eval_places: int = 1,
+        versions_stay: bool = False,
     ) -> None:
         self._rollout = rollout
         self._make_backend = make_backend
@@ -132,6 +135,7 @@ class Producer:
         self._pool_facts = f": {pool_facts}" if pool_facts else ""
         self._audit_share = audit_share
         self._eval_places = eval_places
+        self._versions_stay = versions_stay
         self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
         self._rescoring: Rescoring | None = None
         self._measuring: asyncio.Task[None] | None = None
@@ -197,7 +201,10 @@ class Producer:
         self._call(self._go_on())
 
     def set_version(self, version: int) -> None:
-        """Set the weight version that the servers hold; call it inside ``quiesced``."""
+        """Set the weight version that the servers hold.
+
+        Call it inside ``quiesced``, or with ``versions_stay`` at any time.
+        """
         self._call(self._set_version(version))
 
     def resume(self) -> None:
@@ -319,7 +326,13 @@ class Producer:
 
     async def _measure_noise(self, backend: RolloutBackend) -> None:
         """Measure the servers' rounding, and then let generation begin."""
-        self._rescoring = Rescoring(self._rollout, backend, self._audit_share, self._rates)
+        self._rescoring = Rescoring(
+            self._rollout,
+            backend,
+            self._audit_share,
+            self._rates,
+            versions_stay=self._versions_stay,
+        )
         try:
             first = self._buffer.next_group
             prompts = [self._prompt_for(first + i) for i in range(self._rollout.rollout_batch_size)]
@@ -750,6 +763,7 @@ class _Turns:
         sample = resume_from or stitch.begin(
             item.group.prompt, sample_id=item.sample_id, group_id=item.group.group_id
         )
+        version = p._version
         while True:
             if not self._held:
                 await p._place_to_go_on()
@@ -757,11 +771,13 @@ class _Turns:
             if self._retracted:
                 await p._room_in_the_pools()
             limit = stitch.shortest(turn_limit, p._segment_len)
+            if not p._versions_stay:
+                version = p._version
             request = stitch.next_request(
                 sample,
                 item.sampling,
                 limit=limit,
-                weight_version=p._version,
+                weight_version=version,
                 exact_version=not p._freezes,
             )
             if p._rescoring is not None and p._freezes and not sample.loss_mask.any():

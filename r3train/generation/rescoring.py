@@ -55,15 +55,22 @@ class Rescoring:
 
     Samples are numbered in blocks of ``rollout_batch_size`` groups, which are the rollouts unless
     groups are filtered.  Of each block at least one is chosen, by the block's number and the run's
-    seed.
+    seed.  ``versions_stay``: servers can compute with an older version beside the newest.
     """
 
     def __init__(
-        self, rollout: RolloutSection, backend: RolloutBackend, share: float, rates: Rates
+        self,
+        rollout: RolloutSection,
+        backend: RolloutBackend,
+        share: float,
+        rates: Rates,
+        *,
+        versions_stay: bool = False,
     ) -> None:
         self._rollout = rollout
         self._backend = backend
         self._share = share
+        self._versions_stay = versions_stay
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._turn = asyncio.Semaphore(backend.num_servers)
         self._closed = False
@@ -125,7 +132,7 @@ class Rescoring:
         sample: of an episode's samples the last one, which holds all of its tokens.
         """
         first = part.first
-        if first is None or first.weight_version != version:
+        if first is None or (first.weight_version != version and not self._versions_stay):
             return
         if place in self.chosen(group.group_id):
             request = replace(first, sample_id=sample.sample_id, token_ids=sample.token_ids)

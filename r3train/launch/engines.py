@@ -18,6 +18,7 @@ from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job, chat_template, served_teacher
 from r3train.loop.routes import Routes
+from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import EngineControl, ServerVersions
@@ -67,6 +68,7 @@ class Engines:
         self._display = display
         self._addrs = list(config.rollout.rollout_external_engine_addrs)
         self._versions: ServerVersions | None = None
+        self._adapters = Adapters() if config.serves_adapters else None
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._pool_facts: str | None = None
@@ -103,6 +105,7 @@ class Engines:
                 start_timeout_s=config.rollout.rollout_server_start_timeout_s,
                 api_key=self._api_key,
                 env_names=config.rollout.rollout_server_env,
+                adapter_flags=self._adapter_flags(),
             )
             self._servers.append(server)
             server.start()
@@ -115,6 +118,13 @@ class Engines:
         if gpus:
             given["base_gpu_id"] = gpus[index].start
         return given
+
+    def _adapter_flags(self) -> dict[str, object] | None:
+        """Return the flags of servers that get adapters; None if they get merged weights."""
+        if self._adapters is None:
+            return None
+        staleness = self.job.config.rollout.max_weight_staleness
+        return adapter_flags(self.job.config.lora, self.job.hf, staleness)
 
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process's client has received."""
@@ -171,7 +181,8 @@ class Engines:
                 for server in self._servers:
                     server.wait_ready()
             self._addrs = [server.addr for server in self._servers]
-            started = self._servers[0].weight_version
+            if self._adapters is None:  # else none holds an adapter yet
+                started = self._servers[0].weight_version
             faults = self.job.config.faults
             self._supervisor = EngineSupervisor(
                 self._servers,
@@ -186,6 +197,7 @@ class Engines:
             timeout_s=self.job.config.rollout.rollout_request_timeout_s,
             check_alive=self.check_alive,
             versions=self._versions,
+            adapters_alone=self._adapters is not None,
         )
         if self._route_shape is not None:
             self._control.require_routed_experts()
@@ -213,7 +225,16 @@ class Engines:
             assert self._control is not None, "wait_ready first"
             trainer = self.job.config.trainer
             cuda = torch.cuda.is_available()
-            if trainer.update_weight_transfer_mode == "disk":
+            if self._adapters is not None:
+                self._publisher = AdapterPublisher(
+                    self._control,
+                    self._adapters,
+                    directory=self._run_dir / "weights",
+                    settings=self.job.config.lora,
+                    hf=self.job.hf,
+                    max_weight_staleness=self.job.config.rollout.max_weight_staleness,
+                )
+            elif trainer.update_weight_transfer_mode == "disk":
                 self._publisher = DiskPublisher(
                     self._control,
                     directory=self._run_dir / "weights",
@@ -257,7 +278,7 @@ class Engines:
         """Return the log-probs of one text on every server, float32[T-1] each."""
         assert self._control is not None
         return [
-            self._control.probe_log_probs(token_ids, server=i)
+            self._control.probe_log_probs(token_ids, server=i, adapter=self._newest_adapter)
             for i in range(self._control.num_servers)
         ]
 
@@ -268,7 +289,14 @@ class Engines:
         each version cached.
         """
         assert self._control is not None
-        return self._control.cached_tokens(token_ids) if self._flush_cache else 0
+        if not self._flush_cache:
+            return 0
+        return self._control.cached_tokens(token_ids, adapter=self._newest_adapter)
+
+    @property
+    def _newest_adapter(self) -> str | None:
+        """The name of the newest adapter; None where servers have none."""
+        return adapter_name(self._adapters.versions[-1]) if self._adapters is not None else None
 
     @property
     def _segment_len(self) -> int | None:
@@ -301,11 +329,14 @@ class Engines:
             versions=self._versions,
             cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
             transport=self._routes.transport(),
+            adapters=self._adapters,
         )
         self._client = client
         if self._supervisor is None or not self._supervisor.restartable:
             return client
-        return ResubmittingBackend(client, self._supervisor)
+        return ResubmittingBackend(
+            client, self._supervisor, versions_stay=self._adapters is not None
+        )
 
     def start_producer(self) -> Producer:
         """Start generation."""
@@ -340,6 +371,7 @@ class Engines:
             pool_facts=self._pool_facts,
             audit_share=job.config.audit_share,
             eval_places=job.config.eval_places,
+            versions_stay=self._adapters is not None,
         )
         return self._producer
 

@@ -84,6 +84,9 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
         "--hf-checkpoint",
         str(checkpoint),
         "--no-use-rollout-routing-replay",
+        # what is evaluated is the checkpoint, whatever the recipe trains
+        "--lora-serving",
+        "merged",
         "--save",
         "none",
         # nothing here starts a server again: its end is the evaluation's

@@ -16,7 +16,7 @@ import click
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
-from r3train.config.sources import printable
+from r3train.config.sources import ConfigError, printable
 from r3train.launch.gpus import served_gpus
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
@@ -74,6 +74,10 @@ def serve(
     if config.run.dry_run and num_gpus is not None and not num_visible:
         num_visible = num_gpus * (local_index + 1)
     with usage_errors():
+        if config.serves_adapters:
+            raise ConfigError(
+                "--lora-serving adapter: a run that serves adapters starts its servers itself"
+            )
         server_args: dict[str, object] = dict(config.rollout.sglang)
         check_server_flags(server_args, replay=config.replay.use_rollout_routing_replay)
         server_args |= served_gpus(

@@ -417,7 +417,9 @@ class AsyncLoop:
             return {}
         if self._rank_zero is not None:
             self._rank_zero.display.train_update("publishing weights")
-        quiet = self._source.quiesced() if self._source is not None else nullcontext()
+        quiet: AbstractContextManager[None] = nullcontext()
+        if self._source is not None and not self._config.serves_adapters:
+            quiet = self._source.quiesced()
         metrics, failure = self._send_weights(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
@@ -436,14 +438,19 @@ class AsyncLoop:
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
         are not those of the checkpoint.
         """
+        adapters = self._config.serves_adapters
         # with files a server reads whole checkpoints, and may lay all of its tensors out anew
         targets_alone = (
             self._config.lora.enabled
             and self._servers_hold_base
             and self._config.trainer.update_weight_transfer_mode == "distributed"
         )
-        weights, again = self._actor.hf_weights(targets_alone=targets_alone), []
-        if self._config.trainer.check_weight_update_equal:
+        if adapters:
+            weights = self._actor.adapter_weights()
+        else:
+            weights = self._actor.hf_weights(targets_alone=targets_alone)
+        again = []
+        if self._config.trainer.check_weight_update_equal and not adapters:
             # what was sent is held against another export, a whole one
             again = [self._actor.hf_weights()]
         self._held_export = None
@@ -464,12 +471,13 @@ class AsyncLoop:
                 if failure is not None:
                     raise failure
                 published = engines.publisher.publish(weights, version=weight_version)
-                self._weight_index.require(
-                    published.sent,
-                    published.num_bytes,
-                    version=weight_version,
-                    targets_alone=targets_alone,
-                )
+                if not adapters:  # which are held against the checkpoint when they are written
+                    self._weight_index.require(
+                        published.sent,
+                        published.num_bytes,
+                        version=weight_version,
+                        targets_alone=targets_alone,
+                    )
                 for export in again:
                     self._held_export = engines.hold_weights(export, weight_version)
                 if self._source is not None:
@@ -514,24 +522,19 @@ class AsyncLoop:
         """--check-weight-update-equal, beyond the servers' checksums; metrics on rank 0.
 
         The export that the servers were held against is loaded back and compared bit for bit with the
-        parameters of every rank.  Actor and servers score a text.  No server kept that text in its
-        cache from the update before.  Raises AssertionError on rank 0.
+        parameters of every rank; of adapters there is none.  Actor and servers score a text.  No server
+        kept that text in its cache from the update before.  Raises AssertionError on rank 0.
         """
-        export = broadcast_json(self._held_export and str(self._held_export))
-        if export is None:  # the source has failed, and nothing was sent
-            return {}
-        update = f"weight update {weight_version}"
-        if not Path(export).is_dir():
-            raise ValueError(
-                f"{update}: this rank does not see {export}: --check-weight-update-equal needs a run"
-                " directory that all ranks see"
-            )
-        other = gather_json(self._actor.parameters_unlike(Path(export)))
+        update, other = f"weight update {weight_version}", []
+        if not self._config.serves_adapters:
+            export = broadcast_json(self._held_export and str(self._held_export))
+            if export is None:  # the source has failed, and nothing was sent
+                return {}
+            other = self._unlike(Path(export), update)
         text = weight_probe.probe_tokens(self._hf.vocab_size)
         ours = weight_probe.actor_log_probs(self._actor, self._topologies, text)
         if self._rank_zero is None:
             return {}
-        shutil.rmtree(export, ignore_errors=True)
         for rank, names in enumerate(other):
             if names:
                 raise AssertionError(
@@ -551,6 +554,18 @@ class AsyncLoop:
             for theirs in engines.probe(text)
         )
         return {"train/weight_probe_gap": gap}
+
+    def _unlike(self, export: Path, update: str) -> list[list[str]]:
+        """Names of each rank's parameters that are not what an export holds; a collective."""
+        if not export.is_dir():
+            raise ValueError(
+                f"{update}: this rank does not see {export}: --check-weight-update-equal needs a run"
+                " directory that all ranks see"
+            )
+        other = gather_json(self._actor.parameters_unlike(export))
+        if self._rank_zero is not None:
+            shutil.rmtree(export, ignore_errors=True)
+        return other
 
 
 def _check_first_step(report: dict[str, float], *, reference_is_actor: bool) -> None:

@@ -26,6 +26,7 @@ def servers_of_rank_0(
         model=SimpleNamespace(hf_checkpoint=directory, dtype_name="float32"),
         replay=SimpleNamespace(use_rollout_routing_replay=False),
         has_engines=True,
+        serves_adapters=False,
         trainer=SimpleNamespace(update_weight_transfer_mode=mode),
         rollout=rollout,
     )

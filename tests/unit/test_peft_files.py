@@ -17,6 +17,7 @@ from r3train.peft_files import (
     TENSORS,
     AdapterFile,
     check_adapter,
+    packed_name,
     saved_forms,
     write_adapter,
 )
@@ -53,6 +54,25 @@ def test_what_was_written_is_accepted_and_read_back(base, settings):
     config = json.loads((settings.lora_adapter_path / CONFIG).read_text())
     assert config["target_modules"] == ["down_proj", "gate_proj", "up_proj"]
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (4, 8.0, 0.0)
+
+
+def test_the_packed_form_stacks_a_layers_experts_in_their_order(base, settings, tmp_path):
+    whole = load_file(settings.lora_adapter_path / TENSORS)
+    factors = [
+        (n.removeprefix("base_model.model.").removesuffix(".weight"), t) for n, t in whole.items()
+    ]
+    # experts come in the order of expert-parallel ranks
+    write_adapter(factors[::-1], tmp_path / "packed", settings, base, packed=True)
+    packed = load_file(tmp_path / "packed" / TENSORS)
+    for e in range(8):
+        stack = packed[EXPERT.replace(".experts.3.", ".experts.")]
+        assert torch.equal(stack[e], whole[EXPERT.replace(".experts.3.", f".experts.{e}.")])
+    assert sum(t.numel() for t in packed.values()) == sum(t.numel() for t in whole.values())
+    apart = {name for name in whole if ".experts." not in name}
+    assert apart and all(torch.equal(packed[name], whole[name]) for name in apart)
+    assert packed_name("a.block_sparse_moe.experts.11.w3.lora_A") == (
+        "a.block_sparse_moe.experts.up_proj.lora_A"
+    )
 
 
 def test_layers_of_multi_token_prediction_have_no_adapter(base, settings, tmp_path):

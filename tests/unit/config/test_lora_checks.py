@@ -53,9 +53,40 @@ def test_settings_that_do_not_go_with_lora_are_refused(message, fields):
         check_static(config(**fields), 1)
 
 
-def test_another_way_of_serving_is_refused():
-    with pytest.raises(ValueError, match="lora-serving: input should be .merged"):
-        config(**LORA, lora_serving="adapter")
+ADAPTER = LORA | dict(lora_serving="adapter")
+
+
+@pytest.mark.parametrize(
+    "message, fields",
+    [
+        ("--lora-serving has no effect without --lora-rank", dict(lora_serving="adapter")),
+        ("has no effect without servers", dict(replay_rollouts=Path("dumps"))),
+        ("may hold another base", dict(rollout_external_engine_addrs=["127.0.0.1:30000"])),
+        ("in_place has no effect with", dict(pause_generation_mode="in_place")),
+        ("abort has no effect with", dict(pause_generation_mode="abort")),
+        ("prefixes of each version apart", dict(flush_cache_on_update=False)),
+        ("--update-weight-transfer-mode has no", dict(update_weight_transfer_mode="disk")),
+        ("--update-weight-buffer-size has no", dict(update_weight_buffer_size=1024)),
+        ("--update-weight-master-address has no", dict(update_weight_master_address="eth0")),
+        ("sglang.tp_size above 1", dict(sglang={"tp_size": 2})),
+        ("drafts are the base's", dict(sglang={"speculative_algorithm": "NGRAM"})),
+    ],
+)
+def test_settings_that_do_not_go_with_adapters_on_servers_are_refused(message, fields):
+    if "lora_serving" not in fields:
+        fields = ADAPTER | fields
+    with pytest.raises(ValueError, match=message):
+        check_static(config(**fields), 1)
+    check_static(config(**ADAPTER), 1)
+
+
+def test_adapters_that_sglang_does_not_serve_right_are_refused(tmp_path):
+    build(tmp_path, TinyOptions(family="qwen2_moe"))
+    hf = read_hf_facts(tmp_path / "model")
+    given = dict(hf_checkpoint=hf.path)
+    check_model(config(**given, **LORA), hf, 1)
+    with pytest.raises(ValueError, match="was not seen to serve adapters of qwen2_moe right"):
+        check_model(config(**given, **ADAPTER), hf, 1)
 
 
 @pytest.mark.parametrize(

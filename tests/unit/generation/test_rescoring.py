@@ -67,13 +67,16 @@ def stitched(request, tokens):
     return replace(request, token_ids=tokens)
 
 
-def producer(engine: Engine, share: float = 1.0, **section) -> Producer:
+def producer(
+    engine: Engine, share: float = 1.0, *, versions_stay: bool = False, **section
+) -> Producer:
     return Producer(
         rollout_section(**section),
         lambda: engine,
         prompt_for,
         SamplingParams(64),
         audit_share=share,
+        versions_stay=versions_stay,
     )
 
 
@@ -109,6 +112,18 @@ def test_every_sample_is_computed_again_under_its_own_version_and_none_is_held_u
     assert engine.held == 0, "the noise is measured before anything else is sent"
     assert engine.at_most == 1, "one at a time on a server"
     assert all(asked == held for _, _, asked, held, _ in engine.rescored)
+
+
+def test_where_versions_stay_an_older_sample_is_computed_again_beside_newer_ones():
+    engine = Engine(length=lambda _: 40)
+    with producer(engine, versions_stay=True, max_weight_staleness=1) as p:
+        while not engine.running:
+            time.sleep(0.01)
+        p.set_version(1)
+        groups = p.next_batch(0)
+        rescored = p.rescored()
+    assert rescored.missed == 0 and len(rescored.parts) == sum(map(len, groups))
+    assert {part.weight_version for part in rescored.parts} == {0}
 
 
 def test_without_a_share_nothing_is_computed_again():

@@ -14,10 +14,16 @@ from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
 
 
-def producer_of(engine, *, score=None, **settings):
+def producer_of(engine, *, score=None, versions_stay=False, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
     return Producer(
-        rollout, lambda: engine, prompt_for, SamplingParams(20), segment_len=6, score=score
+        rollout,
+        lambda: engine,
+        prompt_for,
+        SamplingParams(20),
+        segment_len=6,
+        score=score,
+        versions_stay=versions_stay,
     )
 
 
@@ -49,6 +55,26 @@ def test_a_drained_update_waits_for_the_last_segment():
             producer.set_version(1)
         samples = of_step(producer, 0)
     assert all(len(np.unique(s.weight_versions[s.loss_mask])) == 1 for s in samples)
+
+
+def test_where_versions_stay_an_answer_ends_on_its_version_in_all_segments_and_nothing_waits():
+    class SideBySide(SimulatedEngine):
+        async def generate(self, request):
+            segment = await super().generate(request)
+            return replace(
+                segment, weight_versions=np.full_like(segment.token_ids, request.weight_version)
+            )
+
+    engine = SideBySide(length=lambda _: 20, tick_s=0.005)
+    with producer_of(engine, versions_stay=True) as producer:
+        time.sleep(0.05)
+        running = set(engine.running)
+        producer.set_version(1)
+        assert running and not engine.calls
+        steps = [of_step(producer, step) for step in range(3)]
+    for samples, version in zip(steps, (0, 0, 1)):  # the third was asked for after the update
+        assert all(set(s.weight_versions[s.loss_mask].tolist()) == {version} for s in samples)
+    assert max(engine.asked_for) <= 6
 
 
 def test_an_aborted_update_does_not_wait_for_the_next_segments():

@@ -1,0 +1,95 @@
+"""LoRA adapters in SGLang's server without an accelerator: plain twins of what needs one.
+
+SGLang 0.5.23 asks for pinned memory in its LoRA layers whatever the device, and computes adapters of
+routed experts by triton kernels alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+
+class _PlainTorch:
+    """``torch`` for a module that pins host memory: on a CPU there is nothing to pin it for."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(torch, name)
+        if name not in ("tensor", "zeros", "empty"):
+            return found
+
+        def unpinned(*arguments: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+            return found(*arguments, **options)
+
+        return unpinned
+
+
+def serve_adapters() -> None:
+    """Let SGLang's ``torch_native`` LoRA backend run here, adapters of routed experts included."""
+    from sglang.srt.lora import layers, lora_manager
+    from sglang.srt.lora.backend import torch_backend
+
+    layers.torch = torch_backend.torch = _PlainTorch()
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    backend = torch_backend.TorchNativeLoRABackend
+    # a triton kernel fills a table of tokens; the experts below read the batch's segments instead
+    backend._add_moe_lora_info = lambda self, forward_batch, info: info
+    backend.init_cuda_graph_moe_buffers = lambda self, *_, **__: None
+    layers.FusedMoEWithLoRA = lora_manager.FusedMoEWithLoRA = _experts(layers)
+
+
+def _experts(layers: Any) -> type:
+    """Make the class of a layer's routed experts, which SGLang gives each expert's factors."""
+
+    class ExpertsWithLoRA(layers.FusedMoEWithLoRA):
+        def __init__(
+            self,
+            base_layer: Any,
+            lora_backend: Any,
+            *,
+            experts_shared_outer_loras: bool = False,
+            max_lora_rank: int | None = None,
+        ):
+            if experts_shared_outer_loras:
+                raise ValueError("experts_shared_outer_loras has no plain twin: not on a CPU")
+            layers.BaseLayerWithLoRA.__init__(self, base_layer, lora_backend)
+            lora_backend.is_moe_lora = True
+            self.experts_shared_outer_loras = False
+            self.tp_size, self.tp_rank = base_layer.moe_tp_size, base_layer.moe_tp_rank
+            self.intermediate_size_per_partition = base_layer.intermediate_size_per_partition
+            self._uses_interleaved_gate_up = False
+
+        def forward(self, hidden_states: torch.Tensor, topk_output: Any, **options: Any):
+            """Sum each token's experts, each with its factors of the token's adapter: [n, hidden]."""
+            info, base = self.lora_backend.batch_info, self.base_layer
+            if info is None or not info.has_active_lora:
+                return base.forward(hidden_states, topk_output, **options)
+            slots = torch.repeat_interleave(
+                info.weight_indices_cpu.long(), info.seg_lens_cpu.long()
+            )
+            weights, experts, _ = topk_output
+            ranks, out = info.lora_ranks_cpu.tolist(), torch.zeros_like(hidden_states)
+            for slot in slots.unique().tolist():
+                of_slot = (slots == slot)[:, None]
+                for e in experts[of_slot[:, 0]].unique().tolist():
+                    rows, places = torch.where((experts == e) & of_slot)
+                    x = hidden_states[rows]
+                    h = F.linear(x, base.w13_weight[e])
+                    if ranks[slot]:
+                        # A's of gate and up lie max_lora_rank apart, zeros beyond the adapter's rank, and
+                        # SGLang's pool has multiplied B by the scale
+                        low = F.linear(x, self.gate_up_lora_a_weights[slot, e]).chunk(2, -1)
+                        high = self.gate_up_lora_b_weights[slot, e].chunk(2)
+                        h = h + torch.cat([F.linear(a, b) for a, b in zip(low, high)], -1)
+                    gate, up = h.chunk(2, -1)
+                    act = F.silu(gate) * up
+                    y = F.linear(act, base.w2_weight[e])
+                    if ranks[slot]:
+                        low = F.linear(act, self.down_lora_a_weights[slot, e])
+                        y = y + F.linear(low, self.down_lora_b_weights[slot, e])
+                    out.index_add_(0, rows, y * weights[rows, places, None].to(y.dtype))
+            return out
+
+    return ExpertsWithLoRA
