@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # uvicorn closes an idle connection after 5 s.  Close it earlier, or a request may meet its close.
 _KEEPALIVE_S = 2.0
+_CONNECT_S = 10.0
 _CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
 # Time for a dead engine's guard to end the rest of its tree and report an exit code.
 _DEATH_REPORT_S = 6.0
@@ -81,7 +83,7 @@ class SGLangHTTP:
             self._session = aiohttp.ClientSession(
                 # No limit here: the client and the producer bound what is in flight.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
                 headers=self._headers,
                 trust_env=False,
             )
@@ -117,10 +119,11 @@ class SGLangHTTP:
                     self._send(method, url + path, body), timeout_s
                 )
                 break
-            except aiohttp.ClientConnectorError as error:
-                if delay_s is None and error.errno in (errno.EMFILE, errno.ENFILE):
+            except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+                number = getattr(error, "errno", None)
+                if delay_s is None and number in (errno.EMFILE, errno.ENFILE):
                     raise EngineError(  # the server is well
-                        f"{what}: no file descriptor is left for a connection to {url} ({error.strerror};"
+                        f"{what}: no file descriptor is left for a connection to {url} ({os.strerror(number)};"
                         f" limit of this process {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}):"
                         " raise it (ulimit -Hn), or lower --rollout-max-concurrency"
                     ) from error

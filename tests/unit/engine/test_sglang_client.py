@@ -141,6 +141,23 @@ async def test_nobody_listening_is_retried_and_then_said():
     await client.aclose()
 
 
+async def test_a_server_too_busy_to_take_connections_is_asked_again(monkeypatch):
+    monkeypatch.setattr("r3train.engine.http._CONNECT_S", 0.3)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as listener:
+        place = listener.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        for one_more in waiting:  # its queue is full: a further connection is not answered
+            one_more.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                one_more.connect(place)
+        client = SGLangClient([f"127.0.0.1:{place[1]}"], max_bad_answers=1)
+        with pytest.raises(EngineUnreachable, match="sample 0: cannot connect to http://127"):
+            await one(client)
+        await client.aclose()
+        for one_more in waiting:
+            one_more.close()
+
+
 async def test_a_process_without_a_descriptor_for_a_connection_has_lost_no_server():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = []
