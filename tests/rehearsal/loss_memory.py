@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -82,7 +83,7 @@ def slice_of(rows: int) -> DeviceSlice:
         return torch.zeros(rows, dtype=dtype)
 
     numbers, reals = torch.int64, torch.float32
-    return DeviceSlice(
+    streams = dict(
         microbatch_id=0,
         tokens=stream(numbers),
         labels=stream(numbers),
@@ -92,9 +93,8 @@ def slice_of(rows: int) -> DeviceSlice:
         advantages=stream(reals),
         samples=stream(numbers),
         loss_weights=torch.ones(1),
-        packed=SimpleNamespace(),
-        kept=None,
     )
+    return DeviceSlice(**{field.name: None for field in fields(DeviceSlice)} | streams)
 
 
 CASES = {
@@ -118,9 +118,9 @@ def peaks(rows: int, vocab: int, temperature: float, chunk: int) -> dict[str, in
                     out, finish = step(iter([0]), chunk_model)
                     finish(out)
             else:
-                step = forward_step.make_train_step(
-                    batches, None, algorithm, temperature, chunk, None, None
-                )
+                make = forward_step.make_train_step
+                others = [n for n in signature(make).parameters if n.endswith("_log_probs")]
+                step = make(batches, None, algorithm, temperature, chunk, **dict.fromkeys(others))
                 out, finish = step(iter([0]), chunk_model)
                 finish(out)[0].backward()
             found[name] = account.peak
