@@ -48,6 +48,15 @@ class Published:
         return len(self.sent)
 
 
+@dataclass(frozen=True, slots=True)
+class _OnItsWay:
+    """A bucket that is sent: its bytes, our side of the broadcast and the servers' side."""
+
+    flat: torch.Tensor
+    work: Any
+    loaded: Future[Any]
+
+
 class WeightPublisher(Protocol):
     """Sends one version of the weights to all servers; nothing may be generated meanwhile."""
 
@@ -203,6 +212,8 @@ class DistributedPublisher:
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; the version label changes with the last bucket.
 
+        A bucket is gathered and laid out while the one before it is sent and loaded: two are in memory,
+        beside the tensors of a third.
         Raises EngineError or EngineDied from the engine, ValueError for a fused expert name or no
         tensor at all, and WeightUpdateError when the broadcast itself fails.
         """
@@ -210,27 +221,39 @@ class DistributedPublisher:
         self.connect()
         sent: dict[str, TensorKind] = {}
         num_bytes = num_buckets = 0
+        on_its_way: _OnItsWay | None = None
         self._engine.begin_weight_update()
         try:
             grouped = buckets(
                 named_tensors, self._bucket_bytes, self._together, self._fused_experts
             )
             for bucket, is_last in _with_last(grouped):
-                num_bytes += self._send(bucket, version if is_last else None)
+                flat = flatten(bucket, self._device)
+                if on_its_way is not None:
+                    self._arrive(on_its_way)
+                on_its_way = None
+                on_its_way = self._send(bucket, flat, version if is_last else None)
+                num_bytes += flat.nbytes
                 sent |= {name: kind_of(tensor) for name, tensor in bucket}
                 num_buckets += 1
-            if not sent:
+            if on_its_way is None:
                 raise ValueError("there was no weight to publish")
+            self._arrive(on_its_way)
         except BaseException:
-            if self._group is not None:  # no broadcast was cut short: the group can be used again
+            if self._group is not None:
                 with contextlib.suppress(RuntimeError):
+                    # a tensor could not be had: without a broadcast cut short the group can be used again
+                    if on_its_way is not None:
+                        self._arrive(on_its_way)
                     self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
 
-    def _send(self, bucket: list[tuple[str, torch.Tensor]], version: int | None) -> int:
-        flat = flatten(bucket, self._device)
+    def _send(
+        self, bucket: list[tuple[str, torch.Tensor]], flat: torch.Tensor, version: int | None
+    ) -> _OnItsWay:
+        """Start a bucket on its way; flat: as ``flatten`` gives it."""
         loaded = self._engine.update_weights_from_distributed(
             names=[name for name, _ in bucket],
             dtypes=[kind_of(tensor).dtype for _, tensor in bucket],
@@ -241,15 +264,24 @@ class DistributedPublisher:
             # The cache is dropped once, with the version; one flush per bucket would be waste.
             flush_cache=self._flush_cache and version is not None,
         )
-        try:
+        with self._kept_in_step():
             work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-            self._wait(work.is_completed, loaded, "a bucket was not loaded")
-            work.wait()
+        return _OnItsWay(flat, work, loaded)
+
+    def _arrive(self, bucket: _OnItsWay) -> None:
+        """Wait until every server has loaded the bucket."""
+        with self._kept_in_step():
+            self._wait(bucket.work.is_completed, bucket.loaded, "a bucket was not loaded")
+            bucket.work.wait()
+
+    @contextlib.contextmanager
+    def _kept_in_step(self) -> Iterator[None]:
+        """Give up the group after an error: it is out of step with the servers, and never used again."""
+        try:
+            yield
         except BaseException:
-            # this group is out of step with the servers: never use it again
             self._failed, self._group, self._store = self._group, None, None
             raise
-        return flat.nbytes
 
     def _wait(self, ours: Callable[[], bool], theirs: Future[None], failure: str) -> None:
         """Wait until both sides are done; raise at once if a server refuses or dies."""

@@ -337,6 +337,71 @@ def test_a_group_that_failed_is_let_go_of_once_the_servers_are_new():
         dist.destroy_process_group()
 
 
+class SlowEngine(DyingEngine):
+    """Servers of no rank, which load a bucket when they are told to; ``log`` has what happened, in order."""
+
+    def __init__(self, log):
+        self.log, self.loading = log, Future()
+        self.loading.set_result(None)
+
+    def update_weights_from_distributed(self, names, weight_version, **_arguments):
+        assert not self.log or self.log[-1] != "sent", "two buckets were sent at once"
+        self.log.append("sent")
+        self.names, self.version, self.loading = names, weight_version, Future()
+        return self.loading
+
+    def load(self):
+        self.log.append("loaded")
+        self.loading.set_result(None)
+
+    def check_alive(self):
+        if not self.loading.done():
+            self.load()
+
+    def end_weight_update(self):
+        self.log.append("ended")
+
+    def destroy_weights_update_group(self, group_name):
+        pass
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
+    log = []
+    engine, flat = SlowEngine(log), publish.flatten
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish, "flatten", lambda *how: log.append("made") or flat(*how))
+    publisher = DistributedPublisher(engine, bucket_bytes=8)
+    done = publisher.publish(tensors(2, 2, 2), version=1)
+    later = ["made", "loaded", "sent"]
+    assert log == ["made", "sent", *later, *later, "loaded", "ended"]
+    assert (done.num_buckets, done.num_bytes, engine.version) == (3, 24, 1)
+    publisher.close()
+
+
+def test_a_tensor_that_cannot_be_had_leaves_the_group_in_step(alone, monkeypatch):
+    def broken():
+        yield from tensors(2, 2, 2)
+        raise ValueError("not there")
+
+    log = []
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    publisher = DistributedPublisher(SlowEngine(log), bucket_bytes=8)
+    with pytest.raises(ValueError, match="not there"):
+        publisher.publish(broken(), version=1)
+    assert log == ["sent", "loaded", "ended"]
+    group = publisher._group
+    publisher.publish(tensors(2, 2), version=1)
+    assert publisher._group is group and log.count("sent") == 3
+    publisher.close()
+
+
 def test_an_address_of_another_node_is_refused_by_name():
     publisher = DistributedPublisher(Engine(), bucket_bytes=8, master_address="203.0.113.1")
     with pytest.raises(ValueError, match="update_weight_master_address 203.0.113.1: this node"):
