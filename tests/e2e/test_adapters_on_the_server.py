@@ -1,0 +1,158 @@
+"""Weight versions as adapters on a real server: the trainer's numbers, side by side, nothing paused."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from r3train.config.families import tensor_names
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora import LoraSection
+from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
+from r3train.engine.backend import EngineError, SamplingParams
+from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
+from r3train.engine.server import SGLangServer
+from r3train.hf_checkpoint import copy_all_but_weights
+from r3train.peft_files import write_adapter
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
+from r3train.types import Prompt
+from tests import whole_samples
+from tests.e2e.sglang_support import wait_until_running
+from tests.hf_reference import HfReference
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LORA = LoraSection(lora_rank=4, lora_alpha=8.0)
+STALENESS = 1
+
+
+def factors(model: Path, seed: int) -> dict[str, torch.Tensor]:
+    """An adapter with B drawn and not zero: its log-probs are far from the base's."""
+    hf, generator = read_hf_facts(model), torch.Generator().manual_seed(seed)
+    tensors, found = load_file(model / "model.safetensors"), {}
+    for name in sorted(LORA.targets(tensor_names(hf))):
+        (rows, columns), path = tensors[name].shape, name.removesuffix(".weight")
+        found[f"{path}.lora_A"] = 0.2 * torch.randn(4, columns, generator=generator)
+        found[f"{path}.lora_B"] = 0.2 * torch.randn(rows, 4, generator=generator)
+    return found
+
+
+def merged(model: Path, adapter: dict[str, torch.Tensor], directory: Path) -> HfReference:
+    """transformers with the adapter merged into the base."""
+    directory.mkdir()
+    copy_all_but_weights(model, directory)
+    tensors = load_file(model / "model.safetensors")
+    for name in LORA.targets(tensors):
+        a, b = (adapter[f"{name.removesuffix('.weight')}.lora_{x}"] for x in "AB")
+        tensors[name] = tensors[name] + LORA.scale * b @ a
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    return HfReference(directory)
+
+
+def prompt(hf, seed: int, length: int) -> Prompt:
+    ids = np.random.default_rng(seed).integers(3, hf.vocab_size, length).astype(np.int32)
+    return Prompt(f"p{seed}", seed, "", ids, None)
+
+
+# a family may be served when this passes: Family.adapters_served; glm4_moe has dense layers and a shared
+# expert beside routed ones
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe", "qwen2_moe", "mixtral"])
+def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
+    model = tmp_path / "tiny" / "model"
+    hf = read_hf_facts(model)
+    adapters = [factors(model, seed) for seed in range(3)]
+    references = [merged(model, a, tmp_path / f"merged{i}") for i, a in enumerate(adapters)]
+    server = SGLangServer(
+        model,
+        tmp_path / "sglang.log",
+        return_routed_experts=True,
+        start_timeout_s=420,
+        adapter_flags=adapter_flags(LORA, hf, STALENESS),
+    )
+    loaded = Adapters()
+
+    def agree(sample, version: int) -> None:
+        log_probs, chosen = references[version].answer(sample.token_ids)
+        mask = sample.loss_mask
+        assert (sample.weight_versions[mask] == version).all()
+        np.testing.assert_allclose(sample.rollout_log_probs[mask], log_probs[mask], atol=1e-5)
+        for layer, wanted in chosen.items():
+            np.testing.assert_array_equal(
+                np.sort(sample.routed_experts[:, layer], -1), np.sort(wanted, -1)
+            )
+
+    async def side_by_side(publish) -> None:
+        client = SGLangClient([server.addr], routes=hf.route_shape, adapters=loaded)
+        short, long = SamplingParams(12, ignore_eos=True), SamplingParams(300, ignore_eos=True)
+
+        def ask(seed: int, version: int, sampling=short):
+            one = prompt(hf, seed, 7 + 20 * seed)
+            return whole_samples.generate(
+                client, one, sampling, sample_id=seed, weight_version=version
+            )
+
+        try:
+            await asyncio.to_thread(publish, 0)
+            running = asyncio.create_task(ask(0, 0, long))
+            await asyncio.to_thread(wait_until_running, server.addr, 1)
+            await asyncio.to_thread(publish, 1)  # beside the running request
+            # one batch of two versions; the second of a text finds nothing of the first in the cache
+            mixed = await asyncio.gather(*(ask(seed, v) for seed in (1, 2) for v in (0, 1)))
+            assert not running.done()
+            for sample, version in zip(mixed, (0, 1) * 2):
+                agree(sample, version)
+            await asyncio.to_thread(publish, 2)  # 0 is too old now, and in use
+            assert loaded.versions == [0, 1, 2] and not running.done()
+            agree(await ask(1, 2), 2)
+            agree(await running, 0)
+            await asyncio.to_thread(publish, 3)  # the same adapter as 2
+            assert loaded.versions == [2, 3]
+            with pytest.raises(EngineError, match="weight version 1 is not loaded"):
+                await ask(1, 1)
+            with pytest.raises(EngineError, match="weight version None is not loaded"):
+                await ask(1, None)
+        finally:
+            await client.aclose()
+
+    with server, EngineControl([server.addr], adapters_alone=True) as engine:
+        publisher = AdapterPublisher(
+            engine,
+            loaded,
+            directory=tmp_path / "weights",
+            settings=LORA,
+            hf=hf,
+            max_weight_staleness=STALENESS,
+        )
+
+        def publish(version: int) -> None:
+            sent = publisher.publish(adapters[min(version, 2)].items(), version=version)
+            assert sent.num_bytes == sum(t.nbytes for t in adapters[0].values())
+
+        asyncio.run(side_by_side(publish))
+        assert sorted(p.name for p in (tmp_path / "weights").iterdir()) == ["v000002", "v000003"]
+        # what the trainer would compute is what a probe of the adapter gives; its base is elsewhere
+        text = prompt(hf, 9, 32).token_ids
+        probed = engine.probe_log_probs(text, adapter=adapter_name(3))
+        np.testing.assert_allclose(probed[1:], references[2].answer(text)[0][1:], atol=1e-5)
+        base, _ = HfReference(model).answer(text)
+        assert np.abs(probed - base).max() > 0.1
+        # and so does what --save-hf writes, one pair of factors an expert
+        write_adapter(adapters[2].items(), tmp_path / "saved", LORA, hf)
+        engine.load_adapter("saved", str(tmp_path / "saved"))
+        np.testing.assert_array_equal(engine.probe_log_probs(text, adapter="saved"), probed)
+        # a text is cached for its own adapter alone
+        assert engine.cached_tokens(text, adapter=adapter_name(3)) == 0
+        assert engine.cached_tokens(text, adapter=adapter_name(2)) == 0
+        assert engine.cached_tokens(text, adapter=adapter_name(2)) > 0
+        with pytest.raises(AssertionError, match="names no adapter"):
+            engine.probe_log_probs(text)
+        with pytest.raises(AssertionError, match="the base of a server of adapters is updated"):
+            engine.update_weights_from_disk(str(model), weight_version=1)
