@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
@@ -62,4 +64,6 @@ class TorchCpuPlatform(CpuSRTPlatform):
         register_attention_backend("torch_native")(torch_native_backend)
         register_attention_backend("triton")(sinks_backend)
         _allow_latent_attention()
-        serve_adapters()
+        # this is called in the middle of imports, and before SGLang's own settings can be asked for
+        if "--enable-lora" in sys.argv:
+            serve_adapters()
