@@ -11,7 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import whole_samples
-from tests.unit.simulated_engine import SimulatedEngine, rollout_section
+from tests.e2e.test_environments import as_the_template_writes_them
+from tests.e2e.tool_calculator import ToolCalculator, use_template
+from tests.unit.simulated_engine import PROMPT_LEN, SimulatedEngine, rollout_section
+
+from r3train.data.prompts import ChatTemplate, load_prompts
+from r3train.data.tokenizer import load_tokenizer
 
 from r3train.environments import StepResult, Turn, get_environment
 from r3train.environments.tools import ToolCall, tool_calls
@@ -21,6 +26,7 @@ from r3train.engine.backend import SamplingParams
 from r3train.generation.conversation import Conversation
 from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
+from r3train.tiny import TinyOptions, build
 from r3train.types import Prompt
 
 PROMPT = Prompt("p", 0, "make 7", np.array([3, 4], np.int32), 7)
@@ -397,3 +403,58 @@ async def test_the_search_tool_finds_documents_by_rare_words(examples):
     assert (await episode.step(turn_of("the moon"))).done
     with pytest.raises(ValueError, match="prompt p: expected texts in metadata.documents"):
         environment(PROMPT)
+
+
+class DrawingEngine(SimulatedEngine):
+    """Draws any token of a small vocabulary, and stops at two of them."""
+
+    def __init__(self, vocabulary, stops):
+        super().__init__()
+        self._drawn = np.random.default_rng(3)
+        self._vocabulary, self._stops = vocabulary, stops
+
+    async def generate(self, request):
+        tokens = []
+        while len(tokens) < request.max_new_tokens and not set(tokens) & self._stops:
+            tokens.append(int(self._drawn.integers(self._vocabulary)))
+        self.length = lambda _: len(request.token_ids) - PROMPT_LEN + len(tokens)
+        segment = await super().generate(request)
+        return replace(segment, token_ids=np.array(tokens, np.int32))
+
+
+def test_a_dumped_episode_reads_as_the_template_writes_it(tmp_path):
+    """With a real tokenizer, and read by the checker of the whole job; a wrong reply fails it."""
+    build(tmp_path, TinyOptions(task="calculator"))
+    use_template(tmp_path / "model")
+    tokenizer = load_tokenizer(tmp_path / "model")
+    template = ChatTemplate(tokenizer, {}, tools=ToolCalculator.tools)
+    template.check_tools()
+    prompts = load_prompts(
+        tmp_path / "prompts.jsonl",
+        tokenizer=tokenizer,
+        apply_chat_template=True,
+        tools=ToolCalculator.tools,
+    )
+    engine = DrawingEngine(len(tokenizer), {1, 2})
+
+    def episode(prompt, reply):
+        def generate(resume_from=None, turn_limit=None):
+            return whole_samples.generate(
+                engine, prompt, SamplingParams(40), resume_from=resume_from, limit=turn_limit
+            )
+
+        play = Conversation(
+            ToolCalculator(prompt),
+            rollout_section(environment_max_turns=3, environment_max_turn_len=6),
+            encode=tokenizer.encode,
+            decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
+            reply=reply,
+        )
+        played = play(generate, prompt, sampling=SamplingParams(40), sample_id=0)
+        (sample,), _ = asyncio.run(played)
+        return as_the_template_writes_them(sample, tokenizer)
+
+    assert sum(episode(prompt, template.reply) for prompt in prompts[:12]) > 0
+    with pytest.raises(AssertionError):  # the end of the model's message is left out
+        for prompt in prompts[:12]:
+            episode(prompt, lambda messages, last: template.reply(messages, last)[1:])
