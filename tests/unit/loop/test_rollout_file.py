@@ -177,29 +177,42 @@ def test_a_replay_counts_episodes_and_not_their_turns(tmp_path):
         source(tmp_path, steps_per_rollout=2).next_batch(0)
 
 
-@pytest.mark.parametrize("kept, other", [(True, -1), (False, 20)])
-def test_a_run_with_other_kept_tokens_than_its_waiting_samples_does_not_resume(
-    tmp_path, monkeypatch, kept, other
-):
+@pytest.fixture
+def resumed(tmp_path, monkeypatch):
+    """A function that resumes with some settings at a checkpoint whose buffer holds some samples."""
     facts = dict.fromkeys(["prompt_data_sha256", "lora"])
     monkeypatch.setattr(resume, "run_facts", lambda _: facts)
     path = tmp_path / "iter_0000005"
-    write_samples(path / BUFFER_FILE, scored(kept), {})
+    path.mkdir()
     state = {"num_rollouts": 5, "weight_version": 5, "topology": {"world_size": 1}, "run": facts}
     (path / STATE).write_text(json.dumps(state))
     (tmp_path / LATEST).write_text("5")
 
-    def start(top_k):
-        settings = {"load": tmp_path, "rollout_top_k": top_k}
-        config = RunConfig.from_toml("configs/tiny_cpu.toml", settings)
-        return resume.resume_point(
-            SimpleNamespace(config=config, prompt_file=None)
-        ).start_rollout_id
+    def start(samples, **settings):
+        write_samples(path / BUFFER_FILE, samples, {})
+        config = RunConfig.from_toml("configs/tiny_cpu.toml", settings | {"load": tmp_path})
+        job = SimpleNamespace(config=config, prompt_file=None)
+        return resume.resume_point(job).start_rollout_id
 
+    return start
+
+
+@pytest.mark.parametrize("kept, other", [(True, -1), (False, 20)])
+def test_a_run_with_other_kept_tokens_than_its_waiting_samples_does_not_resume(
+    resumed, kept, other
+):
     with pytest.raises(
         ValueError, match=f"{BUFFER_FILE}: .*, and --rollout-top-k is {other}: resume"
     ):
-        start(other)
-    assert start(20 if kept else -1) == 5
-    write_samples(path / BUFFER_FILE, [], {})
-    assert start(other) == 5
+        resumed(scored(kept), rollout_top_k=other)
+    assert resumed(scored(kept), rollout_top_k=20 if kept else -1) == 5
+    assert resumed([], rollout_top_k=other) == 5
+
+
+def test_a_run_with_a_served_teacher_does_not_resume_with_samples_that_it_has_not_seen(resumed):
+    taught = {"use_opd": True, "opd_type": "sglang", "opd_teacher_url": "h:1"}
+    bare = scored(routes=False)
+    seen = [(replace(s, teacher_log_probs=np.zeros(s.num_tokens, np.float32)), r) for s, r in bare]
+    with pytest.raises(ValueError, match=f"{BUFFER_FILE}: .* without a teacher's log-probs"):
+        resumed(bare, **taught)
+    assert resumed(bare) == resumed(seen) == resumed(seen, **taught) == resumed([], **taught) == 5
