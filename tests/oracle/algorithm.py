@@ -610,7 +610,7 @@ def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, A
     generated = [s.weight_versions[s.mask] for group in groups for s in group]
     oldest = [min(own) for own in generated if len(own)]
     ages = [rollout_id - int(version) for version in oldest]
-    lengths = [len(s.tokens) - s.prompt_len for s in samples]
+    lengths = [_generated(s) for s in samples]
     spanning = [own for own in generated if len(set(own.tolist())) > 1]
 
     def ended(reason: str) -> int:
@@ -632,6 +632,12 @@ def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, A
         "staleness_max": max(ages),
         "spanning_samples": len(spanning),
     }
+
+
+def _generated(s: Sample) -> int:
+    """Tokens of the model's own: those with a weight version, or all behind the prompt where none has one."""
+    versions = s.weight_versions[s.prompt_len :].tolist()
+    return sum(version >= 0 for version in versions) or len(versions)
 
 
 def _mean(values: Iterable[float]) -> float:
