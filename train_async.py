@@ -114,6 +114,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     from r3train.loop.parts import RankZero
     from r3train.loop.scatter import broadcast_json
     from r3train.observe.metrics import MetricsWriter
+    from r3train.observe.profiler import StepProfiler
     from r3train.observe.sinks import open_sinks
     from r3train.proof.writer import EvidenceWriter
 
@@ -122,6 +123,9 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         from r3train.verify.mutations import planted_in_job
 
         plant = parts.enter_context(planted_in_job(config, job.hf))
+    if config.checkpoint.debug_rollout_only:
+        generate(job, rank, run_dir, display, stop, parts)
+        return
     resume = resume_point(job)
     engines = rank_zero = evidence = None
     routes = build_routes(config, job.hf)
@@ -148,6 +152,8 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
             settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
             evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
             rank_zero = RankZero(engines, display, metrics, evaluations)
+    profiler = StepProfiler(config.run, run_dir, rank)
+    parts.callback(profiler.close)
     if config.r3_check_enabled:
         evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
         parts.callback(evidence.close)
@@ -161,9 +167,41 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         keeper=build_keeper(job, actor, run_dir, stop, display.note, resume, routes.read),
         routes=routes,
         plant=plant,
+        profiler=profiler,
     ).run(resume.start_rollout_id)
     if config.checkpoint.save_hf is not None:
         export_hf(job, actor, trained)
+
+
+def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
+    """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
+    from r3train.host_group import rank_zero_alone
+    from r3train.launch.resume import ResumePoint
+    from r3train.launch.routes import build_routes
+    from r3train.launch.sources import build_engines
+    from r3train.loop.evaluation import Evaluations
+    from r3train.loop.parts import RankZero
+    from r3train.loop.rollouts_only import generate_only
+    from r3train.observe.metrics import MetricsWriter
+    from r3train.observe.sinks import open_sinks
+
+    parts.enter_context(stop)
+    with rank_zero_alone():
+        if rank != 0:
+            return
+        display.note(f"run directory: {run_dir}")
+        for warning in job.warnings:
+            display.note(str(warning), style="yellow")
+        routes = build_routes(job.config, job.hf)
+        engines = build_engines(job, run_dir, display, ResumePoint(), routes)
+        parts.callback(engines.close)
+        engines.start_server()
+        engines.wait_ready()
+        sinks = open_sinks(job.config, run_dir, None)
+        metrics = parts.enter_context(MetricsWriter(run_dir, job.config.run.tensorboard, sinks))
+        evaluations = Evaluations(engines.eval_sets(), {}, metrics, display)
+        rank_zero = RankZero(engines, display, metrics, evaluations)
+        generate_only(job.config, run_dir, rank_zero, stop)
 
 
 def finish(config: RunConfig, run_dir: Path, began: float) -> dict:

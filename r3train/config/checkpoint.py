@@ -14,6 +14,11 @@ from r3train.config.section import Section
 ROLLOUT_ID = "{rollout_id}"
 
 
+def rollout_path(directory: Path, rollout_id: int) -> Path:
+    """The file of a dumped rollout."""
+    return directory / f"rollout_{rollout_id:07d}.safetensors"
+
+
 class CheckpointSection(Section):
     """Checkpoints, exports, and rollouts on disk."""
 
@@ -40,6 +45,17 @@ class CheckpointSection(Section):
     """Write every rollout, with routes and log-probs, to rollouts/ in the run directory."""
     replay_rollouts: Path | None = Field(default=None, strict=False)
     """Train from the dumped rollouts in this directory; no server starts."""
+    debug_rollout_only: bool = False
+    """Generate, score and dump every rollout with hf_checkpoint's weights, and train nothing: no actor
+    is built."""
+    ci_inject_rollout_data_path: Path | None = Field(default=None, strict=False)
+    """Train from the dumped rollouts in this directory while servers generate the same rollouts, which
+    must be like them: a test of the weights that reach the servers."""
+    ci_inject_rollout_data_start_rollout_id: int = Field(default=0, ge=0)
+    """First rollout that is taken from ci_inject_rollout_data_path."""
+    ci_inject_rollout_data_min_match_ratio: float = Field(default=0.9, ge=0, le=1)
+    """Smallest mean share of an answer's tokens that the servers must generate again; below it the run
+    ends."""
 
     def hf_directory(self, rollout_id: int) -> Path:
         """The directory of the export after ``rollout_id`` rollouts; only with save_hf."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from r3train.config.algorithm import AlgorithmSection
+from r3train.config.checkpoint import rollout_path
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
 from r3train.config.families import UNFUSED_ROPE, topology_conflicts
@@ -32,6 +33,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
             *_distillation(config),
             *_recompute(config),
             *_checkpoints(config),
+            *_debugging(config, world_size),
             *lora_conflicts(config),
             *replay_conflicts(config),
             *rollout_conflicts(config),
@@ -421,6 +423,78 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
         yield f"--dump-rollouts would copy what {name} reads"
     if config.faults.max_engine_restarts:
         yield f"--max-engine-restarts needs a server: {name} has none"
+
+
+def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
+    checkpoint, run = config.checkpoint, config.run
+    yield from _injection(config)
+    if (
+        run.use_pytorch_profiler or run.record_memory_history
+    ) and not checkpoint.debug_rollout_only:
+        start, end = run.profile_step_start, run.profile_step_end
+        if end <= start:
+            yield f"profile_step_end {end} is not behind profile_step_start {start}"
+        elif start >= config.rollout.num_rollout:
+            yield (
+                f"profile_step_start {start}: the run ends after num_rollout"
+                f" {config.rollout.num_rollout}, so nothing would be profiled"
+            )
+        if strange := [rank for rank in run.profile_ranks if not 0 <= rank < world_size]:
+            yield f"profile_ranks {strange[0]} is none of the {world_size} ranks"
+    else:
+        for name in ("profile_step_start", "profile_step_end", "profile_ranks"):
+            if getattr(run, name) != type(run).model_fields[name].default:
+                yield f"{name} has no effect without --use-pytorch-profiler or --record-memory-history"
+    if not checkpoint.debug_rollout_only:
+        return
+    only = "--debug-rollout-only"
+    if not config.has_engines:
+        yield f"{only} generates, and --replay-rollouts and --loss-type sft do not"
+    if config.rollout.rollout_external_engine_addrs:
+        yield (
+            f"{only} starts servers of its own: nothing would bring those of"
+            " --rollout-external-engine-addrs to hf_checkpoint's weights"
+        )
+    no_effect = {
+        "--save": checkpoint.save,
+        "--save-hf": checkpoint.save_hf,
+        "--load": checkpoint.load,
+        "--lora-adapter-path": config.lora.lora_adapter_path,
+        "--ci-inject-rollout-data-path": checkpoint.ci_inject_rollout_data_path,
+        "--use-pytorch-profiler": run.use_pytorch_profiler,
+        "--record-memory-history": run.record_memory_history,
+        "--check-weight-update-equal": config.trainer.check_weight_update_equal,
+        "--eval-prompt-data": config.eval_sets,
+        "--route-stores": config.replay.route_stores,
+        "--max-engine-restarts": config.faults.max_engine_restarts,
+    }
+    for flag, value in no_effect.items():
+        if value:
+            yield f"{flag} has no effect with {only}, which builds no actor and publishes no weights"
+
+
+def _injection(config: RunConfig) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    path, flag = checkpoint.ci_inject_rollout_data_path, "--ci-inject-rollout-data-path"
+    if path is None:
+        for name in ("start_rollout_id", "min_match_ratio"):
+            name = f"ci_inject_rollout_data_{name}"
+            if getattr(checkpoint, name) != type(checkpoint).model_fields[name].default:
+                yield f"{name} has no effect without {flag}"
+        return
+    if not config.has_engines:
+        yield f"{flag} is held against what servers generate: --replay-rollouts has no servers"
+    if config.replay.route_stores:
+        yield f"{flag} cannot go with --route-stores: the recorded routes are on rank 0"
+    start, end = checkpoint.ci_inject_rollout_data_start_rollout_id, config.rollout.num_rollout
+    if start >= end:
+        yield f"ci_inject_rollout_data_start_rollout_id {start}: the run ends after num_rollout {end}"
+    missing = [i for i in range(start, end) if not rollout_path(path, i).is_file()]
+    if missing:
+        yield (
+            f"{rollout_path(path, missing[0])}: no such file ({flag} needs rollouts"
+            f" {start} to {end - 1})"
+        )
 
 
 def _model_topology(config: RunConfig, hf: HfModelFacts, world_size: int) -> Iterator[str]:

@@ -43,6 +43,17 @@ class RunSection(Section):
     """Write a plot of reward, log-prob gap and R3 counts."""
     progress: bool = True
     """Show progress bars on rank 0."""
+    use_pytorch_profiler: bool = False
+    """Write a trace of torch.profiler to profile/ in the run directory, for Perfetto."""
+    record_memory_history: bool = False
+    """Write a snapshot of CUDA's memory, with its history, to profile/ in the run directory, for
+    pytorch.org/memory_viz."""
+    profile_step_start: int = Field(default=10, ge=0)
+    """First rollout that is profiled, counted from 0 as in metrics.jsonl."""
+    profile_step_end: int = Field(default=12, ge=1)
+    """First rollout behind those that are profiled."""
+    profile_ranks: tuple[int, ...] = Field(default=(0,), strict=False)
+    """Ranks that are profiled."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Level of the log files; the terminal never shows more than rank 0's INFO."""
 
@@ -94,9 +105,13 @@ class RunConfig(Section):
     def audit_share(self) -> float:
         """r3_audit_share; 0 with the check off, and where nothing can be computed again exactly.
 
-        That is without servers, and where prefixes of older weights stay in their caches.
+        That is without servers, where prefixes of older weights stay in their caches, and where
+        what servers generate is not trained.
         """
+        checkpoint = self.checkpoint
         exact = self.has_engines and self.rollout.flush_cache_on_update
+        if checkpoint.debug_rollout_only or checkpoint.ci_inject_rollout_data_path is not None:
+            exact = False  # what the servers generated is not trained
         return self.replay.r3_audit_share if self.r3_check_enabled and exact else 0.0
 
     @property

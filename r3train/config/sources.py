@@ -34,6 +34,7 @@ PEERS = {
     "colocate": "not there: servers and trainer have GPUs of their own",
     "custom_generate_function_path": "environment",
     "debug_train_only": "replay_rollouts",
+    "profile": "use_pytorch_profiler",
     "dynamic_sampling_filter_path": "rollout_filter",
     "finetune": "load_model_only",
     "kl_coef": "kl_loss_coef",

@@ -342,6 +342,10 @@ class Engines:
         """Start generation."""
         job, rollout = self.job, self.job.config.rollout
         order = job.order
+        if job.config.checkpoint.debug_rollout_only:  # the weights never change: nothing is too old
+            limits = {"max_weight_staleness": rollout.num_rollout}
+            limits["rollout_buffer_size"] = rollout.buffer_groups
+            rollout = rollout.model_copy(update=limits)
         self._producer = Producer(
             rollout,
             self.make_client,

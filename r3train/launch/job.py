@@ -186,6 +186,7 @@ def preflight(
         lambda: check_server_flags(rollout.sglang, replay=replay, kept_top_k=kept_top_k),
     )
     attempt(settings, check_layers_here, config)
+    attempt(settings, check_memory_history, config)
     attempt(settings, check_trackers, config)
     # refuses a key that HTTP cannot send
     api_key = attempt("key of the servers", engine_api_key, os.environ)
@@ -550,6 +551,16 @@ def check_layers_here(config: RunConfig) -> None:
         raise ValueError(
             "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"
             " of Transformer Engine, which a CUDA device needs, have none yet"
+        )
+
+
+def check_memory_history(config: RunConfig) -> None:
+    """Raise ValueError for --record-memory-history where no CUDA device is visible."""
+    import torch
+
+    if config.run.record_memory_history and not torch.cuda.is_available():
+        raise ValueError(
+            "--record-memory-history records the memory of CUDA devices, and none is visible here"
         )
 
 

@@ -41,6 +41,7 @@ from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.keeper import Keeper
 from r3train.loop.parts import RankZero, RolloutSource
+from r3train.observe.profiler import StepProfiler
 from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
 from r3train.loop.recovery import Recovery
 from r3train.loop.report import (
@@ -66,7 +67,8 @@ class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
 
     rank_zero: None on other ranks; evidence: None with the R3 check off; routes: brings
-    routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault).
+    routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault);
+    profiler: of the steps that the settings name.
     """
 
     def __init__(
@@ -80,7 +82,9 @@ class AsyncLoop:
         keeper: Keeper,
         routes: Routes,
         plant: Plant | None = None,
+        profiler: StepProfiler | None = None,
     ):
+        self._profiler = profiler
         self._config = config
         self._hf = hf
         self._actor = actor
@@ -116,6 +120,8 @@ class AsyncLoop:
             self._source = keeper.watch(self._rank_zero.engines.start_producer())
         self._begin_evaluation(start_rollout_id, at_start=True)
         for rollout_id in range(start_rollout_id, num_rollout):
+            if self._profiler is not None:
+                self._profiler.at(rollout_id)
             began = time.monotonic()
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
@@ -258,7 +264,9 @@ class AsyncLoop:
         recovery = self._recovery
         if recovery.fatal is None:
             try:
-                return self._next_groups(rollout_id), None, None
+                batch_size = self._config.rollout.rollout_batch_size
+                groups = self._rank_zero.next_groups(self._source, rollout_id, batch_size)
+                return groups, None, None
             except StopRequested:
                 return None, {"microbatches": None}, None
             except recovery.caught as error:
@@ -266,21 +274,6 @@ class AsyncLoop:
             except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
                 recovery.fatal = error
         return None, {"failed": str(recovery.fatal)}, None
-
-    def _next_groups(self, rollout_id: int) -> list[list[Scored]]:
-        """Rank 0: wait for the rollout and show its progress."""
-        display, batch_size = self._rank_zero.display, self._config.rollout.rollout_batch_size
-        display.rollout_begin(rollout_id, batch_size)
-        display.train_update("waiting for rollout")
-        first = self._source.stats()
-
-        def on_wait(stats: dict[str, Any]) -> None:
-            tokens = stats["generated_tokens"] - first["generated_tokens"]
-            display.rollout_update(min(stats["buffered_groups"], batch_size), tokens)
-
-        groups = self._source.next_batch(rollout_id, on_wait)
-        display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
-        return groups
 
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]

@@ -14,7 +14,7 @@ from r3train.config import RunConfig
 from r3train.data.fingerprint import FileFingerprint
 from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
-from r3train.loop.replay_source import dump_rollout
+from r3train.loop.replay_source import InjectedRollouts, dump_rollout
 from r3train.loop.rollout_file import write_samples
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.types import RolloutSample, Scored
@@ -67,6 +67,8 @@ class Keeper:
     def watch(self, source: Any) -> WatchedSource:
         """Wrap rank 0's source of rollouts: a stop ends its waits, and rollouts are dumped."""
         dump = self._dump if self._config.checkpoint.dump_rollouts else None
+        if self._config.checkpoint.ci_inject_rollout_data_path is not None:
+            source = InjectedRollouts(source, self._config.checkpoint)
         self._source = WatchedSource(source, self._stop, dump)
         return self._source
 

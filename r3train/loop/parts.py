@@ -70,3 +70,20 @@ class RankZero:
     display: RunDisplay
     metrics: MetricsWriter
     evaluations: Evaluations
+
+    def next_groups(
+        self, source: RolloutSource, rollout_id: int, batch_size: int
+    ) -> list[list[Scored]]:
+        """Wait for a rollout of ``batch_size`` groups and show its progress."""
+        display = self.display
+        display.rollout_begin(rollout_id, batch_size)
+        display.train_update("waiting for rollout")
+        first = source.stats()
+
+        def on_wait(stats: dict[str, Any]) -> None:
+            tokens = stats["generated_tokens"] - first["generated_tokens"]
+            display.rollout_update(min(stats["buffered_groups"], batch_size), tokens)
+
+        groups = source.next_batch(rollout_id, on_wait)
+        display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
+        return groups

@@ -8,15 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from r3train.algo.trajectories import episode_id
+from r3train.config.checkpoint import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.types import RolloutSample, Scored
-
-
-def rollout_path(directory: Path, rollout_id: int) -> Path:
-    """The file of a dumped rollout."""
-    return directory / f"rollout_{rollout_id:07d}.safetensors"
 
 
 def dump_rollout(directory: Path, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> Path:
@@ -118,6 +116,71 @@ class DumpedRollouts(WithoutServer):
                         " were dumped without --use-rollout-routing-replay"
                     )
         return groups
+
+
+class InjectedRollouts:
+    """A source whose rollouts are replaced by dumped ones that must be like them.
+
+    The servers go on generating, so a wrong weight in them shows: with the same settings they draw the
+    recorded answers again, but for rounding.
+    """
+
+    def __init__(self, source: Any, checkpoint: CheckpointSection) -> None:
+        assert checkpoint.ci_inject_rollout_data_path is not None
+        self._source = source
+        self._directory = checkpoint.ci_inject_rollout_data_path
+        self._start = checkpoint.ci_inject_rollout_data_start_rollout_id
+        self._least = checkpoint.ci_inject_rollout_data_min_match_ratio
+        self._match: float | None = None
+
+    def next_batch(
+        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[list[Scored]]:
+        """The dumped groups of one rollout, once the source has generated its own.
+
+        Raises ValueError naming the file where prompts differ, or answers differ too much.
+        """
+        generated = self._source.next_batch(rollout_id, on_wait)
+        if rollout_id < self._start:
+            return generated
+        path, recorded = (f(self._directory, rollout_id) for f in (rollout_path, load_rollout))
+        ours, theirs = (
+            [s for group in groups for s, _ in group] for groups in (generated, recorded)
+        )
+        if len(ours) != len(theirs):
+            raise ValueError(f"{path}: holds {len(theirs)} samples, generated were {len(ours)}")
+        matches = []
+        for own, other in zip(ours, theirs):
+            prompts = (s.token_ids[: s.prompt_len] for s in (own, other))
+            if not np.array_equal(*prompts):
+                raise ValueError(
+                    f"{path}: sample {other.sample_id} has another prompt than the one that was"
+                    f" generated, {own.prompt.prompt_id}: expected the recording of this run"
+                )
+            matches.append(_match(own, other))
+        self._match = float(np.mean(matches))
+        if self._match < self._least:
+            raise ValueError(
+                f"{path}: {self._match:.1%} of the tokens of its answers were generated again, expected"
+                f" at least {self._least:.1%} (--ci-inject-rollout-data-min-match-ratio): the servers"
+                " hold other weights than the recording's did"
+            )
+        return recorded
+
+    def stats(self) -> dict[str, Any]:
+        """The source's counts, and the match of the last rollout."""
+        return self._source.stats() | {"inject_match": self._match}
+
+    def __getattr__(self, name: str) -> Any:
+        """Pass everything else on to the source."""
+        return getattr(self._source, name)
+
+
+def _match(one: RolloutSample, other: RolloutSample) -> float:
+    """The share of places in the longer of two responses at which both have the same token."""
+    a, b = (s.token_ids[s.prompt_len :] for s in (one, other))
+    short, longer = sorted((len(a), len(b)))
+    return 1.0 if longer == 0 else float((a[:short] == b[:short]).sum()) / longer
 
 
 class Conversations(WithoutServer):

@@ -132,7 +132,9 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
     earlier = before.get("outcomes", {})
     fates = {key: count - earlier.get(key, 0) for key, count in now["outcomes"].items()}
     fates = {f"rollout/groups_{key}": count for key, count in fates.items() if key != "trained"}
+    match = now.get("inject_match")
     return {
+        **({} if match is None else {"rollout/inject_match": match}),
         "perf/rollout_s": since("wall_s") - since("idle_s"),
         "perf/train_wait_share": since("waiting_s") / wall_s,
         "perf/rollout_idle_share": since("idle_s") / wall_s,

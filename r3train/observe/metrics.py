@@ -7,6 +7,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/reward_mean, reward_min, reward_max | over the samples of the step |
 | rollout/pass_at_1, _2, _4, ... | of the step's groups, where rewards are within 0 and 1: a reward of 1 passes |
 | rollout/response_len_mean, _median, _max, rollout/tokens | tokens that the model generated, a sample; all |
+| rollout/inject_match | with --ci-inject-rollout-data-path: mean share of recorded tokens generated again |
 | rollout/turns_mean, _max, rollout/observation_len_mean | with --environment, an episode: turns, tokens of the environment |
 | rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
 | rollout/zero_variance_groups | groups whose rewards are equal |

@@ -200,6 +200,42 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"rollout_server_env": ["HF_TOKEN"], "rollout_external_engine_addrs": ["h:1"]},
         ),
         ("names a server twice", {"rollout_external_engine_addrs": ["h:1", "h:1"]}),
+        (
+            "profile_step_end 3 is not behind profile_step_start 3",
+            {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 3},
+        ),
+        (
+            "so nothing would be profiled",
+            {"use_pytorch_profiler": True, "profile_step_start": 998, "profile_step_end": 999},
+        ),
+        ("profile_ranks has no effect without", {"profile_ranks": [1]}),
+        (
+            "profile_ranks 9 is none of the",
+            {
+                "use_pytorch_profiler": True,
+                "profile_step_start": 0,
+                "profile_step_end": 1,
+                "profile_ranks": [0, 9],
+            },
+        ),
+        (
+            "rollout_0000000.safetensors: no such file",
+            {"ci_inject_rollout_data_path": "/nowhere"},
+        ),
+        (
+            "ci_inject_rollout_data_min_match_ratio has no effect without",
+            {"ci_inject_rollout_data_min_match_ratio": 0.5},
+        ),
+        ("has no servers", {"ci_inject_rollout_data_path": ".", "replay_rollouts": "."}),
+        ("--debug-rollout-only generates", {"debug_rollout_only": True, "replay_rollouts": "."}),
+        (
+            "--save has no effect with --debug-rollout-only",
+            {"debug_rollout_only": True, "save": "x"},
+        ),
+        (
+            "--debug-rollout-only starts servers of its own",
+            {"debug_rollout_only": True, "rollout_external_engine_addrs": ["h:1"]},
+        ),
         ("--environment-samples turn needs --environment", {"environment_samples": "turn"}),
         (
             "leave global_batch_size unset",

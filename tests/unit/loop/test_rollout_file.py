@@ -11,6 +11,7 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.launch import resume
+from r3train.config.checkpoint import CheckpointSection
 from r3train.loop import replay_source, rollout_file
 from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples, write_samples
@@ -152,6 +153,78 @@ def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
     replay_source.rollout_path(tmp_path, 0).rename(replay_source.rollout_path(tmp_path, 1))
     with pytest.raises(ValueError, match="does not hold rollout 1"):
         source(tmp_path).next_batch(1)
+
+
+class Generated:
+    """A source of one rollout, as servers would generate it."""
+
+    def __init__(self, groups):
+        self.groups = groups
+
+    def next_batch(self, rollout_id, on_wait=None):
+        return self.groups
+
+    def stats(self):
+        return {"generated_tokens": 7}
+
+    def snapshot(self):
+        return "kept"
+
+
+def injecting(directory, generated, *, start=0, least=0.9):
+    section = CheckpointSection(
+        ci_inject_rollout_data_path=directory,
+        ci_inject_rollout_data_start_rollout_id=start,
+        ci_inject_rollout_data_min_match_ratio=least,
+    )
+    return replay_source.InjectedRollouts(Generated(generated), section)
+
+
+def with_tokens(groups, change):
+    """The groups with other tokens in every response."""
+
+    def changed(sample):
+        tokens = sample.token_ids.copy()
+        change(tokens[sample.prompt_len :])
+        return replace(sample, token_ids=tokens)
+
+    return [[(changed(s), reward) for s, reward in group] for group in groups]
+
+
+def test_a_recording_takes_the_place_of_rollouts_that_are_like_it(tmp_path):
+    replay_source.dump_rollout(tmp_path, 1, with_tokens(groups(), lambda t: None))
+    other = [[(s, reward + 1) for s, reward in group] for group in groups()]
+    source = injecting(tmp_path, other, start=1)
+    assert source.next_batch(0) is other and source.stats()["inject_match"] is None
+    back = source.next_batch(1)
+    assert [[r for _, r in group] for group in back] == [[r for _, r in g] for g in groups()]
+    assert source.stats() == {"generated_tokens": 7, "inject_match": 1.0}
+    assert source.snapshot() == "kept"
+
+
+def test_rollouts_unlike_the_recording_are_refused_with_its_file(tmp_path):
+    replay_source.dump_rollout(tmp_path, 0, groups())
+
+    def half(tokens):
+        tokens[: len(tokens) // 2] += 1
+
+    drifted = with_tokens(groups(), half)
+    injecting(tmp_path, drifted, least=0.3).next_batch(0)
+    with pytest.raises(
+        ValueError, match=r"rollout_0000000.*generated again, expected at least 90.0%"
+    ):
+        injecting(tmp_path, drifted).next_batch(0)
+    with pytest.raises(ValueError, match="rollout_0000000.*holds 4 samples, generated were 2"):
+        injecting(tmp_path, groups()[:1]).next_batch(0)
+
+    def other_prompt(sample):
+        tokens = sample.token_ids.copy()
+        tokens[0] += 1
+        return replace(sample, token_ids=tokens)
+
+    asked = [[(other_prompt(s), reward) for s, reward in group] for group in groups()]
+    with pytest.raises(ValueError, match="sample 0 has another prompt"):
+        injecting(tmp_path, asked).next_batch(0)
 
 
 def turn_by_turn() -> list:
