@@ -10,6 +10,8 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from r3train.config.options import usage_errors
+
 
 @click.command("verify")
 @click.option("--topology", "names", multiple=True, help="Only this topology; repeatable.")
@@ -19,6 +21,13 @@ from rich.console import Console
 @click.option("--bf16", is_flag=True, help="A second, looser table in bfloat16.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the result here.")
 @click.option("--html", "html_file", type=click.Path(path_type=Path), help="Write a page here.")
+@click.option(
+    "--from",
+    "run_dir",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="A run directory: train a rollout that it dumped in every topology that fits its model.",
+)
+@click.option("--rollout", "rollout_id", type=int, help="Rollout of --from [default: the first].")
 @click.option("--write-docs", is_flag=True, help="Regenerate docs/internals/verification.md.")
 def verify_command(
     names: tuple[str, ...],
@@ -28,9 +37,20 @@ def verify_command(
     bf16: bool,
     json_file: Path | None,
     html_file: Path | None,
+    run_dir: Path | None,
+    rollout_id: int | None,
     write_docs: bool,
 ) -> None:
-    """Hold replay against two oracles in every topology that fits on this machine."""
+    """Hold replay against two oracles in every topology that fits on this machine.
+
+    With --from a rollout of your own is trained in each topology, and held against world size 1.
+    """
+    if run_dir is not None and (mutations or bf16 or write_docs):
+        raise click.UsageError(
+            "--from runs no planted bugs, has the run's own dtype and writes no page"
+        )
+    if run_dir is None and rollout_id is not None:
+        raise click.UsageError("--rollout needs --from")
     import torch
 
     from r3train.trainer.megatron.cpu_device import prepare_device
@@ -53,14 +73,27 @@ def verify_command(
     if not console.is_terminal:
         console = Console(width=150)
     started = time.monotonic()
+
+    def show(line: str) -> None:
+        console.print(line, style="dim", highlight=False)
+
     results: list[Verification] = []
-    for use_bf16 in (False, True) if bf16 else (False,):
+    if run_dir is not None:
+        from r3train.verify.from_run import FromRun, layouts, verify_run
+
+        with tempfile.TemporaryDirectory(prefix="r3train-verify-") as scratch:
+            with usage_errors():
+                test = FromRun(run_dir, rollout_id, Path(scratch))
+                results.append(verify_run(test, layouts(names, ci), world_size, show))
+        report.print_report(results[-1], console)
+    dtypes = (False, True) if bf16 else (False,)
+    for use_bf16 in dtypes if run_dir is None else ():
         with tempfile.TemporaryDirectory(prefix="r3train-verify-") as scratch:
             verifier = Verifier(
                 Path(scratch),
                 bf16=use_bf16,
                 max_world_size=world_size,
-                report=lambda line: console.print(line, style="dim", highlight=False),
+                report=show,
             )
             planted = planted_by("") if mutations and not use_bf16 else []
             results.append(verifier.verify(chosen, planted))

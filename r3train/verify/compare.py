@@ -56,18 +56,18 @@ def compare(
     count, example = route_errors(found, reference, variant, rows)
     errors = {
         ROUTES: PhaseError(ROUTES, float(count), example),
-        FORWARD: _worst(FORWARD, _forward(found, reference, variant, rows)),
-        LOSS: _worst(LOSS, _loss(found, reference, scales)),
-        GRADIENTS: _worst(GRADIENTS, _gradients(found, reference)),
+        FORWARD: worst(FORWARD, _forward(found, reference, variant, rows)),
+        LOSS: worst(LOSS, _loss(found, reference, scales)),
+        GRADIENTS: worst(GRADIENTS, _gradients(found, reference)),
     }
     if last_phase >= DELTAS:
-        errors[DELTAS] = _worst(DELTAS, _deltas(found, reference, checkpoint))
+        errors[DELTAS] = worst(DELTAS, _deltas(found, reference, checkpoint))
     if found.exported:
         errors[EXPORT] = _export(found, checkpoint)
     return errors
 
 
-def _worst(phase: int, errors: Iterable[tuple[float, str]]) -> PhaseError:
+def worst(phase: int, errors: Iterable[tuple[float, str]]) -> PhaseError:
     """NaN is the worst of all: something was not computed."""
     error, where = max(errors, key=lambda e: math.inf if math.isnan(e[0]) else e[0])
     return PhaseError(phase, math.inf if math.isnan(error) else error, where)
@@ -107,7 +107,7 @@ def _loss(
     yield abs(found.num_tokens - reference.num_tokens), "token count"
 
 
-def _relative_by_name(
+def relative_by_name(
     found: dict[str, Tensor],
     reference: dict[str, Tensor],
     label: str,
@@ -128,7 +128,7 @@ def _relative_by_name(
 
 
 def _gradients(found: Outcome, reference: Outcome) -> Iterator[tuple[float, str]]:
-    yield from _relative_by_name(found.gradients, reference.gradients, "")
+    yield from relative_by_name(found.gradients, reference.gradients, "")
     yield abs(found.grad_norm - reference.grad_norm) / reference.grad_norm, "grad norm"
 
 
@@ -136,7 +136,7 @@ def _deltas(
     found: Outcome, reference: Outcome, checkpoint: dict[str, Tensor]
 ) -> Iterator[tuple[float, str]]:
     for step, deltas in reference.deltas.items():
-        yield from _relative_by_name(found.deltas[step], deltas, f"{step} ", checkpoint)
+        yield from relative_by_name(found.deltas[step], deltas, f"{step} ", checkpoint)
 
 
 def _export(found: Outcome, checkpoint: dict[str, Tensor]) -> PhaseError:

@@ -172,6 +172,7 @@ it names by ten times. The learning rule's settings are held in whole jobs, and 
 `tests/oracle/test_algorithm.py`.
 
     r3train verify --topology tp2ep2 --topology cp2     # these
+    r3train verify --from RUN --ci                      # with a rollout that a run of yours dumped
     r3train verify --ci --mutations                     # what continuous integration runs
     r3train verify --mutations --bf16 --write-docs      # everything, and this page
 """

@@ -96,13 +96,18 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
         try:
             _wait(process, cases)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+            stop(process)
+
+
+def stop(process: subprocess.Popen) -> None:
+    """End a launch and all of its session, if it still runs."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait(process: subprocess.Popen, cases: Sequence[Case]) -> None:

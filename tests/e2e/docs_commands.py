@@ -95,6 +95,12 @@ RULES = (
         "needs Slurm, which .ci/run has",
         "tests/e2e/test_slurm.py::test_the_regression_job_passes_and_its_exit_code_says_so",
     ),
+    Rule(
+        r"r3train verify --from ",
+        Kind.ELSEWHERE,
+        "needs a run that dumped rollouts",
+        "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
+    ),
     Rule(r"r3train verify ", Kind.LONG),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),
