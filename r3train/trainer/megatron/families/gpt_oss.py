@@ -5,29 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models.mixtral import MixtralBridge
 from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel import RowParallelLinear
 
 from r3train.trainer.megatron.families.family import MegatronFamily
+from r3train.trainer.megatron.families.fused_experts import FusedExperts
 
 _LAYER = "model.layers.{layer_number}."
 _EXPERTS = _LAYER + "mlp.experts."
 
 
-class _OncePerTensor(SafeTensorIO):
-    """Reads a tensor that several experts ask for once; mbridge counts every request."""
-
-    def load_some_hf_weight(self, names: list[str]) -> dict[str, torch.Tensor]:
-        return super().load_some_hf_weight(list(dict.fromkeys(names)))
-
-
-class GptOssBridge(MixtralBridge):
-    """Names and layouts of unquantised weights.
-
-    An expert's bias has the name of a weight here: mbridge and the export split names at ".weight".
-    """
+class GptOssBridge(FusedExperts, MixtralBridge):
+    """Names and layouts of unquantised weights."""
 
     _MLP_MAPPING = {
         "pre_mlp_layernorm": [_LAYER + "post_attention_layernorm.weight"],
@@ -43,10 +33,6 @@ class GptOssBridge(MixtralBridge):
         "self_attention.core_attention.softmax_offset": [_LAYER + "self_attn.sinks"],
     }
 
-    def __init__(self, hf_config: Any, **kwargs: Any):
-        self._experts: dict[str, dict[int, torch.Tensor]] = {}  # of a tensor that is not whole yet
-        super().__init__(hf_config, **kwargs)
-
     def _build_base_config(self, **kwargs: Any) -> Any:
         config = super()._build_base_config(**kwargs)
         rope = self.hf_config.rope_parameters
@@ -61,9 +47,6 @@ class GptOssBridge(MixtralBridge):
     def _get_gptmodel_args(self) -> dict[str, Any]:
         return super()._get_gptmodel_args() | {"position_embedding_type": "yarn"}
 
-    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        return _OncePerTensor(self._get_actual_hf_path(weights_path))
-
     def _weight_name_mapping_mlp(self, name: str) -> list[str]:
         layer_number = name.split(".")[2]
         for keyword, names in self._MLP_MAPPING.items():
@@ -71,35 +54,15 @@ class GptOssBridge(MixtralBridge):
                 return [n.format(layer_number=layer_number) for n in names]
         raise NotImplementedError(f"Unsupported parameter name: {name}")
 
-    def _weight_to_mcore_format(self, name: str, hf_weights: list[torch.Tensor]) -> torch.Tensor:
-        """Take one expert out; on disk weights are transposed, gate and up alternate."""
-        if ".mlp.experts." not in name:
-            return super()._weight_to_mcore_format(name, hf_weights)
-        per_rank = self.config.num_moe_experts // self.mpu.ep_size
-        index = self.mpu.ep_rank * per_rank + int(name.rsplit(".weight", 1)[1])
-        tensor = hf_weights[0][index].to(self.dtype)
-        tensor = tensor if "_bias." in name else tensor.T
-        return (
-            torch.cat([tensor[0::2], tensor[1::2]]) if ".linear_fc1" in name else tensor
-        ).contiguous()
+    def _expert_from_disk(self, name: str, row: torch.Tensor) -> torch.Tensor:
+        """On disk weights are transposed, gate and up alternate."""
+        row = row if "_bias." in name else row.T
+        return torch.cat([row[0::2], row[1::2]]) if ".linear_fc1" in name else row
 
-    def _weight_to_hf_format(
-        self, name: str, tensor: torch.Tensor
-    ) -> tuple[list[str], list[torch.Tensor]]:
-        """Put one expert back; the tensor comes with the layer's last."""
-        if ".mlp.experts." not in name:
-            return super()._weight_to_hf_format(name, tensor)
+    def _expert_to_disk(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if ".linear_fc1" in name:
             tensor = torch.stack(tensor.chunk(2), 1).flatten(0, 1)
-        (hf_name,) = self._weight_name_mapping_mcore_to_hf(name)
-        experts = self._experts.setdefault(hf_name, {})
-        # a copy: the parameter may move before the last expert is here
-        whole = tensor.clone() if "_bias." in name else tensor.T.contiguous()
-        experts[int(name.rsplit(".weight", 1)[1])] = whole
-        if len(experts) < self.config.num_moe_experts:
-            return [], []
-        del self._experts[hf_name]
-        return [hf_name], [torch.stack([experts[i] for i in range(len(experts))])]
+        return tensor if "_bias." in name else tensor.T
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:
