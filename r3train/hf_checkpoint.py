@@ -11,9 +11,10 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from r3train.config.families import FAMILIES, has_fused_experts
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.config.families import FAMILIES, has_fused_experts, model_type_of
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
 from r3train.config.tensor_shapes import fits, tensor_shapes
 
@@ -38,7 +39,7 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json
 def check_name(name: str, fused_experts: bool = False) -> str:
     """Return ``name``; raises ValueError for a fused expert tensor, which SGLang would ignore.
 
-    fused_experts: the checkpoint's own tensors are fused, and SGLang knows (gpt-oss).
+    fused_experts: the checkpoint's own tensors are fused, and SGLang knows (gpt-oss, Qwen3.5).
     """
     if not fused_experts and _FUSED_EXPERTS.search(name):
         raise ValueError(
@@ -194,7 +195,7 @@ class WeightIndex:
     """The tensors that every weight update must bring: those of a checkpoint's headers.
 
     Left out are layers beyond the model's own (multi-token prediction, which no server loads as part
-    of the model), a tied output layer and rotary frequencies.  An update may be in the run's
+    of the model), a vision tower, a tied output layer and rotary frequencies.  An update may be in the run's
     ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one.
     With LoRA an update after the first brings the adapted tensors alone.
     """
@@ -242,6 +243,7 @@ class WeightIndex:
             raise ValueError(f"{update} {num_bytes} bytes were sent, its tensors have {expected}")
 
 
+_VISION = "model.visual."  # the vision tower of a model of text and images
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -253,6 +255,7 @@ def is_trained(name: str, hf: HfModelFacts) -> bool:
         or (name == "lm_head.weight" and hf.tie_word_embeddings)
         or name.endswith("rotary_emb.inv_freq")
         or name.startswith("mtp.")  # Qwen3-Next's layers of multi-token prediction
+        or name.startswith(_VISION)
     )
 
 
@@ -334,13 +337,24 @@ def check_export_directory(directory: Path, hf_checkpoint: Path) -> None:
         )
 
 
+def _left_alone(hf_checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that nobody trains and every export needs: those of a vision tower."""
+    if model_type_of(hf_checkpoint) not in OF_TEXT_AND_IMAGES:
+        return
+    for file in weight_files(hf_checkpoint):
+        with safe_open(file, "pt") as shard:
+            for name in shard.keys():
+                if name.startswith(_VISION):
+                    yield name, shard.get_tensor(name)
+
+
 def export_checkpoint(
     named_tensors: NamedTensors, directory: Path, *, hf_checkpoint: Path
 ) -> tuple[int, int]:
     """Write ``directory`` with the weights, and configuration and tokenizer of ``hf_checkpoint``.
 
     transformers and SGLang load it.  An earlier export is replaced once the new one is whole.
-    Returns (tensors, bytes).  Raises OSError (a full disk) with the old one intact, and ValueError
+    A vision tower comes along as it was.  Returns (tensors, bytes).  Raises OSError (a full disk) with the old one intact, and ValueError
     as ``write_shards`` and ``check_export_directory`` do.
     """
     check_export_directory(directory, hf_checkpoint)
@@ -350,7 +364,7 @@ def export_checkpoint(
     partial.mkdir(parents=True)
     try:
         num_tensors, num_bytes, _ = write_shards(
-            named_tensors,
+            chain(named_tensors, _left_alone(hf_checkpoint)),
             partial,
             shard_bytes=SHARD_BYTES,
             fused_experts=has_fused_experts(hf_checkpoint),

@@ -171,19 +171,21 @@ def _difference(found: dict[str, Any], wanted: dict[str, Any]) -> str:
 
 
 def _save_model(directory: Path, options: TinyOptions) -> None:
-    """Random weights under Hugging Face's per-expert names, the same for the same seed."""
+    """Random weights under the names of published checkpoints, the same for the same seed."""
     import torch
 
-    model = random_model(options)
-    model.to(getattr(torch, options.dtype)).save_pretrained(directory)
-    add_published(directory, options)
+    save(random_model(options).to(getattr(torch, options.dtype)), directory, options)
 
 
-def add_published(directory: Path, options: TinyOptions) -> None:
-    """Add the keys of the family's published configurations, which transformers did not save."""
-    file, published = directory / "config.json", TINY_FAMILIES[options.family].published
-    if published:
-        content = json.loads(file.read_text(encoding="utf-8")) | dict(published)
+def save(model: Any, directory: Path, options: TinyOptions) -> None:
+    """Save a model with the names and configuration keys that the family's published checkpoints have."""
+    family = TINY_FAMILIES[options.family]
+    # transformers would part the experts, which published models of text and images hold together
+    model.save_pretrained(directory, save_original_format=family.vision is None)
+    if family.published:
+        file = directory / "config.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        (content if family.vision is None else content["text_config"]).update(family.published)
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -205,10 +207,14 @@ def random_model(options: TinyOptions, **changes: Any) -> Any:
     kind, sizes = family.kind, family.sizes(options)
     if not options.num_experts:
         kind, sizes = "Qwen3", {"head_dim": options.head_dim}
-    config = getattr(transformers, f"{kind}Config")(**shared(options) | tokens | sizes | changes)
+    keys, of = shared(options) | tokens | sizes | changes, "ForCausalLM"
+    if family.vision is not None:
+        keys = {"text_config": keys, "vision_config": family.vision(options)}
+        of = "ForConditionalGeneration"
+    config = getattr(transformers, f"{kind}Config")(**keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = getattr(transformers, f"{kind}ForCausalLM")(config)
+        model = getattr(transformers, f"{kind}{of}")(config)
         # transformers sets the padding row to 0, and a random policy does write <pad>.  The gradient
         # of an RMSNorm at 0 is 1 / sqrt(eps), a thousand times that of other rows.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)

@@ -37,12 +37,14 @@ class TinyFamily:
 
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration beside what all families share.  ``published``: keys of a published config.json that
-    transformers does not save, and SGLang reads.
+    transformers does not save, and SGLang reads.  ``vision``: of a model of text and images, which has all
+    these in text_config, the sizes of its vision tower.
     """
 
     kind: str
     sizes: Callable[[TinyOptions], dict[str, Any]]
     published: Mapping[str, Any] = field(default_factory=dict)
+    vision: Callable[[TinyOptions], dict[str, Any]] | None = None
 
 
 def shared(o: TinyOptions) -> dict[str, Any]:
@@ -245,6 +247,24 @@ def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
     }
 
 
+def _qwen3_5_moe(o: TinyOptions) -> dict[str, Any]:
+    pairs = o.head_dim // 4  # half of a head is rotated, by pairs of numbers
+    return _qwen3_next(o) | {
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
+            "mrope_interleaved": True,
+        }
+    }
+
+
+def _vision(o: TinyOptions) -> dict[str, Any]:
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    return sizes | {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
+
+
 TINY_FAMILIES: dict[str, TinyFamily] = {
     "qwen3_moe": TinyFamily("Qwen3Moe", _qwen3_moe),
     "qwen2_moe": TinyFamily("Qwen2Moe", _qwen2_moe),
@@ -256,6 +276,12 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
     "qwen3_next": TinyFamily(
         "Qwen3Next", _qwen3_next, {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
+    ),
+    "qwen3_5_moe": TinyFamily(
+        "Qwen3_5Moe",
+        _qwen3_5_moe,
+        {"full_attention_interval": 4, "partial_rotary_factor": 0.5},
+        vision=_vision,
     ),
     "gpt_oss": TinyFamily("GptOss", _gpt_oss),
     "minimax_m2": TinyFamily(

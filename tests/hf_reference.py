@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
 from r3train.hf_checkpoint import read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
 
@@ -21,6 +22,7 @@ class HfReference:
         from transformers import AutoModelForCausalLM
 
         config = read_transformers_config(directory)
+        self._of_text_and_images = config.model_type in OF_TEXT_AND_IMAGES
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=torch.float32
         ).eval()
@@ -75,8 +77,12 @@ class HfReference:
         return log_probs, {layer: c[:-1].numpy() for layer, c in self._chosen.items()}
 
     def gradients(self, directory: Path) -> dict[str, torch.Tensor]:
-        """The gradients under the hub's names: saving takes fused experts apart."""
+        """The gradients under the hub's names: saving takes fused experts apart, where the hub does."""
         for parameter in self.model.parameters():
             parameter.data = parameter.grad
-        self.model.save_pretrained(directory)
-        return load_file(directory / "model.safetensors")
+        self.model.save_pretrained(directory, save_original_format=not self._of_text_and_images)
+        tensors = load_file(directory / "model.safetensors")
+        if not self._of_text_and_images:
+            return tensors
+        # transformers took the language model out of the whole
+        return {n.replace("model.", "model.language_model.", 1): t for n, t in tensors.items()}

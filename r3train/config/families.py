@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_model_config
 from r3train.config.parallel import ParallelSection
 from r3train.config.sources import ConfigError
 
@@ -60,15 +60,19 @@ def _linear_layers(config: Config) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
 
 
-def _hybrid(config: Config, layer_id: int) -> tuple[str, ...]:
-    """Names of a gated delta net, or of an attention of heads."""
-    if not _linear_layers(config)[layer_id]:
-        return _heads(*_QK_NORM)(config, layer_id)
-    projections = ("in_proj_qkvz", "in_proj_ba", "out_proj", "conv1d", "norm")
-    return (
-        *(f"linear_attn.{name}.weight" for name in projections),
-        *("linear_attn.A_log", "linear_attn.dt_bias"),
-    )
+def _hybrid(*inputs: str) -> Callable[[Config, int], tuple[str, ...]]:
+    """Names of a gated delta net whose input projections are ``inputs``, or of an attention of heads."""
+
+    def names(config: Config, layer_id: int) -> tuple[str, ...]:
+        if not _linear_layers(config)[layer_id]:
+            return _heads(*_QK_NORM)(config, layer_id)
+        projections = (*(f"in_proj_{name}" for name in inputs), "out_proj", "conv1d", "norm")
+        return (
+            *(f"linear_attn.{name}.weight" for name in projections),
+            *("linear_attn.A_log", "linear_attn.dt_bias"),
+        )
+
+    return names
 
 
 def _nothing_else(config: Config) -> Iterator[str]:
@@ -87,11 +91,12 @@ class Family:
     that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too, and
     ``adapters_served`` that SGLang serves them right.
     ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
-    The rest are names of tensors: those of a layer's attention, of the router, of one expert {e}, and
-    of a layer with experts beside these.
+    The rest are names of tensors: what all but the output layer's begin with, those of a layer's
+    attention, of the router, of one expert {e} or of all, and of a layer with experts beside these.
     """
 
     needs: Mapping[str, tuple[Any, Any]]
+    prefix: str = "model"
     attention: Callable[[Config, int], tuple[str, ...]] = _heads()
     router: str = "mlp.gate.weight"
     expert: tuple[str, ...] = tuple(f"mlp.experts.{{e}}.{name}" for name in _MLP)
@@ -109,9 +114,7 @@ class Family:
 _SILU = {"hidden_act": ("silu", "silu")}
 _QWEN3 = _SILU | {"attention_bias": (False, False), "use_sliding_window": (False, False)}
 _QKV_BIAS = tuple(f"{name}_proj.bias" for name in "qkv")
-_FUSED_EXPERTS = tuple(
-    f"mlp.experts.{name}{kind}" for name in ("gate_up_proj", "down_proj") for kind in ("", "_bias")
-)
+_FUSED_EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _W123 = tuple(f"block_sparse_moe.experts.{{e}}.w{i}.weight" for i in (1, 2, 3))
 _GATED_SHARED = (
     "mlp.shared_expert_gate.weight",
@@ -164,6 +167,16 @@ def _hybrid_conflicts(config: Config) -> Iterator[str]:
         )
 
 
+def _qwen3_5_conflicts(config: Config) -> Iterator[str]:
+    yield from _hybrid_conflicts(config)
+    gate = config.get("output_gate_type")
+    if gate not in (None, "silu", "swish"):
+        yield (
+            f"output_gate_type is {gate!r}, expected 'silu' or 'swish': the actor and transformers"
+            " gate the output of linear attention by no other function"
+        )
+
+
 def _gpt_oss_conflicts(config: Config) -> Iterator[str]:
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type")) != "yarn":
@@ -204,6 +217,18 @@ _DEEPSEEK = Family(
     moe_layer=_BIASED_AND_SHARED,
     rope_types=("yarn",),
     conflicts=_deepseek_conflicts,
+)
+
+_QWEN3_NEXT = Family(
+    _SILU | {"attention_bias": (False, False), "mlp_only_layers": ([], [])},
+    attention=_hybrid("qkvz", "ba"),
+    moe_layer=_GATED_SHARED,
+    alone={"context_parallel_size": "its linear attention is not cut over ranks"},
+    whole_heads={
+        "num_key_value_heads": "the gate of its attention is cut between key heads",
+        "linear_num_key_heads": "its linear attention is cut between heads",
+    },
+    conflicts=_hybrid_conflicts,
 )
 
 FAMILIES: dict[str, Family] = {
@@ -263,16 +288,19 @@ FAMILIES: dict[str, Family] = {
         moe_layer=_BIASED_AND_SHARED,
         lora=True,
     ),
-    "qwen3_next": Family(
-        _SILU | {"attention_bias": (False, False), "mlp_only_layers": ([], [])},
-        attention=_hybrid,
-        moe_layer=_GATED_SHARED,
-        alone={"context_parallel_size": "its linear attention is not cut over ranks"},
-        whole_heads={
-            "num_key_value_heads": "the gate of its attention is cut between key heads",
-            "linear_num_key_heads": "its linear attention is cut between heads",
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_moe": replace(
+        _QWEN3_NEXT,
+        needs=_QWEN3_NEXT.needs
+        | {
+            "norm_topk_prob": (True, True),
+            "attn_output_gate": (True, True),
+            "tie_word_embeddings": (False, False),
         },
-        conflicts=_hybrid_conflicts,
+        prefix="model.language_model",
+        attention=_hybrid("qkv", "z", "b", "a"),
+        expert=_FUSED_EXPERTS,
+        conflicts=_qwen3_5_conflicts,
     ),
     "gpt_oss": Family(
         {
@@ -282,7 +310,7 @@ FAMILIES: dict[str, Family] = {
         },
         attention=_heads(*_QKV_BIAS, "o_proj.bias", "sinks"),
         router="mlp.router.weight",
-        expert=_FUSED_EXPERTS,
+        expert=(*_FUSED_EXPERTS, *(f"{name}_bias" for name in _FUSED_EXPERTS)),
         moe_layer=("mlp.router.bias",),
         rope_types=("yarn",),
         alone={"expert_tensor_parallel_size": "its experts have biases"},
@@ -293,6 +321,10 @@ FAMILIES: dict[str, Family] = {
     "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),
     "glm4_moe_lite": _DEEPSEEK,
 }
+_MTP_COUNTS = (
+    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+    "mtp_num_hidden_layers",
+)
 # families with a reason of their own
 REFUSED = {
     "deepseek_v32": "its sparse attention runs on CUDA alone, in SGLang and in Megatron, and nobody"
@@ -311,7 +343,7 @@ def check_family(hf: HfModelFacts) -> None:
 
 def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
     """Yield a complaint for a family that nobody verified, and for each key that makes it another."""
-    content = load_json_object(hf.path / "config.json")
+    content = load_model_config(hf.path)
     family = FAMILIES.get(hf.model_type)
     where = f"{hf.path}/config.json"
     if hf.model_type in REFUSED:
@@ -354,9 +386,8 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
 
 def untrained_parts(hf: HfModelFacts) -> str | None:
     """Return words for the layers that SGLang and the actor leave out; None without such."""
-    content = load_json_object(hf.path / "config.json")
-    counts = map(content.get, ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"))
-    count = next(filter(None, counts), None)
+    content = load_model_config(hf.path)
+    count = next(filter(None, map(content.get, _MTP_COUNTS)), None)
     if not isinstance(count, int) or not count:
         return None
     return f"{count} layer(s) of multi-token prediction are neither served nor trained nor exported"
@@ -374,7 +405,7 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
             yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
     if not family.whole_heads:
         return
-    tp, content = parallel.tensor_model_parallel_size, load_json_object(hf.path / "config.json")
+    tp, content = parallel.tensor_model_parallel_size, load_model_config(hf.path)
     for key, reason in family.whole_heads.items():
         heads = content.get(key)
         if isinstance(heads, int) and heads % tp:
@@ -384,16 +415,17 @@ def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[
             )
 
 
-def has_fused_experts(hf_checkpoint: Path) -> bool:
-    """Return True where all experts of a layer are one tensor on disk, and SGLang loads it so.
+def model_type_of(hf_checkpoint: Path) -> str:
+    """Return the model_type in a directory's config.json; "" without one."""
+    if not (hf_checkpoint / "config.json").is_file():
+        return ""
+    return load_model_config(hf_checkpoint).get("model_type", "")
 
-    A directory without config.json has none.
-    """
-    file = hf_checkpoint / "config.json"
-    if not file.is_file():
-        return False
-    family = FAMILIES.get(load_json_object(file).get("model_type", ""))
-    return family is not None and family.expert == _FUSED_EXPERTS
+
+def has_fused_experts(hf_checkpoint: Path) -> bool:
+    """Return True where all experts of a layer are one tensor on disk, and SGLang loads it so."""
+    family = FAMILIES.get(model_type_of(hf_checkpoint))
+    return family is not None and not any("{e}" in name for name in family.expert)
 
 
 def sent_together(hf: HfModelFacts) -> tuple[tuple[str, str], ...]:
@@ -409,8 +441,8 @@ def sent_together(hf: HfModelFacts) -> tuple[tuple[str, str], ...]:
 def tensor_names(hf: HfModelFacts) -> frozenset[str]:
     """Return the names of all tensors that the actor loads and exports, for a verified family."""
     family = FAMILIES[hf.model_type]
-    content = load_json_object(hf.path / "config.json")
-    names = {"model.embed_tokens.weight", "model.norm.weight"}
+    content = load_model_config(hf.path)
+    names = {f"{family.prefix}.embed_tokens.weight", f"{family.prefix}.norm.weight"}
     if not hf.tie_word_embeddings:
         names.add("lm_head.weight")
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
@@ -420,5 +452,6 @@ def tensor_names(hf: HfModelFacts) -> frozenset[str]:
     for number in range(1, hf.num_hidden_layers + 1):
         mlp = sparse if number in hf.moe_layer_numbers else dense
         attention = family.attention(content, number - 1)
-        names.update(f"model.layers.{number - 1}.{name}" for name in (*norms, *attention, *mlp))
+        layer = f"{family.prefix}.layers.{number - 1}"
+        names.update(f"{layer}.{name}" for name in (*norms, *attention, *mlp))
     return frozenset(names)

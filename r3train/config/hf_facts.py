@@ -13,6 +13,9 @@ from r3train.types import RouteShape
 # the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
+# models of text and images that are trained by text alone: their language model, in text_config
+OF_TEXT_AND_IMAGES = ("qwen3_5_moe",)
+
 # names of layers and experts are listed: a damaged number must not take all memory
 _MOST_EXPERTS = 1_000_000
 _MOST = {"num_hidden_layers": 10_000} | dict.fromkeys(EXPERT_KEYS, 65_535)
@@ -56,17 +59,17 @@ def read_hf_facts(path: Path | str) -> HfModelFacts:
     """Read the facts of the checkpoint directory ``path``.
 
     Raises ValueError naming the file and the key if the directory, its config.json or a key is
-    missing or wrong, and for a model of text and images.
+    missing or wrong, and for a model of text and images whose language model was not verified.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise ValueError(f"{directory}: no such checkpoint directory (hf_checkpoint)")
     file = directory / "config.json"
-    reader = _Reader(file, load_json_object(file))
+    reader = _Reader(file, load_model_config(directory))
     if "text_config" in reader.content and "num_hidden_layers" not in reader.content:
         raise ValueError(
             f"{file}: model_type {reader.text('model_type')!r} is a model of text and images, with its sizes"
-            " in text_config, and none was verified; docs/models.md names those that were"
+            " in text_config, and was not verified; docs/models.md names those that were"
         )
     layers = reader.integer("num_hidden_layers", 1)
     heads = reader.integer("num_attention_heads", 1)
@@ -175,6 +178,23 @@ def _eos_token_ids(reader: _Reader, generation_file: Path) -> tuple[int, ...]:
     if generation_file.is_file():
         ids += _Reader(generation_file, load_json_object(generation_file)).integers("eos_token_id")
     return tuple(dict.fromkeys(ids))
+
+
+def load_model_config(directory: Path) -> Mapping[str, Any]:
+    """Read the config.json of a checkpoint, its language model's keys on top; raises ValueError.
+
+    Of ``OF_TEXT_AND_IMAGES`` the keys of text_config win, but for model_type and tie_word_embeddings,
+    which SGLang and transformers take from the top.
+    """
+    file = directory / "config.json"
+    content = load_json_object(file)
+    if content.get("model_type") not in OF_TEXT_AND_IMAGES:
+        return content
+    text = content.get("text_config")
+    if not isinstance(text, Mapping):
+        raise ValueError(f"{file}: key text_config must hold a JSON object, got {text!r}")
+    tied = content.get("tie_word_embeddings", False)
+    return {**content, **text, "model_type": content["model_type"], "tie_word_embeddings": tied}
 
 
 def load_json_object(file: Path) -> Mapping[str, Any]:

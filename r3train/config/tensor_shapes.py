@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from r3train.config.families import tensor_names
-from r3train.config.hf_facts import HfModelFacts, load_json_object
+from r3train.config.hf_facts import HfModelFacts, load_model_config
 
 Shape = tuple[int | None, ...]
 
@@ -38,6 +38,10 @@ _LAYER: dict[str, tuple[str | int, ...]] = {
     "self_attn.kv_b_proj.weight": ("keys_and_values", "latent"),
     "linear_attn.in_proj_qkvz.weight": ("linear_qkvz", "hidden"),
     "linear_attn.in_proj_ba.weight": ("linear_ba", "hidden"),
+    "linear_attn.in_proj_qkv.weight": ("linear_qkv", "hidden"),
+    "linear_attn.in_proj_z.weight": ("linear_values", "hidden"),
+    "linear_attn.in_proj_b.weight": ("linear_heads", "hidden"),
+    "linear_attn.in_proj_a.weight": ("linear_heads", "hidden"),
     "linear_attn.out_proj.weight": ("hidden", "linear_values"),
     "linear_attn.conv1d.weight": ("linear_qkv", 1, "linear_kernel"),
     "linear_attn.norm.weight": ("linear_value_head",),
@@ -65,10 +69,16 @@ for _room, _size in (
     _LAYER[f"{_room}.down_proj.weight"] = ("hidden", _size)
 _LAYER |= {f"block_sparse_moe.experts.N.w{i}.weight": ("expert", "hidden") for i in (1, 3)}
 _LAYER["block_sparse_moe.experts.N.w2.weight"] = ("hidden", "expert")
+# the last two words of the name
 _WHOLE = {
-    "model.embed_tokens.weight": ("vocabulary", "hidden"),
+    "embed_tokens.weight": ("vocabulary", "hidden"),
     "lm_head.weight": ("vocabulary", "hidden"),
-    "model.norm.weight": ("hidden",),
+    "norm.weight": ("hidden",),
+}
+# as a linear layer has them; gpt-oss has them transposed
+_EXPERTS_AS_LINEAR = {
+    "mlp.experts.gate_up_proj": ("experts", "two_experts", "hidden"),
+    "mlp.experts.down_proj": ("experts", "hidden", "expert"),
 }
 # families that normalise all heads together
 _WIDE_NORMS = ("olmoe", "minimax_m2")
@@ -78,19 +88,21 @@ _HEADS_SHARE = ("mixtral", "olmoe", "qwen2_moe")
 
 def tensor_shapes(hf: HfModelFacts) -> dict[str, Shape]:
     """Return the shape of every tensor of ``tensor_names``, for a verified family."""
-    sizes = _sizes(hf, load_json_object(hf.path / "config.json"))
+    sizes = _sizes(hf, load_model_config(hf.path))
 
     def shape(names: tuple[str | int, ...]) -> Shape:
         return tuple(name if isinstance(name, int) else sizes[name] for name in names)
 
     whole = {name: shape(names) for name, names in _WHOLE.items()}
-    layer = {name: shape(names) for name, names in _LAYER.items()}
+    of_layers = _LAYER | (_EXPERTS_AS_LINEAR if hf.model_type == "qwen3_5_moe" else {})
+    layer = {name: shape(names) for name, names in of_layers.items()}
     found = {}
     for name in tensor_names(hf):
-        if name in whole:
-            found[name] = whole[name]
+        _, in_layer, rest = name.partition(".layers.")
+        if not in_layer:
+            found[name] = whole[".".join(name.split(".")[-2:])]
             continue
-        words = name.split(".")[3:]  # behind model.layers.N
+        words = rest.split(".")[1:]
         found[name] = layer[".".join("N" if word.isdecimal() else word for word in words)]
     return found
 
@@ -124,7 +136,7 @@ def _sizes(hf: HfModelFacts, content: Mapping[str, Any]) -> dict[str, int | None
     plain, values = given("qk_nope_head_dim"), given("v_head_dim")
     if latent is not None:
         queries, answers = times(heads, plus(plain, rope)), times(heads, values)
-    if hf.model_type == "qwen3_next":  # with a gate as wide as the queries
+    if hf.model_type in ("qwen3_next", "qwen3_5_moe"):  # with a gate as wide as the queries
         queries = times(2, queries)
     expert = given("moe_intermediate_size")
     if hf.model_type in ("mixtral", "minimax_m2", "olmoe", "gpt_oss"):

@@ -19,6 +19,7 @@ def torch_native_backend(runner: Any) -> Any:
     _gated_shared_expert()
     _norm_over_all_heads()
     _gated_delta_net()
+    _gates_of_qwen3_5()
     return TorchNativeAttnBackend(runner)
 
 
@@ -83,7 +84,7 @@ def sinks_backend(runner: Any) -> Any:
 
 
 def _gated_shared_expert() -> None:
-    """Put the shared expert's output [T, hidden] under its gate (Qwen2-MoE, Qwen3-Next)."""
+    """Put the shared expert's output [T, hidden] under its gate (Qwen2-MoE, Qwen3-Next, Qwen3.5)."""
     from sglang.srt.models import qwen2_moe
 
     def gated(hidden_states, gate_weight, shared_output):
@@ -111,7 +112,7 @@ def _norm_over_all_heads() -> None:
 
 
 def _gated_delta_net() -> None:
-    """Compute linear attention token by token (Qwen3-Next): convolution, gates, recurrence, norm."""
+    """Compute linear attention token by token (Qwen3-Next, Qwen3.5): convolution, gates, recurrence, norm."""
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
     from sglang.srt.models import qwen3_next
@@ -134,6 +135,21 @@ def _gated_delta_net() -> None:
         return _delta_rule(self, layer, mixed_qkv, a, b, [1] * n, [False] * n)
 
     GDNAttnBackend.forward_extend, GDNAttnBackend.forward_decode = extend, decode
+
+
+def _gates_of_qwen3_5() -> None:
+    """Take the input projections apart, and put attention's output under its gate (Qwen3.5)."""
+    from sglang.srt.models import qwen3_5
+
+    def unpack(*args: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(x.contiguous() for x in qwen3_5.qwen3_5_gdn_prefill_projection_views(*args))
+
+    def gated(x: torch.Tensor, gate: torch.Tensor, inplace: bool = True) -> torch.Tensor:
+        out = x * torch.sigmoid(gate.reshape(x.shape).float()).to(x.dtype)
+        return x.copy_(out) if inplace else out
+
+    qwen3_5.fused_qkvzba_split_reshape_cat_contiguous = unpack
+    qwen3_5.fused_sigmoid_mul = gated
 
 
 def _delta_rule(

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
-from r3train.config.families import has_fused_experts
+from r3train.config.families import model_type_of
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.flags import check_server_flags
@@ -185,6 +186,7 @@ class SGLangServer:
     def command(self) -> list[str]:
         """The server's command line, without the guard."""
         device = self.device or ("cuda" if _has_cuda() else "cpu")
+        model_type = model_type_of(Path(self.model_path))
         args: dict[str, object] = {
             "dtype": self.dtype,
             "random_seed": self.seed,
@@ -203,10 +205,14 @@ class SGLangServer:
                 "max_total_tokens": 32768,
                 "sleep_on_idle": True,  # without it an idle scheduler keeps a core busy
             }
-            if has_fused_experts(Path(self.model_path)):  # gpt-oss
+            if model_type == "gpt_oss":
                 args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
             if self.adapter_flags:
                 args["lora_backend"] = "torch_native"  # engine/cpu_lora.py has the rest
+        if model_type in OF_TEXT_AND_IMAGES:
+            # no vision tower and no processor of images, as of a checkpoint of text alone; the flag
+            # --language-model-only is for other architectures
+            args["json_model_override_args"] = '{"language_model_only": true}'
         args |= self.server_args
         args |= self.adapter_flags or {}
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}

@@ -27,7 +27,7 @@ from r3train.config.data import DataSection
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
 from r3train.config.families import FAMILIES, check_family, untrained_parts
-from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, read_hf_facts
 from r3train.config.sources import ConfigError, plain
 from r3train.data.conversations import load_conversations
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
@@ -377,6 +377,9 @@ def _model_warnings(
         )
     if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
+    if hf.model_type in OF_TEXT_AND_IMAGES:
+        text = f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
+        yield JobWarning("checkpoint", text, "an export has the tower as it was")
     rollout = config.rollout
     if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
         text = "no eos_token_id in config.json or generation_config.json"

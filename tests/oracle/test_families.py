@@ -15,9 +15,9 @@ from r3train.config.checkpoint import CheckpointSection
 from r3train.config.families import FAMILIES, tensor_names, topology_conflicts
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.parallel import ParallelSection
-from r3train.hf_checkpoint import read_headers
+from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.routing.fingerprint import token_uids
-from r3train.tiny import add_published, random_model
+from r3train.tiny import random_model, save
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from tests.hf_reference import HfReference
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
@@ -42,7 +42,7 @@ def options_of(name: str) -> TinyOptions:
     family = name.split()[0]
     if family == "qwen3":
         return replace(SMALL, num_experts=0)
-    if family == "qwen3_next":  # the fourth layer has another attention
+    if family in ("qwen3_next", "qwen3_5_moe"):  # the fourth layer has another attention
         return replace(SMALL, num_layers=4, family=family)
     return replace(SMALL, family=family)
 
@@ -60,8 +60,7 @@ def make(directory: Path, name: str) -> np.ndarray:
                 tensor.add_(noise.abs() if "e_score" in tensor_name else noise)
         ids = torch.from_numpy(text()).long()
         every = model(ids[None]).logits[0].log_softmax(-1)
-    model.save_pretrained(directory)
-    add_published(directory, options)
+    save(model, directory, options)
     return np.concatenate([[0.0], every[:-1].gather(1, ids[1:, None])[:, 0].numpy()])
 
 
@@ -93,7 +92,8 @@ def test_an_actor_of_every_verified_family_gives_the_log_probs_of_transformers(t
         error = np.abs(log_probs.numpy() - expected[name]).max()
         assert error < 1e-4, (name, error)
         hf = read_hf_facts(tmp_path / name)
-        assert set(exported) == tensor_names(hf) == read_headers(tmp_path / name).keys(), name
+        on_disk = {t for t in read_headers(tmp_path / name) if is_trained(t, hf)}
+        assert set(exported) == tensor_names(hf) == on_disk, name
 
 
 # -- replayed routes, and gradients --------------------------------------------------------------
@@ -117,6 +117,8 @@ TOPOLOGIES = {
         ),
     ),
 }
+# what the delta rule's decay is made of: an exponent of sums over many tokens, of less precision
+DECAY = ("A_log", "dt_bias", "in_proj_a.", "in_proj_ba.")
 # the topology in which most of what is wrong shows
 FAST = "tp2"
 
@@ -200,7 +202,7 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
         for name in SPARSE
         if not list(topology_conflicts(read_hf_facts(directory / name), section))
     ]
-    assert len(taken) >= len(SPARSE) - 1
+    assert len(taken) >= len(SPARSE) - 2
     ranks = in_ranks(
         world_size, tmp_path, replayed, [str(directory / name) for name in taken], parallel
     )
@@ -221,13 +223,18 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
                 continue
             off = (of_ranks[0][tensor] - wanted).norm()
             size = max(float(wanted.norm()), 1e-3 * float(scale) * wanted.numel() ** 0.5)
-            assert off <= 1e-4 * size, (name, tensor, float(off / size))
+            within = 3e-4 if any(part in tensor for part in DECAY) else 1e-4
+            assert off <= within * size, (name, tensor, float(off / size))
 
 
 # -- Megatron's checkpoints ------------------------------------------------------------------------
 
 # families with modules of ours, or with whole ones in the place of sharded ones
-OWN_MODULES = [name for name in ("olmoe", "deepseek_v3", "gpt_oss", "qwen3_next") if name in CASES]
+OWN_MODULES = [
+    name
+    for name in ("olmoe", "deepseek_v3", "gpt_oss", "qwen3_next", "qwen3_5_moe")
+    if name in CASES
+]
 
 
 def weights_of(directories: list[str], saved: str, parallel: dict, resume: bool):
@@ -259,7 +266,8 @@ def test_a_checkpoint_of_two_tensor_ranks_is_resumed_by_one(tmp_path):
     (after,) = in_ranks(1, tmp_path / "1", weights_of, models, saved, {}, True)
     for model in models:
         first = load_file(Path(model) / "model.safetensors")
-        assert before[model].keys() == after[model].keys() == first.keys()
+        first = {t: first[t] for t in before[model]}  # a vision tower is not trained
+        assert before[model].keys() == after[model].keys()
         for tensor, expected in before[model].items():
             assert torch.equal(after[model][tensor], expected), (model, tensor)
         moved = [t for t in first if not torch.equal(first[t], before[model][t])]

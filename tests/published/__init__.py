@@ -58,10 +58,12 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
         model = AutoModelForCausalLM.from_config(read_transformers_config(directory))
     whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     names = sorted(tensor_names(read_hf_facts(directory)))
-    return {name: whole[name] if name in whole else _of_one_expert(name, whole) for name in names}
+    return {name: _shape(name.replace(".language_model", ""), whole) for name in names}
 
 
-def _of_one_expert(name: str, whole: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+def _shape(name: str, whole: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    if name in whole:
+        return whole[name]
     prefix, _, rest = name.partition(".experts.")
     experts = prefix.replace("block_sparse_moe", "mlp") + ".experts"
     if rest.split(".")[1] in _GATE_AND_UP:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from r3train.hf_checkpoint import MARKER, check_export_directory, export_checkpoint
 
@@ -73,3 +74,17 @@ def test_a_failed_export_leaves_the_earlier_one(tmp_path, base):
         export_checkpoint(cut(), directory, hf_checkpoint=base)
     assert (directory / "model-00001-of-00001.safetensors").read_bytes() == before
     assert {p.name for p in tmp_path.iterdir()} == {"base", "hf"}
+
+
+def test_an_export_brings_the_vision_tower_along_bit_for_bit(tmp_path):
+    base, names = tmp_path / "base", ("model.visual.blocks.0.attn.proj.weight", "lm_head.weight")
+    base.mkdir()
+    (base / "config.json").write_text('{"model_type": "qwen3_5_moe", "text_config": {}}')
+    held = {name: torch.randn(3, 2).bfloat16() for name in names}
+    save_file(held | {"mtp.norm.weight": torch.ones(2)}, base / "model.safetensors")
+    trained = torch.zeros(3, 2)
+    exported = export_checkpoint([(names[1], trained)], tmp_path / "hf", hf_checkpoint=base)
+    assert exported == (2, 12 + 24)
+    found = load_file(tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    assert found.keys() == set(names) and torch.equal(found[names[1]], trained)
+    assert torch.equal(found[names[0]], held[names[0]])

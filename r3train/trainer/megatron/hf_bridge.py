@@ -32,8 +32,9 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
             f"{hf_checkpoint}/config.json: model_type {hf_config.model_type!r} was not verified;"
             f" known: {', '.join(sorted(FAMILIES))}"
         )
-    _fill_in(hf_config)
     family = FAMILIES[hf_config.model_type]
+    hf_config = hf_config.get_text_config()  # its own, but for a model of text and images
+    _fill_in(hf_config)
     bridge = family.bridge
     fields = family.fields(hf_config) | overrides
 

@@ -10,12 +10,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from r3train.config.cross_checks import check_model
-from r3train.config.families import FAMILIES, sent_together
+from r3train.config.families import FAMILIES, check_family, sent_together, untrained_parts
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.tensor_shapes import fits, tensor_shapes
-from r3train.hf_checkpoint import read_headers
+from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from tests.published import write_checkpoint
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
 
@@ -54,8 +55,48 @@ def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(own):
 def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(own):
     file = own / "model" / "config.json"
     text = json.loads(file.read_text())
-    file.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
-    assert "model_type 'qwen3_5_moe' is a model of text and images" in refused(own)
+    file.write_text(json.dumps({"model_type": "glm4v_moe", "text_config": text}))
+    assert "model_type 'glm4v_moe' is a model of text and images" in refused(own)
+    change(own, model_type="qwen3_5_moe", text_config=[])
+    assert "key text_config must hold a JSON object, got []" in refused(own)
+
+
+def test_of_text_and_images_one_is_trained_by_text_alone_and_the_dry_run_says_so(of):
+    model = of("qwen3_5_moe")
+    hf = read_hf_facts(model / "model")
+    assert (hf.model_type, hf.num_hidden_layers, hf.num_experts) == ("qwen3_5_moe", 2, 8)
+    result = start(model, "--dry-run")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "qwen3_5_moe: text alone is trained, its vision tower is neither served nor" in said
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"norm_topk_prob": False}, "norm_topk_prob is False"),
+        ({"attn_output_gate": False}, "attn_output_gate is False"),
+        ({"output_gate_type": "sigmoid"}, "output_gate_type is 'sigmoid'"),
+        ({"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
+        ({"mtp_num_hidden_layers": 0, "hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_a_setting_of_its_language_model_that_was_not_verified_is_refused(keys, message, of):
+    model = of("qwen3_5_moe")
+    text = json.loads((model / "model" / "config.json").read_text())["text_config"]
+    change(model, text_config=text | keys)
+    assert message in refused(model)
+
+
+def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
+    model = tmp_path / "published"
+    write_checkpoint(model, "Qwen3.5-35B-A3B")
+    hf = read_hf_facts(model)
+    check_family(hf)
+    found = {name: kind.shape for name, kind in read_headers(model).items()}
+    assert tensor_shapes(hf) == found
+    assert found["model.language_model.layers.0.mlp.experts.gate_up_proj"] == (256, 1024, 2048)
+    assert untrained_parts(hf).startswith("1 layer(s) of multi-token prediction are neither")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +164,11 @@ def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
 
 @pytest.mark.parametrize(
     "family, field",
-    [("gpt_oss", "expert_tensor_parallel_size"), ("qwen3_next", "context_parallel_size")],
+    [
+        ("gpt_oss", "expert_tensor_parallel_size"),
+        ("qwen3_next", "context_parallel_size"),
+        ("qwen3_5_moe", "context_parallel_size"),
+    ],
 )
 def test_a_topology_in_which_a_family_was_not_verified_is_refused(family, field, of):
     flag = f"--{field.replace('_', '-')} 2: {family} needs 1"
@@ -185,9 +230,10 @@ def test_a_tensor_that_is_missing_is_refused(own):
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, of):
-    model = of(family) / "model"
-    found = {name: kind.shape for name, kind in read_headers(model).items()}
-    assert tensor_shapes(read_hf_facts(model)) == found  # every size of the tiny models is known
+    hf = read_hf_facts(of(family) / "model")
+    kinds = read_headers(hf.path).items()
+    found = {name: kind.shape for name, kind in kinds if is_trained(name, hf)}
+    assert tensor_shapes(hf) == found  # every size of the tiny models is known
 
 
 def test_a_size_that_config_json_does_not_say_may_be_any(own):

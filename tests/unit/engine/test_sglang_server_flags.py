@@ -31,6 +31,17 @@ def test_a_cpu_server_is_started_for_exact_versions_and_an_idle_core(tmp_path):
     assert server.environment()["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize(
+    "model_type, language_model_only", [("qwen3_5_moe", True), ("qwen3_next", False)]
+)
+def test_a_server_of_a_model_of_text_and_images_builds_no_vision_tower(
+    model_type, language_model_only, tmp_path
+):
+    (tmp_path / "config.json").write_text(f'{{"model_type": "{model_type}", "text_config": {{}}}}')
+    command = SGLangServer(tmp_path, tmp_path / "log", device="cuda").command()
+    assert ('{"language_model_only": true}' in command) == language_model_only
+
+
 def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
     command = SGLangServer("m", tmp_path / "log", device="cuda").command()
     for flag in ("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"):

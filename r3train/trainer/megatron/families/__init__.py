@@ -15,6 +15,7 @@ from r3train.trainer.megatron.families.gpt_oss import GPT_OSS
 from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2
 from r3train.trainer.megatron.families.mixtral import MIXTRAL
 from r3train.trainer.megatron.families.olmoe import OLMOE
+from r3train.trainer.megatron.families.qwen3_5_moe import QWEN3_5_MOE
 from r3train.trainer.megatron.families.qwen3_next import QWEN3_NEXT
 from r3train.trainer.megatron.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
 
@@ -30,5 +31,6 @@ FAMILIES: dict[str, MegatronFamily] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": MegatronFamily(Qwen3Bridge),
     "qwen3_moe": QWEN3_MOE,
+    "qwen3_5_moe": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
 }

@@ -51,11 +51,7 @@ class Qwen3NextBridge(Qwen2MoEBridge):
     def _weight_to_mcore_format(self, name: str, hf_weights: list[torch.Tensor]) -> torch.Tensor:
         hf = self.hf_config
         if _IN in name:
-            groups = [
-                w.to(self.dtype).unflatten(0, (hf.linear_num_key_heads, -1)) for w in hf_weights
-            ]
-            parts = [p for g, sizes in zip(groups, self._of_a_group()) for p in g.split(sizes, 1)]
-            return torch.cat([p.flatten(0, 1) for p in parts])
+            return self._in_from_disk([w.to(self.dtype) for w in hf_weights])
         if _QKV in name:  # a head of q_proj is [query; gate]
             q, k, v = (
                 w.to(self.dtype).unflatten(0, (hf.num_key_value_heads, -1, hf.head_dim))
@@ -69,9 +65,7 @@ class Qwen3NextBridge(Qwen2MoEBridge):
     ) -> tuple[list[str], list[torch.Tensor]]:
         hf = self.hf_config
         if _IN in name:
-            heads = hf.linear_num_key_heads
-            q, k, v, z, b, a = (p.unflatten(0, (heads, -1)) for p in tensor.split(self._sections()))
-            tensors = [torch.cat(parts, 1).flatten(0, 1) for parts in ((q, k, v, z), (b, a))]
+            tensors = self._in_to_disk(*tensor.split(self._sections()))
         elif _QKV in name:
             per_group = hf.num_attention_heads // hf.num_key_value_heads
             groups = tensor.unflatten(0, (hf.num_key_value_heads, -1, hf.head_dim))
@@ -81,6 +75,16 @@ class Qwen3NextBridge(Qwen2MoEBridge):
         else:
             return super()._weight_to_hf_format(name, tensor)
         return self._weight_name_mapping_mcore_to_hf(name), tensors
+
+    def _in_from_disk(self, hf_weights: list[torch.Tensor]) -> torch.Tensor:
+        groups = [w.unflatten(0, (self.hf_config.linear_num_key_heads, -1)) for w in hf_weights]
+        parts = [p for g, sizes in zip(groups, self._of_a_group()) for p in g.split(sizes, 1)]
+        return torch.cat([p.flatten(0, 1) for p in parts])
+
+    def _in_to_disk(self, *sections: torch.Tensor) -> list[torch.Tensor]:
+        heads = self.hf_config.linear_num_key_heads
+        q, k, v, z, b, a = (p.unflatten(0, (heads, -1)) for p in sections)
+        return [torch.cat(parts, 1).flatten(0, 1) for parts in ((q, k, v, z), (b, a))]
 
     def _of_a_group(self) -> tuple[list[int], list[int]]:
         """Rows of one key head in the hub's in_proj_qkvz and in_proj_ba."""
@@ -114,9 +118,11 @@ class Qwen3NextBridge(Qwen2MoEBridge):
         return torch.cat([torch.cat(part) for part in zip(*split)])
 
 
-def _fields(hf_config: Any) -> dict[str, Any]:
+def fields(hf_config: Any) -> dict[str, Any]:
+    """Return TransformerConfig fields of hybrid models."""
     return {
-        "moe_router_pre_softmax": not hf_config.norm_topk_prob,
+        # Qwen3.5's configuration has no such key: its gates are always normalised
+        "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_gate": True,
         "moe_shared_expert_overlap": False,  # Megatron has no gate with it
@@ -132,7 +138,7 @@ def _fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-def _adapt(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
+def adapt(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
     """Put in the delta nets and the norms; refuse layers that nobody verified."""
     if use_te:
         raise ValueError(
@@ -160,4 +166,4 @@ def _adapt(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
     layers.layer_norm = ZeroCenteredNorm
 
 
-QWEN3_NEXT = MegatronFamily(Qwen3NextBridge, _fields, _adapt)
+QWEN3_NEXT = MegatronFamily(Qwen3NextBridge, fields, adapt)
