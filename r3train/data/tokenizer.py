@@ -30,14 +30,23 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
     from r3train.torchvision_stub import declare_torchvision_ops
 
     declare_torchvision_ops()
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    # tokenizer.json as it is: for some model types, Qwen3.5's among them, AutoTokenizer takes another class
+    as_it_is = _class_name(directory) == "TokenizersBackend"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        loader = PreTrainedTokenizerFast if as_it_is else AutoTokenizer
+        tokenizer = loader.from_pretrained(directory, local_files_only=True)
         tokenizer.encode("a")  # a length that is no number shows at the first use
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise bare Exception for a bad file
         raise ValueError(f"{directory}: cannot load the tokenizer: {error}") from error
+
+
+def _class_name(directory: Path) -> object:
+    """Return the tokenizer_class that tokenizer_config.json names; None without one."""
+    file = directory / "tokenizer_config.json"
+    return load_json_object(file).get("tokenizer_class") if file.is_file() else None
 
 
 def _check_ids(file: Path) -> None:

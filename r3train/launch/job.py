@@ -378,7 +378,9 @@ def _model_warnings(
     if parts is not None:
         yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
     if hf.model_type in OF_TEXT_AND_IMAGES:
-        text = f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
+        text = (
+            f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
+        )
         yield JobWarning("checkpoint", text, "an export has the tower as it was")
     rollout = config.rollout
     if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
