@@ -330,12 +330,12 @@ def plot_chart(chart: Chart) -> Figure:
     return figure
 
 
-def plot_heat(heat: HeatMap, name: str) -> Figure:
-    """Agreement by layer and step of the run ``name``, from chance to all rows."""
-    low = heat.chance or 0.0
+def plot_heat(heat: HeatMap, title: str) -> Figure:
+    """Shares of rows by layer and step, from chance or none on."""
+    low, most = heat.chance or 0.0, heat.most
     rows = [[math.nan if v is None else v for v in row] for row in heat.values]
     figure, axes = _report_figure(min(9.0, max(2.4, 1.4 + 0.16 * len(rows))))
-    scale = {"cmap": "Greens", "vmin": low, "vmax": 1.0}
+    scale = {"cmap": "Greens", "vmin": low, "vmax": most}
     image = axes.imshow(rows, aspect="auto", interpolation="nearest", **scale)
     steps = [first for first, _ in heat.columns]
     for set_ticks, labels in ((axes.set_xticks, steps), (axes.set_yticks, heat.layers)):
@@ -343,11 +343,11 @@ def plot_heat(heat: HeatMap, name: str) -> Figure:
         set_ticks(range(0, len(labels), stride), [str(label) for label in labels[::stride]])
     axes.set_xlabel("step")
     axes.set_ylabel("layer")
-    title = f"Routing agreement: {name}"
     axes.set_title(title, loc="left", fontweight="bold", parse_math=False)
     bar = figure.colorbar(image, ax=axes, label="share of rows")
-    ticks = [low, (1 + low) / 2, 1.0]
-    bar.set_ticks(ticks, labels=[f"chance {low:.1%}", f"{ticks[1]:.1%}", "100%"])
+    chance = "chance " if heat.chance is not None else ""
+    ticks = [low, (most + low) / 2, most]
+    bar.set_ticks(ticks, labels=[f"{chance}{low:.1%}", f"{ticks[1]:.1%}", f"{most:.1%}"])
     return figure
 
 

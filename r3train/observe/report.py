@@ -232,9 +232,11 @@ def _write_pictures(runs: Sequence[RunReport], directory: Path) -> None:
 
     pictures = [(chart.title, plot_chart(chart)) for chart in charts(runs)]
     for number, run in enumerate(runs, start=1):
-        if run.heat is not None:  # the number tells files of alike names apart
-            name = f"routing agreement of layers {number} {run.name}"
-            pictures.append((name, plot_heat(run.heat, run.name)))
+        of_run = {"routing agreement": run.heat, "route drift": run.drift}
+        for what, heat in of_run.items():
+            if heat is not None:  # the number tells files of alike names apart
+                title = f"{what.capitalize()}: {run.name}"
+                pictures.append((f"{what} of layers {number} {run.name}", plot_heat(heat, title)))
     for name, figure in pictures:
         path = directory / f"{re.sub(r'[^a-z0-9]+', '_', name.lower()).strip('_')}.png"
         with _writing(path):

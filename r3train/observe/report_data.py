@@ -19,6 +19,7 @@ from r3train.proof.audit import audit_run
 from r3train.proof.findings import Audit, AuditedStep, FAILED, NO_EVIDENCE, PASSED, ranges
 
 STEP_S, ROLLOUT_S, R3_PASSED = "perf/step_s", "perf/rollout_s", "r3/passed"
+DRIFT_OF_LAYER = "r3/drift_left_layer_"  # and the layer's number
 # Parts of a step's wall time in the order of the loop: name, metric, the part that it lies within.
 TIMES = (
     ("waiting for rollout", "perf/rollout_wait_s", None),
@@ -30,6 +31,8 @@ TIMES = (
     ("saving", "perf/save_s", None),
 )
 MAX_COLUMNS = 120
+# drift below this share of the rows is pale
+_LEAST_SHADE = 0.01
 # Within these bounds a scale, a sum and a mean of a run's numbers stay numbers.
 _SMALLEST, _LARGEST = 1e-300, 1e300
 _T = TypeVar("_T")
@@ -37,15 +40,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The share of rows in which the trainer's own choice is the replayed one: [layers][columns].
+    """A share of the rows, by layer and step: [layers][columns].
 
-    columns: the first and the last step of each.  chance: the share that chance would give.
+    columns: the first and the last step of each.  chance: the share that chance would give, where that
+    is the least that is shown.  most: the share of the darkest colour.
     """
 
     layers: list[int]
     columns: list[tuple[int, int]]
     values: list[list[float | None]]
-    chance: float | None
+    chance: float | None = None
+    most: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class StepCheck:
 class RunReport:
     """One run's metrics, evidence and samples; parts that are missing are empty.
 
-    notices: the damage that was left out, in words.
+    heat: rows in which the trainer's own choice is the replayed one.  drift: rows whose live choice left
+    the replayed experts.  notices: the damage that was left out, in words.
     """
 
     path: Path
@@ -81,6 +87,7 @@ class RunReport:
     records: list[dict[str, Any]]
     audit: Audit
     heat: HeatMap | None
+    drift: HeatMap | None
     checks: list[StepCheck]
     samples: list[Sample]
     notices: list[str]
@@ -142,14 +149,25 @@ def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
     """
     notices: list[str] = []
     times = {key for _, key, _ in TIMES}
-    records = read_steps(path, {*keys, *times, STEP_S, ROLLOUT_S, R3_PASSED}, notices)
+    drawn = {*keys, *times, STEP_S, ROLLOUT_S, R3_PASSED}
+    records = read_steps(path, drawn, notices, of_layers=DRIFT_OF_LAYER)
     uses_r3 = read_uses_r3(path, notices)
     samples = _notable(read_samples(path, notices))
     audit = audit_run(path, keep_steps=True)
     heat, checks = _heat_map(audit.steps), _checks(audit.steps, records)
     evaluations = read_evaluations(path, notices)
     return RunReport(
-        path, name, uses_r3, records, audit, heat, checks, samples, notices, evaluations
+        path,
+        name,
+        uses_r3,
+        records,
+        audit,
+        heat,
+        _drift_map(records),
+        checks,
+        samples,
+        notices,
+        evaluations,
     )
 
 
@@ -192,6 +210,28 @@ def _heat_map(steps: Sequence[AuditedStep]) -> HeatMap | None:
     chance = next((share for share in reversed(chances) if 0 <= share < 1), None)
     values = [[_share(column, layer) for column in columns] for layer in layers]
     return HeatMap(layers, [(c[0].rollout_id, c[-1].rollout_id) for c in columns], values, chance)
+
+
+def _drift_map(records: Sequence[dict[str, Any]]) -> HeatMap | None:
+    """The drift that --log-route-drift wrote, means of a column's steps; None without it."""
+    found: dict[int, dict[int, float]] = {}
+    for record in records:
+        for key, value in record.items():
+            number = key.removeprefix(DRIFT_OF_LAYER)
+            if number != key and number.isdecimal() and value is not None and 0 <= value <= 1:
+                found.setdefault(record["step"], {})[int(number)] = value
+    if not found:
+        return None
+    layers = sorted({layer for of in found.values() for layer in of})
+    columns = columns_of(sorted(found))
+    values = [[_mean_of(found, column, layer) for column in columns] for layer in layers]
+    most = max(value for row in values for value in row if value is not None)
+    return HeatMap(layers, [(c[0], c[-1]) for c in columns], values, most=max(most, _LEAST_SHADE))
+
+
+def _mean_of(found: dict[int, dict[int, float]], steps: Sequence[int], layer: int) -> float | None:
+    values = [found[step][layer] for step in steps if layer in found[step]]
+    return sum(values) / len(values) if values else None
 
 
 def _share(steps: Sequence[AuditedStep], layer: int) -> float | None:

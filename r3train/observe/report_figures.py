@@ -249,21 +249,27 @@ def strip_figure(checks: Sequence[StepCheck]) -> dict[str, Any]:
 
 
 def heat_figure(heat: HeatMap) -> dict[str, Any]:
-    """Layers down, steps across; the darker, the more rows agree, from chance to all."""
-    low = heat.chance or 0.0
-    middle = (1 + low) / 2
+    """Layers down, steps across; the darker, the more rows, from chance or none on."""
+    low, most = heat.chance or 0.0, heat.most
+    middle = (most + low) / 2
     shown = ("chance " if heat.chance is not None else "") + f"{low:.1%}"
     spans = [str(a) if a == b else f"{a} to {b}" for a, b in heat.columns]
     cells = {
         **{"type": "heatmap", "x": [str(first) for first, _ in heat.columns]},
         **{"y": [str(layer) for layer in heat.layers], "z": heat.values},
-        **{"zmin": low, "zmax": 1, "colorscale": _HEAT_SCALE, "text": [spans] * len(heat.layers)},
+        **{
+            "zmin": low,
+            "zmax": most,
+            "colorscale": _HEAT_SCALE,
+            "text": [spans] * len(heat.layers),
+        },
         "hovertemplate": "layer %{y}, step %{text}: %{z:.1%}<extra></extra>",
         **{"xgap": 1 if len(spans) < 80 else 0, "ygap": 1 if len(heat.layers) < 60 else 0},
         "colorbar": {
             **{"orientation": "h", "thickness": 10, "len": 0.7, "x": 0.5, "y": 1.0},
             **{"yanchor": "bottom", "ypad": 4, "outlinewidth": 0, "ticklabelposition": "outside"},
-            **{"tickvals": [low, middle, 1.0], "ticktext": [shown, f"{middle:.1%}", "100%"]},
+            "tickvals": [low, middle, most],
+            "ticktext": [shown, f"{middle:.1%}", "100%" if most == 1 else f"{most:.1%}"],
         },
     }
     height = 116 + len(heat.layers) * max(4, min(18, 360 // len(heat.layers)))

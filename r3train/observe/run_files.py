@@ -37,10 +37,12 @@ class Sample(BaseModel):
     label: Any = None  # any JSON value
 
 
-def read_steps(run_dir: Path, keys: Collection[str], notices: list[str]) -> list[dict[str, Any]]:
+def read_steps(
+    run_dir: Path, keys: Collection[str], notices: list[str], *, of_layers: str = ""
+) -> list[dict[str, Any]]:
     """The metrics of every step, in order; of two lines for one step (a resumed run) the later.
 
-    Values under ``keys`` are floats or None.
+    Values under ``keys`` are floats or None, and so are those of keys that begin with ``of_layers``.
     Raises ValueError where the file is missing, cannot be read, or has not one whole line of several.
     """
     path, damaged = run_dir / METRICS_FILE, []
@@ -52,7 +54,8 @@ def read_steps(run_dir: Path, keys: Collection[str], notices: list[str]) -> list
                 expected = f"expected an integer from 0 to {MAX_STEP}"
                 damaged.append(f"{place}: step is {step!r:.60}, {expected}")
                 continue
-            for key in sorted(keys & record.keys()):
+            layers = {key for key in record if of_layers and key.startswith(of_layers)}
+            for key in sorted(keys & record.keys() | layers):
                 try:
                     record[key] = _number(record[key])
                 except (TypeError, KeyError, OverflowError):

@@ -90,6 +90,52 @@ def test_the_heat_map_holds_every_layer_and_step(runs):
     assert len(many.columns) == 84 and many.columns[-1] == (249, 249)
 
 
+def drifting(run_dir: Path, steps: int) -> Path:
+    """A run of two MoE layers, the second of which drifts by a thousandth a step; step 1 lacks it."""
+    with MetricsWriter(run_dir, tensorboard=False) as metrics:
+        for step in range(steps):
+            layers = {2: 0.0, 3: step / 1000} if step != 1 else {2: 0.0}
+            left = {f"r3/drift_left_layer_{layer}": share for layer, share in layers.items()}
+            metrics.write(step, {"r3/drift_left": step / 2000, **left})
+    return run_dir
+
+
+def test_route_drift_is_drawn_for_every_layer_and_step(tmp_path):
+    run = drifting(tmp_path / "run", 41)
+    page = page_of(run)
+    (cells,) = page.figures["route drift by layer and step"]["data"]
+    assert cells["y"] == ["2", "3"] and cells["x"] == [str(step) for step in range(41)]
+    assert cells["z"][0] == [0.0] * 41
+    assert cells["z"][1] == [0.0, None, *(step / 1000 for step in range(2, 41))]
+    # from none to the largest, in words too
+    assert (cells["zmin"], cells["zmax"]) == (0.0, 0.04)
+    assert cells["colorbar"]["ticktext"] == ["0.0%", "2.0%", "4.0%"]
+    assert page.lines("Route drift")["run"][-1] == (40, 0.02)
+    printed = report(run, "--png", tmp_path / "png").output
+    assert "route_drift_of_layers_1_run.png" in printed and "agreement" not in printed
+
+
+def test_drift_of_many_steps_is_a_mean_and_damage_is_left_out(tmp_path):
+    run = drifting(tmp_path / "run", 240)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 240, "r3/drift_left_layer_2": "much", "r3/drift_left_layer_3": 7}\n')
+    loaded = load_run(run, "run")
+    assert len(loaded.drift.columns) == 120 and loaded.drift.columns[5] == (10, 11)
+    assert loaded.drift.values[1][5] == pytest.approx(0.0105)
+    assert "r3/drift_left_layer_2 is 'much', expected a number" in loaded.notices[0]
+
+
+def test_retractions_are_drawn_with_the_samples_that_were_trained_so(tmp_path):
+    with MetricsWriter(tmp_path / "run", tensorboard=False) as metrics:
+        for step in range(3):
+            counts = {"rollout/retracted": 2 * step, "rollout/retracted_samples": step}
+            metrics.write(step, counts)
+    assert page_of(tmp_path / "run").lines("Retractions") == {
+        "run": [(0, 0), (1, 2), (2, 4)],
+        "run, dashed": [(0, 0), (1, 1), (2, 2)],
+    }
+
+
 def test_a_failed_run_shows_what_failed_and_where(tmp_path):
     def wrong(r):
         return replace(r, fingerprint=1) if (r.rank, r.layer_number) == (1, 2) else r
