@@ -1,5 +1,7 @@
 """Buckets, their bytes, and checkpoints on disk; the engines are recorded, not run."""
 
+import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -10,15 +12,18 @@ from concurrent.futures import Future
 import pytest
 import torch
 import torch.distributed as dist
+from aiohttp import web
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3train.engine import publish
+from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
-from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.config.hf_facts import read_hf_facts
 from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
+from tests.unit.fake_engine_server import Fake
 
 
 def tensors(*shapes, dtype=torch.float32):
@@ -244,6 +249,47 @@ def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):
     assert names[:1] == ["config.json"] and "tokenizer.json" in names
     assert "model.safetensors" not in names and "pytorch_model.bin" not in names
     assert read_checkpoint(directory / "v000002")[1].keys() == {"w0", "w1"}
+
+
+class Holding(Fake):
+    """A server with these checksums, and with those of the checkpoint once it has loaded one."""
+
+    RIGHT = {"embed": "e", "experts": "x", "head": "h"}
+
+    def __init__(self, **published):
+        super().__init__(self.answer)
+        self.held = {**self.RIGHT, **published}
+
+    async def answer(self, request, _body):
+        if request.path == "/update_weights_from_disk":
+            self.held = self.RIGHT
+        said = {"/model_info": {"weight_version": "3"}}
+        said["/weights_checker"] = {"ranks": [{"checksums": self.held}]}
+        return web.json_response(said.get(request.path, {"success": True, "message": ""}))
+
+
+async def held_to_their_checkpoint(servers, tmp_path, checkpoint) -> int:
+    async with contextlib.AsyncExitStack() as stack:
+        addrs = [await stack.enter_async_context(server.running()) for server in servers]
+        with EngineControl(addrs) as control:
+            reference = DiskPublisher(
+                control, directory=tmp_path / "w", hf_checkpoint=checkpoint, bucket_bytes=40
+            )
+            return await asyncio.to_thread(
+                require_equal_on_servers, control, reference, tensors(4), version=3
+            )
+
+
+async def test_of_two_servers_that_hold_the_actors_tensors_all_are_compared(tmp_path, checkpoint):
+    assert await held_to_their_checkpoint([Holding(), Holding()], tmp_path, checkpoint) == 6
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+async def test_one_wrong_tensor_of_one_server_of_two_is_named(wrong, tmp_path, checkpoint):
+    servers = [Holding(**({"experts": "old"} if i == wrong else {})) for i in range(2)]
+    message = rf"update 3: 1 of 3 tensors of engine {wrong} are not the actor's: rank 0 experts$"
+    with pytest.raises(AssertionError, match=message):
+        await held_to_their_checkpoint(servers, tmp_path, checkpoint)
 
 
 def test_a_failed_load_keeps_the_version_that_the_servers_hold(tmp_path, checkpoint):

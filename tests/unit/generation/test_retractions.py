@@ -91,13 +91,18 @@ def test_accepted_answers_are_counted_and_trained_as_they_are():
     assert all(RETRACTED not in s.token_ids for s in samples if not s.num_retractions)
 
 
-def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_size():
+def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_size_and_the_need():
     engine = SimulatedEngine(retracted=lambda n: n in (0, 2, 3, 4))
+    room = rollout_section(rollout_max_concurrency=1, rollout_max_response_len=1300)
     with producer_of(
-        engine, rollout_max_concurrency=1, pool_facts="the pools hold 9 tokens"
+        engine,
+        rollout_max_concurrency=1,
+        rollout_max_response_len=1300,
+        pool_facts=room.pool_facts(1234, longest_prompt=200),
     ) as producer:
         message = (
-            r"sample 1 .*retracted by its server 3 times in a row: the pools hold 9 tokens; lower"
+            r"sample 1 .*retracted by its server 3 times in a row: the servers' KV pools hold 1,234"
+            r" tokens, and 1 requests in flight of up to 1,500 tokens need 1,500; lower"
             " --rollout-max-concurrency, or give the servers more memory .*$"
         )
         with pytest.raises(EngineError, match=message):
