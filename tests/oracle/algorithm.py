@@ -440,10 +440,13 @@ def loss_of(
     ]
     actor, engine = (sum(p) / count for p in perplexities)
     # a log-ratio is held within 20
-    gaps = [2 * float((rows.old - rows.rollout).sum()) for rows in samples]
-    chi2 = [math.exp(max(-20.0, min(gap, 20.0))) - 1 for gap in gaps]
+    doubled = [2 * float((rows.old - rows.rollout).sum()) for rows in samples]
+    chi2 = [math.exp(max(-20.0, min(of_sample, 20.0))) - 1 for of_sample in doubled]
+    gaps = (old - rollout).abs().sort().values
     plain = {
-        "log_prob_gap_max": (float((old - rollout).abs().max()), float(old.abs().max())),
+        "log_prob_gap_max": (float(gaps[-1]), float(old.abs().max())),
+        # the gap that 999 of 1000 tokens stay at or below
+        "log_prob_gap_p999": (float(gaps[math.ceil(0.999 * tokens) - 1]), float(old.abs().max())),
         "ess": float(ratios.mean() ** 2 / (ratios**2).mean()),
         "ppl_actor": actor,
         "ppl_rollout": engine,
@@ -592,7 +595,7 @@ def _joined(steps: Sequence[dict[str, tuple[float, float]]], which: str) -> dict
         values = [s[name][place] for s in steps]
         if name == "lr":
             out[name] = values[-1]
-        elif name == "log_prob_gap_max":
+        elif name in ("log_prob_gap_max", "log_prob_gap_p999"):
             out[name] = max(values)
         elif name in ("num_loss_tokens", "skipped_steps", "low_ess_steps"):
             out[name] = sum(values)

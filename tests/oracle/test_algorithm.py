@@ -45,6 +45,12 @@ ROOT = Path(__file__).parents[2]
 GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 2
 # of the weights' movement; and six digits of a metric
 DELTA, DIGITS = 2e-4, 5e-6
+# metrics of the trainer that the oracle leaves out, each with its reason here
+NOT_OF_THE_ORACLE: frozenset[str] = frozenset()
+# a quantile is the upper edge of a bin, of which there are 32 a decade
+BIN = 10 ** (1 / 32)
+# the least that a planted bug or a setting that is lost misses a bound by
+FOUND = 100
 
 EVERYTHING = Rule(
     rollout_temperature=0.7,
@@ -500,11 +506,11 @@ def errors(ended: Ended, expected: Expected, given: Given, rule: Rule) -> dict[s
     records = read_metrics(ended.directory / "run")
     assert len(records) == ROLLOUTS
     for i, record in enumerate(records):
-        found = metric_errors(
-            {n.removeprefix("train/"): x for n, x in record.items() if n.startswith("train/")},
-            expected.metrics[i],
-            expected.scales[i],
-        )
+        of_trainer = {
+            n.removeprefix("train/"): x for n, x in record.items() if n.startswith("train/")
+        }
+        found = metric_errors(of_trainer, expected.metrics[i], expected.scales[i])
+        assert of_trainer.keys() - NOT_OF_THE_ORACLE == expected.metrics[i].keys()
         for name, wanted in rollout_metrics(i, given.rollouts[i], rule).items():
             off = difference(record.get(f"rollout/{name}"), wanted)
             found[f"rollout/{name}"] = factor(off, 1e-12 * max(1.0, abs(wanted)))
@@ -531,7 +537,10 @@ def metric_errors(
     out = {}
     for name, wanted in metrics.items():
         size = max(abs(wanted), scales[name]) if scales[name] else 0.0
-        out[f"train/{name}"] = factor(difference(got.get(name), wanted), DIGITS * size)
+        off = difference(got.get(name), wanted)
+        if name == "log_prob_gap_p999" and 0 < off < math.inf:
+            off = max(0.0, got[name] - BIN * wanted)
+        out[f"train/{name}"] = factor(off, DIGITS * size)
     return out
 
 
@@ -624,7 +633,7 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
     for name, rule in RULES.items():
         right = jobs.expected("moe4", name)
         for setting in off_default(rule) - {"rollout_rs_threshold"}:
-            if shows[setting] >= 10:
+            if shows[setting] >= FOUND:
                 continue
             change = {setting: DEFAULTS[setting]}
             if setting == "eps_clip_high":
@@ -644,7 +653,7 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
             shows[setting] = max(shows[setting], *found.values())
     del shows["rollout_rs_threshold"]
     print({name: f"{times:.2g}" for name, times in shows.items()})
-    assert min(shows.values()) >= 10
+    assert min(shows.values()) >= FOUND
 
 
 @pytest.mark.parametrize("job", BUGS, ids=lambda job: job.name)
@@ -653,4 +662,4 @@ def test_a_planted_bug_is_found(job: Job, jobs: Jobs):
     assert not ended.error, ended.error
     found = compared(jobs, job)
     print(f"{job.name}: {worst(found)}")
-    assert max(found.values()) >= 10, worst(found)
+    assert max(found.values()) >= FOUND, worst(found)
