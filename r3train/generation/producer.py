@@ -38,7 +38,7 @@ from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
 from r3train.generation.evaluate import EvalSet, EvaluationEnded, Row, evaluate
 from r3train.generation.rates import Rates
-from r3train.generation.rescoring import Rescoring, Unbroken
+from r3train.generation.rescoring import AWAITED_S, Rescoring, Unbroken
 from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
@@ -403,7 +403,12 @@ class Producer:
 
     async def _pause(self) -> None:
         """Stop sending, and drain, freeze or abort the requests in flight."""
-        self._pauses += 1
+        mode = self._rollout.pause_generation_mode
+        try:
+            if mode != "drain":  # which gives what is computed again that time anyway
+                await self._rescored_beside_generation()
+        finally:
+            self._pauses += 1
         await self._until(lambda: self._evaluation_done)
         self._expire()
         await self._until(lambda: self._backend is not None)
@@ -411,8 +416,8 @@ class Producer:
         if self._freezes:
             await self._end_rescoring()
             self._frozen = True
-            await self._backend.pause_generation(self._rollout.pause_generation_mode)
-        elif self._rollout.pause_generation_mode == "abort":
+            await self._backend.pause_generation(mode)
+        elif mode == "abort":
             await self._end_rescoring()  # an abort ends these too
             self._aborting = True
             while self._in_flight:
@@ -423,11 +428,22 @@ class Producer:
                         await self._until(lambda: self._in_flight == 0)
         else:
             await self._until(lambda: self._in_flight == 0)
-        await self._end_rescoring()
+            await self._end_rescoring()
+
+    async def _rescored_beside_generation(self) -> None:
+        """Wait a little for what is computed again, while tokens are generated beside it."""
+        under_way = [] if self._rescoring is None else self._rescoring.under_way
+        for task in under_way:
+            task.add_done_callback(lambda _: self._advance())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(AWAITED_S):
+                await self._until(
+                    lambda: not self._in_flight or all(task.done() for task in under_way)
+                )
 
     async def _end_rescoring(self) -> None:
         if self._rescoring is not None:
-            await self._rescoring.close()
+            await self._rescoring.close(idle=self._in_flight == 0 and not self._closing)
 
     async def _thaw(self) -> None:
         if self._frozen:

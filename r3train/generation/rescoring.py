@@ -1,8 +1,9 @@
 """Random samples computed again by the servers, while these still hold the samples' weights.
 
 A sample is chosen before it is drawn.  When its answer is complete it goes back to its server as a
-prompt, in the background: no request for tokens ever waits for it.  Servers stop at a weight update,
-and what is not done shortly after is missed.  A request that an update freezes (in_place) ends with
+prompt, in the background: no request for tokens ever waits for it.  At a weight update it may go on
+while tokens are generated beside it, and on servers that stand idle for a share of the time, which is that
+of the samples.  What is not done by then is missed.  A request that an update freezes (in_place) ends with
 the rows of two versions, which nobody can compute again afterwards; its prompt is therefore computed
 again when it is sent.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -28,8 +30,10 @@ logger = logging.getLogger(__name__)
 
 # samples of which each server's rounding is measured, and their tokens
 _NOISE_SAMPLES, _NOISE_TOKENS = 8, 64
+# their sample ids begin here, beyond those of rollouts, for seeds of their own
+NOISE_IDS = 1 << 40
 # at a weight update, and when a rollout is judged
-_AWAITED_S = 5.0
+AWAITED_S = 5.0
 
 
 class Unbroken:
@@ -74,6 +78,7 @@ class Rescoring:
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._turn = asyncio.Semaphore(backend.num_servers)
         self._closed = False
+        self._opened = time.monotonic()
         self._noise: list[tuple[RolloutSample, Rescored]] = []
         self._rates = rates
         self._chosen = lru_cache(maxsize=64)(self._chosen_of_block)
@@ -113,8 +118,7 @@ class Rescoring:
     async def _drawn_twice(
         self, prompt: Prompt, sampling: SamplingParams, version: int, server: int, number: int
     ) -> tuple[RolloutSample, Rescored]:
-        # a sample id that no rollout has, for a seed of its own
-        sample = stitch.begin(prompt, sample_id=(1 << 40) + number, group_id=-1)
+        sample = stitch.begin(prompt, sample_id=NOISE_IDS + number, group_id=-1)
         request = stitch.next_request(sample, sampling, limit=_NOISE_TOKENS, weight_version=version)
         segment, again = await self._backend.score_twice(request, server)
         return stitch.extend(sample, segment), again
@@ -159,25 +163,37 @@ class Rescoring:
         except (EngineError, ValueError) as error:
             logger.warning("sample %s was not computed again: %s", request.name, error)
 
-    async def close(self) -> None:
-        """Wait a little for what is under way and cancel the rest; nothing more begins."""
+    @property
+    def under_way(self) -> list[asyncio.Task[None]]:
+        """What is being computed again, or waits for its turn."""
+        return list(self._tasks)
+
+    async def close(self, *, idle: bool = False) -> None:
+        """Cancel what is under way; nothing more begins.
+
+        idle: no token is generated.  Then servers may compute on for ``share`` of the time since they
+        last changed their weights, and for 5 seconds at most.
+        """
         self._closed = True
-        if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_AWAITED_S)
-            for task in late:
-                task.cancel()
-            await asyncio.gather(*late, return_exceptions=True)
+        if idle and self._tasks:
+            since = time.monotonic() - self._opened
+            await asyncio.wait(self._tasks, timeout=min(AWAITED_S, self._share * since))
+        late = self.under_way
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
 
     def reopen(self) -> None:
         """Begin again after a weight update."""
         self._closed = False
+        self._opened = time.monotonic()
 
     async def of_groups(self, groups: Sequence[Group]) -> RescoredRollout:
         """All that was computed again of these groups; waits a little for what is under way."""
         ids = {id(group) for group in groups}
         own = [task for task, group in self._tasks.items() if id(group) in ids]
         if own:
-            await asyncio.wait(own, timeout=_AWAITED_S)
+            await asyncio.wait(own, timeout=AWAITED_S)
         parts = [part for group in groups for part in group.rescored]
         chosen = sum(len(self.chosen(group.group_id)) for group in groups)
         episode = self._rollout.samples_per_episode

@@ -133,18 +133,70 @@ def test_without_a_share_nothing_is_computed_again():
 
 
 def test_what_takes_too_long_is_missed_and_holds_no_batch_up(monkeypatch):
-    monkeypatch.setattr("r3train.generation.rescoring._AWAITED_S", 0.2)
-    engine, began = Engine(again_s=60), time.monotonic()
+    monkeypatch.setattr("r3train.generation.rescoring.AWAITED_S", 0.2)
+    engine = Engine(again_s=60)
     with producer(engine) as p:
         p.next_batch(0)
         rescored = p.rescored()
         assert (rescored.parts, rescored.missed) == ([], 4)
+
+
+ONE = dict(rollout_batch_size=2, n_samples_per_prompt=2)
+
+
+def the_chosen() -> int:
+    """The sample that a share of a hundredth chooses of the first rollout."""
+    rescoring = Rescoring(rollout_section(**ONE), Engine(), 0.01, Rates())
+    ((group, place),) = ((g, place) for g in range(2) for place in rescoring.chosen(g))
+    return 2 * group + place
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_servers_that_generate_nothing_wait_for_a_share_of_the_time_alone(mode):
+    """All rollouts that may be sent are complete: at an update the servers stand idle."""
+    engine = Engine(again_s=60)
+    with producer(engine, 0.01, pause_generation_mode=mode, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 4 or p.stats()["in_flight"]:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert engine.at_once == 1
+        began = time.monotonic()
+        with p.quiesced():
+            assert engine.at_once == 0 and time.monotonic() - began < 1
+            engine.version = 1
+            p.set_version(1)
+        p.next_batch(0)
+        assert (p.rescored().parts, p.rescored().missed) == ([], 1)
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_at_an_update_texts_are_computed_again_while_tokens_are_generated_beside_it(mode):
+    """One sample is long, and the chosen one takes longer than idle servers would wait for it."""
+    chosen = the_chosen()
+    engine = Engine(again_s=0.3, length=lambda i: 4 if i == chosen else 150, tick_s=0.01)
+    with producer(engine, 0.01, pause_generation_mode=mode, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 1:
+            time.sleep(0.002)
         with p.quiesced():
             assert engine.at_once == 0
             engine.version = 1
             p.set_version(1)
-        p.next_batch(1)
-    assert time.monotonic() - began < 10
+        p.next_batch(0)
+        parts = [(part.sample_id, part.part) for part in p.rescored().parts]
+    assert (chosen, "whole") in parts
+
+
+def test_a_larger_share_waits_longer_on_idle_servers():
+    engine = Engine(again_s=0.3)
+    with producer(engine, 1.0, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 4:
+            time.sleep(0.01)
+        time.sleep(0.6)
+        with p.quiesced():
+            engine.version = 1
+            p.set_version(1)
+        p.next_batch(0)
+        assert len(p.rescored().parts) >= 3
 
 
 def test_an_engine_that_cannot_compute_again_ends_nothing():
