@@ -36,7 +36,9 @@ from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.engine import client, publish, publish_disk
+from r3train.engine.backend import Request, Segment
 from r3train.generation import conversation
+from r3train.generation.rescoring import NOISE_IDS
 from r3train.hf_checkpoint import weight_files
 from r3train.layout import microbatch
 from r3train.loop import prepare, scatter, weight_probe
@@ -920,13 +922,26 @@ def shards_saved_as_replicas(original, chunks):
 of_answers = partial(mutation, caught_by="tests/e2e/test_true_to_sampling.py")
 
 
+def _of_a_rollout(request: Request) -> bool:
+    """False for the draws that measure the noise: the server breaks after its start."""
+    return request.sample_id < NOISE_IDS
+
+
+def _without_second_stage(segment: Segment) -> Segment:
+    if segment.rows is None:
+        return segment
+    rows = segment.rows.copy()
+    rows[:, rows.shape[1] // 2 :] = 0
+    return replace(segment, rows=rows)
+
+
 @of_answers("every answer comes with the rows of the answer before it")
 def answer_with_rows_of_another(config, hf):
     last: list[np.ndarray] = []
 
     def read_answer(original, answer, request, **how):
         segment = original(answer, request, **how)
-        if segment.rows is None or not len(segment.rows):
+        if segment.rows is None or not len(segment.rows) or not _of_a_rollout(request):
             return segment
         rows = np.resize(last[-1], segment.rows.shape) if last else segment.rows
         last[:] = [segment.rows]
@@ -939,11 +954,13 @@ def answer_with_rows_of_another(config, hf):
 @replaces(client, "read_answer")
 def answer_without_second_stage(original, answer, request, **how):
     segment = original(answer, request, **how)
-    if segment.rows is None:
-        return segment
-    rows = segment.rows.copy()
-    rows[:, rows.shape[1] // 2 :] = 0
-    return replace(segment, rows=rows)
+    return _without_second_stage(segment) if _of_a_rollout(request) else segment
+
+
+@of_answers("the second half of the layers never arrived, nor when the noise was measured")
+@replaces(client, "read_answer")
+def answer_wrong_from_the_start(original, answer, request, **how):
+    return _without_second_stage(original(answer, request, **how))
 
 
 @of_answers("servers keep the prefixes of the weights before an update, and use them")

@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3train.config.replay import PublishBug, RouteBug
+from r3train.proof.rescored import limit
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
 
@@ -115,6 +116,15 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         assert job.metrics()[0]["r3/passed"] is False
     if bug.startswith("answer_"):
         assert job.metrics()[0]["r3_audit/passed"] is False
+        lines = (job.run_dir / "evidence/rescored.jsonl").read_text().splitlines()
+        compared = [jobs.json.loads(line) for line in lines]
+        # the samples alone are wrong; of ten rows two may differ
+        assert not any(any(r["noise"]["rows_differ"].values()) for r in compared)
+        most = [max(r["rows_differ"].values()) / limit(r["num_rows"], 0.0) for r in compared]
+        print(
+            f"{bug}: {len(most)} samples, {min(most):.1f} to {max(most):.1f} times what may differ"
+        )
+        assert max(most) >= 4
 
 
 def test_every_bug_that_can_be_planted_is_planted_here():
