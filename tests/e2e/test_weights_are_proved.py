@@ -203,5 +203,19 @@ def test_a_planted_bug_is_caught_by_name(run, bug, kind, text, count):
     run.publish(kind)  # the run could go on: the bug was the only fault
 
 
+@pytest.mark.parametrize("bug", ["expert_never_sent", "expert_bias_not_exported"])
+def test_a_tensor_that_never_went_out_is_named_without_the_flag_too(run, bug, monkeypatch):
+    loop = run.loops["distributed"]
+    trainer = loop._config.trainer.model_copy(update={"check_weight_update_equal": False})
+    unchecked = loop._config.model_copy(update={"trainer": trainer})
+    with monkeypatch.context() as flag:
+        flag.setattr(loop, "_config", unchecked)
+        run.publish("distributed")
+        with run.planted(bug, "distributed"), pytest.raises(ValueError) as error:
+            run.publish("distributed")
+    assert re.search(CAUGHT[bug][0][1], str(error.value)), str(error.value)
+    run.publish("distributed")
+
+
 def test_every_bug_of_publishing_is_planted_here():
     assert {bug.name for bug in planted_by("tests/e2e/test_weights_are_proved.py")} == set(CAUGHT)
