@@ -165,7 +165,7 @@ class Rescoring:
 
     @property
     def under_way(self) -> list[asyncio.Task[None]]:
-        """What is being computed again, or waits for its turn."""
+        """Tasks that compute a text again, or wait for their turn."""
         return list(self._tasks)
 
     async def close(self, *, idle: bool = False) -> None:
