@@ -101,6 +101,13 @@ RULES = (
         "needs a run that dumped rollouts",
         "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
     ),
+    Rule(
+        r"python -m sglang\.launch_server ",
+        Kind.ELSEWHERE,
+        "serves a teacher of the user's",
+        "tests/e2e/test_distillation.py"
+        "::test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same",
+    ),
     Rule(r"r3train verify ", Kind.LONG),
     Rule(r"(OMP_NUM_THREADS=1 )?(\.venv/bin/)?python (-m benchmarks\.|benchmarks/)", Kind.LONG),
     Rule(r"r3train serve ", Kind.SERVE),

@@ -257,6 +257,8 @@ _THEIRS = {
     *(
         "--flag",
         "--requeue",
+        "--disable-overlap-schedule",
+        "--skip-tokenizer-init",
         "--enable-return-routed-experts",
         "--extra-index-url",
         "--no-build-isolation",
