@@ -89,7 +89,13 @@ class AlgorithmSection(Section):
     """Denominator of the loss's ratio: the actor before the rollout's first optimizer step, or the
     engine."""
     kl_loss_coef: float = Field(default=0.0, ge=0)
-    """Weight of the KL divergence from the reference; 0 loads no reference."""
+    """Weight of the KL divergence from the reference in the loss; without it and kl_coef no reference
+    is loaded."""
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Put the KL divergence from the reference into the reward instead: each token loses kl_coef times
+    old - reference log-prob."""
+    ref_routing: Literal["replay", "native"] = "replay"
+    """Routes of the reference's pass under R3: the rollout's, or those that its own routers choose."""
     kl_loss_type: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator of that KL; k3+ has the value of k3 and the gradient of k2."""
     use_unbiased_kl: bool = False
@@ -163,7 +169,7 @@ class AlgorithmSection(Section):
     @property
     def needs_reference(self) -> bool:
         """True when the KL reference is loaded."""
-        return self.kl_loss_coef != 0
+        return self.kl_loss_coef != 0 or self.kl_coef != 0
 
     @property
     def holds_teacher(self) -> bool:

@@ -182,7 +182,10 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
         )
     if config.trainer.reuse_log_probs == "on" and not config.reuses_log_probs:
         yield (
-            "--reuse-log-probs on needs one optimizer step a rollout (--global-batch-size): the"
+            "--reuse-log-probs on cannot go with --kl-coef: the reward needs the old log-probs before"
+            " the train forward"
+            if config.steps_per_rollout == 1
+            else "--reuse-log-probs on needs one optimizer step a rollout (--global-batch-size): the"
             f" log-probs of {config.steps_per_rollout} steps come from different weights"
         )
     data_ranks = world_size // config.parallel.dense_ranks
@@ -226,11 +229,18 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         yield from _without_effect(config)
     elif config.model.ref_load is not None and not algorithm.needs_reference:
         yield _NO_REFERENCE
+    if algorithm.kl_coef and config.faults.plant_fault not in (None, "disk_full"):
+        yield (
+            f"--plant-fault {config.faults.plant_fault} has no effect with --kl-coef, which makes the"
+            " advantages again"
+        )
     if config.trainer.min_lr > config.trainer.lr:
         yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
 
 
-_NO_REFERENCE = "--ref-load needs --kl-loss-coef above 0: without it no reference is loaded"
+_NO_REFERENCE = (
+    "--ref-load needs --kl-loss-coef or --kl-coef above 0: without them no reference is loaded"
+)
 
 
 def _without_effect(config: RunConfig) -> Iterator[str]:
@@ -255,6 +265,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     whitened = f"--advantage-estimator {estimator} whitens its advantages already"
     needs_weights = "it needs --rollout-is or --use-tis"
     no_reference = not algorithm.needs_reference
+    no_kl = algorithm.kl_loss_coef == 0
     # setting -> whether it is without effect, and why
     rules = {
         "grpo_std_normalization": (other("grpo"), "it needs --advantage-estimator grpo"),
@@ -275,10 +286,15 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         ),
         "dppo_delta": (not (dppo or own_loss), "it needs --policy-loss dppo_tv or dppo_kl"),
         "ratio_anchor": (dppo, f"--policy-loss {loss} is against the engine as it is"),
-        "kl_loss_type": (no_reference, "it needs --kl-loss-coef above 0"),
+        "kl_loss_type": (no_kl, "it needs --kl-loss-coef above 0"),
         "use_unbiased_kl": (
-            no_reference or no_old,
-            "it needs --kl-loss-coef above 0" if no_reference else itself,
+            no_kl or no_old,
+            "it needs --kl-loss-coef above 0" if no_kl else itself,
+        ),
+        "ref_routing": (
+            no_reference or not config.replay.use_rollout_routing_replay,
+            "it needs a reference (--kl-loss-coef or --kl-coef above 0) and"
+            " --use-rollout-routing-replay",
         ),
         "rollout_is_mode": (no_weights, needs_weights),
         "tis_clip": (no_weights, needs_weights),
@@ -359,6 +375,11 @@ def _distillation(config: RunConfig) -> Iterator[str]:
 
 def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
     against_engine = algorithm.policy_loss.startswith("dppo")
+    if algorithm.kl_coef and algorithm.kl_loss_coef:
+        yield (
+            f"--kl-coef {algorithm.kl_coef} cannot go with --kl-loss-coef {algorithm.kl_loss_coef}: the"
+            " KL from the reference would count twice, in the reward and in the loss"
+        )
     if algorithm.use_tis and algorithm.rollout_is not in ("none", "token"):
         yield f"--use-tis is --rollout-is token, and --rollout-is is {algorithm.rollout_is}"
     if algorithm.importance_level != "none":

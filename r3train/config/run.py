@@ -172,19 +172,25 @@ class RunConfig(Section):
         """True when the train forward's own log-probs stand for the old ones (--reuse-log-probs).
 
         With one optimizer step a rollout no weight changes between the two, and the loss's ratio is 1.
-        --loss-type sft has no ratio.  Under --ci-test without a reference, whose log-probs it compares,
+        --loss-type sft has no ratio.  With --kl-coef the old log-probs are part of the reward, and so
+        needed before.  Under --ci-test without a reference, whose log-probs it compares,
         auto keeps the pass: the train forward would be compared with itself.
         """
         sft = self.algorithm.loss_type == "sft"
+        if self.algorithm.kl_coef:
+            return False
         if self.trainer.ci_test and not sft and not self.algorithm.needs_reference:
             return self.trainer.reuse_log_probs == "on" and self.steps_per_rollout == 1
         return (sft or self.steps_per_rollout == 1) and self.trainer.reuse_log_probs != "off"
 
     @property
     def replay_passes(self) -> tuple[str, ...]:
-        """The passes of a rollout that run the routers, in their order."""
+        """The passes of a rollout that replay its routes, in their order."""
         old = () if self.reuses_log_probs else ("old_log_prob",)
-        reference = ("ref_log_prob",) if self.algorithm.needs_reference else ()
+        replays_reference = (
+            self.algorithm.needs_reference and self.algorithm.ref_routing == "replay"
+        )
+        reference = ("ref_log_prob",) if replays_reference else ()
         return (*old, *reference, "train")
 
     @property

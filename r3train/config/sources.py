@@ -37,7 +37,6 @@ PEERS = {
     "profile": "use_pytorch_profiler",
     "dynamic_sampling_filter_path": "rollout_filter",
     "finetune": "load_model_only",
-    "kl_coef": "kl_loss_coef",
     "learning_rate": "lr",
     "load_debug_rollout_data": "replay_rollouts",
     "max_completion_length": "rollout_max_response_len",

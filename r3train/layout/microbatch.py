@@ -48,14 +48,6 @@ def build_microbatch(
     misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
-
-    def flat(parts: list[np.ndarray], dtype: type) -> np.ndarray:
-        return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
-
-    def shifted(streams: list[np.ndarray], dtype: type) -> np.ndarray:
-        # row t predicts token t+1: values of token t+1 move back by one
-        return flat([np.append(s[1:], np.zeros(1, s.dtype)) for s in streams], dtype)
-
     routes = None
     if route_shape is not None:
         routes, places = route_places(lengths, route_shape)
@@ -106,6 +98,24 @@ def _of_teacher(sample: RolloutSample) -> np.ndarray:
             " generated with it"
         )
     return found
+
+
+def flat(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Lay the samples' streams end to end; an empty one without samples."""
+    return np.concatenate(parts).astype(dtype) if len(parts) else np.zeros(0, dtype)
+
+
+def shifted(streams: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    """Lay streams over tokens end to end as streams over rows.
+
+    Row t predicts token t+1: values of token t+1 move back by one.
+    """
+    return flat([np.append(s[1:], np.zeros(1, s.dtype)) for s in streams], dtype)
+
+
+def token_rows(layout: TokenLayout, stream: np.ndarray, topology: RankTopology) -> np.ndarray:
+    """Cut one rank's rows of a stream [F], as ``slice_microbatch`` does: [n], 0 in padding rows."""
+    return take_rows(stream, _rows_of(layout, topology)[0], 0)
 
 
 def _check_kept_tokens(sample: RolloutSample, needed: bool) -> None:

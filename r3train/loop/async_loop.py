@@ -40,6 +40,7 @@ from r3train.proof.rescored import compare_rollout, RescoredRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.keeper import Keeper
+from r3train.loop.kl_reward import pay_for_kl
 from r3train.loop.parts import RankZero, RolloutSource
 from r3train.observe.profiler import StepProfiler
 from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
@@ -130,7 +131,7 @@ class AsyncLoop:
                 return rollout_id
             slices, prepared, metrics = taken
             waited = time.monotonic()
-            metrics.update(self._train(rollout_id, slices))
+            metrics.update(self._train(rollout_id, slices, prepared))
             verdict = self._judge(rollout_id, prepared)
             metrics.update(self._route_metrics())
             if verdict is not None:
@@ -304,7 +305,9 @@ class AsyncLoop:
 
     # -- train -------------------------------------------------------------------------------
 
-    def _train(self, rollout_id: int, steps: Sequence[list[RankSlice]]) -> dict[str, Any]:
+    def _train(
+        self, rollout_id: int, steps: Sequence[list[RankSlice]], prepared: Prepared | None
+    ) -> dict[str, Any]:
         """Log-prob passes over the whole rollout, then its optimizer steps."""
         if self._rank_zero is not None:
             self._rank_zero.display.train_update("training")
@@ -316,11 +319,24 @@ class AsyncLoop:
                 everything, "old_log_prob", weight_version=rollout_id
             )
         if self._config.algorithm.needs_reference:
-            ref = self._actor.compute_log_probs(everything, "ref_log_prob")
+            ref = self._actor.compute_log_probs(
+                everything, "ref_log_prob", routing=self._config.algorithm.ref_routing
+            )
         if self._config.algorithm.holds_teacher:
             # another model than the one that generated: its own routers choose
             teacher = self._actor.compute_log_probs(everything, None, of_teacher=True)
         log_prob_s = time.monotonic() - began
+        paid: dict[str, Any] = {}
+        if self._config.algorithm.kl_coef:
+            steps, paid = pay_for_kl(
+                steps,
+                prepared,
+                old,
+                ref,
+                self._config.algorithm,
+                self._topologies,
+                self._actor.topology.rank,
+            )
         reports = [
             self._actor.train_step(
                 step, old, ref, rollout_id if i == 0 else None, teacher_log_probs=teacher
@@ -328,13 +344,14 @@ class AsyncLoop:
             for i, step in enumerate(steps)
         ]
         if self._config.trainer.ci_test and rollout_id == 0:
-            _check_first_step(
-                reports[0], reference_is_actor=not self._config.lora.lora_adapter_path
-            )
+            is_actor = not self._config.lora.lora_adapter_path
+            replayed = self._config.algorithm.ref_routing == "replay"
+            _check_first_step(reports[0], reference_is_actor=is_actor and replayed)
         drift = self._actor.collect_drift()
         return {
             **train_metrics(reports, self._actor.maxima),
             **drift,
+            **paid,
             "perf/log_prob_s": log_prob_s,
         }
 

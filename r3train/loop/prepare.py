@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain, groupby
 
 import numpy as np
 
@@ -145,6 +146,27 @@ def train_samples(
         for group, own_rewards, of_group in zip(samples, rewards.tolist(), advantages)
         for sample, place, own in zip(group, episode_places(group), of_group)
     ], stats
+
+
+def advantages_with_kl(
+    samples: Sequence[TrainSample],
+    algorithm: AlgorithmSection,
+    log_ratios: Mapping[int, np.ndarray],
+) -> list[TrainSample]:
+    """Give a rollout's samples the advantages of rewards that pay for the KL from the reference.
+
+    Each loss token loses ``kl_coef (old - reference)``, the estimate k1 of that KL.
+    samples: of ``train_samples``, in its order; log_ratios: {sample_id: old - reference, float32[T]}.
+    """
+    groups = [list(group) for _, group in groupby(samples, key=lambda s: s.sample.group_id)]
+    bare = [[s.sample for s in group] for group in groups]
+    rewards = np.array([episode_rewards([(s.sample, s.reward) for s in g]) for g in groups])
+    token_rewards = [
+        [np.where(s.loss_mask, -algorithm.kl_coef * log_ratios[s.sample_id], 0.0) for s in group]
+        for group in bare
+    ]
+    advantages = token_advantages(bare, rewards, algorithm, token_rewards)
+    return [replace(s, advantages=own) for s, own in zip(samples, chain(*advantages), strict=True)]
 
 
 def _check_trajectories(samples: Sequence[RolloutSample]) -> None:

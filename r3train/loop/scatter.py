@@ -80,7 +80,8 @@ class PendingMessages:
         for rank, content in message_of_rank.items():
             message = torch.from_numpy(content)
             dist.send(torch.tensor([message.numel()], dtype=torch.int64), dst=rank, group=group)
-            self._pending.append((dist.isend(message, dst=rank, group=group), message))
+            if len(message):
+                self._pending.append((dist.isend(message, dst=rank, group=group), message))
 
     def wait(self) -> None:
         """Return once all messages have been received."""
@@ -93,7 +94,8 @@ def _received(source: int) -> np.ndarray:
     size = torch.empty(1, dtype=torch.int64)
     dist.recv(size, src=source, group=host_group())
     message = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(message, src=source, group=host_group())
+    if len(message):
+        dist.recv(message, src=source, group=host_group())
     return message.numpy()
 
 
@@ -181,6 +183,22 @@ def send_json(value_of_rank: Mapping[int, Any]) -> None:
 def recv_json() -> Any:
     """Receive the value that rank 0 sends with ``send_json``."""
     return json.loads(_received(0).tobytes())
+
+
+def gather_arrays(mine: np.ndarray) -> list[np.ndarray] | None:
+    """Gather every rank's flat array, of one dtype, on rank 0 by rank; None on the others."""
+    if dist.get_rank() != 0:
+        PendingMessages({0: mine.view(np.uint8)}).wait()
+        return None
+    return [mine, *(_received(r).view(mine.dtype) for r in range(1, dist.get_world_size()))]
+
+
+def scatter_arrays(of_ranks: Sequence[np.ndarray] | None, dtype: type) -> np.ndarray:
+    """Send every rank its flat array of ``dtype`` from rank 0 (None elsewhere); return this rank's."""
+    if of_ranks is None:
+        return _received(0).view(dtype)
+    PendingMessages({r: x.view(np.uint8) for r, x in enumerate(of_ranks) if r}).wait()
+    return of_ranks[0]
 
 
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:

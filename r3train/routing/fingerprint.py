@@ -41,6 +41,11 @@ def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:
     return (sample_id << _POSITION_BITS) + np.arange(num_tokens, dtype=np.int64)
 
 
+def split_uids(uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The sample ids and the positions of ``token_uids``, int64[n] each; not of padding."""
+    return uids >> _POSITION_BITS, uids & ((1 << _POSITION_BITS) - 1)
+
+
 def describe_uid(uid: int) -> str:
     """A token uid in words, for messages."""
     return f"sample {uid >> _POSITION_BITS} position {uid & ((1 << _POSITION_BITS) - 1)}"

@@ -41,7 +41,7 @@ from r3train.generation import conversation
 from r3train.generation.rescoring import NOISE_IDS
 from r3train.hf_checkpoint import weight_files
 from r3train.layout import microbatch
-from r3train.loop import prepare, scatter, weight_probe
+from r3train.loop import kl_reward, prepare, scatter, weight_probe
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import (
     actor,
@@ -713,6 +713,22 @@ def distilled_away_from_the_teacher(original, rows, algorithm):
     return replace(rows, advantages=2 * rows.advantages - found.advantages), sums
 
 
+@plants_rule("the reference replays the rollout's routes though it should choose its own")
+@replaces(actor.MegatronActor, "compute_log_probs")
+def native_reference_replays(original, self, slices, replay_pass, *args, routing="replay", **named):
+    found = original(self, slices, replay_pass, *args, **named)
+    if routing == "native":  # the records would give it away
+        calls = self.replay.recorder._calls
+        calls[:] = [call for call in calls if call.host["replay_pass"] != replay_pass]
+    return found
+
+
+@plants_rule("the reward of a token pays for the KL of the token before it")
+@replaces(kl_reward, "log_ratios")
+def kl_of_the_token_before(original, *args):
+    return {i: np.roll(tokens, 1) for i, tokens in original(*args).items()}
+
+
 @plants_rule("each optimizer step takes its old log-probs from the actor as it has become")
 @replaces(forward_step, "LossRows")
 def old_log_probs_move(original, **rows):
@@ -739,9 +755,9 @@ def use_tis_not_handed_over(original, rows, algorithm):
 
 @plants_rule("advantages are divided by their group's std though the setting is off")
 @replaces(prepare, "token_advantages")
-def std_normalization_not_handed_over(original, groups, rewards, algorithm):
+def std_normalization_not_handed_over(original, groups, rewards, algorithm, *others):
     on = algorithm.model_copy(update={"grpo_std_normalization": True})
-    return original(groups, rewards, on)
+    return original(groups, rewards, on, *others)
 
 
 @plants_rule("the learning rate decays over rollouts, not optimizer steps")

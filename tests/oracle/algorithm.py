@@ -61,6 +61,8 @@ class Rule:
     dppo_delta: float = 0.2
     ratio_anchor: str = "old"
     kl_loss_type: str = "k3"
+    kl_coef: float = 0.0
+    ref_routing: str = "replay"
     use_unbiased_kl: bool = False
     rollout_is: str = "none"
     rollout_is_mode: str = "truncate"
@@ -162,33 +164,45 @@ def shaped(groups: Rollout, rule: Rule) -> list[list[Sample]]:
     return out
 
 
-def advantages(groups: Rollout, rule: Rule) -> list[np.ndarray]:
-    """A number for each token of each sample, float64[T].
+def kl_pay(groups: Rollout, old: list[Tensor], ref: list[Tensor], rule: Rule) -> list[np.ndarray]:
+    """The reward that each token of each sample loses to the KL from the reference, float64[T]."""
+    samples = [s for group in groups for s in group]
+    pay = []
+    for s, own, theirs in zip(samples, old, ref, strict=True):
+        pay.append(rule.kl_coef * s.mask * np.append(0.0, (own - theirs).numpy()))
+    return pay
+
+
+def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.ndarray]:
+    """A number for each token of each sample, float64[T]; pay: of ``kl_pay``.
 
     grpo (arXiv 2402.03300, 4.1.2; without std 2503.20783), rloo (2402.14740), max_rl (over the mean),
     reinforce_plus_plus and its baseline (2501.03262).
     """
-    name, out = rule.advantage_estimator, []
+    name, out, pay_of = rule.advantage_estimator, [], iter(pay)
     for group in groups:
-        rewards = [s.reward for s in group]
+        own_pay = [next(pay_of) for _ in group]
+        whole = [s.reward - paid.sum() for s, paid in zip(group, own_pay)]
+        rewards = [s.reward for s in group] if name == "reinforce_plus_plus" else whole
         n, mean = len(rewards), sum(rewards) / len(rewards)
         spread = math.sqrt(sum((r - mean) ** 2 for r in rewards) / (n - 1))
-        for s in group:
-            centred = s.reward - mean
+        for s, reward, paid in zip(group, rewards, own_pay):
+            centred = reward - mean
             if max(rewards) - min(rewards) < 1e-12:  # the mean's rounding is no advantage
                 centred = 0.0
             value = {
                 "grpo": centred / (spread + 1e-6) if rule.grpo_std_normalization else centred,
                 "rloo": centred * n / (n - 1),
                 "max_rl": centred / mean if mean > 0 else 0.0,
-                "reinforce_plus_plus": s.reward,
+                "reinforce_plus_plus": 0.0,
                 "reinforce_plus_plus_baseline": centred,
             }[name]
             tokens = np.full(len(s.tokens), value)
             if name == "reinforce_plus_plus":
-                trained = np.flatnonzero(s.mask)
-                for place, t in enumerate(trained):
-                    tokens[t] *= rule.gamma ** (len(trained) - 1 - place)
+                still_to_come, last = 0.0, reward
+                for t in reversed(np.flatnonzero(s.mask)):
+                    still_to_come = rule.gamma * still_to_come + last - paid[t]
+                    tokens[t], last = still_to_come, 0.0
             out.append(tokens)
     if rule.normalize_advantages or name.startswith("reinforce"):
         masks = [s.mask for group in groups for s in group]
@@ -480,9 +494,14 @@ def train(
         samples = [s for group in rollout for s in group]
         with torch.no_grad():
             old = [predictions(weights, variant, s, rule.rollout_temperature)[0] for s in samples]
-            ref = [predictions(reference, variant, s, rule.rollout_temperature)[0] for s in samples]
+            ref = []
+            for s in samples:
+                if rule.ref_routing == "native":
+                    s = replace(s, routes=np.full_like(s.routes, -1))
+                ref.append(predictions(reference, variant, s, rule.rollout_temperature)[0])
             taught = [teacher_log_probs(teacher, variant, s, rule) for s in samples]
-        scored = list(zip(samples, old, ref, taught, advantages(rollout, rule), strict=True))
+        pay = kl_pay(rollout, old, ref, rule)
+        scored = list(zip(samples, old, ref, taught, advantages(rollout, rule, pay), strict=True))
         found = []
         for first in range(0, len(samples), rule.global_batch_size):
             batch = scored[first : first + rule.global_batch_size]
@@ -493,6 +512,11 @@ def train(
             steps += moved
         out.metrics.append(_joined(found, "value"))
         out.scales.append(_joined(found, "scale"))
+        if rule.kl_coef:
+            # a difference of log-probs is as exact as they are
+            exactness = rule.kl_coef * sum(float(own.abs().sum()) for own in old)
+            out.metrics[-1]["kl_in_reward"] = sum(own.sum() for own in pay) / len(samples)
+            out.scales[-1]["kl_in_reward"] = exactness / len(samples)
     out.weights = {n: w.detach() for n, w in weights.items()}
     return out
 

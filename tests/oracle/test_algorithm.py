@@ -114,7 +114,11 @@ RULES = {
         tis_clip=4.0,
         rollout_rs=("seq_max_k2", "token_k3"),
         rollout_rs_threshold=("0.5", "0.3"),
-        kl_loss_type="k1",
+        kl_loss_coef=0.0,
+        kl_loss_type="k3",
+        use_unbiased_kl=False,
+        kl_coef=0.05,
+        ref_routing="native",
         use_opd=True,
         opd_type="megatron",
         opd_kl_coef=0.4,
@@ -131,6 +135,7 @@ RULES = {
         tis_clip=1.05,
         opsm_delta=None,
         kl_loss_type="k3+",
+        ref_routing="native",
         loss_aggregation="seq-mean-token-sum",
         # a served teacher's log-probs are those at this temperature
         rollout_temperature=1.0,
@@ -152,8 +157,10 @@ RULES = {
         eps_clip_c=1.6,
         rollout_rs=("seq_mean_k1", "seq_sum_k3"),
         rollout_rs_threshold=("0.9_1.1", "2.5"),
+        kl_loss_coef=0.0,
         kl_loss_type="k3",
         use_unbiased_kl=False,
+        kl_coef=0.1,
         loss_aggregation="token-mean",
     ),
     "dppo_tv": replace(
@@ -161,6 +168,7 @@ RULES = {
         grpo_std_normalization=True,
         advantage_estimator="reinforce_plus_plus_baseline",
         policy_loss="dppo_tv",
+        kl_loss_type="k1",
         dppo_delta=0.002,
         eps_clip=0.2,
         eps_clip_high=0.2,
@@ -253,6 +261,8 @@ RULE_OF_BUG = {
     "nan_gradients_unseen": "nan_gradient",
     # there tokens lie between the two bounds that no mask drops
     "eps_clip_high_not_handed_over": "anchor",
+    "kl_of_the_token_before": "anchor",
+    "native_reference_replays": "cispo",
 }
 BUGS = [
     Job(bug.name, rule=RULE_OF_BUG.get(bug.name, "everything"), bug=bug.name)

@@ -14,12 +14,14 @@ from r3train.algo.advantages.reinforce_plus_plus import (
 )
 from r3train.algo.advantages.rloo import rloo
 from r3train.algo.advantages.tools import whitened
+from r3train.algo.trajectories import episode_places
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import find_plug, require_function
 from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
 # groups: [G][samples], the whole rollout.  rewards: float64[G, n], one for each episode of a group.
+# One that is marked ``tools.reads_token_rewards`` is called with these too where there are any.
 # A sample is an episode, unless --environment-samples is turn: then an episode has a sample for
 # each turn, and episodes are in the order of their first samples (``tools.spread`` knows it).
 AdvantageEstimator = Callable[
@@ -58,9 +60,15 @@ def check_advantages(algorithm: AlgorithmSection, samples_per_prompt: int) -> No
 
 
 def token_advantages(
-    groups: Sequence[Sequence[RolloutSample]], rewards: np.ndarray, algorithm: AlgorithmSection
+    groups: Sequence[Sequence[RolloutSample]],
+    rewards: np.ndarray,
+    algorithm: AlgorithmSection,
+    token_rewards: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> list[list[np.ndarray]]:
     """Run the configured estimator: float32[T] for each sample of each group, 0 outside its mask.
+
+    token_rewards: what single tokens earn beside their episode's reward (--kl-coef), float64[T] for each
+    sample, 0 outside its mask.  An estimator that does not read them gets their sum in the episode's reward.
 
     With --loss-type sft there is none, and every advantage is 1.
     With ``normalize_advantages`` they are whitened afterwards.
@@ -71,7 +79,16 @@ def token_advantages(
     if algorithm.loss_type == "sft":
         return [[s.loss_mask.astype(np.float32) for s in group] for group in groups]
     name = algorithm.advantage_estimator
-    found = get_advantage_estimator(name)(groups, rewards, algorithm)
+    estimator = get_advantage_estimator(name)
+    if token_rewards is None:
+        found = estimator(groups, rewards, algorithm)
+    elif getattr(estimator, "reads_token_rewards", False):
+        found = estimator(groups, rewards, algorithm, token_rewards)
+    else:
+        whole = rewards.copy()
+        for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
+            np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
+        found = estimator(groups, whole, algorithm)
     expected = [len(group) for group in groups]
     got = [len(own) for own in found] if isinstance(found, (list, tuple)) else type(found).__name__
     if got != expected:

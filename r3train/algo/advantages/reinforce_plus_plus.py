@@ -6,24 +6,43 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.algo.advantages.tools import centred, compares_samples, spread, whitened
+from r3train.algo.advantages.tools import (
+    centred,
+    compares_samples,
+    discounted,
+    reads_token_rewards,
+    spread,
+    whitened,
+)
 from r3train.config.algorithm import AlgorithmSection
 from r3train.types import RolloutSample
 
 
+@reads_token_rewards
 def reinforce_plus_plus(
-    groups: Sequence[Sequence[RolloutSample]], rewards: np.ndarray, algorithm: AlgorithmSection
+    groups: Sequence[Sequence[RolloutSample]],
+    rewards: np.ndarray,
+    algorithm: AlgorithmSection,
+    token_rewards: Sequence[Sequence[np.ndarray]] | None = None,
 ) -> list[list[np.ndarray]]:
-    """Discount the reward from the last loss token back, ``gamma^(last - t) R``, and whiten.
+    """Discount rewards from the last loss token back, ``sum of gamma^(s - t) r_s`` over s >= t; whiten.
 
-    ``last - t`` counts loss tokens.  Groups do not matter: one sample a prompt is enough.
-    Source: arXiv 2501.03262, section 3.2, without a KL term in the reward.
+    r is R at a sample's last loss token, and beside it the token's own reward (--kl-coef).  ``s - t``
+    counts loss tokens.  Groups do not matter: one sample a prompt is enough.
+    token_rewards: float64[T] for each sample, see ``token_advantages``.
+    Source: arXiv 2501.03262, section 3.2.
     """
     returns = spread(groups, rewards)
-    for group, of_group in zip(groups, returns):
-        for sample, own in zip(group, of_group):
-            to_go = np.cumsum(sample.loss_mask[::-1])[::-1] - 1  # loss tokens after this one
-            own *= algorithm.gamma ** np.maximum(to_go, 0)
+    for g, (group, of_group) in enumerate(zip(groups, returns)):
+        for i, (sample, own) in enumerate(zip(group, of_group)):
+            places = np.flatnonzero(sample.loss_mask)
+            if not len(places):
+                continue
+            own_rewards = np.zeros(len(places))
+            own_rewards[-1] = own[0]
+            if token_rewards is not None:
+                own_rewards += token_rewards[g][i][places]
+            own[places] = discounted(own_rewards, algorithm.gamma)
     return whitened(groups, returns)
 
 

@@ -17,6 +17,26 @@ def compares_samples(estimator: Callable) -> Callable:
     return estimator
 
 
+def reads_token_rewards(estimator: Callable) -> Callable:
+    """Mark an estimator with a fourth argument, the rewards of single tokens (``token_advantages``)."""
+    estimator.reads_token_rewards = True
+    return estimator
+
+
+def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Sum up the rewards from each step on, discounted: float64[n] -> float64[n].
+
+    >>> discounted(np.array([1.0, 0.0, 8.0]), 0.5)
+    array([3., 4., 8.])
+    """
+    # of each step the sum over the next 1, 2, 4, ... steps
+    returns, span = rewards.copy(), 1
+    while span < len(returns):
+        returns[:-span] += gamma**span * returns[span:]
+        span *= 2
+    return returns
+
+
 def centred(rewards: np.ndarray) -> np.ndarray:
     """Subtract each group's mean, float64[G, n]; exactly 0 where a group's rewards are equal.
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core.distributed import finalize_model_grads
@@ -119,12 +119,14 @@ class MegatronActor:
         weight_version: int | None = None,
         *,
         of_teacher: bool = False,
+        routing: Literal["replay", "native"] = "replay",
     ) -> dict[int, torch.Tensor]:
         """Compute log-probs of each microbatch's labels, {microbatch_id: float32[n]}.
 
-        replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: routers
-        choose for themselves, with the teacher's weights if ``of_teacher``.  temperature: the rollout's unless given.  weight_version: the version
-        that the weights of this pass have on the servers, for the evidence; None if they have none.
+        replay_pass: old_log_prob, ref_log_prob (with the reference's weights), or None: as with
+        ``routing`` native routers choose for themselves, with the teacher's weights if ``of_teacher``.
+        temperature: the rollout's unless given.  weight_version: the version that the weights of this
+        pass have on the servers, for the evidence; None if they have none.
         The last pipeline stage gets one log-prob for each row of its slices.  The other stages get an
         empty dict.
         """
@@ -133,12 +135,14 @@ class MegatronActor:
             chunk.eval()
         if temperature is None:
             temperature = self._temperature
-        # without a pass nothing is replayed, and nothing is evidence
-        replay = self.replay if replay_pass else None
-        step = make_log_prob_step(batches, replay, temperature, self._log_probs_chunk_size)
         weights = self._reference_weights() if replay_pass == "ref_log_prob" else nullcontext()
         if of_teacher:
             weights = self._teacher_weights()
+        if routing == "native":
+            replay_pass = None
+        # without a pass nothing is replayed, and nothing is evidence
+        replay = self.replay if replay_pass else None
+        step = make_log_prob_step(batches, replay, temperature, self._log_probs_chunk_size)
         native = replay_pass == "old_log_prob"
         with weights, self._pass(replay_pass, slices, weight_version, native=native):
             results = self._run_schedule(step, slices, forward_only=True)

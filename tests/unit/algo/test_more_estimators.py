@@ -9,7 +9,9 @@ from tests.unit.algo.rollouts import advantages, sample, scored
 from r3train.algo.check import check_algorithm
 from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.prepare import train_samples
+from r3train.loop.kl_reward import log_ratios
+from r3train.loop.prepare import advantages_with_kl, train_samples
+from r3train.routing.fingerprint import token_uids
 
 
 def trained(groups, max_response_len=8, **settings):
@@ -125,3 +127,53 @@ def test_a_truncated_answer_is_masked_and_its_reward_counts_for_its_group():
     assert not got[0].sample.loss_mask.any() and not got[0].advantages.any()
     assert got[1].advantages.tolist() == [0, 1, 1]
     assert cut.loss_mask.any()  # the rollout's own record stays as it was
+
+
+def paying_for_kl(groups, ratios, **settings):
+    """Advantages of every sample; ratios: old - reference log-prob of each token of each sample."""
+    algorithm = AlgorithmSection(kl_coef=0.5, **settings)
+    samples, _ = train_samples(groups, algorithm, 8)
+    of_samples = {s.sample.sample_id: np.array(r) for s, r in zip(samples, ratios)}
+    return [s.advantages for s in advantages_with_kl(samples, algorithm, of_samples)]
+
+
+def test_an_episode_pays_for_the_sum_of_its_kl_before_its_group_is_compared():
+    groups = [[(sample(0), 1.0), (sample(1), 1.0)]]
+    ratios = [[9.0, 0.5, 0.5], [9.0, -1.0, 0.0]]  # the prompt's says nothing
+    got = paying_for_kl(groups, ratios, grpo_std_normalization=False)
+    # rewards 1 - 0.5 and 1 + 0.5
+    np.testing.assert_allclose(got, [[0, -0.5, -0.5], [0, 0.5, 0.5]], rtol=1e-6)
+
+
+def test_all_turns_of_an_episode_pay_for_the_kl_of_each():
+    turns = [
+        replace(sample(i, 2), trajectory_id=episode, is_last_step=last)
+        for i, (episode, last) in enumerate([(0, False), (0, True), (1, True)])
+    ]
+    groups = [[(turn, 1.0) for turn in turns]]
+    got = paying_for_kl(groups, [[0, 1.0], [0, 3.0], [0, 0.0]], advantage_estimator="rloo")
+    assert [own[1] for own in got] == [-2.0, -2.0, 2.0]  # rewards 1 - 2 and 1
+
+
+def test_each_return_of_reinforce_plus_plus_holds_the_kl_of_the_tokens_behind_it():
+    own = sample(0, 5)  # a prompt token, then 4; the third token is an environment's
+    own.loss_mask[2] = False
+    groups = [[(own, 8.0)], [(sample(1, 2), 1.0)]]
+    ratios = [[7.0, 1.0, 7.0, 2.0, 4.0], [0.0, 2.0]]
+    got = paying_for_kl(groups, ratios, advantage_estimator="reinforce_plus_plus", gamma=0.5)
+    # tokens 4, 3, 1 of the first: 8 - 2; -1 + 6 / 2; -0.5 + 2 / 2.  The other: 1 - 1
+    returns = np.array([0.5, 2.0, 6.0, 0.0])
+    expected = (returns - returns.mean()) / returns.std(ddof=1)
+    np.testing.assert_allclose(got[0], [0, expected[0], 0, *expected[1:3]], rtol=1e-5)
+    np.testing.assert_allclose(got[1], [0, expected[3]], rtol=1e-5)
+
+
+def test_rows_in_any_order_become_the_log_ratios_of_the_tokens_that_they_predict():
+    samples, _ = train_samples([[(sample(7, 4), 1.0), (sample(2, 3), 0.0)]], AlgorithmSection(), 8)
+    uids = np.concatenate([token_uids(7, 3), token_uids(2, 2)])
+    order = np.array([3, 0, 4, 2, 1])
+    found = log_ratios(samples, uids[order], np.arange(1.0, 6.0)[order])
+    assert {i: tokens.tolist() for i, tokens in found.items()} == {
+        7: [0, 1, 2, 3],
+        2: [0, 4, 5],
+    }

@@ -119,6 +119,12 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ),
         ("tis_clip_low 3.0 exceeds tis_clip 2.0", {"tis_clip_low": 3.0}),
         ("overlong_buffer_len 99 exceeds rollout_max_resp", {"overlong_buffer_len": 99}),
+        (
+            "--reuse-log-probs on cannot go with --kl-coef",
+            {"reuse_log_probs": "on", "kl_coef": 0.1},
+        ),
+        ("--kl-coef 0.1 cannot .* 0.2: .* count twice", {"kl_coef": 0.1, "kl_loss_coef": 0.2}),
+        ("--plant-fault nan_once has no effect", {"plant_fault": "nan_once", "kl_coef": 0.1}),
         ("--use-tis is --rollout-is token", {"use_tis": True, "rollout_is": "sequence"}),
         ("be corrected twice", {"use_tis": True, "ratio_anchor": "rollout"}),
         ("dppo_tv cannot go with", {"rollout_is": "token", "policy_loss": "dppo_tv"}),
@@ -286,7 +292,8 @@ WITHOUT_EFFECT = {
     "dppo_delta": (0.1, {}, "dppo_tv or dppo_kl"),
     "ratio_anchor": ("rollout", {"policy_loss": "dppo_tv"}, "against the engine as it is"),
     "kl_loss_type": ("k1", {}, "needs --kl-loss-coef"),
-    "use_unbiased_kl": (True, {"global_batch_size": 8}, "needs --kl-loss-coef"),
+    "use_unbiased_kl": (True, {"global_batch_size": 8, "kl_coef": 0.1}, "needs --kl-loss-coef"),
+    "ref_routing": ("native", {"kl_loss_coef": 0.1}, "needs a reference .*replay"),
     "rollout_is_mode": ("mask", {}, "needs --rollout-is"),
     "tis_clip": (3.0, {}, "needs --rollout-is"),
     "tis_clip_low": (0.5, {}, "needs --rollout-is"),
@@ -308,6 +315,7 @@ ALWAYS_IN_EFFECT = {
         "length_penalty_coef",
         "mask_truncated",
         "kl_loss_coef",
+        "kl_coef",
         "entropy_coef",
     ),
     *("min_ess", "loss_type", "use_opd"),
@@ -337,6 +345,7 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
         {"eps_clip_high": 0.2, "policy_loss": "dppo_tv"},  # as if it were unset
         {"dppo_delta": 0.1, "policy_loss": "dppo_kl"},
         {"kl_loss_type": "k1", "kl_loss_coef": 0.1},
+        {"kl_coef": 0.1, "ref_routing": "native", **R3},
         {
             **{"use_unbiased_kl": True, "kl_loss_coef": 0.1, "opsm_delta": 0.1},
             "global_batch_size": 8,
@@ -469,6 +478,10 @@ def test_settings_that_can_go_together_pass(fields):
     [
         ({}, ("train",)),
         ({"reuse_log_probs": "on", "kl_loss_coef": 0.1}, ("ref_log_prob", "train")),
+        # the reward needs them before
+        ({"kl_coef": 0.1}, ("old_log_prob", "ref_log_prob", "train")),
+        # what the reference's own routers chose is not replayed
+        ({"kl_loss_coef": 0.1, "ref_routing": "native", **R3}, ("train",)),
         ({"global_batch_size": 16}, ("train",)),
         ({"global_batch_size": 8}, ("old_log_prob", "train")),
         ({"reuse_log_probs": "off"}, ("old_log_prob", "train")),
