@@ -283,6 +283,9 @@ class MicroBatch:
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
     row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
+    ages: (
+        np.ndarray
+    )  # int32[F], rollouts by which the weights that drew the label were behind, else 0
     routes: np.ndarray | None  # uint8 or uint16 [F, L, K]; None without R3
     # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
     kept_counts: np.ndarray | None = None  # int32[F]
@@ -347,6 +350,7 @@ class RankSlice:
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], row after row
     kept_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
     teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
+    ages: np.ndarray | None = None  # int32[n], see MicroBatch; None counts all rows as new
 
     @property
     def num_rows(self) -> int:

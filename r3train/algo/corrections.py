@@ -143,6 +143,63 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
     }
 
 
+# the sums of rows of one age: NAME_age_AGE
+_AGE = "_age_"
+
+
+def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> dict[str, Tensor]:
+    """Sums from which ``age_metrics`` makes the gap's metrics by age of the weights.
+
+    correction, keep: of ``rollout_weights`` and ``kept_rows``.  {} where all rows are of one age.
+    """
+    if rows.num_ages < 2 or rows.ages is None:
+        return {}
+    d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+    ratio = zero_outside(d.exp(), rows.mask)
+    of_rows = {
+        "loss_tokens": rows.mask.float(),
+        "log_prob_gap_mean": d.abs(),
+        "log_prob_gap_k1": -d,
+        "log_prob_gap_k3": k3_kl(-d, torch.zeros_like(d)),
+        "ess": ratio,
+        "chi2_token": ratio.square(),
+    }
+    if correction is not None:
+        of_rows["tis_weight"] = correction
+    if keep is not None:
+        of_rows["dropped_share"] = (~keep & rows.mask).float()
+    table = torch.stack(list(of_rows.values())).float()
+    sums = table.new_zeros(len(of_rows), rows.num_ages).index_add_(1, rows.ages, table)
+    return {
+        f"{name}{_AGE}{age}": sums[i, age]
+        for i, name in enumerate(of_rows)
+        for age in range(rows.num_ages)
+    }
+
+
+def is_age_sum(name: str) -> bool:
+    """True for a sum of rows of one age, which is no sum over the loss tokens of the step."""
+    return _AGE in name
+
+
+def age_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Turn the sums over a rollout into means over the rows of each age; {} of an age without rows.
+
+    ``loss_tokens_age_N`` stays the number of rows of weights N rollouts behind.  The last age holds
+    those of older weights too.
+    """
+    out: dict[str, float] = {}
+    for name, value in sums.items():
+        kind, _, age = name.partition(_AGE)
+        count = sums[f"loss_tokens{_AGE}{age}"]
+        if count:
+            out[name] = value if kind == "loss_tokens" else value / count
+    for age in [name.partition(_AGE)[2] for name in out if name.startswith("ess")]:
+        mean, square = out[f"ess{_AGE}{age}"], out[f"chi2_token{_AGE}{age}"]
+        out |= {f"ess{_AGE}{age}": mean**2 / square, f"chi2_token{_AGE}{age}": square - 1}
+    return out
+
+
 def log_prob_gap_sums(
     actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
 ) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from r3train.algo.corrections import (
+    age_sums,
     kept_rows,
     log_prob_gap_sums,
     mismatch_sums,
@@ -89,7 +90,7 @@ def microbatch_loss(
         loss = loss - algorithm.entropy_coef * entropy
     gap = log_prob_gap_sums(rows.old_log_probs, rows.rollout_log_probs, mask)
     maxima["log_prob_gap_max"] = gap.pop("log_prob_gap_max")
-    sums |= gap | mismatch_sums(rows)
+    sums |= gap | mismatch_sums(rows) | age_sums(rows, correction, keep)
     sums["loss"] = loss.detach()
     return MicrobatchLoss(loss, sums, maxima)
 
@@ -109,14 +110,15 @@ def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, di
 
 
 def metric_names(
-    policy_loss: PolicyLoss, algorithm: AlgorithmSection
+    policy_loss: PolicyLoss, algorithm: AlgorithmSection, num_ages: int = 1
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names of the sums and of the maxima, as every rank must know them.
 
+    num_ages: as in ``LossRows``.
     A pipeline stage that computes no loss learns them from rows without values, which also shows
     whether the policy loss waits for the device.
     """
-    empty = rows_without_values(algorithm)
+    empty = replace(rows_without_values(algorithm), num_ages=num_ages)
     found = microbatch_loss(policy_loss, empty, algorithm)
     return tuple(found.sums), tuple(found.maxima)
 
@@ -135,4 +137,5 @@ def rows_without_values(algorithm: AlgorithmSection) -> LossRows:
         loss_weights=torch.empty(2, device="meta"),
         ref_log_probs=rows[5] if algorithm.needs_reference else None,
         teacher_log_probs=rows[6] if algorithm.use_opd else None,
+        ages=torch.empty(3, dtype=torch.int64, device="meta"),
     )

@@ -64,6 +64,9 @@ class TrainerSection(Section):
     loopback if all servers are on this node, else the address that routes to them."""
     check_weight_update_equal: bool = False
     """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """TFLOP/s that one GPU can do at most (989 of an H100 in bfloat16): writes perf/mfu, the share of it
+    that the model's arithmetic takes."""
     ci_test: bool = False
     """Strict checks for continuous integration; they include the R3 check."""
 

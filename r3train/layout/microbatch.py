@@ -38,12 +38,14 @@ def build_microbatch(
     fresh_prefixes: bool = True,
     kept_tokens: bool = False,
     teacher: bool = False,
+    rollout_id: int = 0,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
     ``fresh_prefixes`` see ``row_versions``; ``kept_tokens`` is True where log-probs are those among the
-    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs.
+    tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ages are those in
+    rollout ``rollout_id``.
     Raises ValueError naming the sample whose routes, kept tokens or teacher's log-probs are absent or
     misshapen.
     """
@@ -54,6 +56,7 @@ def build_microbatch(
         for place, s in zip(places, samples):
             place[:] = checked_routes(s, route_shape)
     kept_counts = kept_ids = None
+    versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
         _check_kept_tokens(s.sample, kept_tokens)
     if kept_tokens:
@@ -80,6 +83,7 @@ def build_microbatch(
         row_versions=flat(
             [row_versions(s.sample, fresh_prefixes=fresh_prefixes) for s in samples], np.int32
         ),
+        ages=np.where(versions < 0, 0, rollout_id - versions).clip(min=0).astype(np.int32),
         routes=routes,
         kept_counts=kept_counts,
         kept_ids=kept_ids,
@@ -228,6 +232,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         kept_ids=kept_ids,
         kept_versions=kept_versions,
         teacher_log_probs=teacher_log_probs,
+        ages=take_rows(microbatch.ages, rows, 0),
     )
 
 

@@ -29,6 +29,9 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch.distributed as dist
+
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
@@ -55,6 +58,7 @@ from r3train.loop.report import (
 from r3train.loop.routes import Routes, planted_in_routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stop import StopRequested
+from r3train.loop.throughput import TrainSpeed
 from r3train.types import RankSlice, Scored
 
 if TYPE_CHECKING:
@@ -103,6 +107,9 @@ class AsyncLoop:
         self._held_export: Path | None = None  # on rank 0, of the newest update
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._weight_index = None
+        self._speed = None
+        if rank_zero is not None:
+            self._speed = TrainSpeed(config, hf, dist.get_world_size())
         if rank_zero is not None and config.has_engines:
             self._weight_index = WeightIndex(hf, config.model.dtype_name, config.lora)
         self._topologies = gather_topologies(actor.topology)
@@ -175,6 +182,9 @@ class AsyncLoop:
                     keeper.export(rollout_id + 1)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
+            if prepared is not None and self._speed is not None:
+                lengths = np.array([s.sample.num_tokens for s in prepared.samples])
+                metrics.update(self._speed.metrics(lengths, trained - waited))
             metrics.update(
                 {
                     "perf/rollout_wait_s": waited - began,

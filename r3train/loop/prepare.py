@@ -80,6 +80,7 @@ def prepare(
             place,
             row_shape,
             first_microbatch_id=sum(counts),
+            rollout_id=rollout_id,
             fresh_prefixes=config.rollout.fresh_prefixes,
             kept_tokens=config.rollout.replays_kept_tokens,
             teacher=config.algorithm.asks_teacher,
@@ -212,11 +213,12 @@ def build_microbatches(
     fresh_prefixes: bool = True,
     kept_tokens: bool = False,
     teacher: bool = False,
+    rollout_id: int = 0,
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
     Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
-    ``route_shape`` they hold no routes.  fresh_prefixes, kept_tokens, teacher: as for ``build_microbatch``.
+    ``route_shape`` they hold no routes.  The rest: as for ``build_microbatch``.
     """
     return [
         [
@@ -229,6 +231,7 @@ def build_microbatches(
                 fresh_prefixes=fresh_prefixes,
                 kept_tokens=kept_tokens,
                 teacher=teacher,
+                rollout_id=rollout_id,
             )
             for j, group in enumerate(groups)
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from r3train.algo.corrections import age_metrics, is_age_sum
 from r3train.algo.reward_stats import GroupStats
 from r3train.types import RolloutSample, TrainSample
 
@@ -198,12 +199,13 @@ _SUM = ("num_loss_tokens", "skipped_steps", "low_ess_steps")
 def train_metrics(
     reports: Sequence[dict[str, float]], maxima: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Join the numbers of a rollout's optimizer steps: means, except for maxima and sums.
+    """Join the numbers of a rollout's optimizer steps: means, except for maxima, sums and means by age.
 
     maxima: names of the loss's maxima.
     """
     out: dict[str, Any] = {}
-    for name in reports[0]:
+    by_age = {name: sum(r[name] for r in reports) for name in reports[0] if is_age_sum(name)}
+    for name in (name for name in reports[0] if name not in by_age):
         values = [r[name] for r in reports]
         if name in maxima or name in _MAX:
             value = max(values)
@@ -212,4 +214,4 @@ def train_metrics(
         else:
             value = values[-1] if name in _LAST else float(np.mean(values))
         out[f"train/{_NAMES.get(name, name)}"] = value
-    return out
+    return out | {f"train/{name}": value for name, value in age_metrics(by_age).items()}

@@ -15,6 +15,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
+| train/loss_tokens_age_1, log_prob_gap_k1_age_1, ... | the same of tokens whose weights were so many rollouts old |
 | train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |
 | rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
 | r3/passed | the step's verdict, true or false; absent when the check is off |
@@ -23,6 +24,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
 | r3_audit/passed, /parts, /missed | samples computed again: verdict, comparisons, samples missed |
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
+| perf/train_tflops_per_gpu, perf/mfu, perf/train_tokens_per_s_per_gpu | of perf/train_s (loop/throughput.py) |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
 | perf/rollout_s | seconds since the last step's batch with a request in flight; beside the others |
 | perf/eval_wait_s | seconds that training waited for an evaluation's end |

@@ -212,6 +212,37 @@ def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.nd
     return out
 
 
+def age_metrics(
+    groups: Rollout, old: list[Tensor], rollout_id: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The gap's metrics of the trained tokens of each age, and the size of what each is a sum of."""
+    samples = [s for group in groups for s in group]
+    gaps, ages, largest = [], [], 0.0
+    for s, own in zip(samples, old, strict=True):
+        kept = s.mask[1:]
+        gaps.append((own.numpy() - s.rollout_log_probs[1:])[kept])
+        ages.append(rollout_id - s.weight_versions[1:][kept])
+        largest = max(largest, float(own.abs().max()))
+    d, age, metrics, scales = np.concatenate(gaps), np.concatenate(ages), {}, {}
+    for a in set(age.tolist()):
+        own = d[age == a]
+        w = np.exp(own)
+        found = {
+            "loss_tokens": len(own),
+            "log_prob_gap_mean": np.abs(own).mean(),
+            "log_prob_gap_k1": -own.mean(),
+            "log_prob_gap_k3": (w - 1 - own).mean(),
+            "ess": w.mean() ** 2 / (w**2).mean(),
+            "chi2_token": (w**2).mean() - 1,
+        }
+        metrics |= {f"{name}_age_{a}": float(value) for name, value in found.items()}
+        # as exact as the log-probs; an exponential by their error times itself
+        size = {name: largest * max(1.0, float((w**2).max())) for name in found}
+        scales |= {f"{name}_age_{a}": value for name, value in size.items()}
+        scales[f"loss_tokens_age_{a}"] = 0.0
+    return metrics, scales
+
+
 def learning_rate(rule: Rule, step: int, total_steps: int) -> float:
     """The rate of the step, counted from 0: up from 0 in a line, then down to min_lr."""
     if step <= rule.lr_warmup_iters and rule.lr_warmup_iters:
@@ -512,6 +543,10 @@ def train(
             steps += moved
         out.metrics.append(_joined(found, "value"))
         out.scales.append(_joined(found, "scale"))
+        if rule.loss_type != "sft":
+            by_age, scales = age_metrics(rollout, old, len(out.metrics) - 1)
+            out.metrics[-1] |= by_age
+            out.scales[-1] |= scales
         if rule.kl_coef:
             # a difference of log-probs is as exact as they are
             exactness = rule.kl_coef * sum(float(own.abs().sum()) for own in old)

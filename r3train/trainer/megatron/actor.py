@@ -51,7 +51,11 @@ class MegatronActor:
         self.lora = config.lora
         self._temperature = config.rollout.rollout_temperature
         self._log_probs_chunk_size = config.trainer.log_probs_chunk_size
-        self._metric_names = metric_names(configured_loss(config.algorithm), config.algorithm)
+        # weights that draw tokens are this many rollouts old at most; sft draws none
+        is_sft = config.algorithm.loss_type == "sft"
+        self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
+        loss = configured_loss(config.algorithm)
+        self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
@@ -238,6 +242,7 @@ class MegatronActor:
             old_log_probs,
             ref_log_probs,
             teacher_log_probs,
+            self._num_ages,
         )
         with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)

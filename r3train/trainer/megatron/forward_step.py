@@ -37,6 +37,7 @@ class DeviceSlice:
     advantages: torch.Tensor
     samples: torch.Tensor  # int64[n], the row's sequence in the pack, the tail among them
     loss_weights: torch.Tensor  # float32[sequences]
+    ages: torch.Tensor  # int64[n]
     packed: PackedSeqParams
     kept: KeptTokens | None  # set where the labels were drawn among kept tokens
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
@@ -62,6 +63,7 @@ class DeviceSlice:
             advantages=move(s.advantages),
             samples=move(np.repeat(np.arange(len(own)), own)),
             loss_weights=move(s.loss_weights),
+            ages=move((np.zeros(s.num_rows) if s.ages is None else s.ages).astype(np.int64)),
             # Padding rows count as the tail of their sequence.  Attention is causal: no real token
             # sees them, and all attention backends use the same lengths.
             packed=PackedSeqParams(
@@ -176,6 +178,7 @@ def make_train_step(
     old_log_probs: dict[int, torch.Tensor] | None,
     ref_log_probs: dict[int, torch.Tensor] | None,
     teacher_log_probs: dict[int, torch.Tensor] | None,
+    num_ages: int = 1,
 ) -> Callable:
     """Make a Megatron forward step that returns (loss sum, token count, metric sums).
 
@@ -209,6 +212,8 @@ def make_train_step(
                 else batch.teacher_log_probs
             ),
             over_ranks=_over_context_ranks,
+            ages=batch.ages.clamp(max=num_ages - 1),
+            num_ages=num_ages,
         )
         result = microbatch_loss(policy_loss, rows, algorithm)
         report = {

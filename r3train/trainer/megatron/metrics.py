@@ -8,7 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from r3train.algo.corrections import NUM_GAP_BINS, gap_quantile, mismatch_metrics
+from r3train.algo.corrections import (
+    NUM_GAP_BINS,
+    gap_quantile,
+    is_age_sum,
+    mismatch_metrics,
+)
 from r3train.types import RankTopology
 
 
@@ -18,7 +23,7 @@ def reduce_metrics(
     names: tuple[Sequence[str], Sequence[str]],
     device: torch.device,
 ) -> dict[str, float]:
-    """Return means over the global loss tokens, and the maxima; equal on all ranks.
+    """Return means over the global loss tokens, maxima, and sums of rows by age; equal on all ranks.
 
     reports: {"sums": ..., "maxima": ..., "gaps": ...} for each microbatch on the last stage, none on
     other stages.  names: the names of the sums and of the maxima.
@@ -39,7 +44,10 @@ def reduce_metrics(
     gaps = sums[num_sums:].tolist()
     totals = dict(zip(sum_names, sums.tolist()))  # without the bins of the gaps
     num_tokens = totals.pop("num_tokens")
-    metrics = {name: total / max(num_tokens, 1.0) for name, total in totals.items()}
+    metrics = {
+        name: total if is_age_sum(name) else total / max(num_tokens, 1.0)
+        for name, total in totals.items()
+    }
     metrics.update(zip(maximum_names, maxima.tolist()))
     metrics.update(mismatch_metrics(metrics))
     metrics["log_prob_gap_p999"] = gap_quantile(gaps, 0.999, metrics["log_prob_gap_max"])

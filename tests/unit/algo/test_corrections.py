@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -6,6 +7,8 @@ import torch
 from tests.unit.algo.rollouts import loss_rows
 
 from r3train.algo.corrections import (
+    age_metrics,
+    age_sums,
     gap_quantile,
     kept_rows,
     log_prob_gap_histogram,
@@ -298,3 +301,32 @@ def test_quantiles_of_gaps_at_the_ends_are_no_invention():
     odd = torch.tensor([float("nan"), float("inf"), 1e6])
     far = log_prob_gap_histogram(odd, zero[:3], every[:3]).tolist()
     assert far[-1] == 3 and gap_quantile(far, 0.5, 1e6) == 1e6
+
+
+def test_metrics_by_age_are_those_of_the_rows_of_that_age():
+    old, rollout = logs(0.5, 0.6, 0.05, 0.9, 0.2), logs(0.5, 0.2, 0.5, 0.1, 0.4)
+    mask = torch.tensor([True, True, True, False, True])
+    rows = replace(rows_of(old, rollout, mask), ages=torch.tensor([0, 2, 2, 2, 0]), num_ages=4)
+    correction, keep = torch.tensor([1.0, 2, 3, 0, 5]), torch.tensor(
+        [True, False, True, True, True]
+    )
+    both = [age_sums(r, correction, keep) for r in (rows, replace(rows, ages=rows.ages * 0))]
+    got, together = (age_metrics(values(sums)) for sums in both)
+    assert {k: v for k, v in got.items() if k.endswith("_2")} == pytest.approx(
+        {
+            "loss_tokens_age_2": 2,
+            "log_prob_gap_mean_age_2": (math.log(3) + math.log(10)) / 2,
+            "log_prob_gap_k1_age_2": (math.log(10) - math.log(3)) / 2,
+            "log_prob_gap_k3_age_2": (3.1 - 2 - math.log(0.3)) / 2,
+            "ess_age_2": (3.1 / 2) ** 2 / ((9 + 0.01) / 2),
+            "chi2_token_age_2": (9 + 0.01) / 2 - 1,
+            "tis_weight_age_2": 2.5,
+            "dropped_share_age_2": 0.5,
+        },
+        rel=1e-6,
+    )
+    assert got["tis_weight_age_0"] == 3 and got["dropped_share_age_0"] == 0
+    # of ages without a token there is nothing to say
+    assert {name.rpartition("_")[2] for name in got} == {"0", "2"}
+    assert together["loss_tokens_age_0"] == 4 and together["tis_weight_age_0"] == 11 / 4
+    assert age_sums(replace(rows, num_ages=1), correction, keep) == {}

@@ -190,7 +190,12 @@ def test_a_row_is_of_the_version_of_the_next_token_that_weights_generated():
     kept = row_versions(sample, fresh_prefixes=False)
     assert kept.tolist() == [-1, 3, 3, 4, -1, 5, 5, -1, -1]
     train = replace(sample_of(0, 9), sample=sample)
-    batch = build_microbatch(0, [train], cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8))
+    of_rollout_5 = dict(cp_size=1, tp_size=4, route_shape=RouteShape(3, 2, 8), rollout_id=5)
+    batch = build_microbatch(0, [train], **of_rollout_5)
+    # only of tokens that weights drew
+    assert batch.ages.tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0]
+    share = slice_microbatch(batch, RankTopology(moe_layer_numbers=((2,),)))
+    assert share.ages.tolist() == [0, 2, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0]
     place = RankTopology(
         tp_rank=1, tp_size=4, sequence_parallel=True, moe_layer_numbers=((1, 2, 3),)
     )

@@ -133,3 +133,14 @@ def test_one_sample_a_turn_counts_its_episode_once():
     got = rollout_metrics(RolloutReport(0, stats, turns=True), samples)
     assert (got["rollout/turns_mean"], got["rollout/observation_len_mean"]) == (3.0, 4.0)
     assert got["rollout/response_len_mean"] == pytest.approx(7 / 3)
+
+
+def test_means_by_age_are_over_all_optimizer_steps_and_leave_out_ages_without_tokens():
+    step = {"loss": 1.0, "loss_tokens_age_0": 3.0, "log_prob_gap_k1_age_0": 6.0}
+    step |= {"loss_tokens_age_1": 0.0, "log_prob_gap_k1_age_1": 0.0}
+    other = step | {"loss_tokens_age_0": 1.0, "log_prob_gap_k1_age_0": 4.0}
+    assert train_metrics([step, other]) == {
+        "train/loss": 1.0,
+        "train/loss_tokens_age_0": 4.0,
+        "train/log_prob_gap_k1_age_0": 2.5,
+    }

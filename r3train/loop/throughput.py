@@ -1,0 +1,68 @@
+"""The speed of training: model FLOPs a second, and their share of what the GPUs can do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.hf_checkpoint import is_trained, read_headers
+
+
+class TrainSpeed:
+    """Metrics of a rollout's training, from the tokens that it trained and the seconds that it took.
+
+    Model FLOPs of a forward pass over T tokens are 2 A T for A active parameters in matrices (those of an
+    expert count by top-k over experts, the embedding not at all), and 2 T^2 a for each attention layer of
+    a values, causal.  A training step is three forwards (two behind a frozen base), a log-prob pass is one;
+    what is computed again to save memory does not count.
+    Source: A. Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
+    """
+
+    def __init__(self, config: RunConfig, hf: HfModelFacts, num_ranks: int) -> None:
+        shapes = {
+            name: kind.shape
+            for name, kind in read_headers(config.model.hf_checkpoint).items()
+            if is_trained(name, hf)
+        }
+        self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
+        algorithm = config.algorithm
+        log_prob_passes = (not config.reuses_log_probs) + algorithm.needs_reference
+        self._forwards = (2 if config.lora.enabled else 3) + log_prob_passes
+        self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
+
+    def metrics(self, lengths: np.ndarray, train_s: float) -> dict[str, float]:
+        """Metrics of samples of these lengths, int[B], that were trained in ``train_s`` seconds."""
+        lengths = lengths.astype(np.float64)
+        forward = 2 * self._params * lengths.sum() + 2 * self._attention * np.square(lengths).sum()
+        tflops = self._forwards * forward / train_s / self._num_ranks / 1e12
+        found = {
+            "perf/train_tokens_per_s_per_gpu": lengths.sum() / train_s / self._num_ranks,
+            "perf/train_tflops_per_gpu": tflops,
+        }
+        return found if self._peak is None else found | {"perf/mfu": tflops / self._peak}
+
+
+def active_parameters(shapes: Mapping[str, tuple[int, ...]], hf: HfModelFacts) -> float:
+    """Count the parameters of matrices that one token is multiplied with.
+
+    shapes: of a checkpoint's tensors by name.  A tied embedding is the output layer too, and counts.
+    """
+    active = 0.0
+    for name, shape in shapes.items():
+        if len(shape) < 2 or ("embed_tokens" in name and not hf.tie_word_embeddings):
+            continue
+        is_expert = re.search(r"\.experts\.", name) is not None
+        active += prod(shape) * (hf.num_experts_per_tok / hf.num_experts if is_expert else 1)
+    return active
+
+
+def attention_width(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Add up the values of all heads, over the layers with softmax attention."""
+    return sum(
+        shape[1] for name, shape in shapes.items() if name.endswith("self_attn.o_proj.weight")
+    )
