@@ -86,6 +86,7 @@ This module needs numpy and msgspec alone: every record is built and checked on 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -187,6 +188,8 @@ class RolloutSample:
     teacher_log_probs: np.ndarray | None = None  # float32[T]
     # kept tokens as each answer brought them: (index of the first token, counts, ids)
     decoded_kept: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # with reward_keys: the numbers of the reward's table at these keys, in their order
+    reward_parts: Sequence[float] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -54,6 +54,11 @@ class AlgorithmSection(Section):
     prompt_data's conversations (input_key: chat messages), or on those of --replay-rollouts."""
     advantage_estimator: str = "grpo"
     """Rule that makes advantages of rewards: a name of docs/algorithms.md, or module:function."""
+    reward_keys: tuple[str, ...] = Field(default=(), strict=False)
+    """Keys of a reward that returns a table: the reward is the weighted sum of their numbers, and gdpo
+    compares each by itself."""
+    reward_weights: tuple[float, ...] = Field(default=(), strict=False)
+    """Weight of each of reward_keys; unset: 1 each."""
     policy_loss: str = "ppo"
     """Rule that makes a loss of advantages: a name of docs/algorithms.md, or module:function."""
     grpo_std_normalization: bool = True
@@ -132,6 +137,11 @@ class AlgorithmSection(Section):
     min_ess: float = Field(default=0.0, ge=0, le=1)
     """Skip an optimizer step whose effective share of samples (train/ess) is lower.  The run ends after
     max_bad_steps rollouts in a row without a step (max_weight_staleness + 1, if that is more)."""
+
+    @property
+    def weight_of_key(self) -> dict[str, float]:
+        """reward_keys with their weights."""
+        return dict(zip(self.reward_keys, self.reward_weights or (1.0,) * len(self.reward_keys)))
 
     @property
     def clip_high(self) -> float:

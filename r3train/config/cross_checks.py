@@ -219,6 +219,7 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
     if algorithm.tis_clip_low > algorithm.tis_clip:
         yield f"tis_clip_low {algorithm.tis_clip_low} exceeds tis_clip {algorithm.tis_clip}"
     yield from _corrections(algorithm)
+    yield from _reward_keys(config)
     longest = config.rollout.rollout_max_response_len
     if algorithm.overlong_buffer_len is not None and algorithm.overlong_buffer_len > longest:
         yield (
@@ -236,6 +237,31 @@ def _algorithm(config: RunConfig) -> Iterator[str]:
         )
     if config.trainer.min_lr > config.trainer.lr:
         yield f"min_lr {config.trainer.min_lr} exceeds lr {config.trainer.lr}"
+
+
+def _reward_keys(config: RunConfig) -> Iterator[str]:
+    algorithm, keys = config.algorithm, config.algorithm.reward_keys
+    if keys and config.data.reward_key is not None:
+        yield f"--reward-key {config.data.reward_key} cannot go with --reward-keys: the reward is one"
+    if len(set(keys)) < len(keys):
+        yield f"reward_keys {' '.join(keys)} names a key twice"
+    if keys and algorithm.reward_weights and len(algorithm.reward_weights) != len(keys):
+        yield f"reward_weights has {len(algorithm.reward_weights)} entries for {len(keys)} reward_keys"
+    if algorithm.advantage_estimator != "gdpo":
+        return
+    if not keys:
+        yield "--advantage-estimator gdpo needs --reward-keys: it compares each by itself"
+    added = {
+        "--kl-coef": algorithm.kl_coef,
+        "--overlong-buffer-len": algorithm.overlong_buffer_len,
+        "--length-penalty-coef": algorithm.length_penalty_coef,
+    }
+    for flag, value in added.items():
+        if value:
+            yield (
+                f"{flag} has no effect with --advantage-estimator gdpo, which reads the numbers at"
+                " --reward-keys and not the reward"
+            )
 
 
 _NO_REFERENCE = (
@@ -273,7 +299,11 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
             other("reinforce_plus_plus"),
             "it needs --advantage-estimator reinforce_plus_plus",
         ),
-        "normalize_advantages": (estimator.startswith("reinforce_plus_plus"), whitened),
+        "reward_weights": (not algorithm.reward_keys, "it needs --reward-keys"),
+        "normalize_advantages": (
+            estimator.startswith("reinforce_plus_plus") or estimator == "gdpo",
+            whitened,
+        ),
         "overlong_penalty_factor": (
             algorithm.overlong_buffer_len is None,
             "it needs --overlong-buffer-len",
@@ -307,7 +337,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     for name, (without, reason) in rules.items():
         value = getattr(algorithm, name)
         if without and value != AlgorithmSection.model_fields[name].default:
-            shown = " ".join(value) if isinstance(value, tuple) else str(value)
+            shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             yield f"{name} {shown} has no effect: {reason}"
     if config.model.ref_load is not None and no_reference:
         yield _NO_REFERENCE

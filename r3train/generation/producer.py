@@ -39,6 +39,7 @@ from r3train.generation.episode import Episode, generate_once
 from r3train.generation.evaluate import EvalSet, EvaluationEnded, Row, evaluate
 from r3train.generation.rates import Rates
 from r3train.generation.rescoring import AWAITED_S, Rescoring, Unbroken
+from r3train.rewards.parts import scored
 from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
@@ -620,20 +621,20 @@ class Producer:
         if self._score_group is not None:
             places = await self._rewards_of(group)
         else:
-            places = {item.place: [(s, await self._reward(s, own)) for s in samples]}
+            places = {item.place: [scored(s, await self._reward(s, own)) for s in samples]}
         if self._buffer.current(*item.key) is group:
             if self._score_group is not None:
                 group.samples.clear()
-            for place, scored in places.items():
-                self._buffer.finish(group, place, scored)
+            for place, of_place in places.items():
+                self._buffer.finish(group, place, of_place)
             self._log_outcomes()
 
     async def _rewards_of(self, group: Group) -> dict[int, list[Scored]]:
         """Score a group as a whole, also samples that an earlier run has scored; by place."""
-        earlier = {place: scored[0][0] for place, scored in group.samples.items()}
+        earlier = {place: before[0][0] for place, before in group.samples.items()}
         samples = dict(sorted((earlier | group.unscored).items()))
         rewards = await self._score_group(list(samples.values()))
-        return {place: [(s, reward)] for (place, s), reward in zip(samples.items(), rewards)}
+        return {p: [scored(s, reward)] for (p, s), reward in zip(samples.items(), rewards)}
 
     async def _reward(self, sample: RolloutSample, own: float | None) -> float:
         """Return the episode's ``own`` reward, or if that is None the reward of the text."""

@@ -265,7 +265,11 @@ def preflight(
     if prompts and environment is not None:
         attempt(settings, environment, prompts[0])  # it may refuse the prompts
     judge_key, optional = os.environ.get(JUDGE_KEY), config.reward_is_optional
-    reward = attempt("reward", lambda: Scorer(data, judge_key=judge_key, optional=optional))
+    weights = config.algorithm.weight_of_key
+    reward = attempt(
+        "reward",
+        lambda: Scorer(data, judge_key=judge_key, optional=optional, weight_of_key=weights),
+    )
     if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
         attempt("reward", check_not_all_equal, prompts)
     # an environment gives rewards of its own, and dumped rollouts have theirs
@@ -686,7 +690,9 @@ def read_eval_data(
             limit_name=limit_name,
         )
         settings, key = scored_by(config.data, dataset), os.environ.get(JUDGE_KEY)
-        reward = Scorer(settings, rm_type=dataset.rm_type, judge_key=key)
+        own = dataset.rm_type is not None and ":" not in dataset.rm_type
+        weights = None if own else config.algorithm.weight_of_key
+        reward = Scorer(settings, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
     except ValueError as error:
         raise ValueError(f"evaluation set {dataset.name}: {error}") from None
     return EvalData(dataset, prompts, reward, FileFingerprint.of(dataset.path))
@@ -754,6 +760,11 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
         "stop": job.stop_token_ids,
         "context": rollout.rollout_max_context_len,
         "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
+        **(
+            {"reward_keys": weights_of}
+            if (weights_of := job.config.algorithm.weight_of_key)
+            else {}
+        ),
         "environment": rollout.environment,
         "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
     }

@@ -295,7 +295,7 @@ class AsyncLoop:
         )
         turns = self._config.rollout.environment is not None
         report = RolloutReport(rollout_id, stats, turns)
-        metrics = rollout_metrics(report, samples)
+        metrics = rollout_metrics(report, samples, self._config.algorithm.reward_keys)
         self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
         counts_now = self._source.stats()
         metrics.update(source_metrics(counts_now, self._source_stats))

@@ -23,8 +23,16 @@ class RolloutReport:
     turns: bool = False  # True with --environment
 
 
-def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> dict[str, Any]:
-    """Rewards, lengths, staleness of one rollout."""
+def rollout_metrics(
+    report: RolloutReport, samples: Sequence[TrainSample], reward_keys: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Rewards, lengths, staleness of one rollout; reward_keys: the keys of the samples' reward parts."""
+    parts = [
+        s.sample.reward_parts
+        for s in samples
+        if s.sample.is_last_step is not False and s.sample.reward_parts is not None
+    ]
+    part_means = np.mean(parts, axis=0).tolist() if parts else []
     lengths = np.array([_own_tokens(s.sample) for s in samples])
     prompts = np.array([s.sample.prompt_len for s in samples])
     truncated = sum(s.sample.finish_reason == "length" for s in samples)
@@ -42,6 +50,7 @@ def rollout_metrics(report: RolloutReport, samples: Sequence[TrainSample]) -> di
         "rollout/reward_std": groups.std,
         "rollout/reward_min": groups.min,
         "rollout/reward_max": groups.max,
+        **{f"rollout/reward_mean_{key}": mean for key, mean in zip(reward_keys, part_means)},
         "rollout/zero_variance_groups": groups.num_zero_variance,
         "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         "rollout/num_groups": groups.num_groups,

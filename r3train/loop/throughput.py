@@ -31,7 +31,8 @@ class TrainSpeed:
         }
         self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
         algorithm = config.algorithm
-        log_prob_passes = (not config.reuses_log_probs) + algorithm.needs_reference
+        of_others = algorithm.needs_reference + algorithm.holds_teacher
+        log_prob_passes = (not config.reuses_log_probs) + of_others
         self._forwards = (2 if config.lora.enabled else 3) + log_prob_passes
         self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
 

@@ -5,6 +5,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | key | meaning |
 |---|---|
 | rollout/reward_mean, reward_min, reward_max | over the samples of the step |
+| rollout/reward_mean_KEY | of each of --reward-keys |
 | rollout/pass_at_1, _2, _4, ... | of the step's groups, where rewards are within 0 and 1: a reward of 1 passes |
 | rollout/response_len_mean, _median, _max, rollout/tokens | tokens that the model generated, a sample; all |
 | rollout/inject_match | with --ci-inject-rollout-data-path: mean share of recorded tokens generated again |

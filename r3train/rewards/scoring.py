@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from r3train.config.data import DataSection
+from r3train.rewards.parts import SummedReward
 from r3train.rewards.registry import BOXED, CustomReward, NoReward, Reward, get_reward
 from r3train.rewards.worker import plain, quoted
 from r3train.rewards.workers import CallFailed, WorkerEnded
@@ -28,8 +29,8 @@ class Scorer:
     A function of the user that takes longer than ``reward_timeout_s``, raises or ends its process is an
     error, which names it and the prompt.  The rewards of r3train end such a call themselves and score
     it.  ``judge_key`` goes to the judge of llm_judge.  ``optional``: where no reward is named the
-    score is 0.  Raises ValueError, naming the flag, for a reward that is not there and settings that it
-    lacks.
+    score is 0.  With ``weight_of_key`` (--reward-keys) a reward is a ``SummedReward``.  Raises
+    ValueError, naming the flag, for a reward that is not there and settings that it lacks.
     """
 
     def __init__(
@@ -39,9 +40,11 @@ class Scorer:
         rm_type: str | None = None,
         judge_key: str | None = None,
         optional: bool = False,
+        weight_of_key: Mapping[str, float] | None = None,
     ) -> None:
         self._data, self._judge_key = data, judge_key
         self._optional = optional
+        self._weight_of_key = weight_of_key or {}
         self._timeout_s = data.reward_timeout_s
         self._custom: CustomReward | None = None
         self._named: dict[str, Reward] = {}
@@ -115,6 +118,8 @@ class Scorer:
         with contextlib.suppress(TypeError, ValueError):
             value = plain(value)
         key = self._data.reward_key
+        if self._weight_of_key:
+            return self._summed(about, value)
         if isinstance(value, dict):
             if key is None or key not in value:
                 named = "--reward-key is not set" if key is None else f"no number at key {key}"
@@ -125,6 +130,26 @@ class Scorer:
         if not isinstance(value, float) or not math.isfinite(value):
             raise ValueError(f"{about} must be a finite number, got {quoted(value)}")
         return value
+
+    def _summed(self, about: str, value: Any) -> SummedReward:
+        keys = ", ".join(self._weight_of_key)
+        if not isinstance(value, dict):
+            raise ValueError(
+                f"{about} must return a table (--reward-keys {keys}), got {quoted(value)}"
+            )
+        parts = []
+        for key in self._weight_of_key:
+            number = value.get(key)
+            if not isinstance(number, float) or not math.isfinite(number):
+                raise ValueError(
+                    f"{about} returned a table without a finite number at key {key} (--reward-keys"
+                    f" {keys}): {quoted(value)}"
+                )
+            parts.append(number)
+        weights = self._weight_of_key.values()
+        summed = SummedReward(sum(w * part for w, part in zip(weights, parts)))
+        summed.parts = tuple(parts)
+        return summed
 
     def _reward_named(self, name: str, flag: str = "--rm-type") -> Reward:
         if name not in self._named:

@@ -760,6 +760,14 @@ def std_normalization_not_handed_over(original, groups, rewards, algorithm, *oth
     return original(groups, rewards, on, *others)
 
 
+@plants_rule("several rewards are added up before they are compared")
+@replaces(prepare, "token_advantages")
+def rewards_added_before_they_are_compared(original, groups, rewards, algorithm, *others):
+    weights = list(algorithm.weight_of_key.values())
+    added = np.array([[np.dot(weights, s.reward_parts) for s in group] for group in groups])
+    return original(groups, added, algorithm.model_copy(update={"advantage_estimator": "grpo"}))
+
+
 @plants_rule("the learning rate decays over rollouts, not optimizer steps")
 @replaces(actor, "build_scheduler")
 def decay_counted_in_rollouts(original, config, optimizer):

@@ -48,6 +48,8 @@ class Rule:
     adam_eps: float = 1e-8
     loss_type: str = "policy"
     advantage_estimator: str = "grpo"
+    reward_keys: tuple[str, ...] = ()
+    reward_weights: tuple[str, ...] = ()
     gamma: float = 1.0
     normalize_advantages: bool = False
     rollout_max_response_len: int = 26
@@ -110,6 +112,7 @@ class Sample:
     weight_versions: np.ndarray
     reward: float
     finish_reason: str = "stop"
+    parts: tuple[float, ...] = ()  # of the reward, one for each of reward_keys
 
     @property
     def all_routes(self) -> np.ndarray:
@@ -177,8 +180,11 @@ def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.nd
     """A number for each token of each sample, float64[T]; pay: of ``kl_pay``.
 
     grpo (arXiv 2402.03300, 4.1.2; without std 2503.20783), rloo (2402.14740), max_rl (over the mean),
-    reinforce_plus_plus and its baseline (2501.03262).
+    reinforce_plus_plus and its baseline (2501.03262), gdpo (2601.05242).
     """
+    if rule.advantage_estimator == "gdpo":
+        weights = rule.reward_weights or ["1"] * len(groups[0][0].parts)
+        return decoupled(groups, [float(weight) for weight in weights])
     name, out, pay_of = rule.advantage_estimator, [], iter(pay)
     for group in groups:
         own_pay = [next(pay_of) for _ in group]
@@ -241,6 +247,22 @@ def age_metrics(
         scales |= {f"{name}_age_{a}": value for name, value in size.items()}
         scales[f"loss_tokens_age_{a}"] = 0.0
     return metrics, scales
+
+
+def decoupled(groups: Rollout, weights: list[float]) -> list[np.ndarray]:
+    """gdpo: each part of the reward over its group's spread, added up, over the spread of all."""
+    added = []
+    for group in groups:
+        table = np.array([s.parts for s in group])
+        n = len(table)
+        centred = table - table.sum(axis=0) / n
+        spread = np.sqrt((centred**2).sum(axis=0) / (n - 1))
+        added += list((centred / (spread + 1e-6)) @ np.array(weights))
+    every = np.array(added)
+    every -= every.mean()
+    every /= math.sqrt((every**2).sum() / (len(every) - 1)) + 1e-6
+    samples = [s for group in groups for s in group]
+    return [np.full(len(s.tokens), value) for s, value in zip(samples, every)]
 
 
 def learning_rate(rule: Rule, step: int, total_steps: int) -> float:

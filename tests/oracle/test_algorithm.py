@@ -179,6 +179,10 @@ RULES = {
     ),
     "dppo_kl": replace(
         EVERYTHING,
+        grpo_std_normalization=True,
+        advantage_estimator="gdpo",
+        reward_keys=("right", "short"),
+        reward_weights=("1.0", "0.4"),
         policy_loss="dppo_kl",
         dppo_delta=0.001,
         eps_clip=0.2,
@@ -263,6 +267,7 @@ RULE_OF_BUG = {
     "eps_clip_high_not_handed_over": "anchor",
     "kl_of_the_token_before": "anchor",
     "native_reference_replays": "cispo",
+    "rewards_added_before_they_are_compared": "dppo_kl",
 }
 BUGS = [
     Job(bug.name, rule=RULE_OF_BUG.get(bug.name, "everything"), bug=bug.name)
@@ -377,6 +382,8 @@ def record(
                 reward=0.1 if group == GROUPS - 1 else float(generator.normal()),
                 finish_reason="abort" if not answer else "length" if answer > 20 else "stop",
             )
+            other = np.random.default_rng([rollout_id, group, member])
+            sample = replace(sample, parts=(float(other.normal()), 5 * float(other.random())))
             own, _, _ = predictions(weights, variant, sample, EVERYTHING.rollout_temperature)
             near = own.numpy() + 0.4 * generator.standard_normal(length - 1)
             near = np.append(0, np.minimum(near, -1e-3))
@@ -417,6 +424,7 @@ def as_recorded(
                 weight_versions=s.weight_versions,
                 finish_reason=s.finish_reason,
                 teacher_log_probs=s.teacher_log_probs,
+                reward_parts=s.parts,
             )
             scored.append((recorded, s.reward))
         out.append(scored)
@@ -638,12 +646,16 @@ def test_every_setting_of_the_learning_rule_is_off_its_default_in_some_job():
     assert set(DEFAULTS) == set().union(*map(off_default, RULES.values()))
 
 
+# these say nothing without another setting, which shows
+OF_OTHERS = {"rollout_rs_threshold", "reward_keys"}
+
+
 @pytest.mark.slow
 def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
     given, shows = jobs.given("moe4"), dict.fromkeys(DEFAULTS, 0.0)
     for name, rule in RULES.items():
         right = jobs.expected("moe4", name)
-        for setting in off_default(rule) - {"rollout_rs_threshold"}:
+        for setting in off_default(rule) - OF_OTHERS:
             if shows[setting] >= 10:
                 continue
             change = {setting: DEFAULTS[setting]}
@@ -662,7 +674,8 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
             for got, metrics, scales in zip(wrong.metrics, right.metrics, right.scales):
                 found |= metric_errors(got, metrics, scales)
             shows[setting] = max(shows[setting], *found.values())
-    del shows["rollout_rs_threshold"]
+    for setting in OF_OTHERS:
+        del shows[setting]
     print({name: f"{times:.2g}" for name, times in shows.items()})
     assert min(shows.values()) >= 10
 

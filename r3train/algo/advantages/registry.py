@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from r3train.algo.advantages.gdpo import gdpo
 from r3train.algo.advantages.grpo import grpo
 from r3train.algo.advantages.max_rl import max_rl
 from r3train.algo.advantages.reinforce_plus_plus import (
@@ -29,6 +30,7 @@ AdvantageEstimator = Callable[
 ]
 
 ADVANTAGES: dict[str, AdvantageEstimator] = {
+    "gdpo": gdpo,
     "grpo": grpo,
     "max_rl": max_rl,
     "reinforce_plus_plus": reinforce_plus_plus,

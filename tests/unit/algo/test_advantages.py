@@ -148,7 +148,7 @@ def test_an_estimator_that_returns_something_else_is_named_with_the_sample(name,
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("grbo", r"^--advantage-estimator grbo: unknown, expected one of grpo.*mean grpo\?$"),
+        ("grbo", r"^--advantage-estimator grbo: unknown, expected one of gdpo, grpo.*mean grpo\?$"),
         (f"{HERE}:absent", f"{HERE} has no absent"),
         (f"{HERE}:HERE", "found 'tests.*expected a function"),
         (f"{HERE}:later", "found an async function"),

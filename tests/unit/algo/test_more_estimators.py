@@ -177,3 +177,24 @@ def test_rows_in_any_order_become_the_log_ratios_of_the_tokens_that_they_predict
         7: [0, 1, 2, 3],
         2: [0, 4, 5],
     }
+
+
+def test_gdpo_compares_each_reward_in_its_group_by_itself():
+    # the first reward says nothing in the second group, and its size nothing anywhere
+    table = [[(100.0, 0.0), (300.0, 1.0)], [(5.0, 0.0), (5.0, 1.0)]]
+    groups = [
+        [(sample(2 * g + i, reward_parts=parts), sum(parts)) for i, parts in enumerate(own)]
+        for g, own in enumerate(table)
+    ]
+    got = trained(
+        groups, advantage_estimator="gdpo", reward_keys=("a", "b"), reward_weights=(1.0, 2.0)
+    )
+    half = np.sqrt(0.5)  # of two values, (R - mean) / std
+    summed = np.array([-3 * half, 3 * half, -2 * half, 2 * half])
+    expected = summed / summed.std(ddof=1)
+    np.testing.assert_allclose([s.advantages[1] for s in got], expected, rtol=1e-5)
+
+
+def test_gdpo_names_a_sample_whose_reward_has_no_parts():
+    with pytest.raises(ValueError, match="sample 0: its reward came without the parts"):
+        trained(scored([[1.0, 0.0]]), advantage_estimator="gdpo", reward_keys=("a",))

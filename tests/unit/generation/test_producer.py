@@ -54,9 +54,10 @@ class FakeBackend:
         self.closed = True
 
 
-def scorer(function, **settings):
+def scorer(function, weight_of_key=None, **settings):
     path = f"tests.unit.reward_functions:{function}"
-    return Scorer(DataSection(prompt_data="-", custom_rm_path=path, **settings))
+    data = DataSection(prompt_data="-", custom_rm_path=path, **settings)
+    return Scorer(data, weight_of_key=weight_of_key)
 
 
 def prompt_for(group):
@@ -122,6 +123,17 @@ def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
     with producer_of(FakeBackend(), {"score": scorer("by_prompt")}) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
             assert reward == sample.group_id / 2
+
+
+@pytest.mark.parametrize("of_group", [False, True])
+def test_the_parts_of_a_reward_go_with_its_sample(of_group):
+    made = scorer("tables", {"length": 2.0, "score": 4.0})
+    with producer_of(
+        FakeBackend(), {"score_group" if of_group else "score": (made.group if of_group else made)}
+    ) as producer:
+        for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
+            assert sample.reward_parts == (len(sample.text), 0.5)
+            assert (reward, type(reward)) == (2 * len(sample.text) + 2, float)
 
 
 class NumberingTeacher:

@@ -32,6 +32,15 @@ def test_rewards_beyond_0_to_1_are_no_passes(other):
     assert group_stats(np.array([[1.0, other]])).pass_at_k == {}
 
 
+def test_each_part_of_the_rewards_has_its_mean():
+    groups = [
+        [(sample(0, reward_parts=(1.0, 4.0)), 5.0), (sample(1, reward_parts=(0.0, 8.0)), 8.0)]
+    ]
+    samples, stats = train_samples(groups, AlgorithmSection(), 8)
+    got = rollout_metrics(RolloutReport(0, stats), samples, ("right", "short"))
+    assert (got["rollout/reward_mean_right"], got["rollout/reward_mean_short"]) == (0.5, 6.0)
+
+
 def test_lengths_and_truncated_answers():
     groups = [
         [(sample(0, 2), 0.0), (sample(1, 4), 0.0)],

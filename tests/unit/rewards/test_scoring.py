@@ -17,6 +17,7 @@ import pytest
 from tests.unit.reward_functions import PATH
 
 from r3train.config.data import DataSection
+from r3train.rewards.parts import scored as with_parts
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
 
@@ -94,6 +95,21 @@ def test_a_reward_of_a_group_that_forgets_one_is_an_error():
     message = "reward .*one_too_few got 2 samples and must return a number for each, got 1 numbers"
     with pytest.raises(ValueError, match=f"prompt p.jsonl:7: {message}"):
         scored(settings("one_too_few", group_rm=True), sample(), sample(), group=True)
+
+
+def test_reward_keys_add_up_and_their_numbers_stay_on_the_sample():
+    weights = {"length": 0.5, "score": 10.0}
+    (reward,) = scored(settings("tables"), sample("four"), weight_of_key=weights)
+    assert (reward, reward.parts) == (7.0, (4.0, 0.5))
+    kept, number = with_parts(sample("four"), reward)
+    assert (kept.reward_parts, number, type(number)) == ((4.0, 0.5), 7.0, float)
+    assert with_parts(sample("four"), 1.0)[0].reward_parts is None
+    for name, message in (
+        ("half", "must return a table"),
+        ("tables", "without a finite number at key why"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            scored(settings(name), sample("four"), weight_of_key={"score": 1.0, "why": 1.0})
 
 
 def test_reward_key_picks_from_a_table():
