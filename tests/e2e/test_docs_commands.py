@@ -259,6 +259,7 @@ _THEIRS = {
         "--requeue",
         "--disable-overlap-schedule",
         "--skip-tokenizer-init",
+        "--json-model-override-args",
         "--enable-return-routed-experts",
         "--extra-index-url",
         "--no-build-isolation",
