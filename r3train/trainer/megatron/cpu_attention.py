@@ -9,6 +9,7 @@ back; under context parallelism it all-gathers K and V first.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from megatron.core.transformer.utils import (
     is_layer_window_attention,
     make_sharded_tensors_for_checkpoint,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass
@@ -140,9 +142,13 @@ class PackedCoreAttention(MegatronModule):
             sinks = sinks.expand(q.shape[0], -1, q.shape[2], 1)
             mask = torch.cat([bias.expand(-1, q.shape[1], -1, -1), sinks], -1)
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=True
-        )
+        # sinks make it a mask with a gradient, which torch's faster kernel takes in passes without
+        # gradients alone: a step's first log-probs would not be those of the pass before, to the last bit
+        kernels = sdpa_kernel(SDPBackend.MATH) if self.softmax_offset is not None else nullcontext()
+        with kernels:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=self.softmax_scale, enable_gqa=True
+            )
         out = out.transpose(1, 2)[q_places.sequence, q_places.slot].flatten(1)
         return out.unsqueeze(1) if batched else out
 
