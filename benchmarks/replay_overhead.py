@@ -41,6 +41,7 @@ from benchmarks.tiny_jobs import describe, tiny_model  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.data import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.config.lora import LoraSection  # noqa: E402
 from r3train.config.model import ModelSection  # noqa: E402
 from r3train.config.parallel import ParallelSection  # noqa: E402
 from r3train.config.replay import ReplaySection  # noqa: E402
@@ -160,9 +161,11 @@ def make_actor(
     replay: bool = False,
     check: bool = False,
     drift: bool = False,
+    lora: LoraSection = LoraSection(),
 ) -> MegatronActor:
     config = RunConfig(
         model=ModelSection(hf_checkpoint=checkpoint),
+        lora=lora,
         data=DataSection(prompt_data="none"),
         rollout=RolloutSection(num_rollout=1000, rollout_batch_size=1, rollout_max_response_len=1),
         # with a learning rate of 0 the weights do not change: every round does the same work

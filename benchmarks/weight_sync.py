@@ -5,10 +5,14 @@
 One actor of one rank, one real server.  Every round copies the bytes in memory, gathers the weights
 under their Hugging Face names without sending them, and publishes them by broadcast, by disk, and by
 broadcast with the comparison of --check-weight-update-equal.
+
+The same for a second actor with LoRA: all weights with the adapters merged, the adapted ones alone, and
+the adapters themselves, to a second server that serves them.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,12 +28,16 @@ import torch
 
 from benchmarks.measure import flags, in_turns, ratios, spreads, write_result
 from benchmarks.tiny_jobs import tiny_model
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora import LoraSection
+from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import DistributedPublisher, flatten
+from r3train.engine.publish import DistributedPublisher, Published, flatten
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.server import SGLangServer
 from r3train.trainer.megatron.actor import MegatronActor
 
+LORA = LoraSection(lora_rank=8)
 BUCKET_BYTES = 512 * 1024 * 1024  # the default of --update-weight-buffer-size
 
 
@@ -39,6 +47,8 @@ def main() -> None:
         with one_rank() as place:
             actor = make_actor(tiny / "model", place)
             result = measure(actor, server.addr, tiny, arguments.rounds)
+            actor = make_actor(tiny / "model", place, lora=LORA)
+            result["lora"] = measure_lora(actor, server.addr, tiny, arguments.rounds)
     write_result(arguments.output, result)
 
 
@@ -91,6 +101,51 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
         "tensors": len(weights),
         "seconds": spreads(seconds),
         "over_copy": {name: ratios(values, seconds["copy"]) for name, values in seconds.items()},
+    }
+
+
+def measure_lora(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[str, Any]:
+    """Bytes, tensors and seconds of an update of adapters, by what is sent."""
+    hf, versions = read_hf_facts(tiny / "model"), count(1)
+    flags = adapter_flags(LORA, hf, max_weight_staleness=1)
+    server = SGLangServer(tiny / "model", tiny / "sglang_lora.log", adapter_flags=flags)
+    with (
+        server,
+        EngineControl([addr]) as control,
+        EngineControl([server.addr], adapters_alone=True) as adapter_control,
+    ):
+        merged = DistributedPublisher(
+            control,
+            bucket_bytes=BUCKET_BYTES,
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            device=DEVICE,
+        )
+        adapters = AdapterPublisher(
+            adapter_control,
+            Adapters(),
+            directory=tiny / "adapters",
+            settings=LORA,
+            hf=hf,
+            max_weight_staleness=1,
+        )
+        sent: dict[str, Published] = {}
+
+        def publish(arm: str) -> None:
+            version = next(versions)
+            if arm == "adapter":
+                sent[arm] = adapters.publish(actor.adapter_weights(), version=version)
+            else:
+                weights = actor.hf_weights(targets_alone=arm == "targets")
+                sent[arm] = merged.publish(weights, version=version)
+
+        arms = {arm: partial(publish, arm) for arm in ("merged", "targets", "adapter")}
+        seconds = in_turns(arms, rounds)
+        merged.close()
+    return {
+        "rank": LORA.lora_rank,
+        "megabytes": {arm: round(p.num_bytes / 1e6, 1) for arm, p in sent.items()},
+        "tensors": {arm: p.num_tensors for arm, p in sent.items()},
+        "seconds": spreads(seconds),
     }
 
 

@@ -233,7 +233,7 @@ _QWEN3_NEXT = Family(
 
 FAMILIES: dict[str, Family] = {
     "qwen3": Family(_QWEN3, attention=_heads(*_QK_NORM), lora=True),
-    "qwen3_moe": Family(_QWEN3, attention=_heads(*_QK_NORM), lora=True),
+    "qwen3_moe": Family(_QWEN3, attention=_heads(*_QK_NORM), lora=True, adapters_served=True),
     "qwen2_moe": Family(
         _SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
         attention=_heads(*_QKV_BIAS),
@@ -287,6 +287,7 @@ FAMILIES: dict[str, Family] = {
         attention=_heads(*_QKV_BIAS),
         moe_layer=_BIASED_AND_SHARED,
         lora=True,
+        adapters_served=True,
     ),
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_moe": replace(

@@ -48,6 +48,23 @@ def test_the_demo_learns_with_other_seeds_and_families(family, seed, tmp_path):
     learns(job)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("serving", ["merged", "adapter"])
+def test_the_demo_learns_with_adapters(serving, seed, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(seed=seed))
+    job = jobs.run(
+        tmp_path / "run",
+        *jobs.R3_FLAGS,
+        *("--hf-checkpoint", str(tmp_path / "tiny/model")),
+        *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
+        *("--seed", str(seed), "--rollout-seed", str(seed)),
+        *("--lora-rank", "8", "--lora-alpha", "16", "--lora-serving", serving),
+        timeout=500,
+    )
+    learns(job)
+
+
 def learns(job: jobs.Job) -> None:
     assert job.code == 0, job.output
     metrics = job.metrics()

@@ -1,13 +1,19 @@
-"""LoRA in a whole job: a server without adapters serves what the actor trains, and R3 is proved."""
+"""LoRA in whole jobs: servers serve what the actor trains, merged or as adapters, and R3 is proved."""
 
 from __future__ import annotations
 
+import os
+import signal
+
+import numpy as np
 import pytest
 from safetensors.torch import load_file
 
 from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import read_headers
 from tests.e2e import jobs
+from tests.e2e.accounts import all_trained_once, dumped_samples
+from tests.e2e.live_jobs import output, running, scheduler, steps_done, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -58,3 +64,67 @@ def test_servers_get_adapters_merged_and_after_the_first_update_the_adapted_tens
             assert (delta - LORA.scale * b @ a).abs().max() < 1e-6, name
         else:
             assert (weight == base[name]).all(), name
+
+
+# answers of 40 tokens: an update comes while most of them are half done
+SERVED = (
+    *("--lora-rank", "4", "--lora-alpha", "8", "--lora-serving", "adapter", "--lr", "2e-3"),
+    *("--rollout-max-response-len", "40", "--rollout-ignore-eos", "--r3-mismatch-threshold", "0.5"),
+    *(*jobs.R3_FLAGS, "--check-weight-update-equal", "--dump-rollouts"),
+)
+
+
+def versions_of(run_dir, steps) -> list[np.ndarray]:
+    """Each trained sample's weight versions, of the tokens that were generated."""
+    samples = dumped_samples(run_dir, range(steps)).values()
+    return [np.unique(s.weight_versions[s.loss_mask]) for s in samples]
+
+
+def proved(metrics: list[dict]) -> None:
+    for m in metrics:
+        assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
+        assert m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0
+        # from the second update on B is not zero: a server without the adapter would not agree
+        assert m.get("train/weight_probe_gap", 0.0) <= 1e-4, m
+
+
+def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
+    tmp_path, tiny, tiny_flags
+):
+    """No update pauses a server, and no base weight goes out."""
+    job = jobs.run(tmp_path / "run", *tiny_flags, *SERVED, "--num-rollout", "4", "--ci-test")
+    assert job.code == 0, job.output
+    metrics = job.metrics()
+    proved(metrics)
+    assert metrics[0]["train/log_prob_gap_max"] <= 1e-4
+    assert max(m["rollout/staleness_max"] for m in metrics) == 1
+    versions = versions_of(job.run_dir, 4)
+    assert len(versions) == 64 and all(len(of_sample) == 1 for of_sample in versions)
+    assert {int(v[0]) for v in versions} >= {0, 1, 2}
+    kinds = read_headers(tiny / "model")
+    targets = LoraSection(lora_rank=4).targets(kinds)
+    expected = sum(4 * 4 * sum(kinds[name].shape) for name in targets)
+    assert {m["perf/published_bytes"] for m in metrics} == {expected}
+    # too old for the last update, unloaded and gone
+    left = sorted(path.name for path in (job.run_dir / "weights").iterdir())
+    assert left[-1] == "v000004" and left[0] >= "v000002"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(tmp_path, tiny_flags):
+    """Segments of 8 tokens: what a lost server had finished is gone on with, and the run resumes."""
+    run_dir, saved = tmp_path / "run", ("--save", str(tmp_path / "ck"), "--auto-resume")
+    flags = [*tiny_flags, *SERVED, *saved, "--rollout-num-engines", "2"]
+    flags += ["--max-engine-restarts", "1", "--rollout-segment-len", "8"]
+    with running(run_dir, *flags, "--num-rollout", "6") as job:
+        wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
+        os.kill(scheduler(job).pid, signal.SIGKILL)
+        assert job.wait(timeout=500) == 0, output(run_dir)
+    assert "restart 1 of 1" in output(run_dir)
+    resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", "8")
+    assert resumed.code == 0, resumed.output
+    proved(jobs.Job(0, "", run_dir).metrics() + resumed.metrics())
+    all_trained_once([run_dir, resumed.run_dir], 8)
+    for of_sample in versions_of(run_dir, 6) + versions_of(resumed.run_dir, 8):
+        assert len(of_sample) == 1
