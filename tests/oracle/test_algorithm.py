@@ -131,8 +131,11 @@ RULES = {
         eps_clip_c=None,
         use_tis=False,
         rollout_is="geometric",
-        tis_clip_low=0.95,
-        tis_clip=1.05,
+        # the rollouts were recorded at another temperature than this rule's
+        tis_clip_low=1.6,
+        tis_clip=2.6,
+        rollout_rs=("token_k2",),
+        rollout_rs_threshold=("0.6",),
         opsm_delta=None,
         kl_loss_type="k3+",
         ref_routing="native",
