@@ -61,7 +61,7 @@ RULES = (
         "has a test with a checkpoint and conversations of its own",
         "tests/e2e/test_sft.py::test_a_model_learns_its_conversations_and_is_exported_as_ever",
     ),
-    Rule(r"pip install (--no-build-isolation '\.\[gpu\]'|torch==)", Kind.RESOLVED),
+    Rule(r"pip install (--no-build-isolation (-e )?'\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
     Rule(r"python examples/gsm8k/(generate|prepare\.py --train data/gsm8k-made)", Kind.RUN),
     Rule(
@@ -102,9 +102,9 @@ RULES = (
         "tests/e2e/test_debug_modes.py::test_topologies_train_the_recording_as_one_rank_does",
     ),
     Rule(
-        r"python -m sglang\.launch_server ",
+        r"python -m sglang\.launch_server |torchrun .*--opd-teacher-url ",
         Kind.ELSEWHERE,
-        "serves a teacher of the user's",
+        "needs a teacher of the user's",
         "tests/e2e/test_distillation.py"
         "::test_the_actor_comes_nearer_to_a_served_teacher_and_a_replay_trains_the_same",
     ),
