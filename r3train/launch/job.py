@@ -491,7 +491,7 @@ def served_teacher(config: RunConfig) -> ServedTeacher:
         rollout.opd_teacher_url,
         api_key=engine_api_key(os.environ, TEACHER_KEY),
         request_timeout_s=rollout.rollout_request_timeout_s,
-        max_concurrency=rollout.rollout_max_concurrency,
+        max_concurrency=rollout.max_concurrency,
         max_tries=config.faults.max_bad_answers,
     )
 

@@ -21,7 +21,7 @@ from r3train.cli import main
 from r3train.config.hf_facts import EXPERT_KEYS
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.job import preflight
+from r3train.launch.job import preflight, served_teacher
 from r3train.launch.resume import resume_point, run_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
@@ -448,6 +448,24 @@ def test_a_served_teacher_is_asked_for_its_vocabulary_before_anything_starts(tin
     assert "variable R3TRAIN_TEACHER_API_KEY: got 5" in words(
         start(tiny, *taught, environment=short)
     )
+
+
+@pytest.mark.parametrize(
+    "flags, at_once",
+    [
+        ((), 64),
+        (("--sglang-server-concurrency", "16", "--rollout-num-engines", "2"), 32),
+        (("--rollout-max-concurrency", "5"), 5),
+    ],
+)
+async def test_a_served_teacher_gets_as_many_requests_at_once_as_the_servers(flags, at_once, tiny):
+    words = ["--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl")]
+    words += ["--num-rollout", "2", "--rollout-batch-size", "4", "--rollout-max-response-len", "8"]
+    words += ["--use-opd", "--opd-type", "sglang", "--opd-teacher-url", "http://127.0.0.1:9"]
+    config = parse_train_flags([*words, *flags], prog_name="train")
+    teacher = served_teacher(config)
+    assert teacher._slots._value == at_once
+    await teacher.aclose()
 
 
 def test_with_a_teacher_a_reward_is_optional(tiny):
