@@ -25,6 +25,7 @@ from r3train.engine.backend import (
     AnswerLate,
     BadAnswer,
     EngineError,
+    EngineUnreachable,
     Request,
     Segment,
     sample_seed,
@@ -180,7 +181,7 @@ class SGLangClient:
         while not (holders := self._versions.holders(weight_version)):
             if time.monotonic() > deadline:
                 held = dict(zip(self.http.urls, self._versions.all(), strict=True))
-                raise EngineError(
+                raise EngineUnreachable(  # a restart of the servers may take longer
                     f"sample {sample_id}: no server holds weight version {weight_version} "
                     f"(None is unknown): {held}"
                 )

@@ -266,8 +266,9 @@ async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_b
 async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
     versions = ServerVersions([3, None])
     async with client_of(Fake(), Fake(), versions=versions, request_timeout_s=0.3) as client:
+        # after a restart of the servers it is sent again
         with pytest.raises(
-            EngineError, match=r"sample 4: no server holds weight version 5 .*: 3, "
+            EngineUnreachable, match=r"sample 4: no server holds weight version 5 .*: 3, "
         ):
             await whole_samples.generate(
                 client, PROMPT, SamplingParams(4), sample_id=4, weight_version=5
