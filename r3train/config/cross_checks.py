@@ -506,6 +506,8 @@ def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{only} starts servers of its own: nothing would bring those of"
             " --rollout-external-engine-addrs to hf_checkpoint's weights"
         )
+    if config.serves_adapters:
+        yield f"{only} cannot go with --lora-serving adapter: no adapter would be sent to the servers"
     no_effect = {
         "--save": checkpoint.save,
         "--save-hf": checkpoint.save_hf,
@@ -515,6 +517,8 @@ def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
         "--use-pytorch-profiler": run.use_pytorch_profiler,
         "--record-memory-history": run.record_memory_history,
         "--check-weight-update-equal": config.trainer.check_weight_update_equal,
+        "--ci-test": config.trainer.ci_test,
+        "--plant-fault": config.faults.plant_fault,
         "--eval-prompt-data": config.eval_sets,
         "--route-stores": config.replay.route_stores,
         "--max-engine-restarts": config.faults.max_engine_restarts,

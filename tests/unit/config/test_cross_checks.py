@@ -250,6 +250,14 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"debug_rollout_only": True, "save": "x"},
         ),
         (
+            "--ci-test has no effect with --debug-rollout-only",
+            {"debug_rollout_only": True, "ci_test": True},
+        ),
+        (
+            "--plant-fault has no effect with --debug-rollout-only",
+            {"debug_rollout_only": True, "plant_fault": "nan_once"},
+        ),
+        (
             "--debug-rollout-only starts servers of its own",
             {"debug_rollout_only": True, "rollout_external_engine_addrs": ["h:1"]},
         ),
