@@ -43,12 +43,11 @@ def lora_conflicts(config: RunConfig) -> Iterator[str]:
         yield from _serving_conflicts(config)
 
 
-# sizes of a server that were not tried with adapters
-_SERVER_SIZES = ("tp_size", "dp_size", "pp_size", "ep_size")
-
-
 def _serving_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield a complaint for each setting that does not go with adapters on servers."""
+    """Yield a complaint for each setting that does not go with adapters on servers.
+
+    Flags of the servers: see engine/refusals.py.
+    """
     rollout, trainer = config.rollout, config.trainer
     if not config.has_engines:
         yield "--lora-serving adapter has no effect without servers"
@@ -78,13 +77,6 @@ def _serving_conflicts(config: RunConfig) -> Iterator[str]:
                 f"--{name.replace('_', '-')} has no effect with --lora-serving adapter: servers load"
                 " adapters from the run directory"
             )
-    for name in _SERVER_SIZES:
-        if rollout.sglang.get(name, 1) not in (0, 1):
-            yield f"sglang.{name} above 1 was not tried with --lora-serving adapter"
-    if rollout.sglang.get("speculative_algorithm"):
-        yield (
-            "sglang.speculative_algorithm cannot go with --lora-serving adapter: drafts are the base's"
-        )
 
 
 def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -20,7 +20,12 @@ from typing import Any
 
 from r3train.config.sources import ConfigError
 from r3train.engine.key import ENGINE_KEY_VARIABLE
-from r3train.engine.refusals import DECIDED_BY_THE_RUN, kept_token_refusals, replay_refusals
+from r3train.engine.refusals import (
+    DECIDED_BY_THE_RUN,
+    adapter_refusals,
+    kept_token_refusals,
+    replay_refusals,
+)
 
 _KEY_FLAGS = ("api_key", "admin_api_key")
 
@@ -116,13 +121,18 @@ def _flag(name: str) -> str:
 
 
 def check_server_flags(
-    given: Mapping[str, Any], *, replay: bool = False, kept_top_k: int | None = None
+    given: Mapping[str, Any],
+    *,
+    replay: bool = False,
+    kept_top_k: int | None = None,
+    adapters: bool = False,
 ) -> None:
     """Check the flags of servers of our own; raises ConfigError with a line for each that is wrong.
 
     Wrong are a key among the flags, a flag that SGLang does not have, a setting that the run decides,
-    with ``replay`` (routing replay is on) one whose routes would be wrong, and with ``kept_top_k`` (the
-    tokens that this top-k keeps are replayed) one with which SGLang does not say them.
+    with ``replay`` (routing replay is on) one whose routes would be wrong, with ``kept_top_k`` (the
+    tokens that this top-k keeps are replayed) one with which SGLang does not say them, and with
+    ``adapters`` (--lora-serving adapter) one that does not go with them.
     """
     problems = [
         # SGLang's parser takes an unambiguous prefix
@@ -149,6 +159,11 @@ def check_server_flags(
         problems += [
             f"sglang.{field} = {value!r} cannot go with --rollout-top-k {kept_top_k}: {reason}"
             for field, value, reason in kept_token_refusals(fields, kept_top_k)
+        ]
+    if adapters:
+        problems += [
+            f"sglang.{field} = {value!r} cannot go with --lora-serving adapter: {reason}"
+            for field, value, reason in adapter_refusals(fields)
         ]
     if problems:
         raise ConfigError("\n".join(problems))

@@ -140,9 +140,36 @@ def replay_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
 
     settings: fields of ``ServerArgs``; one that is missing has SGLang's default.
     """
-    for field, (is_refused, reason) in REPLAY_REFUSALS.items():
+    return _refused(REPLAY_REFUSALS, settings)
+
+
+def _refused(
+    table: Mapping[str, tuple[Callable[[Any, Settings], bool], str]], settings: Settings
+) -> Iterator[tuple[str, Any, str]]:
+    for field, (is_refused, reason) in table.items():
         if field in settings and is_refused(settings[field], settings):
             yield field, settings[field], reason
+
+
+_ONE_DEVICE = (_is_above_one, "more than 1 was not tried")
+
+# field -> (is this value refused, why), with --lora-serving adapter
+ADAPTER_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), _ONE_DEVICE),
+    "speculative_algorithm": (_is_on, "drafts are the base's"),
+    "disable_shared_experts_fusion": (
+        _is_off,
+        "the adapter of a shared expert that is fused into the routed ones would be skipped",
+    ),
+}
+
+
+def adapter_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
+    """Yield (field, value, reason) for each setting of a server that does not go with adapters.
+
+    settings: as for ``replay_refusals``.
+    """
+    return _refused(ADAPTER_REFUSALS, settings)
 
 
 # SGLang 0.5.23 (spec_sampling_mask.py): the only speculation with which it says what it kept

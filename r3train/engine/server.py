@@ -148,7 +148,7 @@ class SGLangServer:
         adapter_flags: Mapping[str, object] | None = None,
     ) -> None:
         given = {k.lstrip("-").replace("-", "_"): v for k, v in (server_args or {}).items()}
-        check_server_flags(given, replay=return_routed_experts)
+        check_server_flags(given, replay=return_routed_experts, adapters=adapter_flags is not None)
         self.model_path = str(model_path)
         self.log_path = Path(log_path)
         self.dtype = dtype

@@ -183,7 +183,12 @@ def preflight(
     kept_top_k = rollout.rollout_top_k if rollout.replays_kept_tokens else None
     attempt(
         settings,
-        lambda: check_server_flags(rollout.sglang, replay=replay, kept_top_k=kept_top_k),
+        lambda: check_server_flags(
+            rollout.sglang,
+            replay=replay,
+            kept_top_k=kept_top_k,
+            adapters=config.serves_adapters,
+        ),
     )
     attempt(settings, check_layers_here, config)
     attempt(settings, check_memory_history, config)

@@ -68,8 +68,7 @@ ADAPTER = LORA | dict(lora_serving="adapter")
         ("--update-weight-transfer-mode has no", dict(update_weight_transfer_mode="disk")),
         ("--update-weight-buffer-size has no", dict(update_weight_buffer_size=1024)),
         ("--update-weight-master-address has no", dict(update_weight_master_address="eth0")),
-        ("sglang.tp_size above 1", dict(sglang={"tp_size": 2})),
-        ("drafts are the base's", dict(sglang={"speculative_algorithm": "NGRAM"})),
+        ("no adapter would be sent", dict(debug_rollout_only=True)),
     ],
 )
 def test_settings_that_do_not_go_with_adapters_on_servers_are_refused(message, fields):

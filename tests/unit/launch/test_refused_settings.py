@@ -17,8 +17,8 @@ import train_async
 from r3train.cli import main
 from r3train.config.run import RunConfig
 from r3train.config.sources import places
-from r3train.engine.flags import known_flags
-from r3train.engine.refusals import DECIDED_BY_THE_RUN, REPLAY_REFUSALS
+from r3train.engine.flags import check_server_flags, known_flags
+from r3train.engine.refusals import ADAPTER_REFUSALS, DECIDED_BY_THE_RUN, REPLAY_REFUSALS
 from r3train.trainer.megatron import overrides
 from tests.unit.fake_engine_server import Fake
 from tests.unit.launch.test_preflight import ROOT, start
@@ -101,6 +101,37 @@ def test_a_server_of_our_own_whose_routes_would_be_wrong_is_refused_by_its_flags
     ):
         result = start(tiny, "--dry-run", *flags)
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "field, settings",
+    [
+        *(("tp_size", {name: 2}) for name in ("tp_size", "tensor_parallel_size", "tp")),
+        ("dp_size", {"data_parallel_size": 2}),
+        ("pp_size", {"pipeline_parallel_size": 2}),
+        ("ep_size", {"ep": 2}),
+        ("speculative_algorithm", {"speculative_algorithm": "NGRAM"}),
+        ("disable_shared_experts_fusion", {"disable_shared_experts_fusion": False}),
+    ],
+)
+def test_a_server_setting_that_does_not_go_with_adapters_is_refused(field, settings):
+    with pytest.raises(
+        ValueError, match=f"sglang.{field} = .* cannot go with --lora-serving adapter"
+    ):
+        check_server_flags(settings, adapters=True)
+    check_server_flags(settings)
+
+
+def test_server_settings_that_go_with_adapters_pass():
+    check_server_flags({"tp": 1, "disable_shared_experts_fusion": True}, adapters=True)
+
+
+def test_a_dry_run_refuses_what_does_not_go_with_adapters(tiny):
+    adapters = ("--lora-rank", "4", "--lora-serving", "adapter")
+    result = start(tiny, "--dry-run", *adapters, "--sglang-tensor-parallel-size", "2")
+    assert result.exit_code == 2, result.output
+    refused = "sglang.tp_size = 2 cannot go with --lora-serving adapter"
+    assert refused in words(result.output)
 
 
 @pytest.mark.parametrize("missing", ["chunked_prefill_size", "max_running_requests"])
@@ -318,4 +349,4 @@ def test_a_recipe_and_serve_are_refused_what_a_flag_is(tiny, tmp_path):
 
 def test_the_tables_name_what_sglang_has():
     fields = set(known_flags().values())
-    assert not {*DECIDED_BY_THE_RUN, *REPLAY_REFUSALS} - fields
+    assert not {*DECIDED_BY_THE_RUN, *REPLAY_REFUSALS, *ADAPTER_REFUSALS} - fields
