@@ -37,7 +37,7 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
             return
         samples, stats = train_samples(groups, config.algorithm, rollout.rollout_max_response_len)
         report = RolloutReport(rollout_id, stats, turns=rollout.environment is not None)
-        metrics = rollout_metrics(report, samples)
+        metrics = rollout_metrics(report, samples, config.algorithm.reward_keys)
         rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
         before, counts = counts, source.stats()
         step_s = time.monotonic() - began

@@ -1,15 +1,21 @@
 """Numbers of a rollout, through the function that the loop calls."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tests.unit.algo.rollouts import sample, scored
+from tests.unit.config.test_config import config
 
 from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
+from r3train.loop.parts import RankZero
 from r3train.loop.prepare import train_samples
+from r3train.loop.replay_source import WithoutServer
 from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
+from r3train.loop.rollouts_only import generate_only
+from r3train.loop.stop import StopSignal
 from r3train.observe.metrics import nothing_learned
 
 
@@ -38,6 +44,36 @@ def test_each_part_of_the_rewards_has_its_mean():
     ]
     samples, stats = train_samples(groups, AlgorithmSection(), 8)
     got = rollout_metrics(RolloutReport(0, stats), samples, ("right", "short"))
+    assert (got["rollout/reward_mean_right"], got["rollout/reward_mean_short"]) == (0.5, 6.0)
+
+
+def test_generation_alone_writes_the_mean_of_each_part_too(tmp_path):
+    groups = [
+        [(sample(0, reward_parts=(1.0, 4.0)), 5.0), (sample(1, reward_parts=(0.0, 8.0)), 8.0)]
+    ]
+    written = []
+
+    class Source(WithoutServer):
+        def next_batch(self, rollout_id, on_wait=None):
+            return groups
+
+    class Display:
+        def __getattr__(self, name):
+            return lambda *args, **options: None
+
+    rank_zero = RankZero(
+        engines=SimpleNamespace(start_producer=Source, fault_counts=dict),
+        display=Display(),
+        metrics=SimpleNamespace(
+            write=lambda _, record: written.append(record), write_samples=lambda *_: None
+        ),
+        evaluations=None,
+    )
+    settings = config(
+        num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=2, reward_keys=["right", "short"]
+    )
+    generate_only(settings, tmp_path, rank_zero, StopSignal(1.0))
+    [got] = written
     assert (got["rollout/reward_mean_right"], got["rollout/reward_mean_short"]) == (0.5, 6.0)
 
 
