@@ -68,7 +68,11 @@ class Keeper:
         """Wrap rank 0's source of rollouts: a stop ends its waits, and rollouts are dumped."""
         dump = self._dump if self._config.checkpoint.dump_rollouts else None
         if self._config.checkpoint.ci_inject_rollout_data_path is not None:
-            source = InjectedRollouts(source, self._config.checkpoint)
+            source = InjectedRollouts(
+                source,
+                self._config.checkpoint,
+                needs_routes=self._config.replay.use_rollout_routing_replay,
+            )
         self._source = WatchedSource(source, self._stop, dump)
         return self._source
 

@@ -40,6 +40,16 @@ def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
     return groups
 
 
+def _check_routes(path: Path, groups: Sequence[Sequence[Scored]]) -> None:
+    """Raise ValueError for a dumped sample without routes, naming it and its file."""
+    for sample, _ in (scored for group in groups for scored in group):
+        if sample.routed_experts is None:
+            raise ValueError(
+                f"{path}: sample {sample.sample_id} has no routed_experts: the rollouts"
+                " were dumped without --use-rollout-routing-replay"
+            )
+
+
 class WithoutServer:
     """The part of a RolloutSource that a source without servers has nothing to do for."""
 
@@ -108,13 +118,8 @@ class DumpedRollouts(WithoutServer):
                 f"{path}: holds one sample a turn, which are trained in one optimizer step a"
                 f" rollout, but global_batch_size asks for {self._steps_per_rollout}"
             )
-        for group in groups:
-            for sample, _ in group:
-                if self._needs_routes and sample.routed_experts is None:
-                    raise ValueError(
-                        f"{path}: sample {sample.sample_id} has no routed_experts: the rollouts"
-                        " were dumped without --use-rollout-routing-replay"
-                    )
+        if self._needs_routes:
+            _check_routes(path, groups)
         return groups
 
 
@@ -125,12 +130,13 @@ class InjectedRollouts:
     recorded answers again, but for rounding.
     """
 
-    def __init__(self, source: Any, checkpoint: CheckpointSection) -> None:
+    def __init__(self, source: Any, checkpoint: CheckpointSection, *, needs_routes: bool) -> None:
         assert checkpoint.ci_inject_rollout_data_path is not None
         self._source = source
         self._directory = checkpoint.ci_inject_rollout_data_path
         self._start = checkpoint.ci_inject_rollout_data_start_rollout_id
         self._least = checkpoint.ci_inject_rollout_data_min_match_ratio
+        self._needs_routes = needs_routes
         self._match: float | None = None
 
     def next_batch(
@@ -138,12 +144,15 @@ class InjectedRollouts:
     ) -> list[list[Scored]]:
         """The dumped groups of one rollout, once the source has generated its own.
 
-        Raises ValueError naming the file where prompts differ, or answers differ too much.
+        Raises ValueError naming the file where prompts differ, answers differ too much, or routes are
+        needed and missing.
         """
         generated = self._source.next_batch(rollout_id, on_wait)
         if rollout_id < self._start:
             return generated
         path, recorded = (f(self._directory, rollout_id) for f in (rollout_path, load_rollout))
+        if self._needs_routes:
+            _check_routes(path, recorded)
         ours, theirs = (
             [s for group in groups for s, _ in group] for groups in (generated, recorded)
         )

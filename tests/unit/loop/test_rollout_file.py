@@ -177,7 +177,7 @@ def injecting(directory, generated, *, start=0, least=0.9):
         ci_inject_rollout_data_start_rollout_id=start,
         ci_inject_rollout_data_min_match_ratio=least,
     )
-    return replay_source.InjectedRollouts(Generated(generated), section)
+    return replay_source.InjectedRollouts(Generated(generated), section, needs_routes=True)
 
 
 def with_tokens(groups, change):
@@ -225,6 +225,9 @@ def test_rollouts_unlike_the_recording_are_refused_with_its_file(tmp_path):
     asked = [[(other_prompt(s), reward) for s, reward in group] for group in groups()]
     with pytest.raises(ValueError, match="sample 0 has another prompt"):
         injecting(tmp_path, asked).next_batch(0)
+    replay_source.dump_rollout(tmp_path, 0, [scored(routes=False)[:2], scored(routes=False)[2:]])
+    with pytest.raises(ValueError, match="rollout_0000000.*sample 0 has no routed_experts"):
+        injecting(tmp_path, groups()).next_batch(0)
 
 
 def turn_by_turn() -> list:
