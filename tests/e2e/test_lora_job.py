@@ -85,7 +85,7 @@ def proved(metrics: list[dict]) -> None:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
         assert m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0
         # from the second update on B is not zero: a server without the adapter would not agree
-        assert m.get("train/weight_probe_gap", 0.0) <= 1e-4, m
+        assert m["train/weight_probe_gap"] <= 1e-4, m
 
 
 def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(

@@ -162,7 +162,7 @@ def test_servers_that_generate_nothing_wait_for_a_share_of_the_time_alone(mode):
         assert engine.at_once == 1
         began = time.monotonic()
         with p.quiesced():
-            assert engine.at_once == 0 and time.monotonic() - began < 1
+            assert engine.at_once == 0 and time.monotonic() - began < 4
             engine.version = 1
             p.set_version(1)
         p.next_batch(0)
