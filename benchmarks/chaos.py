@@ -28,10 +28,12 @@ SIGNALS = {
 }
 RETRACT, DROP_ROWS, FULL_DISK = "retract", "drop_rows", "full_disk"
 ORDERED = (DROP_ROWS, FULL_DISK)
+RETRACTED = "retracted"  # the job says here that an answer was
 FAULTS = (*SIGNALS, RETRACT, *ORDERED)
 ENDS_THE_RANKS = ("kill_rank", "stop_job", FULL_DISK)
 PROGRAM = "benchmarks.chaos"
 _RETRACT_WITHIN_S = 2.0
+_ANSWERED_WITHIN_S = 5.0
 
 
 class Planned(NamedTuple):
@@ -54,8 +56,12 @@ def read_plan(text: str) -> list[Planned]:
     return plan
 
 
-def retract(port: int, key: str) -> bool:
-    """Have a server retract its running requests, as it does for lack of room; False if it has none."""
+def retract(port: int, key: str, said: Path) -> bool:
+    """Have a server retract its running requests, as it does for lack of room; True if one answered.
+
+    said: the file that the job makes when it gets an answer that was retracted.
+    """
+    said.unlink(missing_ok=True)
     deadline = time.monotonic() + _RETRACT_WITHIN_S
     while time.monotonic() < deadline:
         if _call(port, key, "/v1/loads?include=core")["loads"][0]["num_running_reqs"]:
@@ -63,7 +69,11 @@ def retract(port: int, key: str) -> bool:
                 _call(port, key, "/pause_generation", {"mode": "retract"})
             finally:
                 _call(port, key, "/continue_generation", {})
-            return True
+            # the server's count of running requests is old: they may have ended before the pause
+            deadline = time.monotonic() + _ANSWERED_WITHIN_S
+            while not said.exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            return said.exists()
     return False
 
 
@@ -96,6 +106,8 @@ def obeying(orders: Path) -> Iterator[None]:
     async def generate(original, self, *request):
         answer = await original(self, *request)
         meta = answer["meta_info"]
+        if meta.get("num_retractions"):
+            orders.with_name(RETRACTED).touch()
         if meta.get("routed_experts") and _taken(orders / DROP_ROWS):
             rows = base64.b64decode(meta["routed_experts"])
             meta["routed_experts"] = base64.b64encode(rows[:-4]).decode()

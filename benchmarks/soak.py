@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --steps 200 --fault-every 20
     OMP_NUM_THREADS=1 .venv/bin/python benchmarks/soak.py --steps 20 \
-        --chaos kill_engine@4,drop_rows@8,retract@12,full_disk@15
+        --chaos kill_engine@4,drop_rows@8,retract@11,full_disk@13
 
 Faults: kill_engine, hang_engine (a server killed, stopped), kill_rank, stop_job (SIGUSR1), retract (a
 server takes its running requests out of its KV cache), drop_rows (an answer lacks rows of its routes),
@@ -34,6 +34,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
+import click
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -46,6 +47,7 @@ from benchmarks.chaos import (  # noqa: E402
     PROGRAM,
     read_plan,
     RETRACT,
+    RETRACTED,
     retract,
     SIGNALS,
 )
@@ -75,6 +77,7 @@ from benchmarks.tiny_jobs import (  # noqa: E402
     torchrun,
 )
 from r3train.config import RunConfig  # noqa: E402
+from r3train.config.options import parse_train_flags  # noqa: E402
 from r3train.engine.key import ENGINE_KEY_VARIABLE  # noqa: E402
 from r3train.loop import prompt_log  # noqa: E402
 from r3train.tiny import TinyOptions, build  # noqa: E402
@@ -224,7 +227,7 @@ class Soak:
         if fault == RETRACT:
             port = server_port(processes["guard"]) if "guard" in processes else None
             try:
-                if port is None or not retract(port, self.key):
+                if port is None or not retract(port, self.key, self.orders.with_name(RETRACTED)):
                     return
             except OSError:  # it starts, or ends
                 return
@@ -321,6 +324,13 @@ def main() -> None:
             parser.error(f"--chaos {error}")
         if plan[-1].step >= options.steps:
             parser.error(f"--chaos: expected steps below --steps {options.steps}")
+    if options.flags and any(planned.fault == RETRACT for planned in plan):
+        try:
+            mode = parse_train_flags(options.flags, prog_name="--").rollout.pause_generation_mode
+        except click.ClickException as error:
+            parser.error(error.format_message())
+        if mode != "drain":
+            parser.error(f"--chaos retract needs --pause-generation-mode drain, got {mode}")
     with ExitStack() as stack:
         directory = options.directory or Path(
             stack.enter_context(tempfile.TemporaryDirectory(prefix="r3train-soak-"))

@@ -9,13 +9,15 @@ Programs run with the limits of docs/code_rewards.md, which is no sandbox.
 from __future__ import annotations
 
 import asyncio
+import time
 
 from r3train.environments import StepResult, Turn
 from r3train.environments.tools import ToolCall, tool_calls
 from r3train.rewards.code import run_program
 from r3train.types import Prompt
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # of all programs of a turn together
+MOST_CALLS = 8
 MOST_CHARACTERS = 2000
 # an error is printed, for the model to read
 PROGRAM = """import sys, traceback
@@ -49,15 +51,22 @@ class PythonTool:
 
     async def step(self, turn: Turn) -> StepResult:
         calls = tool_calls(turn.text)
-        results = [{"role": "tool", "content": await self._result(call)} for call in calls]
+        deadline = time.monotonic() + TIMEOUT_S
+        contents = [await self._result(call, deadline) for call in calls[:MOST_CALLS]]
+        if left := len(calls[MOST_CALLS:]):
+            contents.append(f"{left} more calls were not run: a turn may have {MOST_CALLS}")
+        results = [{"role": "tool", "content": content} for content in contents]
         return StepResult(results, done=not calls)
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _result(self, call: ToolCall, deadline: float) -> str:
         code = call.arguments.get("code")
         if call.error or call.name != "python" or not isinstance(code, str):
             return call.error or "there is one tool, python, and its argument is code, a text"
         program = PROGRAM.format(code=code)
-        output = await asyncio.to_thread(run_program, program, "", TIMEOUT_S)
+        output = await asyncio.to_thread(run_program, program, "", deadline - time.monotonic())
         if output is None:
-            return f"the program took more than {TIMEOUT_S:g} s, printed too much, or was ended"
+            return (
+                f"the programs of a turn have {TIMEOUT_S:g} s: this one took more than was left,"
+                " printed too much, or was ended"
+            )
         return output[:MOST_CHARACTERS] or "it printed nothing"

@@ -20,6 +20,7 @@ _UNKNOWN_SHARE = 0.1
 _BATCH = 256  # texts that are tokenised at once
 # words of an answer that no template has
 _STAND_IN = "r3train-stands-in-for-an-answer"
+_RESULT = "r3train-stands-in-for-a-result"
 
 
 class Tokenizer(Protocol):
@@ -150,9 +151,11 @@ def shown(prompt: Prompt, tokenizer: Tokenizer) -> list[str]:
 def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None:
     """Return a warning where prompts have many unknown tokens (id ``unknown``); None if they do not.
 
-    Raises ValueError if there is nothing else in any prompt.
+    Prompts without tokens (of conversations that the assistant opens) do not count.  Raises ValueError
+    if there is nothing else in any prompt.
     """
-    if unknown is None:
+    prompts = [prompt for prompt in prompts if len(prompt.token_ids)]
+    if unknown is None or not prompts:
         return None
     starts = np.cumsum([0, *(len(prompt.token_ids) for prompt in prompts)])
     ids = np.concatenate([prompt.token_ids for prompt in prompts])
@@ -298,12 +301,17 @@ class ChatTemplate:
         return tokens[1:] if tokens[:1] == closing[:1] == [last] else tokens
 
     def check_tools(self) -> None:
-        """Raise ValueError if the template does not show the tools."""
+        """Raise ValueError if the template does not show the tools, or what one answers."""
         message, where = [{"role": "user", "content": _STAND_IN}], "tools"
         shown = self._rendered(where, message, True, self.tools)
         if shown == self._rendered(where, message, True, ()):
             raise ValueError(
                 "the environment has tools, and the tokenizer's chat template does not show them"
+            )
+        if _RESULT not in self._behind([{"role": "tool", "content": _RESULT}], asks=True):
+            raise ValueError(
+                "the environment has tools, and the tokenizer's chat template does not write messages"
+                " of role tool"
             )
 
     def _behind(self, messages: list[dict[str, Any]], *, asks: bool) -> str:

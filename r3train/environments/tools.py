@@ -20,7 +20,7 @@ class ToolCall:
 
 
 def tool_calls(text: str) -> list[ToolCall]:
-    """Return the calls in a text, in their order, in the form that Qwen and Hermes models write.
+    """Return the calls in a text, in their order, in the form that Qwen2.5 and Qwen3 write.
 
     >>> tool_calls('<tool_call>{"name": "search", "arguments": {"query": "moon"}}</tool_call>')
     [ToolCall(name='search', arguments={'query': 'moon'}, error='')]
@@ -31,7 +31,7 @@ def tool_calls(text: str) -> list[ToolCall]:
 def _read(body: str) -> ToolCall:
     try:
         call = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:  # the latter: nested too deep
         return ToolCall(error=f"the call is not JSON: {error}")
     name, arguments = (
         (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)

@@ -417,7 +417,7 @@ def chat_template(
 
 
 def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for tools of an environment that no prompt would show."""
+    """Raise ValueError for tools of an environment that its prompts or replies would not show."""
     if not tools:
         return
     name = f"--environment {config.rollout.environment}"

@@ -54,6 +54,7 @@ _SGD = {
     **{"optimizer": "sgd", "lr": 0.3, "min_lr": 0.3, "lr_decay_style": "constant"},
     **{"lr_warmup_iters": 0, "weight_decay": 0.0, "clip_grad": 0.0, "global_batch_size": None},
     **{"check_weight_update_equal": False, "ci_test": False},
+    **{"optimizer_overrides": {}},  # those are of Adam
 }
 _NO_RECOMPUTE = (
     *("recompute_granularity", "recompute_method", "recompute_num_layers"),
@@ -126,6 +127,7 @@ class FromRun:
                 }
             ),
             "trainer": config.trainer.model_copy(update=_SGD),
+            "algorithm": config.algorithm.model_copy(update={"min_ess": 0.0}),
             "replay": config.replay.model_copy(
                 update={
                     **{"enable_r3_correctness_check": replay, "route_stores": False},
@@ -248,7 +250,13 @@ def verify_run(
     max_world_size: int,
     report: Callable[[str], None],
 ) -> Verification:
-    """Run the rollout at world size 1 and in each topology that fits; returns the verdicts."""
+    """Run the rollout at world size 1 and in each topology that fits; returns the verdicts.
+
+    World size 1 is among them where its job or its evidence failed.  Raises ValueError where there is
+    nothing to hold against it.
+    """
+    if not topologies:
+        raise ValueError(f"--topology {BASELINE} alone compares nothing: all are held against it")
     bf16 = test.config.model.bf16
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, gloo"
     result = Verification("bfloat16" if bf16 else "float32", device)
@@ -259,8 +267,15 @@ def verify_run(
     start = load_weights(test.config.model.hf_checkpoint)
     if misfit := test.misfit(TOPOLOGIES[BASELINE]):
         raise ValueError(f"world size 1, which all are held against, does not fit: {misfit}")
-    reference = test.run(TOPOLOGIES[BASELINE])
+    try:
+        reference = test.run(TOPOLOGIES[BASELINE])
+    except RuntimeError as error:
+        result.topologies.append(TopologyResult(BASELINE, 1, "failed", str(error)))
+        return result
     report(f"world size 1: evidence {reference.evidence or 'none'}")
+    if reference.evidence not in ("", "passed"):
+        reason, evidence = f"check-evidence: {reference.evidence}", reference.evidence
+        result.topologies.append(TopologyResult(BASELINE, 1, "failed", reason, evidence=evidence))
     for topology in topologies:
         judged = TopologyResult(topology.name, topology.world_size)
         result.topologies.append(judged)

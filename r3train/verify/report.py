@@ -95,6 +95,8 @@ def verdict(v: Verification) -> str:
         caught = count(v.mutations, "caught")
         line += f"; planted bugs: {caught} caught, {count(v.mutations, 'survived', 'failed')} not"
         line += f"; null mutations: {count(v.mutations, 'passed')} passed"
+    if count([*v.topologies, *v.mutations], "not run") == len(v.topologies) + len(v.mutations):
+        line += ": nothing was compared"
     return line
 
 

@@ -94,8 +94,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Nothing failed and nothing survived."""
-        return all(r.ok for r in [*self.topologies, *self.mutations])
+        """Something was judged, nothing failed and nothing survived."""
+        results = [*self.topologies, *self.mutations]
+        return all(r.ok for r in results) and any(r.status != "not run" for r in results)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import os
 import pickle
 import socket
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 pytestmark = pytest.mark.ranks
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import pathlib, sys, time
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -91,8 +92,9 @@ def test_pickles_put_in_torchruns_store_run_where_its_rendezvous_is_its_own_and_
         assert replaced, "nothing was attacked"
         assert mark.exists() != held
     finally:
-        tree = [torchrun.pid, *(p.pid for p in psutil.Process(torchrun.pid).children(True))]
-        for pid in tree:
-            if psutil.pid_exists(pid):
-                psutil.Process(pid).kill()
+        # its ranks have sessions of their own, and no parent where it has ended
+        for process in psutil.process_iter(["cmdline"]):
+            if str(tmp_path / "rank.py") in (process.info["cmdline"] or ()):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         torchrun.wait()

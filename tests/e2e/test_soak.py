@@ -38,7 +38,7 @@ def test_a_short_soak_loses_nothing_and_leaves_nothing_behind():
 
 @pytest.mark.timeout(1500)
 def test_20_steps_with_four_planned_faults_lose_nothing():
-    plan = "kill_engine@4,drop_rows@8,retract@12,full_disk@15"
+    plan = "kill_engine@4,drop_rows@8,retract@11,full_disk@13"
     said = soak("--steps", "20", "--chaos", plan)
     for fault in ("kill_engine", "drop_rows", "retract", "full_disk"):
         assert fault in said

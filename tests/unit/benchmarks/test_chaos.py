@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import soak
-from benchmarks.chaos import DROP_ROWS, FULL_DISK, Planned, obeying, read_plan, retract
+from benchmarks.chaos import DROP_ROWS, FULL_DISK, RETRACTED, Planned, obeying, read_plan, retract
 from r3train.engine.client import DirectTransport
 from r3train.loop import prompt_log
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -37,18 +37,35 @@ def test_a_plan_is_read_and_what_is_none_is_named():
 async def test_rows_are_dropped_of_one_answer_when_ordered_and_of_no_other(tmp_path):
     routes = base64.b64encode(bytes(16)).decode()
 
+    orders, meta = tmp_path / "orders", {}
+    orders.mkdir()
+
     async def call(*_, **__):
-        return {"meta_info": {"routed_experts": routes}}
+        return {"meta_info": {"routed_experts": routes, **meta}}
 
     asked = (SimpleNamespace(call=call), 0, {}, SimpleNamespace(sample_id=1))
-    with obeying(tmp_path):
+    with obeying(orders):
         got = []
         for order in (False, True, False):
             if order:
-                (tmp_path / DROP_ROWS).touch()
+                (orders / DROP_ROWS).touch()
             answer = await DirectTransport().generate(*asked)
             got.append(len(base64.b64decode(answer["meta_info"]["routed_experts"])))
-    assert got == [16, 12, 16] and not list(tmp_path.iterdir())
+    assert got == [16, 12, 16] and not list(orders.iterdir())
+    assert not (tmp_path / RETRACTED).exists()
+    meta["num_retractions"] = 1
+    with obeying(orders):
+        await DirectTransport().generate(*asked)
+    assert (tmp_path / RETRACTED).exists() and not list(orders.iterdir())
+
+
+def test_a_retraction_is_refused_where_the_run_itself_pauses_its_servers(monkeypatch, capsys):
+    flags = ("--config", str(soak.ROOT / "configs/tiny_cpu.toml"), "--hf-checkpoint", "m")
+    flags += ("--prompt-data", "p.jsonl", "--pause-generation-mode", "abort")
+    monkeypatch.setattr("sys.argv", ["soak.py", "--chaos", "retract@2", "--", *flags])
+    with pytest.raises(SystemExit):
+        soak.main()
+    assert "retract needs --pause-generation-mode drain, got abort" in capsys.readouterr().err
 
 
 def test_the_disk_is_full_at_one_save_when_ordered(tmp_path, monkeypatch):
@@ -67,15 +84,21 @@ def test_the_disk_is_full_at_one_save_when_ordered(tmp_path, monkeypatch):
     assert error.value.errno == errno.ENOSPC and len(written) == 2
 
 
-@pytest.mark.parametrize("running", [0, 3])
-def test_a_server_is_paused_and_goes_on_while_it_has_requests(running, monkeypatch):
+@pytest.mark.parametrize("running, retracted", [(0, False), (3, True), (3, False)])
+def test_a_server_is_paused_and_goes_on_while_it_has_requests(
+    running, retracted, tmp_path, monkeypatch
+):
     monkeypatch.setattr("benchmarks.chaos._RETRACT_WITHIN_S", 0.2)
-    asked = []
+    monkeypatch.setattr("benchmarks.chaos._ANSWERED_WITHIN_S", 0.2)
+    asked, said = [], tmp_path / RETRACTED
+    said.touch()  # of an earlier time
 
     class Server(BaseHTTPRequestHandler):
         def do_GET(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             asked.append((self.path, self.headers["Authorization"], body))
+            if retracted and self.path == "/continue_generation":
+                said.touch()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(json.dumps({"loads": [{"num_running_reqs": running}]}).encode())
@@ -89,7 +112,7 @@ def test_a_server_is_paused_and_goes_on_while_it_has_requests(running, monkeypat
     thread = threading.Thread(target=server.serve_forever, args=(0.05,))
     thread.start()
     try:
-        assert retract(server.server_port, "key") == bool(running)
+        assert retract(server.server_port, "key", said) == retracted
     finally:
         server.shutdown()
         thread.join()

@@ -127,6 +127,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ("--plant-fault nan_once has no effect", {"plant_fault": "nan_once", "kl_coef": 0.1}),
         ("gdpo needs --reward-keys", {"advantage_estimator": "gdpo"}),
         ("--reward-key a cannot go with --reward-keys", {"reward_key": "a", "reward_keys": ["b"]}),
+        ("--rm-type math returns a number", {"rm_type": "math", "reward_keys": ["a"]}),
         ("reward_keys a a names a key twice", {"reward_keys": ["a", "a"]}),
         (
             "reward_weights has 1 entries for 2",
@@ -374,6 +375,9 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
         },
         {"rollout_is_mode": "mask", "tis_clip": 3.0, "tis_clip_low": 0.5, "rollout_is": "token"},
         TAUGHT | {"opd_kl_coef": 0.5},
+        {"reward_keys": ["a"], "rm_type": "boxed_remote_rm"},
+        {"reward_keys": ["a"], "rm_type": "own:plug"},
+        {"reward_keys": ["a"], "rm_type": "math", "custom_rm_path": "own:plug"},
         # the ranks compute a teacher's log-probs as the actor's
         {
             **{"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"},

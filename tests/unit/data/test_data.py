@@ -13,8 +13,9 @@ import pytest
 from r3train.config.data import DataSection, PromptFile
 from r3train.data import PromptOrder, load_prompts, load_tokenizer
 from r3train.data.order import MixedOrder
-from r3train.data.prompts import ChatTemplate
+from r3train.data.prompts import ChatTemplate, unknown_tokens
 from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.types import Prompt
 
 
 class WordTokenizer:
@@ -434,6 +435,26 @@ def test_tools_that_the_template_does_not_show_are_refused():
     ChatTemplate(Characters(THINKING), {}, tools=tools).check_tools()
     with pytest.raises(ValueError, match="chat template does not show them"):
         ChatTemplate(Characters(ENDLESS), {}, tools=tools).check_tools()
+    known = "{% if m.role == 'tool' %}{{ raise_exception('no such role') }}{% endif %}"
+    left_out = THINKING.replace("m in messages", "m in messages if m.role != 'tool'")
+    for template, said in (
+        (THINKING.replace("<{{ m.role }}>", known), "a reply: the chat template fails"),
+        (left_out, "does not write messages of role tool"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ChatTemplate(Characters(template), {}, tools=tools).check_tools()
+
+
+@pytest.mark.parametrize("lengths", [[0], [0, 3], [3, 0, 3], [3, 3, 0]])
+def test_prompts_without_tokens_have_no_share_of_unknown_ones(lengths):
+    prompts = [
+        Prompt(f"p{n}", n, "", np.ones(length, np.int32), None, {})
+        for n, length in enumerate(lengths)
+    ]
+    assert unknown_tokens(prompts, 7) is None
+    if any(lengths):
+        with pytest.raises(ValueError, match="is the tokenizer's unknown token"):
+            unknown_tokens(prompts, 1)
 
 
 def test_rows_without_tools_of_their_own_get_those_of_the_environment(tmp_path):

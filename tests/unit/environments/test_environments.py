@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -356,6 +357,8 @@ def test_calls_of_tools_are_read_and_what_is_none_says_why():
     assert second.error.startswith("the call is not JSON: ")
     assert third.error == "a call is an object with name and arguments"
     assert tool_calls("no call") == []
+    [deep] = tool_calls(f"<tool_call>{100_000 * '['}</tool_call>")
+    assert deep.error.startswith("the call is not JSON: ")
 
 
 @pytest.fixture
@@ -388,7 +391,20 @@ async def test_a_program_of_the_python_tool_ends_in_time(examples, monkeypatch):
     environment = get_environment("python_tool:PythonTool")
     monkeypatch.setattr("python_tool.TIMEOUT_S", 0.5)
     result = await environment(PROMPT).step(turn_of(call("python", code="while True: pass")))
-    assert result.observation[0]["content"].startswith("the program took more than 0.5 s")
+    assert result.observation[0]["content"].startswith("the programs of a turn have 0.5 s")
+
+
+async def test_the_programs_of_a_turn_share_its_time_and_have_a_bound(examples, monkeypatch):
+    environment = get_environment("python_tool:PythonTool")
+    monkeypatch.setattr("python_tool.TIMEOUT_S", 0.5)
+    monkeypatch.setattr("python_tool.MOST_CALLS", 3)
+    began = time.monotonic()
+    said = 5 * call("python", code="while True: pass")
+    result = await environment(PROMPT).step(turn_of(said))
+    *answers, last = (message["content"] for message in result.observation)
+    assert len(answers) == 3 and last == "2 more calls were not run: a turn may have 3"
+    assert all(text.startswith("the programs of a turn have 0.5 s") for text in answers)
+    assert time.monotonic() < began + 1.4, "not 0.5 s for each"
 
 
 async def test_the_search_tool_finds_documents_by_rare_words(examples):

@@ -55,6 +55,7 @@ def test_after_the_grace_period_the_process_ends_whatever_it_does():
 
 
 def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_torchrun_passes_on_does_not():
+    forked = time.monotonic()
     child = os.fork()
     if child == 0:
         with StopSignal(grace_s=60):
@@ -66,6 +67,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_torchrun_passes_o
             os.kill(os.getpid(), signal.SIGINT)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 128 + signal.SIGINT
+    assert time.monotonic() > forked + 2.2, "the one that was passed on ended it"
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -16,6 +16,7 @@ from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.verify import from_run
 from r3train.verify.compare import DELTAS, GATES, GRADIENTS, LOSS
 from r3train.verify.from_run import FromRun, Step, compare_steps, layouts, verify_run
+from r3train.verify.report import verdict
 from r3train.verify.topologies import TOPOLOGIES
 
 RECIPE = Path(__file__).parents[3] / "configs/tiny_cpu.toml"
@@ -27,7 +28,8 @@ def run_dir(tiny, tmp_path):
     fields = {
         **{"hf_checkpoint": tiny / "model", "prompt_data": [str(tiny / "prompts.jsonl")]},
         **{"rollout_batch_size": 2, "n_samples_per_prompt": 2, "use_rollout_routing_replay": True},
-        **{"debug_rollout_only": True, "num_rollout": 9},
+        **{"debug_rollout_only": True, "num_rollout": 9, "min_ess": 0.5},
+        **{"optimizer_overrides": {"decoupled_weight_decay": True}},
     }
     directory = tmp_path / "run"
     directory.mkdir()
@@ -46,6 +48,7 @@ def refused(run_dir, *flags):
 def test_what_is_missing_is_refused_by_its_path(run_dir):
     assert "rollout_0000007.safetensors: no such file" in refused(run_dir, "--rollout", "7")
     assert "runs no planted bugs" in refused(run_dir, "--mutations")
+    assert "--topology one alone compares nothing" in refused(run_dir, "--topology", "one")
     for path in (run_dir / "rollouts").iterdir():
         path.unlink()
     assert "rollouts: holds no dumped rollout: start the run with --dump" in refused(run_dir)
@@ -66,6 +69,7 @@ def test_each_topology_is_a_job_of_the_runs_own_settings(run_dir, tmp_path):
     assert job.parallel.tensor_model_parallel_size == 2 and job.r3_check_enabled
     assert job.rollout.num_rollout == 1 and not job.has_engines
     assert not job.checkpoint.debug_rollout_only and job.trainer.optimizer == "sgd"
+    assert not job.trainer.optimizer_overrides and job.algorithm.min_ess == 0
 
 
 def write(directory, config):
@@ -155,3 +159,28 @@ def test_verdicts_of_the_topologies(run_dir, tmp_path, monkeypatch):
         "tp2ep2etp2": ("not run", "needs 4 ranks, 2 can run here"),
     }
     assert not result.ok
+
+
+@pytest.mark.parametrize(
+    "reference, names, status, reason",
+    [
+        (RuntimeError("out of memory"), ("tp2",), "failed", "out of memory"),
+        (replace(REFERENCE, evidence="failed"), ("tp2",), "failed", "check-evidence: failed"),
+        (REFERENCE, ("tp2ep2etp2",), "not run", "needs 4 ranks, 2 can run here"),
+    ],
+)
+def test_world_size_1_that_fails_and_nothing_compared_are_no_success(
+    reference, names, status, reason, run_dir, tmp_path, monkeypatch
+):
+    def run(self, topology):
+        if isinstance(reference, Exception):
+            raise reference
+        return reference if topology.name == "one" else REFERENCE
+
+    monkeypatch.setattr(FromRun, "run", run)
+    monkeypatch.setattr(from_run, "load_weights", lambda directory: START)
+    test = FromRun(run_dir, None, tmp_path / "scratch")
+    result = verify_run(test, layouts(names, ci=False), 2, lambda line: None)
+    assert (result.topologies[0].status, result.topologies[0].reason) == (status, reason)
+    assert not result.ok
+    assert ("nothing was compared" in verdict(result)) == (status == "not run")
