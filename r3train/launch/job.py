@@ -9,6 +9,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,8 +48,13 @@ from r3train.observe.sinks import check_trackers
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
 from r3train.types import Prompt, RolloutSample
-from r3train.hf_checkpoint import check_export_directory, check_tensors
+from r3train.hf_checkpoint import (
+    check_export_directory,
+    check_tensors,
+    read_transformers_config,
+)
 from r3train.peft_files import check_adapter, lost_by_peft
+from r3train.torchvision_stub import declare_torchvision_ops
 
 T = TypeVar("T")
 
@@ -61,6 +67,12 @@ _SAME_MODEL = (
     *("model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
     *("hidden_size", "num_attention_heads", "num_key_value_heads", "moe_layer_numbers"),
 )
+# keys of config.json, or patterns of them, that change no log-prob of the actor; all others must be equal
+_WITHOUT_EFFECT = """
+    _* architectures auto_map transformers_version dtype torch_dtype *_token_id use_cache return_dict
+    output_attentions output_hidden_states output_router_logits id2label label2id problem_type
+    initializer_range attention_dropout router_aux_loss_coef max_position_embeddings max_window_layers
+    num_nextn_predict_layers *mtp_*""".split()
 
 
 @dataclass(frozen=True)
@@ -465,6 +477,28 @@ def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
         ours, theirs = getattr(actor, field.name), getattr(hf, field.name)
         if ours != theirs and field.name in _SAME_MODEL:
             raise ValueError(f"{flag} {path}: {field.name} is {theirs}, the actor has {ours}")
+    # the ranks build it from the actor's config.json
+    mine, other = _computed(actor.path), _computed(path)
+    for key in sorted(mine.keys() | other):
+        if mine.get(key) != other.get(key):
+            raise ValueError(
+                f"{flag} {path}: {key} is {other.get(key)!r} in config.json, the actor has"
+                f" {mine.get(key)!r}: it would be computed as the actor, and its log-probs be others"
+            )
+
+
+def _computed(path: Path) -> dict[str, Any]:
+    """Return the keys of a checkpoint's config.json that decide log-probs, with transformers' defaults."""
+    declare_torchvision_ops()
+    try:
+        content = read_transformers_config(path).get_text_config().to_dict()
+    except Exception as error:  # transformers raises many kinds for a bad file
+        raise ValueError(f"{path}/config.json: transformers cannot read it: {error}") from error
+    return {
+        key: value
+        for key, value in content.items()
+        if not any(fnmatchcase(key, pattern) for pattern in _WITHOUT_EFFECT)
+    }
 
 
 def check_teacher(path: Path, actor: HfModelFacts, tokenizer: Any) -> None:

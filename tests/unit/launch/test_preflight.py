@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,10 +19,10 @@ from click.testing import CliRunner
 
 import train_async
 from r3train.cli import main
-from r3train.config.hf_facts import EXPERT_KEYS
+from r3train.config.hf_facts import EXPERT_KEYS, read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.job import preflight, served_teacher
+from r3train.launch.job import check_other_model, preflight, served_teacher
 from r3train.launch.resume import resume_point, run_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
@@ -403,6 +404,31 @@ def test_a_reference_that_is_not_there_or_is_another_model_is_refused(tiny, dens
     result = start(tiny, *kl, str(dense / "model"))
     assert result.exit_code == 2 and "model_type is qwen3, the actor has qwen3_moe" in words(result)
     assert start(tiny, *kl, str(tiny / "model")).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "changes, refusal",
+    [
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps is 1e-05 in config.json, the actor has 1e-06"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False in config.json, the actor has True"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "rope_parameters is "),
+        # as an older transformers writes the same
+        ({"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None}, None),
+        ({"max_position_embeddings": 4096, "torch_dtype": "bfloat16", "use_cache": False}, None),
+    ],
+)
+def test_a_reference_with_other_constants_than_the_actors_is_refused(
+    changes, refusal, tiny, tmp_path
+):
+    other = Path(shutil.copytree(tiny / "model", tmp_path / "model"))
+    content = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(content | changes))
+    check = partial(check_other_model, "--ref-load", other, read_hf_facts(tiny / "model"))
+    if refusal is None:
+        check()
+        return
+    with pytest.raises(ValueError, match=f"^--ref-load {other}: {re.escape(refusal)}"):
+        check()
 
 
 def with_another_word(model: Path, place: Path) -> Path:
