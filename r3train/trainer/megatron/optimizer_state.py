@@ -76,8 +76,13 @@ class OptimizerState:
         """Leave only tensors that the checkpoint has, under the names that it has them by.
 
         Float32 weights that it does not have beside the model's are those of the model.
-        Raises ValueError if it lacks another tensor: another optimizer saved it.
+        Raises ValueError if it lacks another tensor: another optimizer saved it.  So for these of Transformer
+        Engine's Adam, which holds them itself and takes none from the model.
         """
+        holds_main = any(
+            part.config.use_precision_aware_optimizer and not part.config.optimizer_cpu_offload
+            for part in self._optimizer.chained_optimizers
+        )
         saved = dist_checkpointing.load_tensors_metadata(str(checkpoint))
         for number, tensor in list(self.tensors.items()):
             prefix = next((p for p in _MAIN_WEIGHTS if tensor.key.startswith(p)), None)
@@ -86,6 +91,12 @@ class OptimizerState:
                 found = [other + name for other in _MAIN_WEIGHTS if other + name in saved]
                 if found:
                     tensor.key = found[0]
+                elif name in saved and holds_main:
+                    raise ValueError(
+                        f"{checkpoint}: has no float32 weights beside the model's, as"
+                        " optimizer_overrides.use_precision_aware_optimizer needs them: resume without"
+                        " it, or --load-model-only takes the model alone"
+                    )
                 elif name in saved:
                     self._own[number] = self.tensors.pop(number).data
                     continue

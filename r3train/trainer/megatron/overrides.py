@@ -108,10 +108,11 @@ _OPTIMIZER_REFUSED = {
     "the actor starts the gathering of parameters itself": "overlap_param_gather_with_optimizer_step",
     "it would be without effect: the loop measures and reports by itself": """
         log_num_zeros_in_grad barrier_with_L1_time timers config_logger_dir""",
+    "it would be without effect: Megatron takes Transformer Engine's Adam all the same": """
+        use_torch_optimizer_for_cpu_offload""",
 }
 _SWITCHES = """use_precision_aware_optimizer store_param_remainders decoupled_weight_decay
-    optimizer_cpu_offload use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d
-    pin_cpu_grads pin_cpu_params"""
+    optimizer_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params"""
 _FRACTIONS = "optimizer_offload_fraction"
 # as Megatron's own flags of these names take them
 OPTIMIZER_DTYPES = {
@@ -123,12 +124,14 @@ OPTIMIZER_DTYPES = {
 # field -> the switch without which it is without effect
 _NEEDS = {
     **dict.fromkeys(
-        ("optimizer_offload_fraction", "use_torch_optimizer_for_cpu_offload")
-        + ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"),
+        ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")
+        + ("pin_cpu_grads", "pin_cpu_params"),
         "optimizer_cpu_offload",
     ),
     **dict.fromkeys((*OPTIMIZER_DTYPES, "store_param_remainders"), "use_precision_aware_optimizer"),
 }
+# those of a state on the device alone
+_ON_DEVICE = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
 
 
 @dataclass(frozen=True)
@@ -233,8 +236,11 @@ def _of_value(name: str, value: Any) -> str | None:
         choices = OPTIMIZER_DTYPES[name]
         return None if value in choices else f"must be {', '.join(choices)}, got {value!r}"
     if name in _FRACTIONS.split():
-        is_number = type(value) in (int, float) and 0 < value <= 1
-        return None if is_number else f"must be a number above 0 and at most 1, got {value!r}"
+        is_one = type(value) in (int, float) and value == 1
+        reason = (
+            "with a part of the state on the device its bias correction stands still after a resume"
+        )
+        return None if is_one else f"must be 1, got {value!r}: {reason}"
     return None if type(value) is bool else f"must be true or false, got {value!r}"
 
 
@@ -249,7 +255,17 @@ def _optimizer_conflicts(config: RunConfig, given: Mapping[str, Any]) -> Iterato
         if not given.get("optimizer_offload_fraction"):
             yield (
                 "optimizer_overrides.optimizer_cpu_offload is without effect without"
-                " optimizer_offload_fraction, the part of the state that lies on the host (1: all)"
+                " optimizer_offload_fraction=1, the part of the state that lies on the host"
+            )
+        if not config.model.bf16:
+            yield (
+                "optimizer_overrides.optimizer_cpu_offload needs --bf16: Megatron brings no loaded"
+                " float32 weights to their copies on the host"
+            )
+        for name in (name for name in _ON_DEVICE if name in given):
+            yield (
+                f"optimizer_overrides.{name} is without effect with optimizer_cpu_offload: the state on"
+                " the host is float32"
             )
         if not given.get("use_precision_aware_optimizer"):
             yield (

@@ -254,9 +254,16 @@ MEGATRON_OPTIMIZER = {
     "optimizer_cpu_ofload=true": "no field of the installed Megatron's OptimizerConfig. Did you mean",
     "optimizer_cpu_offload=1": "must be true or false, got 1",
     "optimizer_cpu_offload=true": "without effect without optimizer_offload_fraction",
-    "optimizer_cpu_offload=true optimizer_offload_fraction=2": "at most 1, got 2",
+    "optimizer_cpu_offload=true optimizer_offload_fraction=0.5": "must be 1, got 0.5: with a part",
+    "use_precision_aware_optimizer=true optimizer_cpu_offload=true"
+    " optimizer_offload_fraction=1": "optimizer_cpu_offload needs --bf16",
+    "use_precision_aware_optimizer=true optimizer_cpu_offload=true optimizer_offload_fraction=1"
+    " exp_avg_dtype=bf16 --bf16": "exp_avg_dtype is without effect with optimizer_cpu_offload",
+    "use_precision_aware_optimizer=true optimizer_cpu_offload=true optimizer_offload_fraction=1"
+    " store_param_remainders=true --bf16": "store_param_remainders is without effect with",
+    "use_torch_optimizer_for_cpu_offload=true": "cannot be set: it would be without effect",
     "optimizer_cpu_offload=true optimizer_offload_fraction=1": "needs use_precision_aware_optimizer",
-    "optimizer_offload_fraction=0.5": "without effect without optimizer_cpu_offload=true",
+    "optimizer_offload_fraction=1": "without effect without optimizer_cpu_offload=true",
     "exp_avg_dtype=bf16": "without effect without use_precision_aware_optimizer=true",
     "use_precision_aware_optimizer=true main_grads_dtype=fp16": "must be fp32, bf16, got 'fp16'",
     "use_precision_aware_optimizer=true --no-use-distributed-optimizer": "--use-distributed-opt",
@@ -274,10 +281,16 @@ def test_an_override_of_the_optimizer_that_the_run_decides_or_that_does_nothing_
     assert MEGATRON_OPTIMIZER[setting] in words(result.output)
 
 
-def test_overrides_of_the_optimizer_that_save_memory_pass(tiny):
-    settings = "optimizer_cpu_offload=true optimizer_offload_fraction=1.0 main_grads_dtype=bf16"
-    settings += " use_precision_aware_optimizer=true exp_avg_dtype=bf16 exp_avg_sq_dtype=fp8"
-    result = start(tiny, "--dry-run", "--optimizer-override", *settings.split())
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "optimizer_cpu_offload=true optimizer_offload_fraction=1.0 --bf16",
+        "exp_avg_dtype=bf16 exp_avg_sq_dtype=fp8 store_param_remainders=false",
+    ],
+)
+def test_overrides_of_the_optimizer_that_save_memory_pass(settings, tiny):
+    both = ("use_precision_aware_optimizer=true", "main_grads_dtype=bf16")
+    result = start(tiny, "--dry-run", "--optimizer-override", *both, *settings.split())
     assert result.exit_code == 0, result.output
 
 

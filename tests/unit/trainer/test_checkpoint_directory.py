@@ -13,13 +13,14 @@ import json  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
+from types import SimpleNamespace  # noqa: E402
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import dist_checkpointing, tensor_parallel  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor  # noqa: E402
 from torch.distributed.checkpoint import FileSystemReader  # noqa: E402
 from torch.distributed.checkpoint.metadata import Metadata  # noqa: E402
 
@@ -27,6 +28,7 @@ from r3train.config.checkpoint import CheckpointSection  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
 from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER  # noqa: E402
 from r3train.trainer.megatron import checkpoint, rng, saved_state  # noqa: E402
+from r3train.trainer.megatron.optimizer_state import OptimizerState  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -238,3 +240,25 @@ def test_an_extra_state_may_be_empty_and_nothing_else(value, tmp_path):
     bad = {"a._extra_state": torch.ones(3, dtype=torch.uint8)}
     with pytest.raises(ValueError, match="a._extra_state is Tensor, expected nothing"):
         checkpoint._check_extra_states(bad, tmp_path)
+
+
+@pytest.mark.parametrize("of_engine, on_host", [(False, False), (True, True), (True, False)])
+def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_without_them(
+    of_engine, on_host, monkeypatch
+):
+    weights = ShardedTensor.from_rank_offsets("optimizer.state.param.w", torch.zeros(2))
+    config = SimpleNamespace(use_precision_aware_optimizer=of_engine, optimizer_cpu_offload=on_host)
+    part = SimpleNamespace(optimizer=None, config=config)
+    optimizer = SimpleNamespace(
+        chained_optimizers=[part],
+        param_groups=[],
+        sharded_state_dict=lambda *_, **__: {"param": weights},
+    )
+    saved = ["w"]
+    monkeypatch.setattr(dist_checkpointing, "load_tensors_metadata", lambda _: saved)
+    match = lambda: OptimizerState(optimizer, {}, is_loading=True).match("saved")
+    if of_engine and not on_host:
+        with pytest.raises(ValueError, match="^saved: has no float32 weights beside the model's"):
+            match()
+        saved.append(weights.key)
+    match()
