@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from r3train.algo.divergence import log_ratio
 from r3train.config.algorithm import AlgorithmSection
 from r3train.layout.microbatch import shifted, token_rows
 from r3train.loop.prepare import Prepared, advantages_with_kl
@@ -39,9 +40,9 @@ def pay_for_kl(
     uids, ratios = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for s in (s for step in steps for s in step):
         if s.microbatch_id in old_log_probs and topologies[rank].tp_rank == 0:
-            difference = old_log_probs[s.microbatch_id] - ref_log_probs[s.microbatch_id]
+            old, reference = (of[s.microbatch_id] for of in (old_log_probs, ref_log_probs))
             uids.append(s.token_uids[s.loss_mask])
-            ratios.append(difference.float().cpu().numpy()[s.loss_mask])
+            ratios.append(held_ratios(old, reference).cpu().numpy()[s.loss_mask])
     rows = gather_arrays(np.concatenate(uids)), gather_arrays(np.concatenate(ratios))
     of_ranks, metrics = None, {}
     if prepared is not None:
@@ -64,6 +65,16 @@ def pay_for_kl(
             first += s.num_rows
     assert first == len(advantages), (first, len(advantages))
     return out, metrics
+
+
+def held_ratios(old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """The old - reference log-probs of rows, float32[n], held as every log-ratio is.
+
+    0 where old is not finite: the loss of such a row is not finite either, and skips the step.  NaN where
+    the reference's alone is NaN, which no loss would show.
+    """
+    old = old.float()
+    return log_ratio(old, reference.float()).masked_fill(~old.isfinite(), 0.0)
 
 
 def log_ratios(

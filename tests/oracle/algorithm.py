@@ -172,7 +172,8 @@ def kl_pay(groups: Rollout, old: list[Tensor], ref: list[Tensor], rule: Rule) ->
     samples = [s for group in groups for s in group]
     pay = []
     for s, own, theirs in zip(samples, old, ref, strict=True):
-        pay.append(rule.kl_coef * s.mask * np.append(0.0, (own - theirs).numpy()))
+        held = (own - theirs).clamp(-20.0, 20.0)
+        pay.append(rule.kl_coef * s.mask * np.append(0.0, held.numpy()))
     return pay
 
 

@@ -1,15 +1,17 @@
 """MaxRL, REINFORCE++, whitening and penalties for length, through the function that the loop calls."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tests.unit.algo.rollouts import advantages, sample, scored
 
 from r3train.algo.check import check_algorithm
 from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.kl_reward import log_ratios
+from r3train.loop.kl_reward import held_ratios, log_ratios
 from r3train.loop.prepare import advantages_with_kl, train_samples
 from r3train.routing.fingerprint import token_uids
 
@@ -166,6 +168,14 @@ def test_each_return_of_reinforce_plus_plus_holds_the_kl_of_the_tokens_behind_it
     expected = (returns - returns.mean()) / returns.std(ddof=1)
     np.testing.assert_allclose(got[0], [0, expected[0], 0, *expected[1:3]], rtol=1e-5)
     np.testing.assert_allclose(got[1], [0, expected[3]], rtol=1e-5)
+
+
+def test_a_reward_pays_for_log_ratios_within_20_and_for_none_that_the_loss_cannot_take():
+    nan, inf = math.nan, math.inf
+    old = torch.tensor([-1.0, -1.0, -50.0, -1.0, nan, -inf, -1.0])
+    reference = torch.tensor([-3.0, -90.0, -1.0, -inf, -1.0, -1.0, nan])
+    found = held_ratios(old, reference).tolist()
+    assert found[:6] == [2.0, 20.0, -20.0, 20.0, 0.0, 0.0] and math.isnan(found[6])
 
 
 def test_rows_in_any_order_become_the_log_ratios_of_the_tokens_that_they_predict():
