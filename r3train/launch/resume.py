@@ -121,13 +121,20 @@ def _check_facts(job: Job, path: Path, saved: Mapping[str, Any]) -> None:
 
 
 def _check_buffer(config: RunConfig, path: Path) -> None:
-    """Raise ValueError for waiting samples whose log-probs are of another kind than the run's."""
+    """Raise ValueError for waiting samples that lack what the run needs of them."""
     if not config.has_engines or not path.exists():
         return
     if config.algorithm.asks_teacher and holds_field(path, "teacher_log_probs") is False:
         raise ValueError(
             f"{path}: its samples wait to be trained without a teacher's log-probs, and --opd-type sglang"
             " needs them: resume without --use-opd, or start anew from the weights with --load-model-only"
+        )
+    by_parts = config.algorithm.advantage_estimator == "gdpo"
+    if by_parts and holds_field(path, "reward_parts") is False:
+        raise ValueError(
+            f"{path}: its samples wait to be trained without the parts of their rewards, and"
+            " --advantage-estimator gdpo needs them: resume with the estimator that the run had, or start"
+            " anew from the weights with --load-model-only"
         )
     drawn, now = holds_field(path, "kept_counts"), config.rollout.replays_kept_tokens
     if drawn is not None and drawn != now:

@@ -78,7 +78,7 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
 
 
 def holds_field(path: Path, name: str) -> bool | None:
-    """True if the samples have the array ``name``; None if no token of theirs was generated.
+    """True if the samples have ``name``; None if no token of theirs was generated.
 
     Reads no routes.  Raises ValueError naming the file if it is not one of samples.
     """
@@ -87,8 +87,11 @@ def holds_field(path: Path, name: str) -> bool | None:
             names = set(file.keys())
             if "loss_mask" not in names or not file.get_tensor("loss_mask").any():
                 return None
-            return name in names
-    except (SafetensorError, OSError) as error:
+            if name in names:
+                return True
+            plain = json.loads(file.metadata()["header"])["samples"]
+            return None not in plain.get(name, [None])
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
 
 

@@ -292,3 +292,15 @@ def test_a_run_with_a_served_teacher_does_not_resume_with_samples_that_it_has_no
     with pytest.raises(ValueError, match=f"{BUFFER_FILE}: .* without a teacher's log-probs"):
         resumed(bare, **taught)
     assert resumed(bare) == resumed(seen) == resumed(seen, **taught) == resumed([], **taught) == 5
+
+
+def test_a_run_that_compares_rewards_by_their_parts_does_not_resume_with_samples_without(resumed):
+    by_parts = {"advantage_estimator": "gdpo", "reward_keys": ["a", "b"]}
+    bare = scored(routes=False)
+    parted = [(replace(s, reward_parts=(0.5, 1.0)), r) for s, r in bare]
+    for waiting in (bare, parted[:1] + bare[1:]):
+        with pytest.raises(
+            ValueError, match=f"{BUFFER_FILE}: .* without the parts of their rewards"
+        ):
+            resumed(waiting, **by_parts)
+    assert resumed(bare) == resumed(parted, **by_parts) == resumed([], **by_parts) == 5
