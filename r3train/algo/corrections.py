@@ -145,6 +145,10 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
 
 # the sums of rows of one age: NAME_age_AGE
 _AGE = "_age_"
+_OF_AGES = (
+    *("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3"),
+    *("ess", "chi2_token", "tis_weight", "dropped_share"),
+)
 
 
 def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> dict[str, Tensor]:
@@ -179,7 +183,8 @@ def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> 
 
 def is_age_sum(name: str) -> bool:
     """True for a sum of rows of one age, which is no sum over the loss tokens of the step."""
-    return _AGE in name
+    kind, _, age = name.partition(_AGE)
+    return kind in _OF_AGES and age.isdecimal()
 
 
 def age_metrics(sums: dict[str, float]) -> dict[str, float]:

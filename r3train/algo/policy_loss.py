@@ -100,7 +100,8 @@ def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, di
 
     The difference, of tokens that the actor sampled, is an estimate of KL(actor || teacher).  Returns the
     rows and its sum, ``opd_reverse_kl``; without a teacher the rows as they are and no sum.
-    Source: slime's and NeMo-RL's term of the same name.
+    Source: slime's and NeMo-RL's term of the same name.  slime whitens advantages after this term, here
+    they are whitened before it (docs/algorithms.md has the order).
     """
     if rows.teacher_log_probs is None:
         return rows, {}

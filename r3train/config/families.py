@@ -26,7 +26,10 @@ UNFUSED_ROPE = {
         ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
         "Megatron's fused kernel for latent attention is experimental, and was not verified here",
     ),
-    "qwen3_next": "this model was verified with Megatron's own layers alone",
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe"),
+        "this model was verified with Megatron's own layers alone",
+    ),
 }
 _ROPE = ("rope_parameters", "rope_scaling")
 _MLP = tuple(f"{name}_proj.weight" for name in ("gate", "up", "down"))

@@ -10,6 +10,7 @@ from r3train.algo.corrections import (
     age_metrics,
     age_sums,
     gap_quantile,
+    is_age_sum,
     kept_rows,
     log_prob_gap_histogram,
     log_prob_gap_stats,
@@ -330,3 +331,5 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     assert {name.rpartition("_")[2] for name in got} == {"0", "2"}
     assert together["loss_tokens_age_0"] == 4 and together["tis_weight_age_0"] == 11 / 4
     assert age_sums(replace(rows, num_ages=1), correction, keep) == {}
+    assert all(is_age_sum(name) for name in both[0])
+    assert not any(map(is_age_sum, ("own_age_mean", "loss_age_0", "ess_age_old")))
