@@ -22,7 +22,7 @@ from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.teacher import ServedTeacher
-from r3train.engine.publish import DistributedPublisher
+from r3train.engine.publish import DistributedPublisher, flatten
 from r3train.engine.publish_disk import DiskPublisher
 
 pytestmark = pytest.mark.e2e
@@ -219,7 +219,8 @@ def test_a_server_that_refuses_a_bucket_ends_the_broadcast_at_once(engine, at_ve
     publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
     publisher.connect()
     with pytest.raises(EngineError, match="must run between"):
-        publisher._send([("model.norm.weight", torch.ones(64))], 1)
+        bucket = [("model.norm.weight", torch.ones(64))]
+        publisher._arrive(publisher._send(bucket, flatten(bucket, "cpu"), 1))
     publisher.close()
 
 

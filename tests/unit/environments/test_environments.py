@@ -397,14 +397,14 @@ async def test_a_program_of_the_python_tool_ends_in_time(examples, monkeypatch):
 async def test_the_programs_of_a_turn_share_its_time_and_have_a_bound(examples, monkeypatch):
     environment = get_environment("python_tool:PythonTool")
     monkeypatch.setattr("python_tool.TIMEOUT_S", 0.5)
-    monkeypatch.setattr("python_tool.MOST_CALLS", 3)
+    monkeypatch.setattr("python_tool.MOST_CALLS", 12)
     began = time.monotonic()
-    said = 5 * call("python", code="while True: pass")
+    said = 14 * call("python", code="while True: pass")
     result = await environment(PROMPT).step(turn_of(said))
     *answers, last = (message["content"] for message in result.observation)
-    assert len(answers) == 3 and last == "2 more calls were not run: a turn may have 3"
+    assert len(answers) == 12 and last == "2 more calls were not run: a turn may have 12"
     assert all(text.startswith("the programs of a turn have 0.5 s") for text in answers)
-    assert time.monotonic() < began + 1.4, "not 0.5 s for each"
+    assert time.monotonic() < began + 5, "not 0.5 s for each"
 
 
 async def test_the_search_tool_finds_documents_by_rare_words(examples):
