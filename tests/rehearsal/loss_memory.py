@@ -92,6 +92,7 @@ def slice_of(rows: int) -> DeviceSlice:
         rollout_log_probs=stream(reals),
         advantages=stream(reals),
         samples=stream(numbers),
+        ages=stream(numbers),
         loss_weights=torch.ones(1),
     )
     return DeviceSlice(**{field.name: None for field in fields(DeviceSlice)} | streams)
