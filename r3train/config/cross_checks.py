@@ -243,7 +243,8 @@ def _reward_keys(config: RunConfig) -> Iterator[str]:
     algorithm, keys = config.algorithm, config.algorithm.reward_keys
     if keys and config.data.reward_key is not None:
         yield f"--reward-key {config.data.reward_key} cannot go with --reward-keys: the reward is one"
-    name = config.data.rm_type if config.data.custom_rm_path is None else None
+    named = config.data.custom_rm_path is None and config.checkpoint.replay_rollouts is None
+    name = config.data.rm_type if named else None  # recorded rollouts have their rewards
     if keys and name is not None and ":" not in name and name.removeprefix("boxed_") != "remote_rm":
         yield f"--reward-keys needs a reward that returns a table: --rm-type {name} returns a number"
     if len(set(keys)) < len(keys):
