@@ -52,15 +52,16 @@ def main() -> None:
     write_result(arguments.output, result)
 
 
+def by_broadcast(control: EngineControl) -> DistributedPublisher:
+    """A publisher by process group, of the backend that the device has."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    return DistributedPublisher(control, bucket_bytes=BUCKET_BYTES, backend=backend, device=DEVICE)
+
+
 def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[str, Any]:
     """Seconds of every arm round by round, and the ratios to the copy of the same round."""
     with EngineControl([addr]) as control:
-        network = DistributedPublisher(
-            control,
-            bucket_bytes=BUCKET_BYTES,
-            backend="nccl" if torch.cuda.is_available() else "gloo",
-            device=DEVICE,
-        )
+        network = by_broadcast(control)
         disk = DiskPublisher(
             control,
             directory=tiny / "weights",
@@ -114,12 +115,7 @@ def measure_lora(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> di
         EngineControl([addr]) as control,
         EngineControl([server.addr], adapters_alone=True) as adapter_control,
     ):
-        merged = DistributedPublisher(
-            control,
-            bucket_bytes=BUCKET_BYTES,
-            backend="nccl" if torch.cuda.is_available() else "gloo",
-            device=DEVICE,
-        )
+        merged = by_broadcast(control)
         adapters = AdapterPublisher(
             adapter_control,
             Adapters(),

@@ -81,9 +81,8 @@ def _optimizer_bytes(config: RunConfig, state: int) -> tuple[float, float, float
     given = config.trainer.optimizer_overrides
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
     gradient = sizes[str(given.get("main_grads_dtype", "fp32"))]
-    if given.get("optimizer_cpu_offload"):  # on the host all of it is float32, with a gradient
-        share = float(given.get("optimizer_offload_fraction", 0))
-        return gradient, state * (1 - share), (state + 4) * share
+    if given.get("optimizer_cpu_offload"):  # all of it is on the host, in float32, with a gradient
+        return gradient, 0.0, state + 4
     if given.get("use_precision_aware_optimizer"):
         moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
         state = sum(sizes[str(given.get(name, "fp32"))] for name in moments)

@@ -94,10 +94,10 @@ PRECISION_AWARE = {"use_precision_aware_optimizer": True}
         (PRECISION_AWARE | {"store_param_remainders": False}, 4, 12, 0),
         (PRECISION_AWARE | {"main_grads_dtype": "bf16", "exp_avg_dtype": "fp8"}, 2, 7, 0),
         (
-            PRECISION_AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75},
+            PRECISION_AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0},
             4,
-            3,
-            12,
+            0,
+            16,
         ),
     ],
 )
