@@ -38,7 +38,8 @@ def main(config: RunConfig) -> None:
         click.echo("checking the settings, the checkpoint and the data ...", err=True)
     with usage_errors():
         world_size = config.run.ranks(os.environ)
-        from r3train.launch.job import preflight, would_run
+        from r3train.launch.job import would_run
+        from r3train.launch.preflight import preflight
 
         job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
     if config.run.dry_run:

@@ -26,7 +26,8 @@ from megatron.core import parallel_state  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
 from r3train.launch.actor import build_actor  # noqa: E402
-from r3train.launch.job import Job, preflight  # noqa: E402
+from r3train.launch.job import Job  # noqa: E402
+from r3train.launch.preflight import preflight  # noqa: E402
 from r3train.launch.resume import resume_point  # noqa: E402
 from r3train.layout.microbatch import slice_microbatch  # noqa: E402
 from r3train.loop.prepare import prepare, train_samples  # noqa: E402

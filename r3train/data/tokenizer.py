@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from r3train.config.hf_facts import load_json_object
+from r3train.config.hf_facts import HfModelFacts, load_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,3 +63,24 @@ def _check_ids(file: Path) -> None:
     for number in numbers:
         if type(number) is not int or not 0 <= number <= _MOST_ID:
             raise ValueError(f"{file}: a token has the id {number!r}, expected 0 to {_MOST_ID}")
+
+
+def stop_token(text: str, tokenizer: Any) -> int:
+    """The token of --rollout-stop TEXT; raises ValueError unless TEXT is a token of its own."""
+    token = tokenizer.get_added_vocab().get(text)
+    if token is None:
+        raise ValueError(
+            f"--rollout-stop {text!r} is not one of the tokenizer's added tokens: servers have no"
+            " tokenizer here and stop at tokens alone; add the token, or score the text up to it"
+        )
+    return token
+
+
+def check_vocabulary(tokenizer: Any, hf: HfModelFacts) -> None:
+    """Raise ValueError for a tokenizer whose tokens the model does not have."""
+    count = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    if count > hf.vocab_size:
+        raise ValueError(
+            f"{hf.path}: the tokenizer has {count} tokens, the model has {hf.vocab_size}: ids"
+            " past them crash it; copy the tokenizer files of the model's own release there"
+        )

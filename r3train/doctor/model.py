@@ -14,7 +14,8 @@ from r3train.data.prompts import shown
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
-from r3train.launch.job import JobWarning, PreflightError, preflight
+from r3train.launch.job import JobWarning
+from r3train.launch.preflight import PreflightError, preflight
 
 
 @dataclass(frozen=True)

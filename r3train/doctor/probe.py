@@ -156,7 +156,7 @@ def _actor_log_probs(
 
     from r3train.host_group import join_ranks
     from r3train.launch.actor import build_actor
-    from r3train.launch.job import preflight
+    from r3train.launch.preflight import preflight
     from r3train.launch.resume import ResumePoint
     from r3train.loop import weight_probe
     from r3train.trainer.megatron import topology

@@ -16,7 +16,9 @@ from r3train.data.json_lines import append_lines
 from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, chat_template, served_teacher
+from r3train.launch.data import chat_template
+from r3train.launch.job import Job
+from r3train.launch.other_models import served_teacher
 from r3train.loop.routes import Routes
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback

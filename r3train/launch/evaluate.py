@@ -15,7 +15,8 @@ from r3train.engine.backend import EngineError
 from r3train.generation.evaluate import EvalSet, Row, evaluate
 from r3train.launch.engines import Engines
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job, eval_settings, preflight_evaluation
+from r3train.launch.job import Job, eval_settings
+from r3train.launch.preflight import preflight_evaluation
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit
 from r3train.loop.evaluation import write_evaluation
 from r3train.loop.routes import RoutesOnRank0

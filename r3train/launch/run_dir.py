@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import socket
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -144,3 +145,19 @@ def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
+
+
+def check_can_be_made(directory: Path, setting: str, *, beside: bool = False) -> None:
+    """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to.
+
+    beside: a parent must be, for the directory is put in its place by its name.
+    """
+    places, there = (directory.absolute(), *directory.absolute().parents)[beside:], directory
+    try:
+        there = next(p for p in places if p.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"{directory}: cannot be made ({setting}): {there}: cannot be written: {error.strerror}"
+        ) from None

@@ -17,7 +17,7 @@ from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus, estimate
 from r3train.doctor.model import read_weights
 from r3train.hf_checkpoint import read_headers
-from r3train.launch.job import PreflightError, preflight
+from r3train.launch.preflight import PreflightError, preflight
 from r3train.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from r3train.data.conversations import load_conversations
-from r3train.launch.job import check_longest_conversation
+from r3train.launch.data import check_longest_conversation
 from tests.unit.config.test_config import config
 
 # a turn is its role, its words and an end; the assistant's begins like the words that ask for it

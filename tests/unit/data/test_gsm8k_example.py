@@ -21,7 +21,7 @@ from r3train.config import RunConfig
 from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.data import load_prompts
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.job import preflight
+from r3train.launch.preflight import preflight
 
 EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k"
 RECIPE = EXAMPLE / "olmoe_one_node.toml"

@@ -143,7 +143,7 @@ def test_an_evaluation_does_not_wait_for_restarts_that_only_training_makes(tmp_p
 
 
 async def test_an_evaluation_warns_of_programs_and_refuses_trackers(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr("r3train.launch.job.isolation", lambda: ())
+    monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"input": "cat", "label": ["assert True"]}) + "\n")
     flags = ("--eval-prompt-data", "a", str(path), "--rm-type", "boxed_code")

@@ -22,7 +22,8 @@ from r3train.cli import main
 from r3train.config.hf_facts import EXPERT_KEYS, read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
-from r3train.launch.job import check_other_model, preflight, served_teacher
+from r3train.launch.other_models import check_other_model, served_teacher
+from r3train.launch.preflight import preflight
 from r3train.launch.resume import resume_point, run_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
@@ -116,8 +117,8 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     config = parse_train_flags([*data, *recipe], prog_name="train_async.py")
     with pytest.raises(ValueError, match="was trained on prompts of another content"):
         preflight(config, 2)
-    for name in ("load_prompts", "load_tokenizer"):
-        monkeypatch.setattr(f"r3train.launch.job.{name}", lambda *_, **__: 1 / 0)
+    for name in ("data.load_prompts", "preflight.load_tokenizer"):
+        monkeypatch.setattr(f"r3train.launch.{name}", lambda *_, **__: 1 / 0)
     job = preflight(config, 2, for_node=False)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
     job.close()
@@ -534,7 +535,7 @@ def test_an_export_is_refused_where_its_place_can_be_written_and_the_one_beside_
     """It is written beside its place and renamed."""
     tried = []
     monkeypatch.setattr(
-        "r3train.launch.job.tempfile.TemporaryFile",
+        "r3train.launch.run_dir.tempfile.TemporaryFile",
         lambda dir: tried.append(dir) or contextlib.nullcontext(),
     )
     (tmp_path / "hf").mkdir()
@@ -583,7 +584,7 @@ def test_the_check_without_the_switch_is_a_warning_of_the_dry_run_too(tiny):
 def test_programs_that_have_the_network_are_a_warning(
     flags, row, warns, tiny, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("r3train.launch.job.isolation", lambda: ())
+    monkeypatch.setattr("r3train.launch.preflight.isolation", lambda: ())
     prompts = with_prompts(tiny, tmp_path, {"input": "cat", "label": ["assert True"]} | row)
     result = start(tiny, "--dry-run", *prompts, *flags)
     assert result.exit_code == 0, result.output

@@ -1,0 +1,372 @@
+"""Every check that needs neither a server of our own nor a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from r3train.algo.check import check_algorithm
+from r3train.config import RunConfig
+from r3train.config.cross_checks import (
+    algorithm_warnings,
+    check_longest_sample,
+    check_model,
+    check_static,
+    replay_warnings,
+)
+from r3train.config.eval_checks import eval_conflicts
+from r3train.config.families import FAMILIES, untrained_parts
+from r3train.config.hf_facts import HfModelFacts, OF_TEXT_AND_IMAGES, read_hf_facts
+from r3train.config.sources import ConfigError
+from r3train.data.fingerprint import FileFingerprint
+from r3train.data.prompts import unknown_tokens
+from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
+from r3train.engine.flags import check_server_flags
+from r3train.engine.key import engine_api_key
+from r3train.environments.registry import get_environment, get_tools
+from r3train.hf_checkpoint import check_export_directory
+from r3train.launch.data import (
+    JUDGE_KEY,
+    check_longest_conversation,
+    check_not_all_equal,
+    check_rewards,
+    check_tools,
+    read_conversations,
+    read_eval_data,
+    read_prompts,
+)
+from r3train.launch.job import EvalData, Job, JobWarning
+from r3train.launch.other_models import (
+    check_other_model,
+    check_served_teacher,
+    check_teacher,
+    check_trainable,
+)
+from r3train.launch.resume import resume_point
+from r3train.launch.run_dir import check_can_be_made, check_fresh
+from r3train.observe.sinks import check_trackers
+from r3train.peft_files import check_adapter, lost_by_peft
+from r3train.rewards.code import isolation
+from r3train.rewards.scoring import Scorer
+from r3train.trainer.megatron.freezing import check_freezing
+from r3train.trainer.megatron.overrides import check_overrides
+
+T = TypeVar("T")
+
+# a server that others use too may take a while
+_ANSWER_S = 30.0
+
+
+class PreflightError(ConfigError):
+    """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
+
+    Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, teacher, prompts,
+    reward, run directory, checkpoints.  ``warnings`` holds what was found beside the faults.
+    """
+
+    def __init__(self, faults: list[tuple[str, str]], warnings: list[JobWarning]):
+        super().__init__("\n".join(line for _, line in faults))
+        self.faults = faults
+        self.warnings = warnings
+
+
+def preflight(
+    config: RunConfig,
+    world_size: int,
+    *,
+    for_all_ranks: bool = False,
+    for_node: bool = True,
+    starts: bool = True,
+) -> Job:
+    """Check everything that can be checked before a server or an actor is built.
+
+    The training command, its dry run and the doctor all come through here.  for_all_ranks: do too what
+    one rank does for all: ask the servers of --rollout-external-engine-addrs, and let the reward look
+    at the data.  for_node: read the data, which one rank of a node does for the others.  starts: False
+    where nothing will be written: another run in --run-dir is a warning then.
+    Raises PreflightError with every fault that was found.
+    """
+    faults: list[tuple[str, str]] = []
+
+    def attempt(subject: str, check: Callable[..., T], *arguments: Any) -> T | None:
+        try:
+            return check(*arguments)
+        except ConfigError as error:
+            faults.extend((subject, line) for line in str(error).splitlines())
+        except ValueError as error:
+            faults.append((subject, " ".join(str(error).split())))
+        return None
+
+    data, model, settings = config.data, config.model.hf_checkpoint, "configuration"
+    warnings = list(_warnings(config))
+    attempt(settings, check_static, config, world_size)
+    attempt(settings, check_overrides, config)
+    replay = config.replay.use_rollout_routing_replay
+    rollout = config.rollout
+    kept_top_k = rollout.rollout_top_k if rollout.replays_kept_tokens else None
+    attempt(
+        settings,
+        lambda: check_server_flags(
+            rollout.sglang,
+            replay=replay,
+            kept_top_k=kept_top_k,
+            adapters=config.serves_adapters,
+        ),
+    )
+    attempt(settings, check_layers_here, config)
+    attempt(settings, check_memory_history, config)
+    attempt(settings, check_trackers, config)
+    # refuses a key that HTTP cannot send
+    api_key = attempt("key of the servers", engine_api_key, os.environ)
+    if for_all_ranks and config.has_engines:
+        for address in config.rollout.rollout_external_engine_addrs:
+            attempt(f"server {address}", check_external_server, config, address, api_key)
+    attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
+    if config.checkpoint.dump_rollouts and config.run.run_dir is not None:
+        dumps = config.run.run_dir / "rollouts"
+        attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
+    if for_all_ranks and starts:
+        attempt("run directory", check_fresh, config, os.environ)
+    elif for_all_ranks:
+        try:
+            check_fresh(config, os.environ)
+        except ValueError as error:
+            remedy = "a new start there is refused"
+            warnings.append(JobWarning("run directory", str(error), remedy))
+    if config.checkpoint.save is not None:
+        attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
+    if config.checkpoint.save_hf is not None:
+        attempt(settings, check_export_directories, config)
+    samples_per_prompt = config.rollout.n_samples_per_prompt
+    attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
+    hf = attempt("checkpoint", read_hf_facts, model)
+    tokenizer = attempt("tokenizer", load_tokenizer, model) if for_node and model.is_dir() else None
+    prompts = parts = conversations = None
+    if hf is not None:
+        attempt(settings, check_model, config, hf, world_size)
+        attempt(settings, check_freezing, config, hf)
+        attempt(settings, check_adapter, config.lora, hf)
+        names = attempt("checkpoint", check_trainable, hf) or ()
+        warnings += _model_warnings(config, hf, names)
+        if config.model.ref_load is not None:
+            attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)
+        if config.algorithm.holds_teacher and config.model.opd_teacher_load is not None:
+            attempt("checkpoint", check_teacher, config.model.opd_teacher_load, hf, tokenizer)
+    environment, tools = None, []
+    if config.rollout.environment is not None:
+        environment = attempt(settings, get_environment, config.rollout.environment)
+        tools = get_tools(environment) if environment is not None else []
+    if tokenizer is not None:
+        attempt(settings, check_tools, config, tokenizer, tools)
+        for text in config.rollout.rollout_stop:
+            attempt(settings, stop_token, text, tokenizer)
+    if hf is not None and tokenizer is not None:
+        dropped: list[str] = []
+        attempt("tokenizer", check_vocabulary, tokenizer, hf)
+        if for_all_ranks and config.has_engines and config.rollout.opd_teacher_url is not None:
+            attempt("teacher", check_served_teacher, config, tokenizer)
+        if config.learns_conversations:
+            found = attempt("prompts", read_conversations, config, hf, tokenizer, dropped.append)
+            if found is not None:
+                conversations = [conversation for part in found for conversation in part]
+                parts = [[conversation.prompt for conversation in part] for part in found]
+        else:
+            parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append, tools)
+        for text in dropped:
+            remedy = "raise the limit, or refuse such data with --overlong-prompts error"
+            warnings.append(JobWarning("prompts", text, remedy))
+        prompts = None if parts is None else [prompt for part in parts for prompt in part]
+    if conversations:
+        attempt(settings, check_longest_conversation, config, conversations)
+    elif prompts:
+        if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
+            text = f"no prompt has a label (key {data.label_key})"
+            remedy = "name its key with --label-key, if the reward needs one"
+            warnings.append(JobWarning("prompts", text, remedy))
+        longest = max(len(prompt.token_ids) for prompt in prompts)
+        attempt(settings, check_longest_sample, config, longest)
+    if prompts:
+        unknown = attempt("prompts", unknown_tokens, prompts, tokenizer.unk_token_id)
+        if unknown is not None:
+            remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
+            warnings.append(JobWarning("prompts", unknown, remedy))
+    if prompts and environment is not None:
+        attempt(settings, environment, prompts[0])  # it may refuse the prompts
+    judge_key, optional = os.environ.get(JUDGE_KEY), config.reward_is_optional
+    weights = config.algorithm.weight_of_key
+    reward = attempt(
+        "reward",
+        lambda: Scorer(data, judge_key=judge_key, optional=optional, weight_of_key=weights),
+    )
+    if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
+        attempt("reward", check_not_all_equal, prompts)
+    # an environment gives rewards of its own, and dumped rollouts have theirs
+    scores = config.has_engines and config.rollout.environment is None
+    if for_all_ranks and scores and prompts and reward is not None:
+        attempt("reward", reward.check, prompts)
+    eval_data: list[EvalData] = []
+    if hf is not None and tokenizer is not None:
+        for dataset in config.eval_sets:
+            found = attempt("prompts", read_eval_data, config, dataset, hf, tokenizer, tools)
+            if found is not None:
+                eval_data.append(found)
+                if for_all_ranks and scores:
+                    attempt("reward", check_rewards, found)
+    rewards = [made for made in (reward, *(data.reward for data in eval_data)) if made is not None]
+    warnings += _reward_warnings(rewards)
+    if faults:
+        for made in rewards:
+            made.close()
+        raise PreflightError(faults, warnings)
+    assert hf is not None and reward is not None
+    assert not for_node or prompts is not None and parts is not None
+    prompt_file = FileFingerprint.of(*(f.path for f in data.prompt_files)) if for_node else None
+    sizes = tuple(map(len, parts or ()))
+    job = Job(
+        *(config, hf, prompts or [], tokenizer, reward, prompt_file),
+        *(tuple(warnings), tuple(eval_data), sizes, tuple(conversations or ())),
+    )
+    attempt("checkpoints", resume_point, job)
+    if faults:
+        job.close()
+        raise PreflightError(faults, warnings)
+    return job
+
+
+def preflight_evaluation(config: RunConfig) -> Job:
+    """Check what an evaluation without training needs; raises ValueError naming the fault.
+
+    Its prompts are those of all sets.
+    """
+    if not config.eval_sets:
+        raise ConfigError("--eval-prompt-data is required: there is no evaluation set")
+    complaints = list(eval_conflicts(config))
+    for name in ("wandb", "mlflow"):
+        if getattr(config.trackers, f"use_{name}"):
+            complaints.append(
+                f"--use-{name} has no effect on an evaluation without training, whose numbers stay in"
+                f" --run-dir: --no-use-{name}"
+            )
+    if complaints:
+        raise ConfigError("\n".join(complaints))
+    check_server_flags(config.rollout.sglang, replay=False)
+    hf = read_hf_facts(config.model.hf_checkpoint)
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    check_vocabulary(tokenizer, hf)
+    for text in config.rollout.rollout_stop:
+        stop_token(text, tokenizer)
+    name = config.rollout.environment
+    tools = get_tools(get_environment(name)) if name is not None else []
+    check_tools(config, tokenizer, tools)
+    data = tuple(read_eval_data(config, each, hf, tokenizer, tools) for each in config.eval_sets)
+    for each in data:
+        check_rewards(each)
+    prompts = [prompt for each in data for prompt in each.prompts]
+    warnings = tuple(_reward_warnings(each.reward for each in data))
+    return Job(
+        *(config, hf, prompts, tokenizer, data[0].reward, data[0].prompt_file, warnings),
+        eval_data=data,
+    )
+
+
+def _warnings(config: RunConfig) -> Iterator[JobWarning]:
+    for text in replay_warnings(config):
+        yield JobWarning("configuration", text, "add it, or drop the check")
+    for text in algorithm_warnings(config):
+        yield JobWarning("configuration", text, "docs/configuration.md has them all")
+
+
+def _reward_warnings(rewards: Iterable[Scorer]) -> Iterator[JobWarning]:
+    if any(reward.runs_programs for reward in rewards) and not isolation():
+        text = "programs of the reward code have the network: this machine makes no namespaces"
+        yield JobWarning("reward", text, "docs/code_rewards.md says what that means")
+
+
+def _model_warnings(
+    config: RunConfig, hf: HfModelFacts, names: Iterable[str]
+) -> Iterator[JobWarning]:
+    """Warn of what a run of this model leaves out; names: those of its checkpoint's tensors."""
+    if hf.is_moe and not (config.replay.use_rollout_routing_replay or config.learns_conversations):
+        text = "mixture of experts without R3: rollout and trainer will choose different experts"
+        yield JobWarning("model", text, "add --use-rollout-routing-replay")
+    lora, form = config.lora, config.lora.lora_save_hf
+    known = hf.model_type in FAMILIES  # or it is refused
+    if config.checkpoint.save_hf is not None and lora.enabled and form != "merged" and known:
+        lost = lost_by_peft(lora, hf)
+        if lost is not None:
+            text = (
+                f"--save-hf will be the merged checkpoint alone: PEFT drops the adapter of {lost}"
+            )
+            yield JobWarning(
+                "configuration", text, "docs/lora.md says which targets PEFT reads whole"
+            )
+    parts = untrained_parts(hf)
+    if parts is None and any(name.startswith("mtp.") for name in names):
+        parts = (
+            "layers of multi-token prediction (mtp.*) are neither served nor trained nor exported"
+        )
+    if parts is not None:
+        yield JobWarning("checkpoint", parts, "an export lacks them too: decode without them")
+    if hf.model_type in OF_TEXT_AND_IMAGES:
+        text = (
+            f"{hf.model_type}: text alone is trained, its vision tower is neither served nor moved"
+        )
+        yield JobWarning("checkpoint", text, "an export has the tower as it was")
+    rollout = config.rollout
+    if not (hf.eos_token_ids or rollout.rollout_stop_token_ids or rollout.rollout_stop):
+        text = "no eos_token_id in config.json or generation_config.json"
+        yield JobWarning("checkpoint", text, "set it, or --rollout-stop-token-ids")
+
+
+def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:
+    """Raise ValueError for a server that does not answer, or that the run refuses."""
+    try:
+        with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
+            control.model_info()
+            if config.replay.use_rollout_routing_replay:
+                control.require_routed_experts()
+            if config.rollout.replays_kept_tokens:
+                control.require_kept_tokens(config.rollout.rollout_top_k)
+            if config.rollout.pause_generation_mode != "drain":
+                control.require_exact_boundaries()
+    except EngineError as error:
+        raise ValueError(f"{address}: does not answer as it should: {error}") from None
+
+
+def check_export_directories(config: RunConfig) -> None:
+    """Raise ValueError for the first export whose directory cannot be made, or holds something else."""
+    for directory in config.checkpoint.hf_directories(config.rollout.num_rollout):
+        check_export_directory(directory, config.model.hf_checkpoint)
+        # an export is written beside its place and renamed
+        check_can_be_made(directory, "save_hf", beside=True)
+
+
+def check_layers_here(config: RunConfig) -> None:
+    """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
+    import torch
+
+    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+
+    if torch.cuda.is_available():  # a login node without a device is no reason to refuse
+        uses_transformer_engine(config.model.attention_backend, on_cuda=True)
+    if config.lora.enabled and (
+        torch.cuda.is_available() or config.model.attention_backend not in ("auto", "local")
+    ):
+        raise ValueError(
+            "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"
+            " of Transformer Engine, which a CUDA device needs, have none yet"
+        )
+
+
+def check_memory_history(config: RunConfig) -> None:
+    """Raise ValueError for --record-memory-history where no CUDA device is visible."""
+    import torch
+
+    if config.run.record_memory_history and not torch.cuda.is_available():
+        raise ValueError(
+            "--record-memory-history records the memory of CUDA devices, and none is visible here"
+        )
