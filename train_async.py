@@ -48,6 +48,12 @@ def main(config: RunConfig) -> None:
                 click.secho(str(warning), fg="yellow", err=True)
             click.echo(config.to_toml())
             lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
+            if config.run.estimate:
+                from r3train.doctor.command import gpus_here
+                from r3train.doctor.paper import paper
+
+                gpu_bytes = gpus_here()[1]
+                lines += paper(config, job.hf, world_size, job.longest_prompt, gpu_bytes)
             click.echo("\n".join(f"# {line}" for line in lines))
         job.close()
         return

@@ -483,6 +483,10 @@ def _checkpoints(config: RunConfig) -> Iterator[str]:
 def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
     checkpoint, run = config.checkpoint, config.run
     yield from _injection(config)
+    if run.gpu_memory_gb is not None and not run.estimate:
+        yield "gpu_memory_gb has no effect without --estimate"
+    if run.estimate and not run.dry_run:
+        yield "estimate has no effect without --dry-run"
     if (
         run.use_pytorch_profiler or run.record_memory_history
     ) and not checkpoint.debug_rollout_only:

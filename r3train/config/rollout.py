@@ -148,14 +148,14 @@ class RolloutSection(Section):
 
     def pool_needed(self, longest_prompt: int) -> int:
         """Tokens of KV cache for all requests in flight at their full length, as nobody shares."""
-        return self.most_in_flight * self._longest(longest_prompt)
+        return self.most_in_flight * self.longest_sample(longest_prompt)
 
     def pool_facts(self, pool_tokens: int | None, longest_prompt: int) -> str:
         """Size of the servers' KV pools, None if unknown, and what requests need, in words."""
         size = "are of unknown size" if pool_tokens is None else f"hold {pool_tokens:,} tokens"
         return (
             f"the servers' KV pools {size}, and {self.most_in_flight:,} requests in flight of up to"
-            f" {self._longest(longest_prompt):,} tokens need {self.pool_needed(longest_prompt):,}"
+            f" {self.longest_sample(longest_prompt):,} tokens need {self.pool_needed(longest_prompt):,}"
         )
 
     def pool_shortage(self, pool_tokens: int | None, longest_prompt: int) -> str | None:
@@ -165,7 +165,8 @@ class RolloutSection(Section):
         facts = self.pool_facts(pool_tokens, longest_prompt)
         return f"{facts}: SGLang will retract requests (--retraction-policy)"
 
-    def _longest(self, longest_prompt: int) -> int:
+    def longest_sample(self, longest_prompt: int) -> int:
+        """Tokens of the longest sample that a prompt of so many can become."""
         length = longest_prompt + self.rollout_max_response_len
         return min(length, self.rollout_max_context_len or length)
 

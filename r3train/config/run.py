@@ -37,6 +37,10 @@ class RunSection(Section):
     """Check everything, print the resolved configuration and what it would run, and stop."""
     world_size: int | None = Field(default=None, ge=1)
     """Ranks that a --dry-run without torchrun stands for; torchrun says it otherwise."""
+    estimate: bool = False
+    """With --dry-run: print memory of every rank and server and seconds of a step, on paper (docs/gpu.md)."""
+    gpu_memory_gb: float | None = Field(default=None, gt=0)
+    """With --estimate: 10^9 bytes of a GPU.  Unset: those of the GPUs here, and 80 where there are none."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     plot: bool = True

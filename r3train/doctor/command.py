@@ -12,7 +12,7 @@ import click
 
 from r3train.config import RunConfig
 from r3train.config.sources import printable
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, warning
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, fact, warning
 from r3train.doctor.machine import Node
 
 _STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
@@ -104,7 +104,7 @@ def diagnose(
     from r3train.doctor import machine
     from r3train.launch.gpus import ranks_that_fit
 
-    num_gpus, gpu_bytes = _gpus()
+    num_gpus, gpu_bytes = gpus_here()
     num_ranks = nproc_per_node or ranks_that_fit(world_size, num_gpus)
     node = Node(num_gpus, gpu_bytes, world_size, num_ranks)
     yield from machine.check_versions(cuda=bool(num_gpus))
@@ -131,7 +131,7 @@ def diagnose(
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import machine, memory, model
+    from r3train.doctor import machine, memory, model, paper
 
     yield from model.check_job(config, node.world_size)
     hf = weights = None
@@ -146,10 +146,15 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
     if config.has_engines:
         yield from machine.check_open_files(config.rollout.most_in_flight)
     yield from memory.check_room(config, hf, weights, node)
+    if hf is not None and weights is not None and config.run.estimate:
+        prompt = memory.longest_prompt(config, hf)
+        with suppress(ValueError):  # check_job has said so
+            for line in paper.paper(config, hf, node.world_size, prompt, node.gpu_bytes):
+                yield fact("on paper", line.strip())
 
 
-def _gpus() -> tuple[int, int]:
-    """(number of GPUs, bytes of the smallest)."""
+def gpus_here() -> tuple[int, int]:
+    """Return the number of GPUs, and the bytes of the smallest."""
     try:
         import torch
     except ImportError:

@@ -5,8 +5,12 @@ Servers are placed by the training command's own rule (``launch.gpus``): the two
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -14,14 +18,18 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk
-from r3train.doctor.model import Weights
+from r3train.doctor.model import Weights, count_weights, read_stages
 from r3train.launch.gpus import server_gpus
+from r3train.routing.layers import layers_by_stage
+
+if TYPE_CHECKING:
+    from r3train.hf_checkpoint import TensorKind
 
 # of a rank or a server before it holds anything: torch, Megatron, SGLang
 PROCESS_BYTES = 1 << 29
 # SGLang's own choice leaves 10 GiB of a large GPU, and more for CUDA graphs
 _DEFAULT_FRACTION = 0.85
-# activations, CUDA's context, the allocator's fragments
+# CUDA's context, NCCL's buffers, the allocator's fragments
 _GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
 
@@ -30,23 +38,48 @@ _HOST_MARGIN = 2 << 30
 class Estimate:
     """Bytes; activations are not in it."""
 
-    rank: float  # weights, gradients and optimizer state of one rank, where it computes
+    weights: float  # of one rank, where it computes; so are the next two
+    gradients: float
+    optimizer: float
     reference: float  # of a rank on the host: KL reference, teacher, and the actor meanwhile
     offloaded: float  # of a rank on the host: the optimizer's state there (optimizer_cpu_offload)
     checkpoint: float  # one training checkpoint
 
+    @property
+    def rank(self) -> float:
+        return self.weights + self.gradients + self.optimizer
 
-def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
+
+@dataclass(frozen=True)
+class StageRanks:
+    """Bytes of each rank of one pipeline stage; the ranks of a stage hold alike."""
+
+    ranks: range
+    layers: tuple[int, ...]  # 1-based
+    held: Estimate
+    activations: float
+    logits: float
+    update: float  # buckets of a weight update, when activations and logits are gone
+
+    @property
+    def total(self) -> float:
+        return self.held.rank + max(self.activations + self.logits, self.update)
+
+
+def estimate(
+    config: RunConfig, weights: Weights, world_size: int, *, of_stage: bool = False
+) -> Estimate:
     """Mixed precision keeps float32 masters, gradients and two moments beside bfloat16 weights.
 
+    weights: of the model, which all stages share alike; with ``of_stage`` those of one pipeline stage.
     With LoRA the adapters have them and the weights have none.  Of an adapter about a half is on every
     tensor rank; all of it is counted.  ``optimizer_overrides`` take less, or the host's.
     """
     parallel, bf16 = config.parallel, config.model.bf16
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    etp = parallel.expert_tensor_parallel_size or 1
-    dense = weights.dense / (tp * pp)
-    expert = weights.expert / (parallel.expert_model_parallel_size * etp * pp)
+    etp, stages = parallel.expert_tensor_parallel_size, 1 if of_stage else pp
+    dense = weights.dense / (tp * stages)
+    expert = weights.expert / (parallel.expert_model_parallel_size * etp * stages)
     weight_bytes = 2 if bf16 else 4
     state = (8 if config.trainer.optimizer == "adam" else 0) + (4 if bf16 else 0)
     gradient, held_state, offloaded_state = _optimizer_bytes(config, state)
@@ -61,12 +94,12 @@ def estimate(config: RunConfig, weights: Weights, world_size: int) -> Estimate:
     if config.lora.enabled:
         frozen = (dense + expert) * weight_bytes
         trained = weights.adapter_dense + weights.adapter_expert
-        dense = weights.adapter_dense / pp
-        expert = weights.adapter_expert / (parallel.expert_model_parallel_size * pp)
+        dense = weights.adapter_dense / stages
+        expert = weights.adapter_expert / (parallel.expert_model_parallel_size * stages)
     return Estimate(
-        rank=frozen
-        + dense * (weight_bytes + gradient + held_state / ways)
-        + expert * (weight_bytes + gradient + held_state / expert_ways),
+        weights=frozen + (dense + expert) * weight_bytes,
+        gradients=(dense + expert) * gradient,
+        optimizer=held_state * (dense / ways + expert / expert_ways),
         reference=reference,
         offloaded=offloaded_state * (dense / ways + expert / expert_ways),
         checkpoint=trained * (weight_bytes + state),
@@ -101,12 +134,104 @@ def logits_bytes(config: RunConfig, vocab_size: int) -> float:
     return width * (rows * (2 if config.model.bf16 else 4) + 3 * at_once * 4)
 
 
+def stages(config: RunConfig, hf: HfModelFacts, world_size: int) -> list[StageRanks]:
+    """Bytes of the ranks of every pipeline stage.  Source of their order: Megatron-Core's tp-cp-ep-dp-pp."""
+    pp, value = config.parallel.pipeline_model_parallel_size, 2 if config.model.bf16 else 4
+    each, by_stage = world_size // pp, read_stages(config, hf)
+    update = 0.0  # two buckets, and the tensors of a third
+    if config.has_engines and config.trainer.update_weight_transfer_mode == "distributed":
+        whole = sum(kind.num_elements for kinds in by_stage for kind in kinds.values()) * value
+        update = min(3.0 * config.trainer.update_weight_buffer_size, whole)
+    found = []
+    for number, (chunks, kinds) in enumerate(zip(layers_by_stage(config.parallel, hf), by_stage)):
+        found.append(
+            StageRanks(
+                ranks=range(number * each, (number + 1) * each),
+                layers=tuple(layer for chunk in chunks for layer in chunk),
+                held=estimate(config, count_weights(kinds, config.lora), world_size, of_stage=True),
+                activations=activation_bytes(config, hf, number, chunks, kinds),
+                logits=logits_bytes(config, hf.vocab_size) if number == pp - 1 else 0.0,
+                update=update,
+            )
+        )
+    return found
+
+
+def activation_bytes(
+    config: RunConfig,
+    hf: HfModelFacts,
+    stage: int,
+    chunks: Sequence[tuple[int, ...]],
+    kinds: Mapping[str, TensorKind],
+) -> float:
+    """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, without logits.
+
+    Every matrix keeps its input and its output, split over the tensor ranks; an expert's for the top-k of
+    a token, spread alike over experts.  A layer that is recomputed keeps its input alone, and the matrices
+    of one such layer at a time.  Attention keeps no scores.
+    """
+    parallel, model = config.parallel, config.model
+    value = 2 if model.bf16 else 4
+    rows = config.trainer.max_tokens_per_gpu / parallel.tensor_model_parallel_size
+    layer_input = rows * hf.hidden_size * value
+    whole = {layer: rows * _values(hf, layer, kinds) * value for chunk in chunks for layer in chunk}
+    if hf.is_moe:  # router logits, scores and probabilities in float32
+        scores = rows * hf.num_experts * 3 * 4
+        whole |= {layer: whole[layer] + scores for layer in whole if layer in hf.moe_layer_numbers}
+    kept, at_once = 0.0, 0.0
+    for chunk in chunks:
+        if model.recompute_granularity == "full":
+            count = model.recompute_num_layers or 1
+            if model.recompute_method == "uniform":
+                kept += ceil(len(chunk) / count) * layer_input
+                at_once = max(at_once, count * max((whole[n] for n in chunk), default=0.0))
+                continue
+            again, others = chunk[:count], chunk[count:]
+            kept += len(again) * layer_input + sum(whole[n] for n in others)
+            at_once = max(at_once, max((whole[n] for n in again), default=0.0))
+        else:  # modules that are recomputed (selective) are counted as if they were kept
+            kept += sum(whole[n] for n in chunk)
+    return kept * _in_flight(config, stage) + at_once
+
+
+def _values(hf: HfModelFacts, layer: int, kinds: Mapping[str, TensorKind]) -> float:
+    """Numbers that the matrices of a layer (1-based) take and give for one token."""
+    total = 0.0
+    for name, kind in kinds.items():
+        if f".layers.{layer - 1}." not in name or len(kind.shape) < 2:
+            continue
+        if ".experts." not in name:
+            total += sum(kind.shape[:2])
+        elif len(kind.shape) == 3:  # of all experts
+            total += hf.num_experts_per_tok * sum(kind.shape[1:])
+        else:
+            total += hf.num_experts_per_tok / hf.num_experts * sum(kind.shape)
+    return total
+
+
+def _in_flight(config: RunConfig, stage: int) -> float:
+    """Microbatches whose activations a stage holds at once; of a virtual pipeline the share of its chunks.
+
+    Source: Megatron-Core 0.16.1, ``schedules.get_pp_rank_microbatches``.
+    """
+    pp = config.parallel.pipeline_model_parallel_size
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    if vpp is None:
+        return pp - stage
+    return ((pp - stage - 1) * 2 + (vpp - 1) * pp + 1) / vpp
+
+
+def longest_prompt(config: RunConfig, hf: HfModelFacts) -> int:
+    """Return the most tokens that a prompt may have."""
+    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    return config.rollout.rollout_max_prompt_len or context
+
+
 def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
     """Bytes of the routes of a token, of the longest sample, and of a rollout of such samples."""
-    rollout, shape = config.rollout, hf.route_shape
-    context = rollout.rollout_max_context_len or hf.max_position_embeddings
-    prompt = rollout.rollout_max_prompt_len or context
-    tokens = min(context, prompt + rollout.rollout_max_response_len)
+    shape = hf.route_shape
+    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    tokens = min(context, config.rollout.longest_sample(longest_prompt(config, hf)))
     slots = hf.num_hidden_layers * hf.num_experts_per_tok
     row = slots * shape.dtype.itemsize
     sample, on_wire = (tokens - 1) * row, (tokens - 1) * slots * 4 * 4 // 3  # int32 in base64
@@ -121,12 +246,15 @@ def check_room(
     config: RunConfig, hf: HfModelFacts | None, weights: Weights | None, node: Node
 ) -> Findings:
     """GPUs, disk and host memory for the run; without a readable checkpoint less of it."""
-    e = estimate(config, weights, node.world_size) if weights is not None else None
-    logits = logits_bytes(config, hf.vocab_size) if hf is not None else 0.0
-    yield from check_gpus(config, node, e.rank if e else None, logits)
+    e = fullest = None
+    if hf is not None and weights is not None:
+        e = estimate(config, weights, node.world_size)
+        with suppress(ValueError):  # layers that do not divide: check_job has said so
+            fullest = max(stages(config, hf, node.world_size), key=lambda stage: stage.total)
+    yield from check_gpus(config, node, fullest)
     run_dir = config.run.run_dir or Path("runs")
     logs = {"logs and evidence": 256 << 20}
-    if hf is None or weights is None or e is None:
+    if hf is None or weights is None or e is None or fullest is None:
         yield from check_disk("run directory", run_dir, logs)
         return
     if config.trainer.update_weight_transfer_mode == "disk":
@@ -143,11 +271,12 @@ def check_room(
         "offloaded optimizers": e.offloaded * node.num_ranks,
     }
     if not node.num_gpus:
-        host["ranks"], host["SGLang"] = (e.rank + logits) * node.num_ranks, 2 * weights.num_bytes
+        host["ranks"], host["SGLang"] = fullest.total * node.num_ranks, 2 * weights.num_bytes
     yield check_host_memory(psutil.virtual_memory().available, host)
     text = (
-        f"{amount(e.rank)} a rank for weights, gradients and optimizer, {amount(logits)} for the"
-        f" logits of {config.trainer.max_tokens_per_gpu:,} tokens; other activations on top"
+        f"{amount(fullest.held.rank)} a rank for weights, gradients and optimizer,"
+        f" {amount(fullest.activations)} for activations and {amount(fullest.logits)} for the logits of"
+        f" {config.trainer.max_tokens_per_gpu:,} tokens; --dry-run --estimate lists every rank"
     )
     yield fact("memory estimate", text)
     if config.replay.use_rollout_routing_replay and hf.is_moe:
@@ -160,13 +289,10 @@ def check_host_memory(available: float, parts: dict[str, float]) -> Finding:
     return room("memory", "the host", available, parts, remedy, margin=_HOST_MARGIN)
 
 
-def check_gpus(
-    config: RunConfig, node: Node, rank_bytes: float | None, logits: float = 0.0
-) -> Findings:
+def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findings:
     """The servers' GPUs, best those that no rank has, and memory of a GPU for all that is on it.
 
-    rank_bytes: None where the checkpoint does not tell.  logits: as of ``logits_bytes``.  No finding on
-    a machine without GPUs.
+    rank: the fullest; None where the checkpoint does not tell.  No finding on a machine without GPUs.
     """
     if not node.num_gpus:
         return
@@ -187,23 +313,22 @@ def check_gpus(
         yield warning("servers", text, remedy)
     elif taken:
         yield ok("servers", f"SGLang takes GPU {', '.join(map(str, taken))}, no rank does")
-    if rank_bytes is None:
+    if rank is None:
         return
-    parts = {"a rank (activations come on top)": rank_bytes}
-    if logits:
-        parts["logits"] = logits
+    held = rank.held.rank
+    parts = {"a rank": held, "activations and logits": rank.total - held}
     remedy = (
         "more ranks (expert or pipeline parallel), --use-distributed-optimizer, --bf16,"
         " --optimizer-override (docs/models.md)"
     )
     if shared:
-        parts["SGLang"] = _server_fraction(config) * node.gpu_bytes
+        parts["SGLang"] = server_fraction(config) * node.gpu_bytes
         remedy += ", a lower --sglang-mem-fraction-static, or a GPU of its own for SGLang"
     margin = _GPU_MARGIN * node.gpu_bytes
     yield room("GPU memory", "a GPU", node.gpu_bytes, parts, remedy, margin=margin)
 
 
-def _server_fraction(config: RunConfig) -> float:
+def server_fraction(config: RunConfig) -> float:
     """The part of its GPU that SGLang takes."""
     given = [v for k, v in config.rollout.sglang.items() if "mem_fraction_static".startswith(k)]
     try:

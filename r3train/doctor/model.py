@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -16,6 +16,10 @@ from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
 from r3train.launch.job import JobWarning
 from r3train.launch.preflight import PreflightError, preflight
+from r3train.routing.layers import layers_by_stage
+
+if TYPE_CHECKING:
+    from r3train.hf_checkpoint import TensorKind
 
 
 @dataclass(frozen=True)
@@ -119,18 +123,63 @@ def read_weights(hf: HfModelFacts, lora: LoraSection = LoraSection()) -> Weights
 
     Raises ValueError naming the file that is missing, cut or unreadable.
     """
+    kinds, num_bytes, num_files = _trained(hf)
+    return count_weights(kinds, lora, num_bytes, num_files)
+
+
+def count_weights(
+    kinds: Mapping[str, TensorKind],
+    lora: LoraSection = LoraSection(),
+    num_bytes: int = 0,
+    num_files: int = 0,
+) -> Weights:
+    """Count the parameters of tensors by name, and those of the adapters that LoRA would put on them."""
+    sizes = {name: kind.num_elements for name, kind in kinds.items()}
+    expert = sum(size for name, size in sizes.items() if ".experts." in name)
+    adapters = {True: 0, False: 0}  # by: is it an expert's
+    for name in lora.targets(kinds) if lora.enabled else ():
+        adapters[".experts." in name] += lora.lora_rank * sum(kinds[name].shape)
+    dense = sum(sizes.values()) - expert
+    return Weights(dense, expert, num_bytes, num_files, adapters[False], adapters[True])
+
+
+def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKind]]:
+    """Kinds of the checkpoint's tensors by name, for each pipeline stage those that its ranks share.
+
+    A tied embedding is in the first and the last.  Raises ValueError as ``read_weights`` does.
+    """
+    kinds, _, _ = _trained(hf)
+    stage_of = {
+        layer: number
+        for number, chunks in enumerate(layers_by_stage(config.parallel, hf))
+        for chunk in chunks
+        for layer in chunk
+    }
+    stages: list[dict[str, TensorKind]] = [
+        {} for _ in range(config.parallel.pipeline_model_parallel_size)
+    ]
+    for name, kind in kinds.items():
+        _, in_layer, rest = name.partition(".layers.")
+        is_embedding = "embed_tokens" in name
+        if in_layer:
+            stages[stage_of[int(rest.partition(".")[0]) + 1]][name] = kind
+            continue
+        if is_embedding:
+            stages[0][name] = kind
+        if not is_embedding or hf.tie_word_embeddings:
+            stages[-1][name] = kind
+    return stages
+
+
+def _trained(hf: HfModelFacts) -> tuple[dict[str, TensorKind], int, int]:
+    """Kinds of the trained tensors by name, and bytes and number of the checkpoint's files."""
     from r3train.hf_checkpoint import is_trained, read_header, weight_files
 
     files = weight_files(hf.path)
-    dense = expert = num_bytes = 0
-    adapters = {True: 0, False: 0}  # by: is it an expert's
-    for file in files:
-        kinds = {name: kind for name, kind in read_header(file).items() if is_trained(name, hf)}
-        sizes = {name: kind.num_elements for name, kind in kinds.items()}
-        for name in lora.targets(kinds) if lora.enabled else ():
-            adapters[".experts." in name] += lora.lora_rank * sum(kinds[name].shape)
-        num_bytes += file.stat().st_size
-        in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        expert += in_experts
-        dense += sum(sizes.values()) - in_experts
-    return Weights(dense, expert, num_bytes, len(files), adapters[False], adapters[True])
+    kinds = {
+        name: kind
+        for file in files
+        for name, kind in read_header(file).items()
+        if is_trained(name, hf)
+    }
+    return kinds, sum(file.stat().st_size for file in files), len(files)

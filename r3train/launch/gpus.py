@@ -118,6 +118,13 @@ def served_gpus(
     return {**placed, "base_gpu_id": gpus.start}
 
 
+def server_size(flags: Mapping[str, object]) -> int | None:
+    """Return the GPUs that a server of these flags takes; None where they name no size."""
+    if not any(_given(flags, names) for names in _SIZES):
+        return None
+    return len(_gpus({**flags, "gpu_id_step": 1}, 0, 0))
+
+
 def _on_gpus(flags: Mapping[str, object], num_visible: int) -> bool:
     return num_visible > 0 and flags.get("device") != "cpu"
 

@@ -20,6 +20,7 @@ class TrainSpeed:
     expert count by top-k over experts, the embedding not at all), and 2 T^2 a for each attention layer of
     a values, causal.  A training step is three forwards (two behind a frozen base), a log-prob pass is one;
     what is computed again to save memory does not count.
+    ``forwards``: those of a rollout's training together, a backward as two.
     Source: A. Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.
     """
 
@@ -33,14 +34,14 @@ class TrainSpeed:
         algorithm = config.algorithm
         of_others = algorithm.needs_reference + algorithm.holds_teacher
         log_prob_passes = (not config.reuses_log_probs) + of_others
-        self._forwards = (2 if config.lora.enabled else 3) + log_prob_passes
+        self.forwards = (2 if config.lora.enabled else 3) + log_prob_passes
         self._num_ranks, self._peak = num_ranks, config.trainer.peak_tflops
 
     def metrics(self, lengths: np.ndarray, train_s: float) -> dict[str, float]:
         """Metrics of samples of these lengths, int[B], that were trained in ``train_s`` seconds."""
         lengths = lengths.astype(np.float64)
         forward = 2 * self._params * lengths.sum() + 2 * self._attention * np.square(lengths).sum()
-        tflops = self._forwards * forward / train_s / self._num_ranks / 1e12
+        tflops = self.forwards * forward / train_s / self._num_ranks / 1e12
         found = {
             "perf/train_tokens_per_s_per_gpu": lengths.sum() / train_s / self._num_ranks,
             "perf/train_tflops_per_gpu": tflops,

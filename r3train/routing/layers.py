@@ -89,25 +89,28 @@ def recomputed_layers(
     return ()
 
 
+def layers_by_stage(parallel: ParallelSection, hf: HfModelFacts) -> list[list[tuple[int, ...]]]:
+    """1-based layer numbers of every chunk, as [pp rank][vp stage]; raises ValueError if they do not divide."""
+    if parallel.pipeline_model_parallel_layout is not None:
+        return parse_pipeline_layout(
+            parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+        )
+    return stage_layer_numbers(
+        hf.num_hidden_layers,
+        parallel.pipeline_model_parallel_size,
+        vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
+        first=parallel.decoder_first_pipeline_num_layers,
+        last=parallel.decoder_last_pipeline_num_layers,
+    )
+
+
 def recomputed_moe_layers(
     parallel: ParallelSection, model: ModelSection, hf: HfModelFacts
 ) -> tuple[int, ...]:
     """Numbers of the MoE layers whose router runs a second time in backward."""
-    if parallel.pipeline_model_parallel_layout is not None:
-        chunks = parse_pipeline_layout(
-            parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
-        )
-    else:
-        chunks = stage_layer_numbers(
-            hf.num_hidden_layers,
-            parallel.pipeline_model_parallel_size,
-            vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
-            first=parallel.decoder_first_pipeline_num_layers,
-            last=parallel.decoder_last_pipeline_num_layers,
-        )
     return tuple(
         layer
-        for stage in chunks
+        for stage in layers_by_stage(parallel, hf)
         for chunk in stage
         for layer in recomputed_layers(
             chunk,

@@ -14,7 +14,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.tensor_shapes import tensor_shapes
 from r3train.doctor.finding import OK, amount
 from r3train.doctor.machine import Node
-from r3train.doctor.memory import check_gpus, estimate
+from r3train.doctor.memory import check_gpus, estimate, stages
 from r3train.doctor.model import read_weights
 from r3train.hf_checkpoint import read_headers
 from r3train.launch.preflight import PreflightError, preflight
@@ -76,24 +76,26 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
 def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
     head = recipe.path.read_text().split("[model]")[0]
     assert f"{recipe.num_gpus} GPUs" in head and f"{recipe.gpu_gb} GB" in head
-    config, _, estimated = figures(recipe, machine)
+    config, _, fullest = figures(recipe, machine)
     node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, 8)
-    (found,) = check_gpus(config, node, estimated.rank)
+    (found,) = check_gpus(config, node, fullest)
     assert found.level == OK, found.text
 
 
 def figures(recipe: Recipe, machine: Path):
-    """The recipe's configuration, the weights of its model and the doctor's estimate."""
+    """The recipe's configuration, the weights of its model and the fullest rank on paper."""
     config = RunConfig.from_toml(recipe.path)
-    weights = read_weights(read_hf_facts(machine / config.model.hf_checkpoint))
-    return config, weights, estimate(config, weights, recipe.num_gpus)
+    hf = read_hf_facts(machine / config.model.hf_checkpoint)
+    fullest = max(stages(config, hf, recipe.num_gpus), key=lambda stage: stage.total)
+    return config, read_weights(hf), fullest
 
 
 def test_the_page_shows_what_the_doctor_estimates(machine):
     """The table of docs/models.md; where it is wrong, this test prints the right one."""
     rows = []
     for recipe in RECIPES:
-        config, weights, estimated = figures(recipe, machine)
+        config, weights, fullest = figures(recipe, machine)
+        checkpoint = estimate(config, weights, recipe.num_gpus).checkpoint
         p = config.parallel
         sizes = {"TP": p.tensor_model_parallel_size, "PP": p.pipeline_model_parallel_size}
         sizes["EP"] = p.expert_model_parallel_size
@@ -101,7 +103,7 @@ def test_the_page_shows_what_the_doctor_estimates(machine):
         rows.append(
             f"| [{recipe.file}](../configs/{recipe.file}.toml) | {recipe.model}"
             f" | {weights.total / 1e9:.1f} | {weights.expert / 1e9:.1f} | {amount(2 * weights.total)}"
-            f" | {recipe.num_gpus} x {recipe.gpu_gb} GB | {ways} | {amount(estimated.rank)}"
-            f" | {amount(estimated.checkpoint)} |"
+            f" | {recipe.num_gpus} x {recipe.gpu_gb} GB | {ways} | {amount(fullest.held.rank)}"
+            f" | {amount(fullest.total - fullest.held.rank)} | {amount(checkpoint)} |"
         )
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)

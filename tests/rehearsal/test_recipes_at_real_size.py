@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from math import prod
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,8 @@ import pytest
 from r3train.config import RunConfig
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.tensor_shapes import tensor_shapes
-from r3train.doctor.memory import estimate
-from r3train.doctor.model import Weights
-from tests.published import RECIPES, Recipe, write_config
+from r3train.doctor.memory import stages
+from tests.published import RECIPES, Recipe, write_checkpoint, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ranks
@@ -58,38 +55,51 @@ def _of_one(name: str) -> bool:
     return ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit()
 
 
-# ranks of the second stage, which holds the most: the first has dense layers, and the last fewer
-SECOND = {"glm_4_5_air": "glm_4_5_air:16", "deepseek_v3": "deepseek_v3:32"}
+# ranks of stages beside the first, which has dense layers
+STAGES = {"glm_4_5_air": (16, 48), "deepseek_v3": (32, 224)}
 OTHER = "gpt_oss_20b?intermediate_size=2816"  # its checkpoint has 2880
+
+
+def ranks_of(recipe: Recipe) -> str:
+    """The word for ``rehearsed``: the first rank of a recipe, and of the stages that hold something else."""
+    return f"{recipe.file}:{','.join(map(str, (0, *STAGES.get(recipe.file, ()))))}"
 
 
 @pytest.fixture(scope="module")
 def first_ranks(tmp_path_factory) -> dict[str, list[dict]]:
-    """The first rank of every recipe, and of one whose experts have another width than the checkpoint's."""
+    """Ranks of every recipe, its first before all, and of one whose experts have another width than the checkpoint's."""
     directory = tmp_path_factory.mktemp("first_ranks")
-    return rehearsed(directory, *(recipe.file for recipe in RECIPES), *SECOND.values(), OTHER)
+    return rehearsed(directory, *map(ranks_of, RECIPES), OTHER)
 
 
 def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(first_ranks, tmp_path):
     for recipe in RECIPES:
-        (rank,) = first_ranks[recipe.file]
-        check_rank(rank, recipe, facts_of(recipe, tmp_path))
+        hf = facts_of(recipe, tmp_path)
+        for rank in first_ranks[ranks_of(recipe)]:
+            check_rank(rank, recipe, hf)
 
 
-def test_the_doctor_estimates_what_the_fullest_rank_holds(first_ranks, tmp_path):
-    """Weights, gradients and optimizer of the parameters that were built, within a tenth."""
+def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, tmp_path):
+    """Weights, gradients and optimizer of the parameters that were built, each within a tenth."""
     ratios = {}
     for recipe in RECIPES:
-        (rank,) = first_ranks[SECOND.get(recipe.file, recipe.file)]
         config = RunConfig.from_toml(recipe.path)
-        p, shapes = config.parallel, tensor_shapes(facts_of(recipe, tmp_path))
-        sizes = {name: prod(shape) for name, shape in shapes.items()}
-        expert = sum(size for name, size in sizes.items() if ".experts." in name)
-        weights = Weights(sum(sizes.values()) - expert, expert, 0, 0)
+        p = config.parallel
+        write_checkpoint(tmp_path / recipe.model, recipe.model)
+        on_paper = stages(config, read_hf_facts(tmp_path / recipe.model), recipe.num_gpus)
         ways = recipe.num_gpus // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
         expert_ways = recipe.num_gpus // p.expert_ranks
-        held = rank["dense"] * (6 + 12 / ways) + rank["expert"] * (6 + 12 / expert_ways)
-        ratios[recipe.file] = estimate(config, weights, recipe.num_gpus).rank / held
+        for rank in first_ranks[ranks_of(recipe)]:
+            (stage,) = (stage for stage in on_paper if rank["rank"] in stage.ranks)
+            assert on_paper.index(stage) == rank["stage"]
+            built = rank["dense"] + rank["expert"]
+            held = {
+                "weights": 2 * built,
+                "gradients": 4 * built,
+                "optimizer": 12 * (rank["dense"] / ways + rank["expert"] / expert_ways),
+            }
+            for what, size in held.items():
+                ratios[recipe.file, rank["rank"], what] = getattr(stage.held, what) / size
     assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
 
 

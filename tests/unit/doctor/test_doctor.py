@@ -28,7 +28,7 @@ def quiet_machine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(command, "_gpus", lambda: (0, 0))
+    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
 
 
 def test_a_good_set_up_is_quiet_and_ends_with_0(tiny, tmp_path):

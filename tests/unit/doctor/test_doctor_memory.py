@@ -27,7 +27,7 @@ def node_of_8_gpus(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(command, "_gpus", lambda: (8, 80 * GIB))
+    monkeypatch.setattr(command, "gpus_here", lambda: (8, 80 * GIB))
 
 
 def of(findings, subject: str) -> list[Finding]:
@@ -65,7 +65,7 @@ def test_ranks_of_this_node_are_given_or_known(arguments, environment, here, nod
 
 
 def test_on_cpus_all_ranks_are_here(monkeypatch):
-    monkeypatch.setattr(command, "_gpus", lambda: (0, 0))
+    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
     result = CliRunner().invoke(main, ["doctor", "--world-size", "4"], env={"LOCAL_WORLD_SIZE": ""})
     assert "4 of 4 ranks on this node" in result.output
 
@@ -154,10 +154,16 @@ def test_layers_of_multi_token_prediction_are_neither_held_nor_adapted(prefix, t
     assert found == replace(own, num_bytes=own.num_bytes + more, num_files=own.num_files + 1)
 
 
+def rank_of(gib: float) -> memory.StageRanks:
+    """A rank that holds so much, and nothing of a microbatch."""
+    held = memory.Estimate(gib * GIB, 0, 0, reference=0, offloaded=0, checkpoint=0)
+    return memory.StageRanks(range(8), (1,), held, activations=0, logits=0, update=0)
+
+
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])
 def test_a_ranks_bytes_are_compared_with_its_gpu(rank_gib, level, tiny):
     elsewhere = config_of(tiny, rollout_external_engine_addrs=["host:30000"])
-    (found,) = memory.check_gpus(elsewhere, Node(8, 80 * GIB, 8, 8), rank_gib * GIB)
+    (found,) = memory.check_gpus(elsewhere, Node(8, 80 * GIB, 8, 8), rank_of(rank_gib))
     assert found.level == level and f"{rank_gib}.0 GiB" in found.text
     assert bool(found.remedy) == (level != OK)
 
@@ -176,14 +182,14 @@ def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny
     config = config_of(tiny, update_weight_transfer_mode="disk")
     rollout = config.rollout.model_copy(update={"sglang": {"base_gpu_id": 0, **flags}})
     config = config.model_copy(update={"rollout": rollout})
-    _, found = memory.check_gpus(config, Node(8, 80 * GIB, ranks, ranks), 40 * GIB)
+    _, found = memory.check_gpus(config, Node(8, 80 * GIB, ranks, ranks), rank_of(40))
     assert found.level == level and ("of SGLang" in found.text) == (ranks == 8)
 
 
 def test_a_model_that_no_gpu_can_hold_is_a_problem_of_the_whole_command(
     tiny, node_of_8_gpus, monkeypatch
 ):
-    monkeypatch.setattr(command, "_gpus", lambda: (8, 1 << 20))
+    monkeypatch.setattr(command, "gpus_here", lambda: (8, 1 << 20))
     (found,) = of(diagnose(config_of(tiny), 2), "GPU memory")
     assert found.level == PROBLEM
 

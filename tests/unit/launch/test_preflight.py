@@ -77,6 +77,35 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
     assert refused.exit_code == 2 and "torchrun has started 2 ranks" in words(refused)
 
 
+def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
+    pipeline = (
+        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+        *("--sglang-tp-size", "1", "--rollout-max-context-len", "60"),
+    )
+    flags = ("--dry-run", "--estimate", "--use-rollout-routing-replay", *pipeline)
+    result = start(tiny, *flags, "--gpu-memory-gb", "40")
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.stdout.splitlines() if line.startswith("# ")]
+    first, last = (line for line in lines if "at the peak" in line)
+    assert first.startswith("# rank 0 (layers 1 to 2): weights ") and "logits 0 B" in first
+    assert last.startswith("# rank 1 (layers 3 to 4): weights ") and "logits 0 B" not in last
+    found = "\n".join(lines)
+    for text in (
+        "a GPU of 40 GB is 37.3 GiB",
+        "routes on the host of rank 0: 8 B a token",
+        "each server, of 1 GPU: weights",
+        "a pool of 8,192 tokens; 128 requests",
+        "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
+        "a rollout: generation ",
+        "generation and training beside one another",
+    ):
+        assert text in found, found
+    assert "on paper" not in start(tiny, "--dry-run").stdout
+    refused = start(tiny, "--dry-run", "--gpu-memory-gb", "40")
+    assert refused.exit_code == 2
+    assert "gpu_memory_gb has no effect without --estimate" in words(refused)
+
+
 def test_the_first_line_comes_before_torch_is_imported():
     code = """
 import sys, click

@@ -1,0 +1,245 @@
+"""A run on paper: memory of every rank and server, and seconds of a step, each with what it assumes.
+
+Bytes of weights, gradients, optimizer and logits are those of ``memory``.  Nothing here is measured:
+the numbers say what cannot fit and which part will be long, not how fast a run will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.doctor.finding import amount
+from r3train.doctor.memory import StageRanks, route_estimate, server_fraction, stages
+from r3train.doctor.model import read_stages
+from r3train.launch.gpus import server_size
+
+if TYPE_CHECKING:
+    from r3train.hf_checkpoint import TensorKind
+
+GIGA = 10**9
+# of an H100 with 80 GB, and what is assumed to come of it
+GPU_GB = 80.0
+PEAK_TFLOPS = 989.0
+TRAIN_SHARE = 0.4
+MEMORY_GB_S = 3350.0
+DECODE_SHARE = 0.5
+LEAST_TOKEN_S = 0.005
+BROADCAST_GB_S = 40.0
+# a server's GPU beside weights and pool: CUDA graphs, activations of a prefill
+_SERVER_BYTES = 4 << 30
+_MOST_TP = 64
+
+
+@dataclass(frozen=True)
+class ServerPaper:
+    """One server: its GPUs, bytes on each of them, and tokens of its KV pool."""
+
+    gpus: int
+    is_given: bool  # the configuration says how many GPUs
+    weights: float  # bytes of a GPU
+    token_bytes: float  # of the pool, of a GPU
+    pool_tokens: int
+    in_flight: int  # requests, as the run sends them
+    needed_tokens: int  # of all of these at their full length
+
+
+@dataclass(frozen=True)
+class StepPaper:
+    """Seconds of one rollout's parts."""
+
+    generation_s: float
+    train_s: float
+    update_s: float
+    total_s: float
+
+
+def paper(
+    config: RunConfig,
+    hf: HfModelFacts,
+    world_size: int,
+    longest_prompt: int,
+    gpu_bytes: float = 0.0,
+) -> Iterator[str]:
+    """Yield the lines; longest_prompt: its tokens.  gpu_bytes: of the GPUs here, 0 where there are none.
+
+    Raises ValueError for a checkpoint that cannot be read.
+    """
+    given_gb = config.run.gpu_memory_gb
+    if given_gb is not None or not gpu_bytes:
+        gpu_bytes = (given_gb or GPU_GB) * GIGA
+    yield (
+        f"on paper, nothing of it measured (docs/gpu.md); a GPU of {gpu_bytes / GIGA:,.0f} GB is"
+        f" {amount(gpu_bytes)}"
+    )
+    ranks = stages(config, hf, world_size)
+    for stage in ranks:
+        yield _stage_line(stage, gpu_bytes)
+    yield from _rank_assumptions(config, ranks)
+    if config.replay.use_rollout_routing_replay and hf.is_moe:
+        held = config.rollout.buffer_groups * config.rollout.n_samples_per_prompt
+        yield f"routes on the host of rank 0: {route_estimate(config, hf).text}"
+        yield (
+            f"  assumed: every sample is as long as allowed; the buffer may hold {held:,} samples,"
+            f" {held / config.samples_per_rollout:.2g} rollouts (--max-weight-staleness)"
+        )
+    server = None
+    if config.has_engines:
+        server = server_on_paper(config, hf, longest_prompt, gpu_bytes)
+        yield from _server_lines(config, server, gpu_bytes)
+    yield from _step_lines(config, hf, world_size, longest_prompt, server)
+
+
+def server_on_paper(
+    config: RunConfig, hf: HfModelFacts, longest_prompt: int, gpu_bytes: float
+) -> ServerPaper:
+    """One server of the run: those of several GPUs split weights and keys, and every GPU has all of MLA's."""
+    kinds = {name: kind for stage in read_stages(config, hf) for name, kind in stage.items()}
+    value = 2 if config.model.bf16 else 4
+    weights = sum(kind.num_elements for kind in kinds.values()) * value
+    rollout = config.rollout
+    budget = server_fraction(config) * gpu_bytes - _SERVER_BYTES
+    gpus, is_given = server_size(rollout.sglang), True
+    if gpus is None:  # the fewest that leave a third of their room to the pool
+        gpus, is_given = 1, False
+        while weights / gpus > budget * 2 / 3 and gpus < _MOST_TP:
+            gpus *= 2
+    latent = _rows(kinds, ("kv_a_proj_with_mqa",))
+    keys = _rows(kinds, ("k_proj", "v_proj"))
+    split = min(gpus, hf.num_key_value_heads)
+    token_bytes = (latent + keys / split) * value
+    pool = max(0, int((budget - weights / gpus) / token_bytes)) if token_bytes else 0
+    if type(most := rollout.sglang.get("max_total_tokens")) is int:
+        pool = min(pool, most)
+    num_servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    return ServerPaper(
+        gpus=gpus,
+        is_given=is_given,
+        weights=weights / gpus,
+        token_bytes=token_bytes,
+        pool_tokens=pool,
+        in_flight=ceil(rollout.most_in_flight / num_servers),
+        needed_tokens=ceil(rollout.pool_needed(longest_prompt) / num_servers),
+    )
+
+
+def _rows(kinds: Mapping[str, TensorKind], modules: tuple[str, ...]) -> int:
+    ends = tuple(f"self_attn.{module}.weight" for module in modules)
+    return sum(kind.shape[0] for name, kind in kinds.items() if name.endswith(ends))
+
+
+def step_on_paper(
+    config: RunConfig,
+    hf: HfModelFacts,
+    world_size: int,
+    tokens: int,
+    server: ServerPaper | None,
+) -> StepPaper:
+    """Seconds of a rollout of samples of ``tokens`` tokens each."""
+    import numpy as np
+
+    from r3train.loop.throughput import TrainSpeed
+
+    speed = TrainSpeed(config, hf, world_size)
+    lengths = np.full(config.samples_per_rollout, tokens)
+    work = speed.metrics(lengths, 1.0)["perf/train_tflops_per_gpu"]
+    if config.model.recompute_granularity == "full":
+        work *= (speed.forwards + 1) / speed.forwards
+    train_s = work / ((config.trainer.peak_tflops or PEAK_TFLOPS) * TRAIN_SHARE)
+    if server is None:
+        return StepPaper(0.0, train_s, 0.0, train_s)
+    rollout = config.rollout
+    num_servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    response = rollout.rollout_max_response_len
+    fitting = server.pool_tokens // tokens
+    at_once = max(1, min(server.in_flight, fitting))
+    read = server.weights + at_once * (tokens - response / 2) * server.token_bytes
+    token_s = max(LEAST_TOKEN_S, read / (MEMORY_GB_S * GIGA * DECODE_SHARE))
+    waves = config.samples_per_rollout / (num_servers * at_once)
+    generation_s = max(1.0, waves) * response * token_s
+    update_s = server.weights * server.gpus / (BROADCAST_GB_S * GIGA)
+    both = max(generation_s, train_s)
+    if rollout.max_weight_staleness == 0:
+        both = generation_s + train_s
+    return StepPaper(generation_s, train_s, update_s, both + update_s)
+
+
+def _stage_line(stage: StageRanks, gpu_bytes: float) -> str:
+    ranks, layers, held = stage.ranks, stage.layers, stage.held
+    parts = {
+        "weights": held.weights,
+        "gradients": held.gradients,
+        "optimizer": held.optimizer,
+        "activations": stage.activations,
+        "logits": stage.logits,
+    }
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks[0]} to {ranks[-1]}"
+    what = f"layers {layers[0]} to {layers[-1]}" if layers else "no layer"
+    listed = ", ".join(f"{name} {amount(size)}" for name, size in parts.items())
+    share = stage.total / gpu_bytes
+    verdict = "too much" if share > 1 else f"{share:.0%} of a GPU"
+    return f"{who} ({what}): {listed}; {amount(stage.total)} at the peak, {verdict}"
+
+
+def _rank_assumptions(config: RunConfig, ranks: list[StageRanks]) -> Iterator[str]:
+    held = ranks[0].held
+    yield (
+        f"  assumed: microbatches of --max-tokens-per-gpu {config.trainer.max_tokens_per_gpu:,},"
+        " experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on top,"
+        " 2 to 6 GiB"
+    )
+    if ranks[0].update > ranks[0].activations + ranks[0].logits:
+        yield (
+            f"  an update of the servers' weights takes {amount(ranks[0].update)} (three of"
+            " --update-weight-buffer-size), more than activations and logits"
+        )
+    for what, size in (("reference or teacher", held.reference), ("optimizer", held.offloaded)):
+        if size:
+            yield f"on the host, a rank: {what} {amount(size)}"
+
+
+def _server_lines(config: RunConfig, server: ServerPaper, gpu_bytes: float) -> Iterator[str]:
+    share = min(1.0, server.pool_tokens / server.needed_tokens)
+    verdict = "all fit" if share == 1 else f"{share:.0%} fit, the others wait"
+    yield (
+        f"each server, of {server.gpus} GPU{'s' * (server.gpus != 1)}: weights"
+        f" {amount(server.weights)} a GPU, a pool of {server.pool_tokens:,} tokens;"
+        f" {server.in_flight:,} requests at their full length need {server.needed_tokens:,}: {verdict}"
+    )
+    size = "--sglang-tp-size" if server.is_given else "the fewest GPUs that leave room for a pool"
+    yield (
+        f"  assumed: {size}; {server_fraction(config):.2f} of {amount(gpu_bytes)} for weights and pool,"
+        f" {amount(_SERVER_BYTES)} of it for graphs and prefill; {amount(server.token_bytes)} a token"
+    )
+
+
+def _step_lines(
+    config: RunConfig,
+    hf: HfModelFacts,
+    world_size: int,
+    longest_prompt: int,
+    server: ServerPaper | None,
+) -> Iterator[str]:
+    rollout = config.rollout
+    longest = rollout.longest_sample(longest_prompt) if config.has_engines else longest_prompt
+    step = step_on_paper(config, hf, world_size, longest, server)
+    parts = f"training {step.train_s:,.1f} s"
+    if server is not None:
+        parts = f"generation {step.generation_s:,.1f} s, {parts}, weights {step.update_s:,.1f} s"
+    order = "one after the other" if rollout.max_weight_staleness == 0 else "beside one another"
+    yield f"a rollout: {parts}; {step.total_s:,.1f} s, generation and training {order}"
+    assumed = (
+        f"  assumed: {config.samples_per_rollout:,} samples of {longest:,} tokens, the longest there"
+        f" can be; training at {TRAIN_SHARE:.0%} of {config.trainer.peak_tflops or PEAK_TFLOPS:,.0f}"
+        " TFLOP/s (--peak-tflops)"
+    )
+    if server is not None:
+        assumed += (
+            f"; a token reads weights and keys at {DECODE_SHARE:.0%} of {MEMORY_GB_S:,.0f} GB/s, in"
+            f" {1000 * LEAST_TOKEN_S:.0f} ms at least; weights go at {BROADCAST_GB_S:.0f} GB/s"
+        )
+    yield assumed

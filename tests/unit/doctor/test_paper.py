@@ -1,0 +1,112 @@
+"""A run on paper: activations of a pipeline, the pool of a server, the seconds of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from r3train.config.hf_facts import read_hf_facts
+from r3train.doctor import memory, paper
+from tests.published import write_checkpoint
+from tests.unit.doctor_setups import config_of, diagnose
+
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("published") / "Qwen3-30B-A3B"
+    write_checkpoint(directory, directory.name)
+    return directory
+
+
+def with_server(config, **flags):
+    """The configuration with these flags of SGLang and no others."""
+    rollout = config.rollout.model_copy(update={"sglang": flags})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def test_a_stage_keeps_a_microbatch_for_every_stage_behind_it(tiny):
+    hf = read_hf_facts(tiny / "model")
+    split = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}
+    first, last = memory.stages(config_of(tiny, **split), hf, 4)
+    assert (first.ranks, last.ranks) == (range(2), range(2, 4))
+    assert first.activations == pytest.approx(2 * last.activations)
+    # the inputs of two layers, of two microbatches and of one, beside a layer that is computed again
+    again, least = memory.stages(config_of(tiny, **split, **FULL), hf, 4)
+    layer_input = 1024 * 64 * 4
+    assert again.activations - least.activations == pytest.approx(2 * layer_input)
+    assert least.activations - 2 * layer_input == pytest.approx(last.activations / 2)
+
+
+def test_the_embedding_is_on_the_first_stage_and_the_head_on_the_last(tiny):
+    hf = read_hf_facts(tiny / "model")
+    split = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1}
+    first, last = memory.stages(config_of(tiny, **split), hf, 2)
+    vocabulary = hf.vocab_size * hf.hidden_size * 4
+    assert first.held.weights == pytest.approx(last.held.weights, abs=hf.hidden_size * 4)
+    (whole,) = memory.stages(config_of(tiny, expert_model_parallel_size=1), hf, 1)
+    assert whole.held.weights == first.held.weights + last.held.weights > 2 * vocabulary
+
+
+def test_a_pool_is_what_weights_leave_of_the_servers_memory(tiny, qwen3):
+    """Qwen3-30B-A3B: 48 layers of 4 key heads of 128 in bfloat16 are 96 KiB a token, over 4 GPUs 24."""
+    config = config_of(
+        tiny,
+        bf16=True,
+        rollout_max_context_len=10240,
+        rollout_max_response_len=8192,
+        rollout_max_concurrency=64,
+    )
+    config = with_server(config, tp_size=4, mem_fraction_static=0.8)
+    server = paper.server_on_paper(config, read_hf_facts(qwen3), 2048, 80e9)
+    assert (server.gpus, server.is_given) == (4, True)
+    assert server.token_bytes == 24 * 1024
+    weights = 30_532_122_624 * 2 / 4
+    assert server.weights == pytest.approx(weights)
+    assert server.pool_tokens == int((0.8 * 80e9 - (4 << 30) - weights) / (24 * 1024))
+    assert server.needed_tokens == 64 * 10240
+    # 8 heads' worth of GPUs hold every key head twice
+    wide = with_server(config, tp_size=8)
+    assert paper.server_on_paper(wide, read_hf_facts(qwen3), 8, 80e9).token_bytes == 24 * 1024
+    unset = paper.server_on_paper(with_server(config), read_hf_facts(qwen3), 8, 80e9)
+    assert (unset.gpus, unset.is_given) == (2, False)
+    told = paper.server_on_paper(
+        with_server(config, max_total_tokens=5000), read_hf_facts(qwen3), 8, 80e9
+    )
+    assert told.pool_tokens == 5000
+
+
+def test_seconds_of_training_follow_the_arithmetic_and_its_ranks(tiny, qwen3):
+    config = config_of(
+        tiny,
+        hf_checkpoint=str(qwen3),
+        bf16=True,
+        rollout_batch_size=64,
+        n_samples_per_prompt=8,
+        global_batch_size=256,
+        peak_tflops=1000.0,
+    )
+    hf = read_hf_facts(qwen3)
+    step = paper.step_on_paper(config, hf, 8, 10240, None)
+    tokens = 512 * 10240
+    # 3.04e9 active parameters but for the embedding, 4 forwards (3 of a step, 1 for old log-probs)
+    least = 4 * 2 * 3.03e9 * tokens / (8 * 1000e12 * paper.TRAIN_SHARE)
+    assert least < step.train_s < 3 * least  # attention of long samples on top
+    assert paper.step_on_paper(config, hf, 16, 10240, None).train_s == step.train_s / 2
+    again = config_of(tiny, **{**config.model.model_dump(exclude_defaults=True), **FULL})
+    again = config.model_copy(update={"model": again.model})
+    assert paper.step_on_paper(again, hf, 8, 10240, None).train_s == pytest.approx(
+        step.train_s * 5 / 4
+    )
+
+
+def test_the_doctor_says_the_same_lines(tiny):
+    found = [f.text for f in diagnose(config_of(tiny, estimate=True), 2) if f.subject == "on paper"]
+    assert any(text.startswith("each of ranks 0 to 1 (layers 1 to 4)") for text in found)
+    assert any(text.startswith("a rollout: generation") for text in found)
