@@ -38,7 +38,8 @@ BIN := .venv/bin
 # -qq: errors alone
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts
 # bench.txt goes into .venv-trl
-PINS := $(filter-out requirements/bench.txt,$(sort $(wildcard requirements/*.txt)))
+# gpu.txt is a lock for other machines
+PINS := $(filter-out requirements/bench.txt requirements/gpu.txt,$(sort $(wildcard requirements/*.txt)))
 KEY := $(shell cat $(PINS) pyproject.toml | cksum | tr ' ' '-')-$(notdir $(PYTHON))
 CPU_STAMP := .venv/.cpu-$(KEY)
 DEV_STAMP := .venv/.dev-$(KEY)
@@ -46,7 +47,7 @@ BENCH_KEY := $(shell cat requirements/bench.txt requirements/constraints.txt | c
 BENCH_STAMP := .venv-trl/.bench-$(BENCH_KEY)
 PYTHON_VERSION := import sys; print(*sys.version_info[:2], sep=".")
 
-.PHONY: help venv dev demo test test-slow test-long lint format docs verify bench bench-venv clean
+.PHONY: help venv dev demo test test-slow test-long lint format docs verify bench bench-venv gpu-smoke lock clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -130,6 +131,14 @@ bench-venv: $(BENCH_STAMP)  ## Make .venv-trl with TRL, for the comparison in ma
 
 bench: venv bench-venv  ## Measure everything into docs/internals/performance.md and docs/internals/results.md (half an hour)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/run_all.py --write-docs $(ARGS)
+
+# of the environment in which it is called: the image's, or one that the pins for GPUs are in
+gpu-smoke:  ## Run the first day on GPUs, step by step (docs/gpu.md; ARGS=--write-docs writes docs/gpu_results.md)
+	python -m benchmarks.gpu_smoke $(ARGS)
+
+lock:  ## Write requirements/gpu.txt anew from pyproject.toml, with uv
+	uv pip compile pyproject.toml --extra gpu --python-version 3.12 --python-platform x86_64-manylinux_2_34 \
+	    --no-emit-package transformer-engine-cu12 --no-annotate --no-header --quiet --output-file requirements/gpu.txt
 
 clean:  ## Remove .venv, caches and build output; runs/ stays
 	rm -rf .venv .venv-trl build *.egg-info .pytest_cache .hypothesis .import_linter_cache

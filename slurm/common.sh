@@ -7,7 +7,11 @@
 set -uo pipefail
 
 R3TRAIN_ROOT=${R3TRAIN_ROOT:-${SLURM_SUBMIT_DIR:?submit from the checkout, or set R3TRAIN_ROOT}}
-BIN=${BIN:-$R3TRAIN_ROOT/.venv/bin}
+# an image for every step: a file for apptainer (.sif), anything else is pyxis' (enroot)
+CONTAINER=${CONTAINER:-}
+# further directories that the steps see under their own names, with commas between: models, data
+CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}
+BIN=${BIN:-$([[ -n $CONTAINER ]] && echo /usr/local/bin || echo "$R3TRAIN_ROOT/.venv/bin")}
 CONFIG=${CONFIG:-configs/tiny_cpu.toml}
 RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
@@ -43,6 +47,24 @@ require_count() {
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
 }
 [[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
+# Words between srun's flags and the command of a step.  Directories keep their names in the container.
+container=()
+if [[ -n $CONTAINER ]]; then
+    mounts=$R3TRAIN_ROOT:$R3TRAIN_ROOT,$RUN_DIR:$RUN_DIR
+    for directory in ${CONTAINER_MOUNTS//,/ }; do
+        mounts+=,$directory:$directory
+    done
+    if [[ $CONTAINER == *.sif ]]; then
+        container=(apptainer exec --nv --bind "$mounts" --pwd "$R3TRAIN_ROOT" "$CONTAINER")
+    else
+        container=(--container-image="$CONTAINER" --container-mounts="$mounts"
+            --container-workdir="$R3TRAIN_ROOT")
+    fi
+    # this checkout's code, not the image's
+    export PYTHONPATH=$R3TRAIN_ROOT${PYTHONPATH:+:$PYTHONPATH}
+elif [[ -n $CONTAINER_MOUNTS ]]; then
+    refuse "CONTAINER_MOUNTS is without effect without CONTAINER"
+fi
 # GPUs of this node, and so of every node; 0 if Slurm knows of none
 node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
 node_gpus=${node_gpus##*:} # h100:8

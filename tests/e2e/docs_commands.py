@@ -54,6 +54,18 @@ RULES = (
         "is what runs these tests",
         "tests/e2e/test_docs_commands.py::test_ci_runs_the_test_command",
     ),
+    Rule(
+        r"make gpu-smoke ",
+        Kind.ELSEWHERE,
+        "needs GPUs",
+        "tests/unit/benchmarks/test_gpu_smoke.py::test_a_step_is_a_command_that_is_there",
+    ),
+    Rule(
+        r"docker |pip install .*-c requirements/gpu\.txt",
+        Kind.ELSEWHERE,
+        "needs Docker and CUDA's compiler",
+        "tests/contract/test_lock_files.py::test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there",
+    ),
     Rule(r"make ", Kind.LONG),
     Rule(
         r"torchrun .*tiny_sft",
@@ -88,6 +100,12 @@ RULES = (
         Kind.ELSEWHERE,
         "needs Slurm, which .ci/run has",
         "tests/e2e/test_slurm.py::test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes",
+    ),
+    Rule(
+        r"CONTAINER=\S+ .*sbatch ",
+        Kind.ELSEWHERE,
+        "needs a container",
+        "tests/unit/launch/test_slurm_scripts.py::test_a_container_holds_every_step_and_sees_its_directories",
     ),
     Rule(
         r"sbatch .*r3_regression|bash slurm/local_cluster|SLURM_CONF=\S+ sinfo",

@@ -76,6 +76,30 @@ def render_documented(tmp_path: Path, text: str, script: str):
     return render(tmp_path, script, *words[at + 1 :], nodes=nodes, **environment)
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_container_holds_every_step_and_sees_its_directories(script, tmp_path):
+    image = "/shared/r3train.sqsh"
+    given = {"CONTAINER": image, "CONTAINER_MOUNTS": "/models,/data"}
+    done, steps = render(tmp_path, script, nodes=2, **given)
+    assert done.returncode == 0 and steps, done.stderr
+    names = (str(ROOT), "/shared/runs/a", "/models", "/data")
+    mounts = ",".join(f"{name}:{name}" for name in names)
+    for words in steps:
+        before = words[: words.index("bash")]
+        assert f"--container-image={image}" in before
+        assert f"--container-mounts={mounts}" in before
+        assert f"--container-workdir={ROOT}" in before
+    _, steps = render(tmp_path, script, nodes=2, **given | {"CONTAINER": "/shared/r3train.sif"})
+    for words in steps:
+        called = words[words.index("apptainer") : words.index("bash")]
+        assert called[:3] == ["apptainer", "exec", "--nv"]
+        assert after(called, "--bind") == mounts and called[-1] == "/shared/r3train.sif"
+    _, steps = render(tmp_path, script, nodes=2)
+    assert not any("container" in word or "apptainer" in word for words in steps for word in words)
+    refused, _ = render(tmp_path, script, nodes=2, CONTAINER_MOUNTS="/models")
+    assert refused.returncode == 2 and "without effect without CONTAINER" in refused.stderr
+
+
 @pytest.mark.parametrize("place", ["docs/slurm.md", "slurm/train_multi_node.sbatch"])
 def test_16_nodes_are_12_of_torchrun_and_4_of_servers(tmp_path, place):
     text = (ROOT / place).read_text()

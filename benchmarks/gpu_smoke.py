@@ -1,0 +1,174 @@
+"""A first day on GPUs: every command in its order, each of which needs the one before it.
+
+    python -m benchmarks.gpu_smoke [--write-docs] [--only NAME ...]
+
+What make gpu-smoke runs.  It ends at the first step that fails; exit code 0 where all passed, 1 where one
+failed, 3 where there is no CUDA device: every step then reads *not run*.  Output lies in runs/gpu, and
+--write-docs puts a table of it into docs/gpu_results.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "gpu_results.md"
+BEGIN, END = "<!-- gpu-smoke: begin -->", "<!-- gpu-smoke: end -->"
+NOT_RUN = 3
+_TIMEOUT_S = 1800
+JOB = "runs/gpu/job"
+_TINY = "--config configs/tiny_cpu.toml --bf16 --use-rollout-routing-replay"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command, the GPUs that it needs, and what it proves."""
+
+    name: str
+    command: str
+    proves: str
+    num_gpus: int = 1
+
+
+STEPS = (
+    Step("model", "r3train make-tiny-model --output runs/tiny --force", "the package is installed"),
+    Step("doctor", "r3train doctor", "versions go together; GPUs, shared memory"),
+    Step("nccl", "python -m pytest tests/gpu/test_nccl.py", "GPUs reach one another", 2),
+    Step(
+        "replay",
+        "python -m pytest tests/gpu/test_routing_on_gpu.py",
+        "replay, filling and fingerprints on the device, without waiting for it",
+    ),
+    Step(
+        "engines",
+        f"r3train doctor {_TINY} --expert-model-parallel-size 1 --probe",
+        "log-probs and routes under Transformer Engine and SGLang's kernels, against Hugging Face's",
+        2,
+    ),
+    Step("topologies", "r3train verify", "R3 over topologies with NCCL, against two oracles", 2),
+    Step(
+        "job",
+        f"torchrun --nproc-per-node 1 --master-port 29500 train_async.py {_TINY}"
+        " --expert-model-parallel-size 1 --num-rollout 3 --enable-r3-correctness-check --ci-test"
+        f" --check-weight-update-equal --run-dir {JOB}",
+        "weights reach the server bit for bit, and every step is proved",
+        2,
+    ),
+    Step(
+        "evidence", f"r3train check-evidence {JOB}", "the evidence of that job holds, read alone", 2
+    ),
+    Step(
+        "replay_overhead",
+        "python -m benchmarks.replay_overhead --rounds 15 --output runs/gpu/replay_overhead.json",
+        "what replay and its check cost of a step",
+    ),
+    Step(
+        "weight_sync",
+        "python -m benchmarks.weight_sync --output runs/gpu/weight_sync.json",
+        "what an update costs",
+        2,
+    ),
+    Step(
+        "rollout_rate",
+        "python -m benchmarks.rollout_rate --output runs/gpu/rollout_rate.json",
+        "tokens a second with routed experts and without",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    step: Step
+    word: str  # passed, failed, not run
+    seconds: float
+    reason: str = ""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [step.name for step in STEPS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME")
+    parser.add_argument("--write-docs", action="store_true", help="write docs/gpu_results.md")
+    given = parser.parse_args(arguments)
+    devices = gpu_names()
+    steps = [step for step in STEPS if given.only is None or step.name in given.only]
+    found = outcomes(steps, len(devices), ROOT / "runs" / "gpu")
+    if given.write_docs and devices:
+        write_page(PAGE, found, devices)
+    words = {outcome.word for outcome in found}
+    if not devices:
+        return NOT_RUN
+    return 1 if "failed" in words else 0
+
+
+def gpu_names() -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(i) for i in range(count)]
+
+
+def outcomes(steps: Sequence[Step], num_gpus: int, logs: Path) -> list[Outcome]:
+    """Run the steps in order, and none behind one that failed; print a line for each."""
+    found: list[Outcome] = []
+    for step in steps:
+        outcome = _outcome(step, num_gpus, found, logs)
+        found.append(outcome)
+        took = f" in {outcome.seconds:.0f} s" if outcome.word != "not run" else ""
+        print(f"{step.name:>16}  {outcome.word}{took}{outcome.reason and ': ' + outcome.reason}")
+    return found
+
+
+def _outcome(step: Step, num_gpus: int, before: Sequence[Outcome], logs: Path) -> Outcome:
+    if not num_gpus:
+        return Outcome(step, "not run", 0.0, "no CUDA device")
+    if num_gpus < step.num_gpus:
+        return Outcome(step, "not run", 0.0, f"needs {step.num_gpus} GPUs, {num_gpus} here")
+    if failed := [other.step.name for other in before if other.word == "failed"]:
+        return Outcome(step, "not run", 0.0, f"{failed[0]} failed")
+    logs.mkdir(parents=True, exist_ok=True)
+    log, began = logs / f"{step.name}.log", time.monotonic()
+    bin_dir = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
+    with log.open("w", encoding="utf-8") as stream:
+        try:
+            code = subprocess.run(
+                shlex.split(step.command),
+                cwd=ROOT,
+                env=env,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=_TIMEOUT_S,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    word, reason = ("passed", "") if code == 0 else ("failed", f"exit code {code}, see {log}")
+    return Outcome(step, word, time.monotonic() - began, reason)
+
+
+def write_page(page: Path, found: Sequence[Outcome], devices: Sequence[str]) -> None:
+    """Put the table of outcomes between the page's two marks."""
+    rows = [
+        f"| {o.step.name} | `{o.step.command}` | {o.word} | {o.seconds:.0f} |"
+        for o in found
+        if o.word != "not run"
+    ]
+    head = f"{date.today().isoformat()}, {len(devices)} x {devices[0]}:"
+    table = [head, "", "| step | command | result | s |", "|---|---|---|---|", *rows]
+    text = page.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    page.write_text("\n".join([before + BEGIN, *table, END]) + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

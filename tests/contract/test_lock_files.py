@@ -1,0 +1,81 @@
+"""Lock files, the image and pyproject.toml name the same versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+OWN, GPU = PROJECT["dependencies"], EXTRAS["gpu"]
+# installed apart on a CPU, by nodeps.txt
+APART = {"sglang"}
+
+
+def pins(*files: str) -> dict[str, str]:
+    """Versions by name; every line must be a pin."""
+    found = {}
+    for file in files:
+        for line in (ROOT / "requirements" / file).read_text().splitlines():
+            line = line.partition("#")[0].strip()
+            if line:
+                name, version = re.fullmatch(r"([\w.\[\],-]+)===?([\w.+]+)", line).groups()
+                found[canonicalize_name(name)] = version
+    return found
+
+
+def unmet(requirements: list[str], locked: dict[str, str]) -> list[str]:
+    """Requirements that the pins do not meet, with the pin."""
+    wanted = [Requirement(text) for text in requirements]
+    names = [canonicalize_name(need.name) for need in wanted]
+    return [
+        f"{need}: {locked.get(name)}"
+        for name, need in zip(names, wanted)
+        if name not in locked or not need.specifier.contains(locked[name], prereleases=True)
+    ]
+
+
+def test_the_lock_for_gpus_meets_pyproject():
+    assert unmet([*OWN, *GPU], pins("gpu.txt")) == []
+
+
+def test_the_pins_for_a_cpu_meet_pyproject():
+    assert unmet([*OWN, *EXTRAS["dev"]], pins("constraints.txt")) == []
+    assert pins("cpu.txt", "dev.txt").items() <= pins("constraints.txt").items()
+    assert [need for need in GPU if need.startswith("sglang")] == [
+        f"sglang=={pins('nodeps.txt')['sglang']}"
+    ]
+
+
+@pytest.mark.parametrize("need", ["torch==2.14.0", "not-there>=1", "numpy<2"])
+def test_a_lock_of_another_version_is_found(need):
+    assert unmet([need], pins("gpu.txt"))
+
+
+def test_both_locks_hold_the_same_megatron_and_transformers():
+    gpu, cpu = pins("gpu.txt"), pins("constraints.txt")
+    for name in ("megatron-core", "mbridge", "transformers", "tokenizers", "safetensors"):
+        assert gpu[name] == cpu[name]
+
+
+def test_the_lock_for_gpus_is_of_one_cuda():
+    names = pins("gpu.txt")
+    assert "transformer-engine-cu13" in names
+    assert not [
+        name for name in names if re.search(r"^(nvidia-\w+|transformer-engine)-cu12$", name)
+    ]
+
+
+def test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there():
+    text = (ROOT / "docker/Dockerfile").read_text()
+    (tag,) = re.findall(r"^FROM lmsysorg/sglang:v(.+)$", text, re.M)
+    assert f"sglang=={tag}" in GPU
+    assert f"lmsysorg/sglang:v{tag}" in (ROOT / "docs/installation.md").read_text()
+    copied = [word for line in re.findall(r"^COPY (.+)$", text, re.M) for word in line.split()[:-1]]
+    assert len(copied) > 8 and all((ROOT / path).exists() for path in copied)

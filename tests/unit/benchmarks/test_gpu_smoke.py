@@ -1,0 +1,75 @@
+"""make gpu-smoke: what it says without a GPU, where it ends, and the table that it writes."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu_smoke
+from r3train.cli import SUBCOMMANDS
+from r3train.config.options import parse_train_flags
+
+PAGE = Path(__file__).parents[3] / "docs/gpu.md"
+
+
+def test_without_a_gpu_every_step_says_not_run(monkeypatch, capsys):
+    monkeypatch.setattr(gpu_smoke, "gpu_names", list)
+    assert gpu_smoke.main([]) == gpu_smoke.NOT_RUN
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(gpu_smoke.STEPS)
+    assert all(line.endswith("not run: no CUDA device") for line in lines)
+
+
+def test_nothing_runs_behind_a_step_that_failed(tmp_path, monkeypatch, capsys):
+    ok, two, fails, last = (
+        replace(gpu_smoke.STEPS[0], name=name, command=command, num_gpus=num_gpus)
+        for name, command, num_gpus in (
+            ("ok", "python --version", 1),
+            ("two", "python --version", 2),
+            ("fails", "python -c 'import sys; sys.exit(7)'", 1),
+            ("last", "python --version", 1),
+        )
+    )
+    found = gpu_smoke.outcomes([ok, two, fails, last], 1, tmp_path)
+    assert [outcome.word for outcome in found] == ["passed", "not run", "failed", "not run"]
+    assert found[1].reason == "needs 2 GPUs, 1 here" and found[3].reason == "fails failed"
+    assert "Python 3" in (tmp_path / "ok.log").read_text()
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{gpu_smoke.BEGIN}\nold\n{gpu_smoke.END}\nafter\n")
+    gpu_smoke.write_page(page, found, ["H100"])
+    text = page.read_text()
+    assert "1 x H100" in text and "| fails | `python -c" in text and "| failed |" in text
+    assert "old" not in text and "| last |" not in text and text.endswith("after\n")
+    monkeypatch.setattr(gpu_smoke, "gpu_names", lambda: ["H100"])
+    monkeypatch.setattr(gpu_smoke, "STEPS", (fails,))
+    assert gpu_smoke.main([]) == 1
+
+
+def test_the_page_lists_the_steps_in_their_order():
+    rows = [
+        f"| {step.name} | {step.num_gpus} | `{step.command}` | {step.proves} |"
+        for step in gpu_smoke.STEPS
+    ]
+    assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
+
+
+@pytest.mark.parametrize("step", gpu_smoke.STEPS, ids=lambda step: step.name)
+def test_a_step_is_a_command_that_is_there(step):
+    program, *words = shlex.split(step.command)
+    root = Path(gpu_smoke.ROOT)
+    if program == "r3train":
+        assert words[0] in SUBCOMMANDS
+    elif "train_async.py" in words:
+        config = parse_train_flags(
+            words[words.index("train_async.py") + 1 :], prog_name="train_async.py"
+        )
+        assert config.trainer.check_weight_update_equal and config.r3_check_enabled
+    elif words[1] == "pytest":
+        assert (root / words[2]).is_file()
+    else:
+        assert (root / f"{words[1].replace('.', '/')}.py").is_file()
+    if "--config" in words and program == "r3train":
+        parse_train_flags([word for word in words[1:] if word != "--probe"], prog_name="doctor")
