@@ -62,10 +62,11 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _shape(name: str, whole: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    name = name.replace("block_sparse_moe", "mlp")
     if name in whole:
         return whole[name]
     prefix, _, rest = name.partition(".experts.")
-    experts = prefix.replace("block_sparse_moe", "mlp") + ".experts"
+    experts = prefix + ".experts"
     if rest.split(".")[1] in _GATE_AND_UP:
         _, both, width = whole[f"{experts}.gate_up_proj"]
         return both // 2, width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from r3train.config.tensor_shapes import fits, tensor_shapes
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
-from tests.published import write_checkpoint
+from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
 
@@ -100,6 +101,31 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "model, parameters",  # those of the recipes are in tests/contract/test_recipes.py
+    [
+        ("Kimi-K2-Instruct", 1026.4),
+        ("MiniMax-M2", 228.7),
+        ("Mixtral-8x7B", 46.7),
+        ("OLMoE-1B-7B", 6.9),
+        ("Qwen2-57B-A14B", 57.4),
+        ("Qwen3-Next-80B-A3B", 79.7),
+    ],
+)
+def test_a_published_configuration_is_taken_and_has_the_shapes_of_transformers(
+    model, parameters, tmp_path
+):
+    write_config(tmp_path / model, model)
+    hf = read_hf_facts(tmp_path / model)
+    check_family(hf)
+    found, expected = shapes_of(hf.path), tensor_shapes(hf)
+    assert found.keys() == expected.keys()
+    assert [name for name, shape in found.items() if not fits(shape, expected[name])] == []
+    assert sum(map(prod, found.values())) / 1e9 == pytest.approx(parameters, abs=0.06)
+    parts = untrained_parts(hf)
+    assert (parts is not None and parts.startswith("3 layer(s)")) == (model == "MiniMax-M2")
+
+
+@pytest.mark.parametrize(
     "keys, message",
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -107,6 +133,7 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling has rope_type 'yarn'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters has rope_type 'llama3'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config is set (fp8)"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config is set (mxfp4)"),
     ],
 )
 def test_a_setting_that_makes_it_another_model_is_refused(keys, message, own):
