@@ -125,7 +125,7 @@ def fields(hf_config: Any) -> dict[str, Any]:
         "moe_router_pre_softmax": not getattr(hf_config, "norm_topk_prob", True),
         "moe_router_bias_update_rate": 0.0,
         "moe_shared_expert_gate": True,
-        "moe_shared_expert_overlap": False,  # Megatron has no gate with it
+        "moe_shared_expert_overlap": False,  # nobody verified a gate with it
         "add_qkv_bias": False,
         "qk_layernorm": True,
         "attention_output_gate": True,

@@ -19,10 +19,10 @@ def _qwen3_moe(hf_config: Any) -> dict[str, Any]:
 
 
 def _qwen2_moe(hf_config: Any) -> dict[str, Any]:
-    """Add the shared expert's gate too, which mbridge would neither build nor load nor export."""
+    """Add the shared expert's gate too: mbridge has its name, and builds none."""
     return _qwen3_moe(hf_config) | {
         "moe_shared_expert_gate": True,
-        "moe_shared_expert_overlap": False,  # Megatron has no gate with it
+        "moe_shared_expert_overlap": False,  # nobody verified a gate with it
     }
 
 
