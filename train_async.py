@@ -99,7 +99,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
                 train(job, device, rank, run_dir, display, stop, parts)
             if rank == 0:
                 display.summary(finish(config, run_dir, began))
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)
             if log is None:
                 raise
             log.record_error(error)

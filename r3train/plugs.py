@@ -9,8 +9,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+_QUOTED = 1000  # characters of an error's text
 
 
 def find_plug(flag: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -35,15 +38,31 @@ def import_plug(flag: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{flag} {path}: expected module:object")
-    try:
+    with guest(f"{flag} {path}: cannot import {module_name}"):  # importing runs the user's code
         module = importlib.import_module(module_name)
-    except Exception as error:  # importing runs the user's code
-        raise ValueError(
-            f"{flag} {path}: cannot import {module_name}: {type(error).__name__}: {error}"
-        ) from error
-    if not hasattr(module, name):
+        found = getattr(module, name, None)
+    if found is None:
         raise ValueError(f"{flag} {path}: {module_name} has no {name}")
-    return getattr(module, name)
+    return found
+
+
+@contextmanager
+def guest(what: str) -> Iterator[None]:
+    """Run code of the user: whatever it raises, or exits with, becomes a ValueError.
+
+    Its text is one line: ``what``, then the text of a ValueError, or the kind and the text of another
+    error.  Ctrl-C (KeyboardInterrupt) stays what it is.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit and CancelledError too
+        text = " ".join(str(error).split())
+        if len(text) > _QUOTED:
+            text = f"{text[:_QUOTED]}... ({len(text)} characters)"
+        kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
+        raise ValueError(f"{what}: {kind}{text}") from error
 
 
 def require_function(

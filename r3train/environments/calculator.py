@@ -21,9 +21,7 @@ class Calculator:
     def __init__(self, prompt: Prompt) -> None:
         label = prompt.label
         if not isinstance(label, int) or isinstance(label, bool) or label < 1:
-            raise ValueError(
-                f"prompt {prompt.prompt_id}: the calculator needs a label above 0, got {label!r}"
-            )
+            raise ValueError(f"the calculator needs a label above 0, got {label!r}")
         self._asked = label
         self._total = 0
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from r3train.environments.base import Environment
 from r3train.environments.calculator import Calculator
-from r3train.plugs import find_plug
+from r3train.plugs import find_plug, guest
+from r3train.types import Prompt
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
 
@@ -26,7 +27,8 @@ def get_environment(name: str) -> type[Environment]:
         raise ValueError(
             f"--environment {name}: {found.__name__} has no async method step(turn), expected one"
         )
-    tools = get_tools(found)
+    with guest(f"--environment {name}: {found.__name__}.tools"):
+        tools = get_tools(found)
     named = all(
         isinstance(tool, dict)
         and isinstance(tool.get("function"), dict)
@@ -39,6 +41,12 @@ def get_environment(name: str) -> type[Environment]:
             ' {"type": "function", "function": {"name": ..., "parameters": ...}}'
         )
     return found
+
+
+def begin_environment(name: str, environment: type[Environment], prompt: Prompt) -> Environment:
+    """Make an episode's environment; raises ValueError naming both, whatever its class raises."""
+    with guest(f"prompt {prompt.prompt_id}: --environment {name}"):
+        return environment(prompt)
 
 
 def get_tools(environment: type[Environment]) -> list[dict[str, Any]]:

@@ -229,6 +229,13 @@ class GroupBuffer:
         self._dropped_in_row = 0
         return groups
 
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Undo the last ``take``, of these groups: they were not trained."""
+        self.next_rollout -= 1
+        for group in groups:
+            self._record(group, "put_back")
+            self._groups[group.group_id] = group
+
     # -- accounts ----------------------------------------------------------------------------
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ after each turn the rows must have no gap.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,7 +71,8 @@ class Conversation:
                 or sample.finish_reason == "abort"
             )
             ids = sample.token_ids[start:].tolist()
-            result = await self._step(Turn(index, ids, self._decode(ids), last), sample_id)
+            turn = Turn(index, ids, self._decode(ids), last)
+            result = await self._step(turn, f"prompt {prompt.prompt_id}, sample {sample_id}")
             if result.reward is not None:
                 rewards.append(_finite(result.reward, sample_id))
             observed = self._observed(result, sample_id, int(sample.token_ids[-1]))
@@ -92,33 +94,38 @@ class Conversation:
         texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
-    async def _step(self, turn: Turn, sample_id: int) -> StepResult:
-        """Ask the environment, within its bound; whatever it raises is an error of the run, never its end.
+    async def _step(self, turn: Turn, whose: str) -> StepResult:
+        """Ask the environment, within its bound; whatever it does is an error of the run, never its end.
 
-        Raises ValueError naming the sample for a step that takes too long or leaves.
+        Raises ValueError naming prompt, sample, turn and environment for a step that takes too long,
+        raises, exits or returns anything but a StepResult.
         """
-        limit, asked = self._rollout.environment_timeout_s, f"sample {sample_id}, turn {turn.index}"
-        task = asyncio.current_task()
+        limit, task = self._rollout.environment_timeout_s, asyncio.current_task()
+        step = f"{whose}, turn {turn.index}: the step of --environment {self._rollout.environment}"
         try:
             async with asyncio.timeout(limit) as bound:
-                return await self._environment.step(turn)
-        except TimeoutError as error:
-            if not bound.expired():
-                raise
-            raise ValueError(
-                f"{asked}: the environment's step took longer than --environment-timeout-s {limit:g}"
-            ) from error
-        except (asyncio.CancelledError, SystemExit, KeyboardInterrupt) as error:
+                result = await self._environment.step(turn)
+        except GeneratorExit:
+            raise
+        except BaseException as error:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the rollout itself is cancelled
-            raise ValueError(f"{asked}: the environment's step raised {error!r}") from error
+            if isinstance(error, TimeoutError) and bound.expired():
+                does = f"took longer than --environment-timeout-s {limit:g}"
+            else:
+                does = f"raised {error!r}"
+            raise ValueError(f"{step} {does}") from error
+        if not isinstance(result, StepResult):
+            kind = type(result).__name__
+            raise ValueError(f"{step} returned {kind}, expected a StepResult")
+        return result
 
     def _observed(self, result: StepResult, sample_id: int, last: int) -> list[int]:
         """The tokens of an observation; last: the turn's last token."""
         given = result.observation
         if isinstance(given, str):
             return self._encode(given)
-        if all(isinstance(i, int) for i in given):
+        if isinstance(given, Sequence) and all(isinstance(i, int) for i in given):
             return list(given)
         if not are_messages(given):
             raise ValueError(
@@ -137,9 +144,15 @@ class Conversation:
 
 
 def _finite(reward: float, sample_id: int) -> float:
-    if not np.isfinite(reward):
-        raise ValueError(f"sample {sample_id}: the environment's reward is {reward}")
-    return float(reward)
+    try:
+        number = math.nan if isinstance(reward, str) else float(reward)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(
+            f"sample {sample_id}: the environment's reward is {reward!r}, expected a finite number"
+        )
+    return number
 
 
 def _one_turn(

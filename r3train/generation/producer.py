@@ -219,6 +219,10 @@ class Producer:
         """
         return self._call(self._snapshot())
 
+    def put_back(self) -> None:
+        """Take back the last batch, because it was not trained: a snapshot has it again."""
+        self._call(self._put_back())
+
     def rescored(self) -> RescoredRollout | None:
         """All that was computed again of the last batch; None without ``audit_share``.
 
@@ -478,6 +482,10 @@ class Producer:
             async with asyncio.timeout(_REWARDS_AWAITED_S):
                 await self._until(lambda: not due & self._scoring, though_failed=True)
         return self._buffer.snapshot()
+
+    async def _put_back(self) -> None:
+        self._buffer.put_back(self._last_taken)
+        self._log_outcomes()
 
     async def _rescored(self) -> RescoredRollout | None:
         if self._rescoring is None:

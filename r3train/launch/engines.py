@@ -13,7 +13,7 @@ import torch
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
-from r3train.environments.registry import get_environment, get_tools
+from r3train.environments.registry import begin_environment, get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.data import chat_template
@@ -436,7 +436,7 @@ def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
     if job.config.data.apply_chat_template:
         reply = chat_template(job.config, job.tokenizer, get_tools(environment)).reply
     return lambda prompt: Conversation(
-        environment(prompt),
+        begin_environment(rollout.environment, environment, prompt),
         rollout,
         encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
         decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),

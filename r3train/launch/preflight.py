@@ -27,7 +27,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags
 from r3train.engine.key import engine_api_key
-from r3train.environments.registry import get_environment, get_tools
+from r3train.environments.registry import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import check_export_directory
 from r3train.launch.data import (
     JUDGE_KEY,
@@ -195,7 +195,8 @@ def preflight(
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
             warnings.append(JobWarning("prompts", unknown, remedy))
     if prompts and environment is not None:
-        attempt(settings, environment, prompts[0])  # it may refuse the prompts
+        name = config.rollout.environment
+        attempt(settings, begin_environment, name, environment, prompts[0])  # it may refuse
     judge_key, optional = os.environ.get(JUDGE_KEY), config.reward_is_optional
     weights = config.algorithm.weight_of_key
     reward = attempt(

@@ -249,14 +249,19 @@ class AsyncLoop:
             if self._rank_zero is not None:
                 groups, plan, failure = self._wait_for_groups(rollout_id)
                 if groups is not None:
-                    prepared, metrics = self._prepare(rollout_id, groups)
-                    plan = {"microbatches": prepared.counts}
+                    try:
+                        prepared, metrics = self._prepare(rollout_id, groups)
+                        plan = {"microbatches": prepared.counts}
+                    except Exception as error:  # noqa: BLE001 - as above
+                        self._recovery.fatal = error
+                        self._source.put_back()
+                        plan = {"failed": str(error), "what": "a rollout could not be scored"}
         if self._recovery.needed(failure):
             self._revive(rollout_id)
             return self._take_rollout(rollout_id)
         plan = broadcast_json(plan)
         if "failed" in plan:
-            self._keeper.failed(rollout_id, plan["failed"])
+            self._keeper.failed(rollout_id, plan["failed"], plan["what"])
             raise self._recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
         counts = plan["microbatches"]
         if counts is None:
@@ -284,7 +289,7 @@ class AsyncLoop:
                 return None, None, error
             except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
                 recovery.fatal = error
-        return None, {"failed": str(recovery.fatal)}, None
+        return None, {"failed": str(recovery.fatal), "what": "generation failed"}, None
 
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]

@@ -61,6 +61,9 @@ class WithoutServer:
     def set_version(self, version: int) -> None:
         """Do nothing: no server holds weights."""
 
+    def put_back(self) -> None:
+        """Do nothing: a rollout is read again by its number."""
+
     def snapshot(self) -> None:
         """Return an empty state: nothing is buffered."""
         return None

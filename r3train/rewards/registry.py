@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from r3train.config.data import DataSection
-from r3train.plugs import find_plug, import_plug, require_function
+from r3train.plugs import find_plug, guest, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.answers import last_box
 from r3train.rewards.code import CodeReward
@@ -153,10 +153,8 @@ class CustomReward:
         own = getattr(self._function, "check", None)
         if own is None:
             return
-        try:
+        with guest(f"reward {self.name}"):
             own(prompts)
-        except Exception as error:  # a custom check may raise anything
-            raise ValueError(f"reward {self.name}: {error}") from error
 
     def close(self) -> None:
         """End the process."""

@@ -17,7 +17,7 @@ from r3train.algo.advantages.rloo import rloo
 from r3train.algo.advantages.tools import whitened
 from r3train.algo.trajectories import episode_places
 from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import find_plug, require_function
+from r3train.plugs import find_plug, guest, require_function
 from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
@@ -75,24 +75,26 @@ def token_advantages(
     With --loss-type sft there is none, and every advantage is 1.
     With ``normalize_advantages`` they are whitened afterwards.
 
-    Raises ValueError, naming the estimator and the sample, where it returns anything but a finite
-    number for each token.
+    Raises ValueError, naming the estimator, where it raises, and also the sample where it returns
+    anything but a finite number for each token.
     """
     if algorithm.loss_type == "sft":
         return [[s.loss_mask.astype(np.float32) for s in group] for group in groups]
     name = algorithm.advantage_estimator
     estimator = get_advantage_estimator(name)
-    if token_rewards is None:
-        found = estimator(groups, rewards, algorithm)
-    elif getattr(estimator, "reads_token_rewards", False):
-        found = estimator(groups, rewards, algorithm, token_rewards)
-    else:
+    given: tuple = (groups, rewards, algorithm)
+    if token_rewards is not None and getattr(estimator, "reads_token_rewards", False):
+        given += (token_rewards,)
+    elif token_rewards is not None:
         whole = rewards.copy()
         for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
             np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
-        found = estimator(groups, whole, algorithm)
+        given = (groups, whole, algorithm)
+    with guest(f"{_FLAG} {name}"):
+        found = estimator(*given)
+        is_list = isinstance(found, (list, tuple))
+        got = [len(own) for own in found] if is_list else type(found).__name__
     expected = [len(group) for group in groups]
-    got = [len(own) for own in found] if isinstance(found, (list, tuple)) else type(found).__name__
     if got != expected:
         raise ValueError(
             f"{_FLAG} {name}: returned {got}, expected a list for each group with an array for"
@@ -111,7 +113,8 @@ def token_advantages(
 
 
 def _checked(name: str, sample: RolloutSample, advantages: np.ndarray) -> np.ndarray:
-    advantages = np.asarray(advantages, dtype=np.float32)
+    with guest(f"{_FLAG} {name}: sample {sample.sample_id}"):
+        advantages = np.asarray(advantages, dtype=np.float32)
     if advantages.shape != sample.loss_mask.shape:
         raise ValueError(
             f"{_FLAG} {name}: sample {sample.sample_id} got advantages of shape"

@@ -9,7 +9,7 @@ from r3train.algo.losses.sft import sft
 from r3train.algo.policy_loss import PolicyLoss, metric_names, rows_without_values
 from r3train.algo.rows import LossRows, RowLoss
 from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import find_plug, require_function
+from r3train.plugs import find_plug, guest, require_function
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
     "cispo": cispo,
@@ -31,8 +31,22 @@ def get_policy_loss(name: str) -> PolicyLoss:
 
 
 def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
-    """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``."""
-    return sft if algorithm.loss_type == "sft" else get_policy_loss(algorithm.policy_loss)
+    """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``.
+
+    Whatever a loss by import path raises names it.
+    """
+    if algorithm.loss_type == "sft":
+        return sft
+    name = algorithm.policy_loss
+    policy_loss = get_policy_loss(name)
+    if name in POLICY_LOSSES:
+        return policy_loss
+
+    def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+        with guest(f"{_FLAG} {name}"):
+            return policy_loss(rows, algorithm)
+
+    return named
 
 
 def check_policy_loss(algorithm: AlgorithmSection) -> None:
@@ -44,13 +58,8 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
     name = algorithm.policy_loss
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
-    try:
+    with guest(f"{_FLAG} {name}: on rows of a meta device"):
         found = policy_loss(rows, algorithm)
-    except Exception as error:  # the user's code
-        raise ValueError(
-            f"{_FLAG} {name}: raised {type(error).__name__} on rows of a meta device:"
-            f" {' '.join(str(error).split())}"
-        ) from error
     if not isinstance(found, RowLoss):
         raise ValueError(f"{_FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")
     if found.loss.shape != rows.mask.shape or not found.loss.requires_grad:

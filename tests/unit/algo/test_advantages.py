@@ -1,6 +1,7 @@
 """Advantage estimators, through the function that the loop calls."""
 
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -109,6 +110,22 @@ def of_rewards_alone(rewards):
     return rewards
 
 
+def fails(groups, rewards, algorithm):
+    raise KeyError("gold")
+
+
+def exits(groups, rewards, algorithm):
+    sys.exit(0)
+
+
+def words(groups, rewards, algorithm):
+    return [["many" for _ in group] for group in groups]
+
+
+def numbers(groups, rewards, algorithm):
+    return [1.0 for _ in groups]
+
+
 async def later(groups, rewards, algorithm):
     return []
 
@@ -136,9 +153,13 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
         ("a_number_a_sample", r"sample 0 got advantages of shape \[\], expected one .* 3 tokens"),
         ("too_short", r"sample 0 got advantages of shape \[2\], expected one .* 3 tokens"),
         ("not_finite", "not_finite: sample 0 got an advantage that is not finite"),
+        ("fails", "^--advantage-estimator .*:fails: raised KeyError: 'gold'$"),
+        ("exits", "^--advantage-estimator .*:exits: raised SystemExit: 0$"),
+        ("words", "^--advantage-estimator .*:words: sample 0: could not convert"),
+        ("numbers", "^--advantage-estimator .*:numbers: raised TypeError: .*has no len"),
     ],
 )
-def test_an_estimator_that_returns_something_else_is_named_with_the_sample(name, message):
+def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message):
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

@@ -1,4 +1,5 @@
 import math
+import sys
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from r3train.algo.divergence import k3_kl, kl_estimate
 from r3train.algo.losses.cispo import cispo
 from r3train.algo.losses.dppo import dppo_kl, dppo_tv
 from r3train.algo.losses.ppo import gspo, ppo
-from r3train.algo.losses.registry import check_policy_loss, get_policy_loss
+from r3train.algo.losses.registry import check_policy_loss, configured_loss, get_policy_loss
 from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
 from r3train.algo.rows import RowLoss
 from r3train.config.algorithm import AlgorithmSection
@@ -472,6 +473,12 @@ def reads_a_value(rows, algorithm):
     return RowLoss(rows.log_probs if rows.mask.any() else -rows.log_probs)
 
 
+def exits_on_values(rows, algorithm):
+    if rows.log_probs.device.type != "meta":
+        sys.exit(0)
+    return RowLoss(rows.log_probs)
+
+
 def takes_a_name(rows, algorithm):
     return RowLoss(rows.log_probs, {"entropy": rows.mask.sum()})
 
@@ -502,6 +509,16 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
     assert set(sums) == set(out.sums) and set(maxima) == set(out.maxima)
 
 
+def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
+    algorithm = AlgorithmSection(policy_loss=f"{HERE}:exits_on_values")
+    check_policy_loss(algorithm)
+    rows = loss_rows(vector(-1.0), vector(-1.0), vector(1.0))
+    with pytest.raises(
+        ValueError, match=rf"^--policy-loss {HERE}:exits_on_values: raised SystemEx"
+    ):
+        microbatch_loss(configured_loss(algorithm), rows, algorithm)
+
+
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -515,7 +532,7 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
         (f"{HERE}:returns_a_tensor", "returned Tensor, expected a RowLoss"),
         (f"{HERE}:returns_a_sum", r"a loss of shape \[\] for \[3\] rows"),
         (f"{HERE}:without_gradient", "requires_grad False: expected"),
-        (f"{HERE}:reads_a_value", "raised .* on rows of a meta device"),
+        (f"{HERE}:reads_a_value", "on rows of a meta device: raised "),
         (f"{HERE}:takes_a_name", "metrics entropy exist already"),
         (f"{HERE}:metric_of_rows", r"metric mine has shape \[3\]"),
     ],

@@ -20,6 +20,7 @@ from r3train.data.prompts import ChatTemplate, load_prompts
 from r3train.data.tokenizer import load_tokenizer
 
 from r3train.environments import StepResult, Turn, get_environment
+from r3train.environments.registry import begin_environment
 from r3train.environments.tools import ToolCall, tool_calls
 from r3train.environments.calculator import Calculator, calculator_prompts, calculator_words
 from r3train.algo.trajectories import validate_trajectories
@@ -57,8 +58,11 @@ def test_the_calculators_rewards_add_up_to_how_close_it_came():
 
 @pytest.mark.parametrize("label", [0, "7", None, True])
 def test_a_label_that_is_no_total_is_refused_with_the_prompt(label):
-    with pytest.raises(ValueError, match="prompt p: the calculator needs a label above 0"):
-        Calculator(replace(PROMPT, label=label))
+    with pytest.raises(
+        ValueError,
+        match="^prompt p: --environment calculator: the calculator needs a label above 0",
+    ):
+        begin_environment("calculator", Calculator, replace(PROMPT, label=label))
 
 
 def test_the_calculators_prompts_are_of_its_words():
@@ -267,20 +271,40 @@ def raises(error):
     "act, message",
     [
         (lambda: asyncio.sleep(60), "took longer than --environment-timeout-s 0.1"),
-        (raises(SystemExit(0)), r"the environment's step raised SystemExit\(0\)"),
-        (raises(KeyboardInterrupt()), r"the environment's step raised KeyboardInterrupt\(\)"),
-        (raises(asyncio.CancelledError()), r"the environment's step raised CancelledError\(\)"),
+        (raises(SystemExit(0)), r"raised SystemExit\(0\)"),
+        (raises(KeyboardInterrupt()), r"raised KeyboardInterrupt\(\)"),
+        (raises(asyncio.CancelledError()), r"raised CancelledError\(\)"),
+        (raises(KeyError("gold")), r"raised KeyError\('gold'\)"),
+        (raises(TimeoutError("its own")), r"raised TimeoutError\('its own'\)"),
     ],
 )
 async def test_a_step_that_hangs_or_leaves_is_an_error_that_names_sample_and_turn(act, message):
-    with pytest.raises(ValueError, match=f"sample 40, turn 0: .*{message}"):
-        await play(Misbehaving(act), environment_timeout_s=0.1)
+    about = f"^prompt p, sample 40, turn 0: the step of --environment calculator {message}"
+    with pytest.raises(ValueError, match=about):
+        await play(Misbehaving(act), environment="calculator", environment_timeout_s=0.1)
 
 
-async def test_an_error_of_an_environment_stays_what_it_is_and_a_cancelled_rollout_too():
-    for error in (TimeoutError("its own"), RuntimeError("broken")):
-        with pytest.raises(type(error), match=str(error)):
-            await play(Misbehaving(raises(error)))
+@pytest.mark.parametrize(
+    "result, message",
+    [
+        (None, "prompt p, sample 40, turn 0: .* returned NoneType, expected a StepResult"),
+        ("right", "sample 40, turn 0: .* returned str, expected a StepResult"),
+        (StepResult("x", True, "many"), "sample 40: .*reward is 'many', expected a finite number"),
+        (StepResult(None), "sample 40: the observation None is no text"),
+    ],
+)
+async def test_a_step_that_returns_something_else_is_an_error_that_names_the_sample(
+    result, message
+):
+    class Returns:
+        async def step(self, turn):
+            return result
+
+    with pytest.raises(ValueError, match=message):
+        await play(Returns())
+
+
+async def test_a_rollout_that_is_cancelled_in_a_step_of_its_environment_stays_so():
     task = asyncio.create_task(play(Misbehaving(lambda: asyncio.sleep(60))))
     await asyncio.sleep(0.1)
     task.cancel()

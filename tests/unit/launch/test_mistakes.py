@@ -13,6 +13,8 @@ from tests.unit.launch.test_preflight import ROOT, saved, start, with_prompts
 RECIPE = ROOT / "configs/tiny_cpu.toml"
 CAT = {"input": "cat", "label": ["cat"]}
 TOOL = "tests.e2e.tool_calculator:ToolCalculator"
+GUEST, EXITS = "tests.unit.guest_code:", "tests.unit.exits_at_import"
+PLUGS = ("--custom-rm-path", "--environment", "--advantage-estimator", "--policy-loss")
 # given the demo's files and a directory -> flags
 Make = Callable[[Path, Path], list[str]]
 
@@ -191,6 +193,34 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "tools that no prompt shows": (
         rows({"input": "cat", "label": 3}, more=("--environment", TOOL)),
         "with --apply-chat-template alone",
+    ),
+    # code of the user
+    **{
+        f"a module that exits, {flag}": (
+            flags(flag, f"{EXITS}:f"),
+            f"{flag} {EXITS}:f: cannot import {EXITS}: raised SystemExit: 0",
+        )
+        for flag in PLUGS
+    },
+    "a loss that exits": (
+        flags("--policy-loss", f"{GUEST}loss_exits"),
+        f"--policy-loss {GUEST}loss_exits: on rows of a meta device: raised SystemExit: 0",
+    ),
+    "a reward's check that exits": (
+        flags("--custom-rm-path", f"{GUEST}one"),
+        f"reward {GUEST}one: raised SystemExit: 0",
+    ),
+    "an environment that fails": (
+        flags("--environment", f"{GUEST}Fails"),
+        f"prompts.jsonl:0: --environment {GUEST}Fails: raised KeyError: 'gold'",
+    ),
+    "an environment that exits": (
+        flags("--environment", f"{GUEST}Exits"),
+        f"--environment {GUEST}Exits: raised SystemExit: 0",
+    ),
+    "an environment of odd tools": (
+        flags("--environment", f"{GUEST}OddTools"),
+        "OddTools.tools: raised TypeError: 'int' object is not iterable",
     ),
     # directories
     "a directory that holds a run": (earlier_run, "holds a run already"),

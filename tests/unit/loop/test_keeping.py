@@ -5,21 +5,37 @@ from __future__ import annotations
 import os
 import signal
 import time
+from datetime import timedelta
 from queue import Empty
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.order import PromptOrder
+from r3train.engine.backend import SamplingParams
+from r3train.generation.buffer import ProducerState
+from r3train.generation.producer import Producer
+from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import prompt_log
-from r3train.loop.keeper import BadSteps, Keeper, WatchedSource
+from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.evaluation import Evaluations
+from r3train.loop.keeper import BUFFER_FILE, BadSteps, Keeper, WatchedSource
+from r3train.loop.parts import RankZero
 from r3train.loop.replay_source import Conversations
+from r3train.loop.rollout_file import read_samples
+from r3train.loop.routes import RoutesOnRank0
 from r3train.loop.stop import StopRequested, StopSignal
+from r3train.observe.console import RunDisplay
+from r3train.observe.metrics import MetricsWriter
 from r3train.trainer.megatron.write_results import WriteResults
+from r3train.types import RankTopology
 from tests.unit.config.test_config import config
 from tests.unit.loop.test_rollout_file import groups
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -218,3 +234,76 @@ def test_conversations_are_drawn_by_the_rollouts_number_alone():
     assert texts == [samples[i].token_ids.tolist() for i in order.indices(0, 6)]
     (again,) = Conversations(samples, order, num_groups=3).next_batch(1)[:1]  # as after a resume
     assert again[0][0].sample_id == 3 and again[0][0].token_ids.tolist() == texts[3]
+
+
+class Writes:
+    """A checkpointer that writes what stands beside the tensors."""
+
+    def __init__(self, directory):
+        self.directory, self.saved_at = directory, []
+
+    def save(self, next_rollout_id, facts, write_extra):
+        write_extra(self.directory)
+        self.saved_at.append(next_rollout_id)
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    "estimator, what",
+    [
+        ("advantages_exit", "raised SystemExit: 0"),
+        ("advantages_fail", "raised KeyError: 'gold'"),
+    ],
+)
+def test_a_rollout_that_the_estimator_fails_on_waits_in_a_checkpoint(
+    tiny, tmp_path, estimator, what
+):
+    """The loop, the keeper and the producer are the job's own; actor and servers are not needed yet."""
+    name = f"tests.unit.guest_code:{estimator}"
+    settings = config(
+        hf_checkpoint=tiny / "model",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        num_rollout=4,
+        advantage_estimator=name,
+    )
+    engine, told, checkpointer = SimulatedEngine(), [], Writes(tmp_path)
+
+    def producer(engine, state=None):
+        rollout, sampling = settings.rollout, SamplingParams(20)
+        return Producer(rollout, lambda: engine, prompt_for, sampling, state=state)
+
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("one\n")
+    side = SimpleNamespace(start_producer=lambda: producer(engine), route_wire_bytes=lambda: 0)
+    display = RunDisplay(4, enabled=False)
+    hf, metrics = read_hf_facts(tiny / "model"), MetricsWriter(tmp_path, False)
+    join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    try:
+        loop = AsyncLoop(
+            settings,
+            hf,
+            SimpleNamespace(topology=RankTopology()),
+            rank_zero=RankZero(side, display, metrics, Evaluations([], {}, metrics, display)),
+            evidence=None,
+            keeper=keeper_of(tmp_path, prompts, told, checkpointer),
+            routes=RoutesOnRank0(None, ()),
+        )
+        with pytest.raises(ValueError, match=rf"^--advantage-estimator {name}: {what}$"):
+            loop.run(0)
+        loop._source.close()
+    finally:
+        leave_ranks()
+    assert checkpointer.saved_at == [0]
+    (line,) = told
+    assert line.startswith("a rollout could not be scored after 0 rollouts; a checkpoint was saved")
+    assert f"{name}: {what}" in line
+    untrained = [s for group in loop._source.last for s, _ in group]
+    resumed, state = SimulatedEngine(), ProducerState(*read_samples(tmp_path / BUFFER_FILE))
+    with producer(resumed, state) as again:
+        batch = [s for group in again.next_batch(0) for s, _ in group]
+    assert [s.token_ids.tolist() for s in batch] == [s.token_ids.tolist() for s in untrained]
+    asked = {sample_id for sample_id, _, _ in resumed.asked}
+    assert len(batch) == 4 and not asked & {s.sample_id for s in batch}, "generated again"

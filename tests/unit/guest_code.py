@@ -1,0 +1,45 @@
+"""Estimators, losses, checks and environments of a user that do what they must not."""
+
+from __future__ import annotations
+
+import sys
+
+
+def advantages_exit(groups, rewards, algorithm):
+    sys.exit(0)
+
+
+def advantages_fail(groups, rewards, algorithm):
+    raise KeyError("gold")
+
+
+def loss_exits(rows, algorithm):
+    sys.exit(0)
+
+
+def one(prompt, text, ids):
+    return 1.0
+
+
+def _exit(prompts):
+    sys.exit(0)
+
+
+one.check = _exit
+
+
+class Fails:
+    def __init__(self, prompt):
+        raise KeyError("gold")
+
+    async def step(self, turn):
+        pass
+
+
+class Exits(Fails):
+    def __init__(self, prompt):
+        sys.exit(0)
+
+
+class OddTools(Fails):
+    tools = 5
