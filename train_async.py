@@ -95,7 +95,9 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
                     )
                     parts.callback(topology.shutdown)
                     run_dir = open_run_dir(config, run_dir, broadcast_json)
-                    log = setup_logging(run_dir, rank, config.run.log_level)
+                    log = setup_logging(
+                        run_dir, rank, config.run.log_level, in_parts=config.sums_evidence
+                    )
                 train(job, device, rank, run_dir, display, stop, parts)
             if rank == 0:
                 display.summary(finish(config, run_dir, began))
@@ -162,7 +164,8 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
     profiler = StepProfiler(config.run, run_dir, rank)
     parts.callback(profiler.close)
     if config.r3_check_enabled:
-        evidence = EvidenceWriter(run_dir, rank, attempt=broadcast_json(start_stamp()))
+        attempt = broadcast_json(start_stamp())
+        evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
         parts.callback(evidence.close)
     parts.enter_context(stop)
     trained = AsyncLoop(

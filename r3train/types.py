@@ -380,7 +380,10 @@ class Fingerprint(int):
 
 @dataclass(frozen=True, slots=True)
 class ReplayEvidence:
-    """One router call of one rank.  Counted on the device, read once a step.
+    """One router call of one rank, or the sum of several.  Counted on the device, read once a step.
+
+    A sum is of calls in which nothing is wrong (see ``proof.check.sums_of``): its counts and its
+    fingerprint are theirs together, and its microbatch is the first of theirs.
 
     A record of stage sampling_mask is one application of kept tokens to logits.  Its layer is
     ``RouteShape.output_layer``.  A row is replayed if only its kept tokens were left, filled if its label
@@ -429,3 +432,4 @@ class ReplayEvidence:
     slots_let_go: Amount | None = None
     rows_let_go: Amount | None = None
     let_go_off: Amount | None = None
+    num_calls: Annotated[int, Meta(ge=1, le=1 << 40)] = 1  # above 1: the record is a sum

@@ -37,6 +37,9 @@ class ReplaySection(Section):
     """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
     enable_r3_correctness_check: bool = False
     """Write evidence of every router call; the run fails if replay is not exact."""
+    r3_evidence: Literal["calls", "summed"] = "calls"
+    """With the check on: calls writes a record and two log lines of every router call; summed one of all
+    calls of a rank, pass and layer in a step, and every call of a step in which anything is wrong."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
     """The check fails if a larger share of the rows has no expert in common.  It counts rows that the
     actor's own weight version computed; of staler rows a larger share is a warning."""

@@ -106,6 +106,11 @@ class RunConfig(Section):
         )
 
     @property
+    def sums_evidence(self) -> bool:
+        """True when the evidence of a right step is the sums of its router calls."""
+        return self.r3_check_enabled and self.replay.r3_evidence == "summed"
+
+    @property
     def audit_share(self) -> float:
         """r3_audit_share; 0 with the check off, and where nothing can be computed again exactly.
 

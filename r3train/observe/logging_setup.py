@@ -7,11 +7,14 @@ import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from logging.handlers import BaseRotatingHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
 from r3train.config.sources import printable
+from r3train.data import parts
 
 LOG_DIR = "logs"
 OUR_LOGGER = "r3train"
@@ -27,12 +30,15 @@ def log_path(run_dir: str | Path, rank: int) -> Path:
     return Path(run_dir) / LOG_DIR / f"rank_{rank:05d}.log"
 
 
-def setup_logging(run_dir: str | Path, rank: int, level: int | str = "INFO") -> LoggingSetup:
+def setup_logging(
+    run_dir: str | Path, rank: int, level: int | str = "INFO", *, in_parts: bool = False
+) -> LoggingSetup:
     """Send this process's logging, warnings and uncaught errors to its rank's file.
 
     Rank 0 also puts our own warnings and anybody's errors on the terminal.  On the other ranks
     stdout and stderr themselves go to the file, prints of C++ code included; an uncaught error
     there still leaves one line on the terminal that names the rank and the file.
+    in_parts: what was written becomes compressed parts beside the file, as of ``data.parts``.
     Call it once a process, after the imports of megatron and transformers (their loggers lose
     their own terminal handlers then), and close the result in tests.
     Raises ValueError for a level that logging does not know.
@@ -43,7 +49,7 @@ def setup_logging(run_dir: str | Path, rank: int, level: int | str = "INFO") -> 
         raise ValueError(f"log_level is {level!r}, expected one of {known}")
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
-    return LoggingSetup(path, rank, number)
+    return LoggingSetup(path, rank, number, in_parts)
 
 
 def redirect_library_loggers() -> None:
@@ -64,13 +70,13 @@ def redirect_library_loggers() -> None:
 class LoggingSetup:
     """Changes that ``setup_logging`` made in the process, and their undoing."""
 
-    def __init__(self, path: Path, rank: int, level: int) -> None:
+    def __init__(self, path: Path, rank: int, level: int, in_parts: bool = False) -> None:
         self.path = path
         self._rank = rank
         root = logging.getLogger()
         self._old_level, self._old_handlers = root.level, list(root.handlers)
         self._old_hooks = sys.excepthook, threading.excepthook
-        self._handlers = [_file_handler(path, rank)]
+        self._handlers = [_file_handler(path, rank, self._point_output if in_parts else None)]
         if rank == 0:
             self._handlers.append(_terminal_handler())
         root.handlers = list(self._handlers)
@@ -96,6 +102,11 @@ class LoggingSetup:
             handler.close()
         if self._terminal is not None:
             self._terminal.restore()
+
+    def _point_output(self) -> None:
+        """Point stdout and stderr at the file again, after another took its name."""
+        if self._terminal is not None:
+            self._terminal.point_at(self.path)
 
     def _log_uncaught(
         self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
@@ -160,6 +171,9 @@ class _Redirected:
         sys.stdout.flush()
         sys.stderr.flush()
         self._saved = os.dup(1), os.dup(2)
+        self.point_at(path)
+
+    def point_at(self, path: Path) -> None:
         target = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         os.dup2(target, 1)
         os.dup2(target, 2)
@@ -176,8 +190,40 @@ class _Redirected:
             os.close(saved)
 
 
-def _file_handler(path: Path, rank: int) -> logging.Handler:
-    handler = logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+class _PartsHandler(BaseRotatingHandler):
+    """Writes a file, and makes a part of it where it is full; then all that writes to it begins a new one."""
+
+    def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:
+        super().__init__(str(path), "a", encoding="utf-8", errors="backslashreplace")
+        parts.finish_parts(path)
+        self._path, self._on_new_file = path, on_new_file
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        # the two lines of a call stay in one file
+        is_second = record.getMessage().startswith("R3 check (")
+        return not is_second and self.stream.tell() >= parts.PART_BYTES
+
+    def doRollover(self) -> None:
+        def begin_anew() -> None:
+            self.stream = self._open()
+            self._on_new_file()
+
+        self.stream.close()
+        try:
+            parts.close_part(self._path, begin_anew=begin_anew)
+        finally:
+            if self.stream.closed:
+                self.stream = self._open()
+
+
+def _file_handler(
+    path: Path, rank: int, on_new_file: Callable[[], None] | None
+) -> logging.FileHandler:
+    handler = (
+        logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
+        if on_new_file is None
+        else _PartsHandler(path, on_new_file)
+    )
     handler.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
     return handler
 

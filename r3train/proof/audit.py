@@ -14,8 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from r3train.data.parts import parts_of
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.check import (
     agreement_shares,
@@ -44,11 +47,12 @@ from r3train.proof.schema import (
     StepLine,
     STEPS,
 )
-from r3train.proof.writer import EVIDENCE_DIR, RESCORED_FILE, STEPS_FILE
+from r3train.proof.writer import EVIDENCE_DIR, rank_file, RESCORED_FILE, STEPS_FILE
 from r3train.types import RouteShape
 
+_RecordT = TypeVar("_RecordT", RecordLine, RescoredLine)
 _CONFIG_FILE = "config.toml"
-_RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.jsonl", re.ASCII)
+_RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.", re.ASCII)
 _MAX_UNJUDGED = 1000
 # A call that is missing takes these with it.
 _OF_A_CALL = ("fingerprint", "rows_replayed", "rows_filled", "rows_current")
@@ -158,23 +162,36 @@ class _Step:
         return Finding(claim, what, self.line.step, *place, **values, attempt=attempt)
 
 
-class _RankFile:
-    """The records of one rank, read once from its beginning to its end."""
+class _Records(Generic[_RecordT]):
+    """The records of a file and its parts, read once from the first to the latest."""
 
-    def __init__(self, path: Path, rank: int):
-        self.path, self.rank = path, rank
-        self._offset = self._number = 0
+    def __init__(self, paths: list[Path], decoder: msgspec.json.Decoder[_RecordT]):
+        self._paths, self._decoder = paths, decoder
+        self._part = self._place = self._number = 0
+
+    @property
+    def path(self) -> Path:
+        """The file that is being read."""
+        return self._paths[self._part]
+
+    def is_empty(self) -> bool:
+        """True where nothing was written."""
+        return not any(path.exists() and path.stat().st_size for path in self._paths)
 
     def lines_until(
         self, place: int, place_of: dict[tuple[str, int], int]
-    ) -> Iterator[FileLine[RecordLine]]:
+    ) -> Iterator[FileLine[_RecordT]]:
         """The next lines, up to the first record of a verdict behind ``place``."""
-        for line in read_lines(self.path, RECORDS, self._offset, self._number):
-            record = line.value
-            if record and place_of.get((record.attempt, record.step), 0) > place:
+        while self._paths:
+            for line in read_lines(self.path, self._decoder, self._place, self._number):
+                record = line.value
+                if record and place_of.get((record.attempt, record.step), 0) > place:
+                    return
+                yield line
+                self._place, self._number = line.end, line.number
+            if self._part + 1 == len(self._paths):
                 return
-            yield line
-            self._offset, self._number = line.end, line.number
+            self._part, self._place, self._number = self._part + 1, 0, 0
 
 
 class _RunAudit:
@@ -185,9 +202,12 @@ class _RunAudit:
         self._run_dir = run_dir
         self._threshold, self._accept, self._keep_steps = threshold, accept, keep_steps
         self._steps_file = run_dir / EVIDENCE_DIR / STEPS_FILE
-        paths = {_RANK_FILE.fullmatch(p.name): p for p in self._steps_file.parent.glob("rank_*")}
-        files = [_RankFile(path, int(match[1])) for match, path in paths.items() if match]
-        self._files = {file.rank: file for file in sorted(files, key=lambda file: file.rank)}
+        names = (path.name for path in self._steps_file.parent.glob("rank_*"))
+        ranks = sorted({int(match[1]) for match in map(_RANK_FILE.match, names) if match})
+        files = {rank: parts_of(rank_file(run_dir, rank)) for rank in ranks}
+        self._files = {rank: _Records(paths, RECORDS) for rank, paths in files.items() if paths}
+        compared = self._steps_file.with_name(RESCORED_FILE)
+        self._rescored = _Records([compared] if compared.exists() else [], RESCORED)
         # (start, step) -> its line's number in steps.jsonl
         self._place_of: dict[tuple[str, int], int] = {}
         self._latest: dict[int, int] = {}  # step -> the number of its last line
@@ -199,8 +219,6 @@ class _RunAudit:
         self._steps_noted: defaultdict[str, set[int]] = defaultdict(set)
         self._failed_before: set[int] = set()  # at a time that does not count
         self._num_records = 0
-        # (start, step) -> what was compared
-        self._rescored: defaultdict[tuple[str, int], list[RescoredLine]] = defaultdict(list)
         self._compared: Counter[str] = Counter()  # over the times that count
         self._untold: set[int] = (
             set()
@@ -216,7 +234,6 @@ class _RunAudit:
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
         self._read_verdicts()
-        self._read_rescored()
         self._read_metrics()
         for rank in sorted(set(range(self._world_size)) - self._files.keys()):
             self.audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
@@ -224,8 +241,10 @@ class _RunAudit:
             verdict = line.value
             if verdict and self._place_of.get((verdict.attempt, verdict.step)) == line.number:
                 self._judge_step(line.number, verdict)
-        for file in self._files.values():  # records behind the last verdict
-            self._records(file, max(self._place_of.values(), default=0) + 1, None)
+        behind = max(self._place_of.values(), default=0) + 1
+        for rank in self._files:  # records behind the last verdict
+            self._records(rank, behind, None)
+        self._comparisons(behind)
         self._judge_unjudged()
         self._judge_coverage(min_steps)
         self._judge_agreement()
@@ -260,15 +279,6 @@ class _RunAudit:
                 if not verdict.passed:
                     self._failed[verdict.step] = line.number
 
-    def _read_rescored(self) -> None:
-        """Read the comparisons; those behind the last verdict are of a step that was not finished."""
-        path = self._steps_file.with_name(RESCORED_FILE)
-        for line in read_lines(path, RESCORED) if path.exists() else ():
-            if line.value is None:
-                self._damaged(path, line)
-            else:
-                self._rescored[line.value.attempt, line.value.step].append(line.value)
-
     def _read_metrics(self) -> None:
         path = self._run_dir / METRICS_FILE
         if not path.exists():
@@ -283,15 +293,26 @@ class _RunAudit:
             if line.value.passed is not None and not line.value.passed:
                 self._failed_in_metrics.add(line.value.step)
 
-    def _records(self, file: _RankFile, place: int, totals: StepTotals | None) -> None:
+    def _comparisons(self, place: int) -> list[RescoredLine]:
+        """The comparisons of the verdict at ``place``; those without one are of a step that was not finished."""
+        found = []
+        for line in self._rescored.lines_until(place, self._place_of):
+            if line.value is None:
+                self._damaged(self._rescored.path, line)
+            elif self._place_of.get((line.value.attempt, line.value.step)) == place:
+                found.append(line.value)
+        return found
+
+    def _records(self, rank: int, place: int, totals: StepTotals | None) -> None:
         """Add a rank's records of the verdict at ``place`` to ``totals``."""
+        file = self._files[rank]
         for line in file.lines_until(place, self._place_of):
             record = line.value
             if record is None:
                 self._damaged(file.path, line)
                 continue
-            if record.rank != file.rank:
-                error = f"rank is {record.rank}, expected {file.rank}, whose file this is"
+            if record.rank != rank:
+                error = f"rank is {record.rank}, expected {rank}, whose file this is"
                 self._find_in_line(file.path, line.number, error)
                 continue
             self._num_records += 1
@@ -338,9 +359,9 @@ class _RunAudit:
     def _read_step(self, place: int, line: StepLine) -> _Step:
         shape = RouteShape(max(line.expected_fingerprints, default=0), line.topk, line.num_experts)
         totals, of_rank = StepTotals(shape), {}
-        for rank, file in self._files.items():
+        for rank in self._files:
             own = StepTotals(shape)
-            self._records(file, place, own)
+            self._records(rank, place, own)
             if own.cells:
                 of_rank[rank] = own
                 totals.merge(own)
@@ -400,7 +421,8 @@ class _RunAudit:
 
     def _untrue(self, step: _Step) -> Iterator[Finding]:
         """Everything that is wrong with the samples that were computed again."""
-        line, records = step.line, self._rescored[step.line.attempt, step.line.step]
+        line = step.line
+        records = self._comparisons(self._place_of[line.attempt, line.step])
         judged = [record for record in records if record.noise is not None]
         said = line.sampling.parts if line.sampling is not None else 0
         if len(judged) != said:
@@ -467,7 +489,7 @@ class _RunAudit:
         """
         silent = [r for r in range(step.line.world_size) if r not in step.of_rank] if short else []
         files = self._files
-        speakers = [r for r in silent if r not in files or files[r].path.stat().st_size]
+        speakers = [r for r in silent if r not in files or not files[r].is_empty()]
         usual = sorted(calls.values())[len(calls) // 2] if calls else 0
         return speakers or [r for r, count in calls.items() if count != usual] or silent
 

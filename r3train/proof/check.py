@@ -8,7 +8,7 @@ expected, and a shortfall fails.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any, get_args
 
@@ -91,7 +91,7 @@ class StepTotals:
         self.cells: dict[Cell, list[int]] = {}
 
     def add(self, call: ReplayEvidence) -> None:
-        """Add one call."""
+        """Add one call, or a sum of calls."""
         topk = self._shape.topk
         later = _later(call)
         rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
@@ -99,7 +99,7 @@ class StepTotals:
         of_router = call.stage != SAMPLING_MASK
         left = call.num_rows * call.topk if of_router else call.replay_idx_sum
         values = [
-            1,
+            call.num_calls,
             call.fingerprint,
             *_BEFORE(call),
             abs(call.map_sum - left),
@@ -162,6 +162,34 @@ class StepTotals:
             return 0
         low, high = expert_id_sums(call.num_rows, self._shape.topk, self._shape.num_experts)
         return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
+
+
+_KEY = ("step", "rank", "replay_pass", "stage", "vp_stage", "layer_number", "topk", "counts_tokens")
+_key_of = attrgetter(*_KEY)
+_SUMMED = [f.name for f in fields(ReplayEvidence) if f.name not in {*_KEY, "microbatch_id", *LATER}]
+
+
+def sums_of(calls: Iterable[ReplayEvidence]) -> list[ReplayEvidence]:
+    """The calls of a step, added up by pass, stage and layer.
+
+    Faults of opposite sign would cancel in a sum, so only calls that were judged one by one, and in
+    which nothing is wrong, may be added.
+    """
+    groups: dict[tuple, list[ReplayEvidence]] = {}
+    for call in calls:
+        groups.setdefault(_key_of(call), []).append(call)
+    return [_sum_of(group) for group in groups.values()]
+
+
+def _sum_of(calls: Sequence[ReplayEvidence]) -> ReplayEvidence:
+    sums: dict[str, Any] = {name: sum(getattr(c, name) for c in calls) for name in _SUMMED}
+    sums["fingerprint"] &= _MASK
+    later = [_later_of(call) for call in calls]
+    if all(None not in values for values in later):
+        sums |= dict(zip(LATER, map(sum, zip(*later))))
+    else:
+        sums |= dict.fromkeys(LATER)
+    return replace(calls[0], microbatch_id=min(c.microbatch_id for c in calls), **sums)
 
 
 _later_of = attrgetter(*LATER)

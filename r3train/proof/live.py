@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from r3train.host_group import host_group
-from r3train.proof.check import judge, step_line, StepExpectation, StepTotals, StepVerdict
+from r3train.host_group import host_barrier, host_group
+from r3train.proof.check import judge, native, step_line, StepExpectation, StepTotals, StepVerdict
+from r3train.proof.controls import beaten_by
 from r3train.proof.rescored import judge_rescored, RescoredRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import ReplayEvidence, RouteShape
@@ -28,22 +29,34 @@ def prove_step(
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
-    A collective.  expectation: on rank 0 alone, which alone has a verdict.  rescored: comparisons
+    A collective.  Records that may be summed are written behind the judgement: it tells whether they are
+    right.  No verdict is written before the records of all ranks.  expectation: on rank 0 alone, which alone has a verdict.  rescored: comparisons
     with samples that were computed again, None without any to expect; missed: see ``Sampling``.
     """
-    evidence.write(records)
+    if not evidence.summed:
+        evidence.write(records)
     own = StepTotals(shape)
     for record in records:
         own.add(record)
     table = torch.from_numpy(own.to_table(passes))
     dist.all_reduce(table, group=host_group())
-    if expectation is None:
+    verdict = wrong = None
+    if expectation is not None:
+        totals = StepTotals.of_table(table.numpy(), passes, shape)
+        verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
+        if rescored is not None:
+            verdict = replace(verdict, sampling=judge_rescored(rescored, missed))
+        place = native(passes)
+        layers = (totals.counters((*place, layer)) for layer in expectation.fingerprints)
+        wrong = not verdict.passed or any(map(beaten_by, layers))
+    if evidence.summed:
+        flag = torch.tensor([bool(wrong)])
+        dist.broadcast(flag, src=0, group=host_group())
+        evidence.write(records, as_sums=not flag.item())
+        host_barrier()
+    if expectation is None or verdict is None:
         return None
-    totals = StepTotals.of_table(table.numpy(), passes, shape)
-    verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
-    if rescored is not None:
-        evidence.write_rescored(rescored)
-        verdict = replace(verdict, sampling=judge_rescored(rescored, missed))
+    evidence.write_rescored(rescored or ())
     line = step_line(
         verdict,
         expectation,

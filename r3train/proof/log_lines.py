@@ -1,4 +1,4 @@
-"""The two R3 line shapes in plain log files, of r3train or of another trainer.
+"""The two R3 line shapes in log files, plain or compressed, of r3train or of another trainer.
 
 Lines hold neither fingerprints nor layers: they show that replay ran and how far choices differ, not
 that every expert was the rollout's.
@@ -6,7 +6,9 @@ that every expert was the rollout's.
 
 from __future__ import annotations
 
+import gzip
 import re
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,8 +25,9 @@ _STAGE = r"(replay_(?:forward|backward))"
 # A line of another shape is a line that is missing.
 _RECORD = re.compile(
     rf"R3 wrapper: {_STAGE} branch taken \(rank (?P<wrapper>\d{{1,6}}), n_tokens={_N}, topk={_N}, "
-    rf"replay_idx_sum=(-?\d{{1,18}})\)"
+    rf"replay_idx_sum=(-?\d{{1,18}})\)(?:, calls={_N})?"
     rf"|R3 check \(rank (?P<check>\d{{1,6}}), stage {_STAGE}\): n_tokens={_N} mismatch={_N} \("
+    rf"(?:[\d.]{{1,9}}%\)(?:, calls={_N})?)?"
     r"|R3 evidence: a start of rank (?P<start>\d{1,6})",
     re.ASCII,
 )
@@ -63,7 +66,8 @@ class _Lines:
         A call may lack its check line at the end of the file or before the next start of its rank,
         and its wrapper line at the beginning of the file: a kill or a rotated log does that.
         """
-        open_calls: dict[int, tuple[str, str]] = {}  # rank -> stage and rows of its wrapper line
+        # rank -> stage, rows and calls of its wrapper line
+        open_calls: dict[int, tuple[str, str, str | None]] = {}
         seen: set[int] = set()
         while line := file.readline(_MAX_LINE):
             for record in _RECORD.finditer(line):
@@ -72,16 +76,17 @@ class _Lines:
                     continue
                 rank = int(record["wrapper"] or record["check"])
                 if record["wrapper"]:
-                    stage, _, rows, topk, idx_sum = record.groups()[:5]
-                    self._add_wrapper(rank, stage, *map(int, (rows, topk, idx_sum)))
+                    stage, _, rows, topk, idx_sum, calls = record.groups()[:6]
+                    numbers = map(int, (rows, topk, idx_sum, calls or 1))
+                    self._add_wrapper(rank, stage, *numbers)
                     self.calls[rank, stage].parted += rank in open_calls
-                    open_calls[rank] = (stage, rows)
+                    open_calls[rank] = (stage, rows, calls)
                 else:
-                    stage, rows, mismatch = record.groups()[6:9]
+                    stage, rows, mismatch, calls = record.groups()[7:11]
                     opened = open_calls.pop(rank, None)
                     of = self.calls[rank, stage]
-                    of.calls += opened is None
-                    of.parted += rank in seen if opened is None else opened != (stage, rows)
+                    of.calls += int(calls or 1) if opened is None else 0
+                    of.parted += rank in seen if opened is None else opened != (stage, rows, calls)
                     of.checks += 1
                     of.rows += int(rows)
                     of.mismatch += int(mismatch)
@@ -91,11 +96,13 @@ class _Lines:
                     text = line[error.start() : error.start() + 200].strip()
                     self.errors[text] = error["threshold"] is not None
 
-    def _add_wrapper(self, rank: int, stage: str, rows: int, topk: int, idx_sum: int) -> None:
+    def _add_wrapper(
+        self, rank: int, stage: str, rows: int, topk: int, idx_sum: int, calls: int
+    ) -> None:
         low, high = expert_id_sums(rows, topk, self.num_experts)
         if len(self.topks) < _MAX_ERRORS:
             self.topks.add(topk)
-        self.calls[rank, stage].calls += 1
+        self.calls[rank, stage].calls += calls
         self.calls[rank, stage].impossible += not low <= idx_sum <= high
 
 
@@ -120,10 +127,12 @@ def audit_logs(
     lines = _Lines(run.get("num_experts") or 1 << 40)  # of a model that nobody described
     for path in files:
         try:
-            with Path(path).open(encoding="utf-8", errors="replace") as file:
+            opened = gzip.open if Path(path).suffix == ".gz" else open
+            with opened(path, "rt", encoding="utf-8", errors="replace") as file:
                 lines.read(file)
-        except OSError as error:
-            raise ValueError(f"{path}: cannot read: {error.strerror}") from None
+        except (OSError, EOFError, zlib.error) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(f"{path}: cannot read: {reason}") from None
     for text, by_threshold in lines.errors.items():
         step = _STEP.search(text)
         if step and int(step[1]) in accepted_steps:

@@ -1,6 +1,6 @@
 """The lines of a run's evidence files: declared once, and refused by the schema where they are damaged.
 
-``rank_NNNNN.jsonl`` holds a ``RecordLine`` a router call, ``steps.jsonl`` a ``StepLine`` a step,
+``rank_NNNNN.jsonl`` and its parts hold a ``RecordLine`` a router call or a sum of calls, ``steps.jsonl`` a ``StepLine`` a step,
 ``rescored.jsonl`` a ``RescoredLine`` a part of a sample that its server computed again.
 """
 
@@ -16,6 +16,7 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
+from r3train.data.parts import PartError, PartLines
 from r3train.proof.check import COUNTS, Failure, LATER, SAMPLING_MASK
 from r3train.proof.rescored import RescoredRecord
 from r3train.types import (
@@ -39,7 +40,7 @@ _LineT = TypeVar("_LineT")
 
 @dataclass(frozen=True, slots=True)
 class RecordLine(ReplayEvidence):
-    """One line of ``rank_NNNNN.jsonl``: a router call, and the start of the run that made it."""
+    """One line of ``rank_NNNNN.jsonl``: router calls, and the start of the run that made them."""
 
     attempt: Attempt = ""
 
@@ -163,14 +164,14 @@ METRICS = msgspec.json.Decoder(MetricsLine)
 
 @dataclass(frozen=True, slots=True)
 class FileLine(Generic[_LineT]):
-    """A line of a file: its 1-based number, first byte, and the byte behind it.
+    """A line of a file: its 1-based number, and the place behind it.
 
     value: None where ``error`` says what is wrong with it.  torn: the file ends within it, as after
-    a kill; a whole object that is refused is not torn, even without the end of its line.
+    a kill; a whole object that is refused is not torn, even without the end of its line, and nothing in a
+    compressed part, which is whole or not there.
     """
 
     number: int
-    begin: int
     end: int
     value: _LineT | None
     error: str = ""
@@ -178,32 +179,32 @@ class FileLine(Generic[_LineT]):
 
 
 def read_lines(
-    path: Path, decoder: msgspec.json.Decoder[_LineT], offset: int = 0, number: int = 0
+    path: Path, decoder: msgspec.json.Decoder[_LineT], place: int = 0, number: int = 0
 ) -> Iterator[FileLine[_LineT]]:
-    """The lines from byte ``offset`` on, before which there are ``number``; blank ones are left out.
+    """The lines of a file or a compressed part from a place on, before which there are ``number``.
 
-    Nothing is read behind a line of more than 64 MiB, nor of a file that cannot be read: the error
-    of the last line says so.
+    Blank ones are left out.  Nothing is read behind a line of more than 64 MiB, nor of a file that cannot
+    be read: the error of the last line says so.
     """
     try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            while raw := file.readline(_MAX_LINE):
-                number, begin, offset = number + 1, offset, offset + len(raw)
-                whole = raw.endswith(b"\n")
+        with PartLines(path, place, _MAX_LINE) as file:
+            while raw := file.readline():
+                number, place = number + 1, file.place()
+                whole = raw.endswith(b"\n") or file.compressed
                 if not whole and len(raw) == _MAX_LINE:
-                    yield FileLine(number, begin, offset, None, f"longer than {_MAX_LINE} bytes")
+                    yield FileLine(number, place, None, f"longer than {_MAX_LINE} bytes")
                     return
                 if raw.isspace():
                     continue
                 try:
-                    yield FileLine(number, begin, offset, decoder.decode(raw))
+                    yield FileLine(number, place, decoder.decode(raw))
                 except (ValueError, RecursionError) as error:
                     text = f"{error}{_got(raw, str(error))}"
                     torn = not whole and not _is_json(raw)
-                    yield FileLine(number, begin, offset, None, text, torn=torn)
-    except OSError as error:
-        yield FileLine(number + 1, offset, offset, None, f"cannot be read: {error.strerror}")
+                    yield FileLine(number, place, None, text, torn=torn)
+    except (OSError, PartError) as error:
+        reason = getattr(error, "strerror", None) or error
+        yield FileLine(number + 1, place, None, f"cannot be read: {reason}")
 
 
 def _is_json(raw: bytes) -> bool:

@@ -1,20 +1,23 @@
-"""R3 evidence of one rank: two log lines and one JSON record a router call, wrong or not.
+"""R3 evidence of one rank: two log lines and one JSON record a router call, or a sum of right calls.
 
-The line shapes are a public contract: log scrapers look for them.  A line of another shape says where a
-start begins: one that goes on with the log of a killed one may stand behind half a call.
+The line shapes are a public contract: log scrapers look for them.  Those of a sum have the number of calls
+behind them.  A line of another shape says where a start begins: one that goes on with the log of a killed
+one may stand behind half a call.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from r3train.data import parts
 from r3train.data.json_lines import cut_truncated_line
-from r3train.proof.check import SAMPLING_MASK
+from r3train.proof.check import SAMPLING_MASK, sums_of
 from r3train.proof.rescored import RescoredRecord
 from r3train.types import ReplayEvidence
 
@@ -23,22 +26,27 @@ logger = logging.getLogger(__name__)
 EVIDENCE_DIR = "evidence"
 STEPS_FILE = "steps.jsonl"
 RESCORED_FILE = "rescored.jsonl"
+_STEP = re.compile(rb'"step": (\d+)')
 
 
 def rank_file(run_dir: Path, rank: int) -> Path:
-    """Path of a rank's records: ``run_dir/evidence/rank_NNNNN.jsonl``."""
+    """Path of a rank's latest records: ``run_dir/evidence/rank_NNNNN.jsonl``.
+
+    Earlier ones are in its parts, ``rank_NNNNN.00001.steps_0-119.jsonl.gz`` and so on.
+    """
     return run_dir / EVIDENCE_DIR / f"rank_{rank:05d}.jsonl"
 
 
-def evidence_lines(record: ReplayEvidence) -> tuple[str, str]:
-    """The two lines of a replayed call, as the peers' logs have them."""
+def evidence_lines(record: ReplayEvidence, *, is_sum: bool = False) -> tuple[str, str]:
+    """The two lines of a replayed call, as the peers' logs have them, or of a sum of calls."""
     share = record.rows_mismatch / max(record.num_rows, 1)
+    calls = f", calls={record.num_calls}" if is_sum else ""
     return (
         f"R3 wrapper: {record.stage} branch taken (rank {record.rank}, "
         f"n_tokens={record.num_rows}, topk={record.topk}, "
-        f"replay_idx_sum={record.replay_idx_sum})",
+        f"replay_idx_sum={record.replay_idx_sum}){calls}",
         f"R3 check (rank {record.rank}, stage {record.stage}): n_tokens={record.num_rows} "
-        f"mismatch={record.rows_mismatch} ({share:.2%})",
+        f"mismatch={record.rows_mismatch} ({share:.2%}){calls}",
     )
 
 
@@ -51,15 +59,20 @@ class EvidenceWriter:
     """Appends a rank's records; exists only while the R3 check is on.
 
     ``attempt`` is the same on all ranks and grows with every start in one run directory: a step
-    that was trained again after a crash is told apart from the first time by it.
+    that was trained again after a crash is told apart from the first time by it.  summed: a step in
+    which nothing is wrong may be written as the sums of its calls.
     """
 
-    def __init__(self, run_dir: Path, rank: int, attempt: str = ""):
+    def __init__(self, run_dir: Path, rank: int, attempt: str = "", *, summed: bool = False):
+        self.summed = summed
         self._attempt = attempt
-        path = rank_file(run_dir, rank)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        cut_truncated_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = rank_file(run_dir, rank)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        parts.finish_parts(self._path)
+        self._file = _opened(self._path)
+        with self._path.open("rb") as lines:
+            steps = map(_STEP.search, lines)
+            self._steps_in_file = {int(step[1]) for step in steps if step}
         self._steps = self._rescored = None
         if rank == 0:
             self._steps, self._rescored = (
@@ -67,18 +80,27 @@ class EvidenceWriter:
             )
         logger.info(start_line(rank))
 
-    def write(self, records: Sequence[ReplayEvidence]) -> None:
-        """Log and store the records of one step, then flush."""
-        for record in records:
+    def write(self, records: Sequence[ReplayEvidence], *, as_sums: bool = False) -> None:
+        """Log and store the records of one step, or their sums, then flush."""
+        for record in sums_of(records) if as_sums else records:
             # a native call took no replay branch, and kept tokens are no router call
             if record.rows_native == 0 and record.stage != SAMPLING_MASK:
-                for line in evidence_lines(record):
+                for line in evidence_lines(record, is_sum=as_sums):
                     logger.info(line)
             fields = {"attempt": self._attempt, **asdict(record)}
+            if not as_sums:
+                del fields["num_calls"]
             # hex: JSON readers outside Python lose the low bits of 64-bit integers
             fields["fingerprint"] = f"{record.fingerprint:#018x}"
             self._file.write(json.dumps(fields) + "\n")
+            self._steps_in_file.add(record.step)
         self._file.flush()
+        if self._file.tell() >= parts.PART_BYTES:
+            self._file.close()
+            steps = f".steps_{min(self._steps_in_file)}-{max(self._steps_in_file)}"
+            parts.close_part(self._path, steps)
+            self._file = _opened(self._path)
+            self._steps_in_file.clear()
 
     def write_rescored(self, records: Sequence[RescoredRecord]) -> None:
         """Store the comparisons of one step (rank 0 alone)."""

@@ -84,9 +84,17 @@ def comparison(step: int, **changes) -> RescoredRecord:
     return RescoredRecord(**{**values, **changes})
 
 
-def records_of(step: int, rank: int) -> list[ReplayEvidence]:
+def records_of(step: int, rank: int, microbatches: int = 1) -> list[ReplayEvidence]:
     """All calls of a rank in a step, in their order."""
-    return [record(step, rank, p, layer) for p in PASSES for layer in LAYERS]
+    places = [(p, m, layer) for p in PASSES for m in range(microbatches) for layer in LAYERS]
+    return [
+        record(
+            *(step, rank, p, layer),
+            microbatch_id=m,
+            fingerprint=fingerprint(step + 1000 * m, rank, layer),
+        )
+        for p, m, layer in places
+    ]
 
 
 def fingerprint(step: int, rank: int, layer: int) -> int:
@@ -103,29 +111,35 @@ def write_run(
     silent: tuple[int, ...] = (),
     versions: bool = False,
     rescored: Callable[[int], list[RescoredRecord]] | None = None,
+    summed: bool = False,
+    microbatches: int = 1,
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
     silent: ranks that hold no layer with experts.  versions: the records tell weight versions, as
     those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
     in the train pass, and none of them mismatch.  rescored: comparisons of a step with samples that
-    were computed again; None: there was to be none.
+    were computed again; None: there was to be none.  summed: as with ``--r3-evidence summed``.
+    microbatches: calls of each pass and layer on a rank.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
-            totals = StepTotals(SHAPE)
+            totals, of_ranks = StepTotals(SHAPE), {}
             for rank, writer in enumerate(writers):
-                records = [] if rank in silent else records_of(step, rank)
+                records = [] if rank in silent else records_of(step, rank, microbatches)
                 records = [with_versions(r) for r in records] if versions else records
                 records = [change(r) if change else r for r in records]
-                writer.write(records)
+                of_ranks[rank] = records
                 for call in records:
                     totals.add(call)
-            expectation = expectation_of(step, set(range(ranks)) - set(silent), versions=versions)
+            speaking = set(range(ranks)) - set(silent)
+            expectation = expectation_of(step, speaking, microbatches, versions=versions)
             verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
+            for rank, writer in enumerate(writers):
+                writer.write(of_ranks[rank], as_sums=summed and verdict.passed)
             if rescored is not None:
                 writers[0].write_rescored(rescored(step))
                 verdict = replace(verdict, sampling=judge_rescored(rescored(step), 0))
@@ -155,20 +169,30 @@ def with_versions(r: ReplayEvidence) -> ReplayEvidence:
     )
 
 
-def expectation_of(step: int, ranks: Collection[int], *, versions: bool = False) -> StepExpectation:
+def expectation_of(
+    step: int, ranks: Collection[int], microbatches: int = 1, *, versions: bool = False
+) -> StepExpectation:
     """The rollout side's totals of a step in which these ranks call every router."""
-    current = {p: n * len(ranks) for p, n in CURRENT_ROWS.items()}
-    each = {(rank,): {layer: fingerprint(step, rank, layer) for layer in LAYERS} for rank in ranks}
+    calls = len(ranks) * microbatches
+    current = {p: n * calls for p, n in CURRENT_ROWS.items()}
+    each = {
+        (rank,): {
+            layer: sum(fingerprint(step + 1000 * m, rank, layer) for m in range(microbatches))
+            % (1 << 64)
+            for layer in LAYERS
+        }
+        for rank in ranks
+    }
     return StepExpectation(
         step=step,
         fingerprints={
             layer: sum(own[layer] for own in each.values()) % (1 << 64) for layer in LAYERS
         },
-        rows_replayed=dict.fromkeys(LAYERS, ROWS * len(ranks)),
-        rows_filled=dict.fromkeys(LAYERS, 4 * len(ranks)),
+        rows_replayed=dict.fromkeys(LAYERS, ROWS * calls),
+        rows_filled=dict.fromkeys(LAYERS, 4 * calls),
         num_calls=expected_calls(
             passes=PASSES,
-            num_microbatches=1,
+            num_microbatches=microbatches,
             ranks_per_stage=len(ranks),
             moe_layers=LAYERS,
             recomputed=(),

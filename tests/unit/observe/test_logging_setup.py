@@ -1,4 +1,6 @@
+import gzip
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -7,6 +9,7 @@ import warnings
 
 import pytest
 
+from r3train.data.parts import parts_of
 from r3train.observe.logging_setup import log_path, setup_logging
 
 
@@ -135,3 +138,26 @@ def test_an_error_in_a_thread_reaches_the_file(tmp_path):
     )
     assert done.stderr == ""
     assert "uncaught OSError in producer" in log and "lost the server" in log
+
+
+def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
+    body = """
+        from r3train.data import parts
+        parts.PART_BYTES = 3000
+        setup.close()
+        setup = setup_logging(sys.argv[-1], 1, in_parts=True)
+        for i in range(60):
+            logging.getLogger("r3train.x").info("R3 wrapper: %d", i)
+            os.write(1, f"print {i}\\n".encode())
+            logging.getLogger("r3train.x").info("R3 check (rank %d", i)
+    """
+    script = textwrap.dedent(body).replace("sys.argv[-1]", repr(str(tmp_path)))
+    _, latest = in_a_process(tmp_path, script, 1)
+    *full, last = parts_of(log_path(tmp_path, 1))
+    assert last == log_path(tmp_path, 1) and len(full) > 1
+    assert all(path.name.endswith(".log.gz") for path in full)
+    texts = [gzip.decompress(path.read_bytes()).decode() for path in full] + [latest]
+    for words in ("R3 wrapper: ", "print ", r"R3 check \(rank "):
+        assert [int(n) for n in re.findall(words + r"(\d+)", "".join(texts))] == list(range(60))
+    for text in texts:
+        assert text.count("R3 wrapper") == text.count("R3 check")
