@@ -130,9 +130,14 @@ def check_devices(node: Node, cores: int) -> Findings:
         yield warning("devices", text, "export OMP_NUM_THREADS=1")
 
 
+def existing_parent(path: Path) -> Path:
+    """``path``, or its nearest parent that exists."""
+    return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+
+
 def check_disk(subject: str, path: Path, parts: Mapping[str, float]) -> Findings:
     """``path``, or its nearest parent that exists, must have room; preflight says if none can be made."""
-    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    there = existing_parent(path)
     remedy = "free room there, or choose another directory"
     yield room(subject, str(there), shutil.disk_usage(there).free, parts, remedy)
 

@@ -5,6 +5,7 @@ Servers are placed by the training command's own rule (``launch.gpus``): the two
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,11 +17,12 @@ import psutil
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.data.parts import PART_BYTES
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
-from r3train.doctor.machine import Node, check_disk
+from r3train.doctor.machine import Node, check_disk, existing_parent
 from r3train.doctor.model import Weights, count_weights, read_stages
 from r3train.launch.gpus import server_gpus
-from r3train.routing.layers import layers_by_stage
+from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
 
 if TYPE_CHECKING:
     from r3train.hf_checkpoint import TensorKind
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 PROCESS_BYTES = 1 << 29
 # SGLang's own choice leaves 10 GiB of a large GPU, and more for CUDA graphs
 _DEFAULT_FRACTION = 0.85
+# of a record and of its two log lines, as they are and compressed: of Qwen3-30B-A3B at 16 microbatches
+_RECORD_BYTES, _RECORD_COMPRESSED = 750, 75
+_LINES_BYTES, _LINES_COMPRESSED = 300, 12
 # CUDA's context, NCCL's buffers, the allocator's fragments
 _GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
@@ -229,9 +234,7 @@ def longest_prompt(config: RunConfig, hf: HfModelFacts) -> int:
 
 def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
     """Bytes of the routes of a token, of the longest sample, and of a rollout of such samples."""
-    shape = hf.route_shape
-    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
-    tokens = min(context, config.rollout.longest_sample(longest_prompt(config, hf)))
+    shape, tokens = hf.route_shape, longest_sample(config, hf)
     slots = hf.num_hidden_layers * hf.num_experts_per_tok
     row = slots * shape.dtype.itemsize
     sample, on_wire = (tokens - 1) * row, (tokens - 1) * slots * 4 * 4 // 3  # int32 in base64
@@ -240,6 +243,45 @@ def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
         f"{row} B a token; a sample of {tokens} tokens {amount(sample)} ({amount(on_wire)} on the "
         f"wire); at most {amount(sample * config.samples_per_rollout)} a rollout on rank 0",
     )
+
+
+def check_evidence_room(
+    config: RunConfig, hf: HfModelFacts, world_size: int, free: float
+) -> Finding:
+    """Bytes of the whole run's R3 evidence and its log lines, beside the ``free`` ones.
+
+    Of every call their number depends on how samples fill microbatches; it is that of full-length samples.
+    """
+    parallel, steps = config.parallel, config.rollout.num_rollout
+    recomputed = recomputed_moe_layers(parallel, config.model, hf)
+    places = len(hf.moe_layer_numbers) * len(config.replay_passes) + len(recomputed)
+    sums = places * (world_size // parallel.pipeline_model_parallel_size) * steps
+    samples = ceil(config.samples_per_step / max(1, world_size // parallel.dense_ranks))
+    tokens = config.trainer.max_tokens_per_gpu * parallel.context_parallel_size
+    microbatches = ceil(samples / max(1, tokens // longest_sample(config, hf)))
+    calls = sums * config.steps_per_rollout * microbatches
+    latest = world_size * PART_BYTES
+    summed = sums * (_RECORD_COMPRESSED + _LINES_COMPRESSED)
+    summed += min(latest, sums * _RECORD_BYTES) + min(latest, sums * _LINES_BYTES)
+    whole = calls * (_RECORD_COMPRESSED + _LINES_BYTES) + min(latest, calls * _RECORD_BYTES)
+    of = f"of {steps:,} steps on {world_size} ranks"
+    if config.sums_evidence:
+        needed, text = summed, f"about {amount(summed)} {of}, summed"
+    else:
+        needed, text = whole, (
+            f"at most {amount(whole)} {of}, a record and two log lines a router call; "
+            f"{amount(summed)} with --r3-evidence summed"
+        )
+    if needed > free:
+        remedy = "free room there" if config.sums_evidence else "--r3-evidence summed"
+        return warning("evidence estimate", f"{text}; {amount(free)} are free", remedy)
+    return fact("evidence estimate", text)
+
+
+def longest_sample(config: RunConfig, hf: HfModelFacts) -> int:
+    """Tokens of the longest sample that a rollout can have."""
+    context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
+    return min(context, config.rollout.longest_sample(longest_prompt(config, hf)))
 
 
 def check_room(
@@ -281,6 +323,9 @@ def check_room(
     yield fact("memory estimate", text)
     if config.replay.use_rollout_routing_replay and hf.is_moe:
         yield route_estimate(config, hf)
+    if config.r3_check_enabled and hf.is_moe:
+        free = shutil.disk_usage(existing_parent(run_dir)).free
+        yield check_evidence_room(config, hf, node.world_size, free)
 
 
 def check_host_memory(available: float, parts: dict[str, float]) -> Finding:

@@ -14,10 +14,11 @@ from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import command, memory
 from r3train.doctor.machine import Node
-from r3train.doctor.finding import OK, PROBLEM, WARNING, Finding
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import estimate
 from r3train.doctor.model import read_weights
 from tests.unit.doctor_setups import config_of, diagnose
+from tests.unit.hf_model import facts
 
 GIB = 1 << 30
 
@@ -81,6 +82,28 @@ def test_estimates_follow_the_shapes(tiny):
     # 4 layers of top 2 in a byte each, 67 rows of 68 tokens, 128 samples
     text = memory.route_estimate(config, hf).text
     assert "8 B a token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
+
+
+def test_the_evidence_of_a_cluster_run_is_told_before_it_is_written(tiny):
+    """64 ranks, 48 layers, 16 microbatches, 2,000 steps; one pass, each sample a microbatch."""
+    given = dict(
+        enable_r3_correctness_check=True,
+        num_rollout=2000,
+        rollout_batch_size=128,
+        n_samples_per_prompt=8,
+        max_tokens_per_gpu=512,
+        rollout_max_response_len=500,
+    )
+    hf = facts(num_hidden_layers=48, moe_layer_numbers=tuple(range(1, 49)))
+    calls, summed = (config_of(tiny, r3_evidence=e, **given) for e in ("calls", "summed"))
+    of_calls, of_sums = (memory.check_evidence_room(c, hf, 64, 1e12) for c in (calls, summed))
+    assert of_sums.text == "about 1021.8 MiB of 2,000 steps on 64 ranks, summed"
+    assert "at most 34.6 GiB of 2,000 steps" in of_calls.text
+    assert of_calls.text.endswith("; 1021.8 MiB with --r3-evidence summed")
+    (warned, fits) = (memory.check_evidence_room(c, hf, 64, 2e9) for c in (calls, summed))
+    assert (warned.level, warned.remedy) == (WARNING, "--r3-evidence summed")
+    assert fits.level == FACT
+    assert any(f.subject == "evidence estimate" for f in diagnose(calls, 2))
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
