@@ -17,18 +17,19 @@ from functools import cache
 from itertools import chain
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from r3train.config.families import FAMILIES, has_fused_experts, model_type_of
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
 from r3train.config.tensor_shapes import fits, tensor_shapes
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
+if TYPE_CHECKING:  # a dry run reads headers, and torch takes seconds to import
+    import torch
+
+NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 SHARD_BYTES = 5 * 1024**3
 MARKER = "r3train_export.json"
@@ -62,6 +63,8 @@ class TensorKind:
 
     @property
     def num_bytes(self) -> int:
+        import torch
+
         return self.num_elements * getattr(torch, self.dtype).itemsize
 
     def __str__(self) -> str:
@@ -138,6 +141,8 @@ def identity(directory: Path) -> str:
     It does not depend on the shards.  Training moves all rows of a matrix, so another model of the same
     shape has another digest, and a large checkpoint need not be read whole.
     """
+    import torch
+
     digest = hashlib.sha256((directory / "config.json").read_bytes())
     rows: dict[str, bytes] = {}
     for file in weight_files(directory):
@@ -267,6 +272,8 @@ def write_shards(
     Returns (tensors, bytes, shards).  Raises ValueError for a fused expert name, a name that comes
     twice, or no tensor.
     """
+    from safetensors.torch import save_file
+
     shard: dict[str, torch.Tensor] = {}
     shard_of: dict[str, int] = {}
     size = total = num_shards = 0

@@ -12,16 +12,17 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import MARKER, read_header, read_headers
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
@@ -59,6 +60,8 @@ def write_adapter(
     factors: (PATH.lora_A, [rank, in]) and (PATH.lora_B, [out, rank]), PATH a linear's on disk: each of
     the base's targets once.  packed: for SGLang alone, see ``_packed``.
     """
+    from safetensors.torch import save_file
+
     expected = _expected(settings, hf)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -119,6 +122,8 @@ def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     SGLang 0.5.23 serves both forms alike, bit for bit, and loads this one about 12 times as fast (48
     layers of 128 experts: 672 tensors and not 37,248).  PEFT does not read it.
     """
+    import torch
+
     packed: dict[str, torch.Tensor] = {}
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors.items():

@@ -6,8 +6,6 @@ torchvision's import registers fake kernels for are never defined and the import
 
 from __future__ import annotations
 
-import torch
-
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -17,6 +15,8 @@ def declare_torchvision_ops() -> None:
     Call it before anything imports transformers or torchvision.  The schema is enough: nothing
     here calls the ops.  Safe to call again, and does nothing with a CUDA build of torch.
     """
+    import torch
+
     if torch.version.cuda is not None:
         return
     for op in ("nms", "qnms"):

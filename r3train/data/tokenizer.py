@@ -27,20 +27,28 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         )
     if (directory / "tokenizer.json").is_file():
         _check_ids(directory / "tokenizer.json")
-    from r3train.torchvision_stub import declare_torchvision_ops
-
-    declare_torchvision_ops()
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    # tokenizer.json as it is: for some model types, Qwen3.5's among them, AutoTokenizer takes another class
-    as_it_is = _class_name(directory) == "TokenizersBackend"
     try:
-        loader = PreTrainedTokenizerFast if as_it_is else AutoTokenizer
-        tokenizer = loader.from_pretrained(directory, local_files_only=True)
+        tokenizer = _loader(directory).from_pretrained(directory, local_files_only=True)
         tokenizer.encode("a")  # a length that is no number shows at the first use
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise bare Exception for a bad file
         raise ValueError(f"{directory}: cannot load the tokenizer: {error}") from error
+
+
+def _loader(directory: Path) -> Any:
+    """Return the class that loads the tokenizer; AutoTokenizer's import takes torch and seconds."""
+    if _class_name(directory) == "TokenizersBackend":
+        # tokenizer.json as it is: for some model types, Qwen3.5's among them, AutoTokenizer takes
+        # another class
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from r3train.torchvision_stub import declare_torchvision_ops
+
+    declare_torchvision_ops()
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _class_name(directory: Path) -> object:

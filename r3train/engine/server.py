@@ -15,6 +15,7 @@ from pathlib import Path
 
 from r3train.config.families import model_type_of
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
+from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
 from r3train.engine.flags import check_server_flags
@@ -112,12 +113,6 @@ def server_flags(args: Mapping[str, object]) -> list[str]:
     return flags
 
 
-def _has_cuda() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 class SGLangServer:
     """One SGLang server (``engine/launch_server.py``) and everything that it starts.
 
@@ -185,7 +180,7 @@ class SGLangServer:
 
     def command(self) -> list[str]:
         """The server's command line, without the guard."""
-        device = self.device or ("cuda" if _has_cuda() else "cpu")
+        device = self.device or ("cuda" if visible_gpus() else "cpu")
         model_type = model_type_of(Path(self.model_path))
         args: dict[str, object] = {
             "dtype": self.dtype,
@@ -224,8 +219,6 @@ class SGLangServer:
         It holds the key, and for gloo the network interface of the server's host, unless
         GLOO_SOCKET_IFNAME names one.
         """
-        from r3train.host_group import set_nccl_defaults  # imports torch
-
         env = inherited(os.environ, self.env_names)
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
         set_nccl_defaults(env)  # as in the ranks, on the weight group's other side
@@ -236,7 +229,7 @@ class SGLangServer:
         if interface is not None:
             # gloo would choose the interface of the host name, which is loopback on many nodes
             env.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if (self.device or ("cuda" if _has_cuda() else "cpu")) == "cpu":
+        if (self.device or ("cuda" if visible_gpus() else "cpu")) == "cpu":
             env["OMP_NUM_THREADS"] = "1"
             # states of linear attention are bfloat16 otherwise, whatever the dtype
             env.setdefault("SGLANG_MAMBA_CONV_DTYPE", self.dtype)

@@ -7,21 +7,22 @@ import sys
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.engine.backend import EngineError
 from r3train.generation.evaluate import EvalSet, Row, evaluate
-from r3train.launch.engines import Engines
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.job import Job, eval_settings
 from r3train.launch.preflight import preflight_evaluation
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit
-from r3train.loop.evaluation import write_evaluation
-from r3train.loop.routes import RoutesOnRank0
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
+
+if TYPE_CHECKING:
+    from r3train.launch.engines import Engines
 
 # fields that a configuration needs and an evaluation does not
 _UNUSED = ("--num-rollout", "1", "--rollout-batch-size", "1", "--prompt-data", "none")
@@ -99,6 +100,11 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
 
 def _run(job: Job, run_dir: Path, display: RunDisplay) -> list[str]:
     """Evaluate every set and write it; returns the names of those that failed."""
+    # they import torch, which --help does without
+    from r3train.launch.engines import Engines
+    from r3train.loop.evaluation import write_evaluation
+    from r3train.loop.routes import RoutesOnRank0
+
     settings, failed = eval_settings(job), []
     engines = Engines(job, run_dir, display, 0, RoutesOnRank0(None, ()))
     try:

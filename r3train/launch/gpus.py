@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 
 from r3train.config import RunConfig
+from r3train.cuda_environment import visible_gpus
 
 # each size with its alias; parallel attention uses the GPUs of tensor parallelism
 _SIZES = (
@@ -38,9 +39,7 @@ def torchruns_number(name: str, default: int) -> int:
 
 def server_gpus_here(config: RunConfig, num_ranks: int | None = None) -> list[range]:
     """Return ``server_gpus`` of this node; for rank 0.  num_ranks: None means as torchrun says."""
-    import torch
-
-    num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    num_visible = visible_gpus()
     if num_ranks is None:
         fitting = ranks_that_fit(torchruns_number("WORLD_SIZE", 1), num_visible)
         num_ranks = torchruns_number("LOCAL_WORLD_SIZE", fitting)

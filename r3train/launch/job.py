@@ -10,6 +10,7 @@ from r3train.config import RunConfig
 from r3train.config.evaluation import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import plain
+from r3train.cuda_environment import RANK_DEFAULTS
 from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.tokenizer import stop_token
@@ -90,8 +91,6 @@ class JobWarning:
 
 def would_run(job: Job, world_size: int) -> list[str]:
     """Lines that say what a run of the job would do, for its dry run."""
-    from r3train.host_group import RANK_DEFAULTS
-
     config, lengths = job.config, sorted(len(prompt.token_ids) for prompt in job.prompts)
     rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
     kind = "conversations" if config.learns_conversations else "prompts"

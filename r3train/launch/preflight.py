@@ -20,6 +20,7 @@ from r3train.config.eval_checks import eval_conflicts
 from r3train.config.families import FAMILIES, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, OF_TEXT_AND_IMAGES, read_hf_facts
 from r3train.config.sources import ConfigError
+from r3train.cuda_environment import visible_gpus
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
@@ -348,15 +349,12 @@ def check_export_directories(config: RunConfig) -> None:
 
 def check_layers_here(config: RunConfig) -> None:
     """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
-    import torch
+    on_cuda = bool(visible_gpus())
+    if on_cuda:  # a login node without a device is no reason to refuse
+        from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 
-    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
-
-    if torch.cuda.is_available():  # a login node without a device is no reason to refuse
         uses_transformer_engine(config.model.attention_backend, on_cuda=True)
-    if config.lora.enabled and (
-        torch.cuda.is_available() or config.model.attention_backend not in ("auto", "local")
-    ):
+    if config.lora.enabled and (on_cuda or config.model.attention_backend not in ("auto", "local")):
         raise ValueError(
             "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"
             " of Transformer Engine, which a CUDA device needs, have none yet"
@@ -365,9 +363,7 @@ def check_layers_here(config: RunConfig) -> None:
 
 def check_memory_history(config: RunConfig) -> None:
     """Raise ValueError for --record-memory-history where no CUDA device is visible."""
-    import torch
-
-    if config.run.record_memory_history and not torch.cuda.is_available():
+    if config.run.record_memory_history and not visible_gpus():
         raise ValueError(
             "--record-memory-history records the memory of CUDA devices, and none is visible here"
         )

@@ -13,8 +13,7 @@ from typing import Any
 from r3train.config import RunConfig
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
-from r3train.loop.keeper import BUFFER_FILE, HAS_BUFFER
-from r3train.loop.rollout_file import holds_field, read_samples
+from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, holds_field, read_samples
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 

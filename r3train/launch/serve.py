@@ -17,6 +17,7 @@ import click
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
+from r3train.cuda_environment import visible_gpus
 from r3train.launch.gpus import served_gpus
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
@@ -68,9 +69,7 @@ def serve(
     config = parse_train_flags(flags, prog_name="serve")
     if not config.run.dry_run:  # before torch is imported, which takes long
         click.echo(f"starting SGLang for {config.model.hf_checkpoint} ...")
-    import torch
-
-    num_visible = torch.cuda.device_count()
+    num_visible = visible_gpus()
     if config.run.dry_run and num_gpus is not None and not num_visible:
         num_visible = num_gpus * (local_index + 1)
     with usage_errors():

@@ -15,17 +15,15 @@ from r3train.data.fingerprint import FileFingerprint
 from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
 from r3train.loop.replay_source import InjectedRollouts, dump_rollout
-from r3train.loop.rollout_file import write_samples
+from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, write_samples
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.types import RolloutSample, Scored
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.checkpoint import Checkpointer
 
-BUFFER_FILE = "buffer.safetensors"
 CONFIG_FILE = "config.toml"
 ANOTHER_RANK = "a signal to another rank"
-HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 
 
 class Keeper:

@@ -20,7 +20,8 @@ from safetensors.numpy import load, save
 
 from r3train.types import Prompt, RolloutSample, Scored
 
-
+BUFFER_FILE = "buffer.safetensors"  # of a checkpoint: samples that wait to be trained
+HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 _FORMAT = "r3train-samples-1"
 # each prompt is written once; its fields are arrays over the file's prompts
 _NOT_IN_FILES = ("prompt", "decoded", "decoded_kept")

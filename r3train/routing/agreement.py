@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import comb, log
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:  # an audit of evidence needs ``chance_levels`` alone
+    import torch
 
 
 def shared_experts(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
@@ -39,7 +41,7 @@ def drift_of_layer(
     ``dead_experts`` are those that no row chose.
     """
     share = load / load.sum()
-    entropy = float(-torch.xlogy(share, share).sum()) / log(len(load)) if len(load) > 1 else 1.0
+    entropy = float(-share.xlogy(share).sum()) / log(len(load)) if len(load) > 1 else 1.0
     return {
         "left": rows_left / rows,
         "gate_mass": gate_mass / rows,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import train_async
 from r3train.config.parallel import ParallelSection
 from r3train.engine.server import SGLangServer
-from r3train.host_group import NCCL_DEFAULTS, RANK_DEFAULTS
+from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import scatter
 from r3train.trainer.megatron.cpu_device import prepare_device
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from r3train.algo.losses.cispo import cispo
-from r3train.algo.losses.dppo import dppo_kl, dppo_tv
-from r3train.algo.losses.ppo import gspo, ppo
-from r3train.algo.losses.sft import sft
-from r3train.algo.policy_loss import PolicyLoss, metric_names, rows_without_values
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import find_plug, guest, require_function
+from typing import TYPE_CHECKING
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {
-    "cispo": cispo,
-    "dppo_kl": dppo_kl,
-    "dppo_tv": dppo_tv,
-    "gspo": gspo,
-    "ppo": ppo,
+from r3train.config.algorithm import AlgorithmSection
+from r3train.plugs import find_plug, guest, import_plug, require_function
+
+if TYPE_CHECKING:
+    from r3train.algo.policy_loss import PolicyLoss
+    from r3train.algo.rows import LossRows, RowLoss
+
+# import paths: a dry run knows the names without torch
+POLICY_LOSSES = {
+    "cispo": "r3train.algo.losses.cispo:cispo",
+    "dppo_kl": "r3train.algo.losses.dppo:dppo_kl",
+    "dppo_tv": "r3train.algo.losses.dppo:dppo_tv",
+    "gspo": "r3train.algo.losses.ppo:gspo",
+    "ppo": "r3train.algo.losses.ppo:ppo",
 }
 _FLAG = "--policy-loss"
 
@@ -27,7 +28,10 @@ def get_policy_loss(name: str) -> PolicyLoss:
     Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, and
     for anything but a plain function (rows, algorithm).
     """
-    return require_function(_FLAG, name, find_plug(_FLAG, name, POLICY_LOSSES), "rows", "algorithm")
+    found = find_plug(_FLAG, name, POLICY_LOSSES)
+    if isinstance(found, str):
+        found = import_plug(_FLAG, found)
+    return require_function(_FLAG, name, found, "rows", "algorithm")
 
 
 def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
@@ -36,6 +40,8 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     Whatever a loss by import path raises names it.
     """
     if algorithm.loss_type == "sft":
+        from r3train.algo.losses.sft import sft
+
         return sft
     name = algorithm.policy_loss
     policy_loss = get_policy_loss(name)
@@ -54,8 +60,14 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
     Refuses a loss that raises, that waits for the device, that returns anything but a ``RowLoss``
     with one value for each row and a gradient, or that reuses the name of another part's metric.
+    A loss of ours is not run: tests do that, and torch takes seconds to import.
     """
     name = algorithm.policy_loss
+    if name in POLICY_LOSSES:
+        return
+    from r3train.algo.policy_loss import metric_names, rows_without_values
+    from r3train.algo.rows import RowLoss
+
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
     with guest(f"{_FLAG} {name}: on rows of a meta device"):
@@ -82,4 +94,6 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
 
 def _without_metrics(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+    from r3train.algo.rows import RowLoss
+
     return RowLoss(rows.log_probs)

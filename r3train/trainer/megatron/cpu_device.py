@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from r3train.host_group import set_rank_defaults
+from r3train.cuda_environment import set_rank_defaults
 
 _installed = False
 
@@ -26,7 +26,7 @@ def prepare_device() -> torch.device:
     """Return the device of this rank; without CUDA, adapt megatron-core first.
 
     It may be called again.  Returns ``cuda:LOCAL_RANK``, which is then the current device, or ``cpu``.
-    On CUDA it sets a rank's environment first (``host_group.set_rank_defaults``).
+    On CUDA it sets a rank's environment first (``cuda_environment.set_rank_defaults``).
     Without torchrun's LOCAL_RANK it is ``cuda:0``.
     """
     if torch.cuda.is_available():

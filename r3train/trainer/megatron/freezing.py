@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import read_headers
-from r3train.trainer.megatron.hf_bridge import hf_names
+
+if TYPE_CHECKING:
+    import torch
 
 
 def check_freezing(config: RunConfig, hf: HfModelFacts) -> None:
@@ -59,6 +59,8 @@ def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) ->
     trainer = config.trainer
     if not (trainer.freeze_moe_router or trainer.freeze_params):
         return
+    from r3train.trainer.megatron.hf_bridge import hf_names
+
     for chunk in chunks:
         for names, parameter in hf_names(bridge, chunk):
             matched = [n for n in names if any(re.search(r, n) for r in trainer.freeze_params)]
@@ -87,6 +89,8 @@ def let_gradients_pass(chunk: torch.nn.Module) -> None:
     Megatron recomputes a layer only if its input requires one: behind a frozen embedding all layers of
     the stage would silently train on no gradient at all.
     """
+    import torch
+
     embedding = getattr(chunk, "embedding", None)
     if embedding is not None and not any(p.requires_grad for p in embedding.parameters()):
         embedding.register_forward_hook(

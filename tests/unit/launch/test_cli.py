@@ -41,13 +41,37 @@ def model(tmp_path_factory) -> Path:
     return output
 
 
-def test_help_needs_no_torch():
-    code = (
-        "import sys; from r3train.cli import main\n"
-        "main(['--help'], standalone_mode=False)\n"
-        "sys.exit('torch' in sys.modules)"
+_WITHOUT_TORCH = """
+import sys
+from importlib import import_module
+from r3train.cli import SUBCOMMANDS, main as tools
+from train_async import main
+
+def check(what):
+    taken = {"torch", "megatron", "sglang"} & sys.modules.keys()
+    assert not taken, f"{what} has imported {taken}"
+
+tools(["--help"], standalone_mode=False)
+main(["--help"], standalone_mode=False)
+check("--help")
+for path, _ in SUBCOMMANDS.values():
+    import_module(path.partition(":")[0])
+    check(f"--help of {path}")
+main(sys.argv[1:], standalone_mode=False)
+check("the dry run")
+"""
+
+
+def test_no_help_and_no_dry_run_imports_torch(model):
+    flags = ["--config", str(ROOT / "configs/tiny_cpu.toml"), "--dry-run", "--world-size", "2"]
+    flags += ["--hf-checkpoint", str(model / "model")]
+    flags += ["--prompt-data", str(model / "prompts.jsonl"), "--use-rollout-routing-replay"]
+    subprocess.run(
+        [sys.executable, "-c", _WITHOUT_TORCH, *flags],
+        check=True,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
     )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_help_names_every_subcommand_and_each_one_is_there():

@@ -308,6 +308,7 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     flags = ["--dry-run", "--attention-backend", backend]
     assert start(tiny, *flags).exit_code == 0  # a login node has no device
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     result = start(tiny, *flags)
     assert result.exit_code == 2, result.output
     named = "hide the device" if backend == "local" else "transformer_engine.pytorch"
