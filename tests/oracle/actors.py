@@ -27,7 +27,7 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
     The values travel through torch's files, so they are tensors, numbers, text and their containers.
     """
     scratch.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     ranks = [
         context.Process(target=_rank, args=(rank, world_size, str(scratch), function, arguments))
         for rank in range(world_size)
@@ -42,6 +42,15 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
             process.kill()
     assert codes == [0] * world_size, codes
     return [torch.load(scratch / f"rank{rank}.pt") for rank in range(world_size)]
+
+
+def rank_context() -> Any:
+    """multiprocessing's way to start ranks: forks of one process that has imported what they need."""
+    if torch.cuda.is_available():  # it does not survive a fork
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.oracle.imported"])
+    return context
 
 
 def _rank(rank: int, world_size: int, scratch: str, function: Callable, arguments: tuple) -> None:

@@ -6,7 +6,6 @@ router's gradient, summed over both, is held against the loss's formula over the
 
 from __future__ import annotations
 
-import multiprocessing
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from r3train.types import RankSlice
+from tests.oracle.actors import rank_context
 
 HIDDEN, EXPERTS, TOPK, ROWS, REAL, COEFF = 8, 6, 2, 6, 10, 0.5
 
@@ -121,7 +121,7 @@ def router_gradient(rank: int, store: str, masked: bool, results) -> None:
 
 
 def gradient_of_both_ranks(tmp_path: Path, masked: bool) -> torch.Tensor:
-    context = multiprocessing.get_context("spawn")
+    context = rank_context()
     results = context.Queue()
     ranks = [
         context.Process(
@@ -144,7 +144,9 @@ def test_the_gradient_is_that_of_the_real_rows_whichever_rank_holds_the_padding(
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-7)
 
 
+# verify plants it too: padding_counted
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_without_the_mask_the_gradient_would_be_another(tmp_path):
     got, expected = gradient_of_both_ranks(tmp_path, masked=False), expected_gradient()
     assert (got - expected).norm() > 0.05 * expected.norm()

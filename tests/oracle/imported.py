@@ -1,0 +1,11 @@
+"""Imports of a rank, in the order of a job: the process that imports this is forked into ranks."""
+
+import torch
+
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+torch.set_num_threads(1)
+prepare_device()
+
+import r3train.launch.actor  # noqa: E402, F401
+import r3train.verify.worker  # noqa: E402, F401
