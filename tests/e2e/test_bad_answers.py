@@ -50,13 +50,11 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     assert output(run_dir).count("the prompt file has changed since the run began") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "spoiler, delay_s, got, expected",
     [
-        pytest.param(
-            *("far_expert", 0.0, str(FAR_EXPERT), "expert"),
-            marks=pytest.mark.slow,
-        ),
+        ("far_expert", 0.0, str(FAR_EXPERT), "expert"),
         # slower than a step: found when the update waits for requests, not when training does
         ("cut", 1.0, "the body ended after", "expected"),
     ],

@@ -115,6 +115,8 @@ def test_asynchronous_saves_leave_the_last_two_whole_and_nothing_else(replayed):
     assert pointer(directory) == 6
 
 
+# with the server too in test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
+@pytest.mark.slow
 def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, replay, replayed):
     flags = [*base, *replay, "--num-rollout", "6", "--save", str(tmp_path / "ck")]
     killed = tmp_path / "killed"
@@ -301,7 +303,9 @@ def test_the_model_alone_loads_into_another_topology(tmp_path, base, dumped, rep
     assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
 
 
-@pytest.mark.parametrize("fault", ["nan_once", pytest.param("inf_once", marks=pytest.mark.slow)])
+# tests/oracle/test_algorithm.py and test_optimizer_steps.py hold a skipped step against an oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["nan_once", "inf_once"])
 def test_one_step_that_is_not_finite_is_skipped(fault, tmp_path, base, replay):
     flags = [*base, *replay, "--num-rollout", "4", "--max-bad-steps", "2"]
     once = jobs.run(tmp_path / "run", *flags, "--plant-fault", fault)
@@ -370,6 +374,7 @@ def test_a_disk_that_is_really_full_leaves_the_checkpoint_before_it(
     assert resumed.code == 0 and [m["step"] for m in resumed.metrics()] == [1]
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_a_checkpoint_the_samples_that_it_had(
     small_disk, tmp_path, base, engine
 ):

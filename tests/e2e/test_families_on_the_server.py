@@ -31,14 +31,8 @@ from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
 
-# those that stand for the others where every push is tested; both have latent attention
-ON_EVERY_SERVER, IN_EVERY_JOB = "deepseek_v3", "kimi_k2"
 # SGLang keeps gpt-oss's sinks in bfloat16; the delta rule sums token by token
 LOOSE = {"gpt_oss": 1e-3, "qwen3_next": 3e-5, "qwen3_5_moe": 3e-5}
-SERVED = [
-    pytest.param(family, marks=() if family == ON_EVERY_SERVER else pytest.mark.slow)
-    for family in TINY_FAMILIES
-]
 # the way that weights take to the server, and how the job's two ranks share the model
 WAYS = {
     "broadcast, ep2": (),
@@ -47,7 +41,8 @@ WAYS = {
         *("--tensor-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
     ),
 }
-FAST_JOB = (IN_EVERY_JOB, "broadcast, ep2")
+# it stands for the others where every push is tested; it has latent attention
+FAST_JOB = ("kimi_k2", "broadcast, ep2")
 JOBS = [
     pytest.param(*job, marks=() if job == FAST_JOB else pytest.mark.slow)
     for job in product(TINY_FAMILIES, WAYS)
@@ -122,7 +117,9 @@ def trainer_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("family", SERVED)
+# where every push is tested, test_sglang_server.py does this with the demo's family
+@pytest.mark.slow
+@pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_updates(
     family, tmp_path, trainer_group
 ):

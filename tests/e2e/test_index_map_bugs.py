@@ -49,7 +49,7 @@ def test_a_run_without_a_bug_passes(parallel, tmp_path, tiny_flags, engine):
 @pytest.mark.parametrize(
     "bug, parallel",
     [
-        ("tp_ranks_reversed", TP2),
+        pytest.param("tp_ranks_reversed", TP2, marks=pytest.mark.slow),
         ("contiguous_cp", CP2),
         pytest.param("cp_halves_swapped", CP2, marks=pytest.mark.slow),
     ],

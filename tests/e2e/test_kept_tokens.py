@@ -47,6 +47,8 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
     assert audit["numbers"]["rows_of_kept_tokens"] == 3 * drawn  # in three passes
 
 
+# tests/oracle/test_kept_tokens.py plants the same bug in ranks
+@pytest.mark.slow
 def test_without_the_kept_tokens_log_probs_are_off_and_the_proof_fails(
     tmp_path, tiny_flags, engine
 ):

@@ -90,7 +90,9 @@ def checkpoint(tmp_path_factory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def run(request, checkpoint, tmp_path_factory):
     run_dir = tmp_path_factory.mktemp("run")
     hf = read_hf_facts(checkpoint)

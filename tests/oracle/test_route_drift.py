@@ -98,7 +98,13 @@ def live(logits: torch.Tensor, bias: torch.Tensor | None, topk: int) -> tuple:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "variant, reuse", [("moe4", False), ("pre_softmax", False), ("glm", False), ("moe4", True)]
+    "variant, reuse",
+    [
+        pytest.param("moe4", False, marks=pytest.mark.slow),
+        pytest.param("pre_softmax", False, marks=pytest.mark.slow),
+        ("glm", False),
+        ("moe4", True),
+    ],
 )
 def test_the_drift_of_each_layer_is_that_of_its_rows(variant, reuse, tmp_path):
     """With softmax over logits, and with sigmoids whose expert bias is no part of the gate."""

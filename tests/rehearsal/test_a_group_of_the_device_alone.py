@@ -26,7 +26,7 @@ SPLITS = {
 }
 
 
-@pytest.fixture(scope="module", params=list(SPLITS))
+@pytest.fixture(scope="module", params=["tensors", pytest.param("layers", marks=pytest.mark.slow)])
 def rehearsed(request, tmp_path_factory) -> tuple[jobs.Job, list[dict]]:
     """One rollout from a file through two ranks, a checkpoint, an export; what each rank sent."""
     directory = tmp_path_factory.mktemp("device_alone")
