@@ -46,11 +46,6 @@ def split_uids(uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return uids >> _POSITION_BITS, uids & ((1 << _POSITION_BITS) - 1)
 
 
-def describe_uid(uid: int) -> str:
-    """A token uid in words, for messages."""
-    return f"sample {uid >> _POSITION_BITS} position {uid & ((1 << _POSITION_BITS) - 1)}"
-
-
 def rollout_fingerprint(
     sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray, first_position: int = 0
 ) -> np.ndarray:
