@@ -238,11 +238,13 @@ def test_answers_of_other_weights_under_the_same_label_are_found(server, models,
     noise = measured_noise(zip(samples, right), list(LAYERS))[0]
     assert noise.is_exact
     control.update_weights_from_disk(str(models[1]), weight_version=0)
+    margins = []
     for sample, stale in zip(samples, again(server, samples), strict=True):
         record = compare(0, sample, stale, noise, list(LAYERS), log_probs=True)
-        most = limit(record.num_rows, 0.0)
-        assert min(record.rows_differ.values()) > 10 * most, (record.rows_differ, most)
+        margins.append(min(record.rows_differ.values()) / limit(record.num_rows, 0.0))
         assert len(rescored_failures(record)) == NUM_LAYERS
+    print(f"other weights: {min(margins):.1f} to {max(margins):.1f} times")
+    assert min(margins) > 10, margins
 
 
 def test_a_server_that_holds_another_version_than_the_sample_is_found(server, models, control):
@@ -324,6 +326,7 @@ def test_rows_of_retracted_answers_are_found_where_they_are_accepted(small_serve
     retracted = {s.sample_id for s in samples if s.num_retractions}
     failed = [r for r in records if rescored_failures(r)]
     assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
-    for record in failed:
-        # prompt rows of the newer weights, under tokens that claim the older
-        assert min(record.rows_differ.values()) >= 5 * limit(record.num_rows, 0.0), record
+    # prompt rows of the newer weights, under tokens that claim the older
+    margins = [min(r.rows_differ.values()) / limit(r.num_rows, 0.0) for r in failed]
+    print(f"accept: {len(failed)} samples, {min(margins):.1f} to {max(margins):.1f} times")
+    assert min(margins) >= 5, failed

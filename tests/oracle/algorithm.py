@@ -324,6 +324,7 @@ class Rows:
     teacher: Tensor
     rollout: Tensor
     advantage: Tensor
+    age: Tensor  # rollouts between the weights that drew the token and this one
 
 
 class Bounds:
@@ -451,6 +452,9 @@ def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
         bounds.near(moved, rule.opsm_delta)
         terms["opsm_dropped_share"] = (rows.advantage < 0) & (moved > rule.opsm_delta)
         policy = torch.where(terms["opsm_dropped_share"], 0.0, policy)
+    dropped = [t for n, t in terms.items() if n in ("rs_rejected_share", "opsm_dropped_share")]
+    if dropped:
+        terms["dropped_share"] = torch.stack(dropped).any(0)
     x = rows.new - rows.ref
     kl = {"k1": x, "k2": x**2 / 2, "k3": (-x).exp() - 1 + x}
     kl["k3+"] = kl["k3"].detach() + kl["k2"] - kl["k2"].detach()
@@ -468,12 +472,19 @@ _WEIGHED = ("loss", "pg_loss", "kl", "entropy")
 
 def loss_of(
     samples: Sequence[Rows], rule: Rule, bounds: Bounds
-) -> tuple[Tensor, dict[str, tuple[float, float]]]:
+) -> tuple[Tensor, dict[str, tuple[float, float]], dict[str, list[float]]]:
     """The loss of a step, and every metric as (value, size of what it is a sum of).
 
-    samples: those with a trained token.
+    samples: those with a trained token.  Also returns what rejection and weights did to every token
+    of each age.
     """
     found = [sample_terms(rows, rule, bounds) for rows in samples]
+    by_age: dict[str, list[float]] = {}
+    for rows, terms in zip(samples, found):
+        for name in terms.keys() & {"tis_weight", "dropped_share"}:
+            for age, value in zip(rows.age.tolist(), terms[name].detach().tolist()):
+                by_age.setdefault(f"{name}_age_{age}", []).append(float(value))
+        terms.pop("dropped_share", None)
     count, tokens = len(samples), sum(len(rows.new) for rows in samples)
     loss, metrics = torch.zeros(()), {}
     for name in found[0]:
@@ -528,7 +539,7 @@ def loss_of(
     for name in ("chi2_token", "tis_weight", "tis_ratio", "ess", "ppl_actor", "ppl_rollout"):
         if name in metrics:
             metrics[name] = metrics[name][0], metrics[name][1] * float(old.abs().mean())
-    return loss, metrics
+    return loss, metrics, by_age
 
 
 def train(
@@ -556,20 +567,28 @@ def train(
             taught = [teacher_log_probs(teacher, variant, s, rule) for s in samples]
         pay = kl_pay(rollout, old, ref, rule)
         scored = list(zip(samples, old, ref, taught, advantages(rollout, rule, pay), strict=True))
-        found = []
+        found, corrected = [], {}
         for first in range(0, len(samples), rule.global_batch_size):
             batch = scored[first : first + rule.global_batch_size]
             rate = learning_rate(rule, steps, total_steps)
-            metrics, margin, moved = _step(weights, variant, batch, rule, descent, rate)
+            metrics, of_ages, margin, moved = _step(
+                weights, variant, batch, rule, descent, rate, len(out.metrics)
+            )
             found.append(metrics)
+            for name, values in of_ages.items():
+                corrected[name] = corrected.get(name, []) + values
             out.margin = min(out.margin, margin)
             steps += moved
         out.metrics.append(_joined(found, "value"))
         out.scales.append(_joined(found, "scale"))
         if rule.loss_type != "sft":
             by_age, scales = age_metrics(rollout, old, len(out.metrics) - 1)
-            out.metrics[-1] |= by_age
+            out.metrics[-1] |= by_age | {n: sum(v) / len(v) for n, v in corrected.items()}
+            # a share is exact, a weight an exponential of log-probs
             out.scales[-1] |= scales
+            for name in corrected:
+                age = name.rpartition("_")[2]
+                out.scales[-1][name] = scales[f"ess_age_{age}"]
         if rule.kl_coef:
             # a difference of log-probs is as exact as they are
             exactness = rule.kl_coef * sum(float(own.abs().sum()) for own in old)
@@ -596,8 +615,12 @@ def _step(
     rule: Rule,
     descent: Descent,
     rate: float,
-) -> tuple[dict[str, tuple[float, float]], float, bool]:
-    """One optimizer step: its metrics as (value, scale), its margin, and True unless it is skipped."""
+    rollout_id: int,
+) -> tuple[dict[str, tuple[float, float]], dict[str, list[float]], float, bool]:
+    """One optimizer step: its metrics as (value, scale), ``loss_of``'s values by age, its margin.
+
+    Also returns True unless the step is skipped.
+    """
     tables, traces, bounds = [], [], Bounds()
     for sample, old, ref, taught, advantage in batch:
         new, entropy, trace = predictions(weights, variant, sample, rule.rollout_temperature)
@@ -608,9 +631,10 @@ def _step(
         if rule.loss_type == "sft":  # no engine, and no policy before
             old = rollout = new.detach()
         if kept.any():
-            streams = (new, entropy, old, ref, taught, rollout, of_token)
+            age = rollout_id - torch.from_numpy(sample.weight_versions[1:])
+            streams = (new, entropy, old, ref, taught, rollout, of_token, age)
             tables.append(Rows(*(x[kept] for x in streams)))
-    loss, metrics = loss_of(tables, rule, bounds)
+    loss, metrics, by_age = loss_of(tables, rule, bounds)
     moving = {n: w for n, w in weights.items() if w.requires_grad}
     loss = loss + rule.moe_z_loss_coeff * router_z_loss(traces)
     loss = loss + rule.moe_aux_loss_coeff * load_balancing_loss(traces, variant)
@@ -636,7 +660,7 @@ def _step(
     if moves:
         descent.step(weights, gradients, rate)
         _balance(weights, variant, traces)
-    return metrics, bounds.margin, moves
+    return metrics, by_age, bounds.margin, moves
 
 
 def router_z_loss(traces: Sequence[SampleTrace]) -> Tensor:
