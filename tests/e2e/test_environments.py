@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import groupby
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from tests.e2e import jobs
 from tests.e2e.tool_calculator import use_template
 
+from r3train.cli import main
 from r3train.data.tokenizer import load_tokenizer
 from r3train.environments import Turn
 from r3train.environments.calculator import Calculator
@@ -61,11 +64,9 @@ def as_the_template_writes_them(sample: RolloutSample, tokenizer) -> int:
     return ended
 
 
-@pytest.mark.parametrize("samples", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
-def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_same_losses(
-    samples, calculator, engine, tmp_path
-):
-    flags = [
+def flags_of(calculator, samples: str) -> list[str]:
+    """Flags of a job that plays the calculator; its last rollout hangs."""
+    return [
         *("--hf-checkpoint", str(calculator / "model")),
         *("--prompt-data", str(calculator / "prompts.jsonl"), "--no-rollout-shuffle"),
         *("--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--no-plot", *jobs.FEW_ROWS),
@@ -76,6 +77,13 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
         *("--environment-samples", samples, "--rollout-stop", "<unk>"),
         *("--max-weight-staleness", "0"),  # nothing of the rollout that hangs begins early
     ]
+
+
+@pytest.mark.parametrize("samples", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
+def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_same_losses(
+    samples, calculator, engine, tmp_path
+):
+    flags = flags_of(calculator, samples)
     job = jobs.run(
         tmp_path / "run", *flags, "--rollout-external-engine-addrs", engine, "--dump-rollouts"
     )
@@ -110,3 +118,22 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
     assert not (replayed.run_dir / "logs" / "sglang.log").exists()
     jobs.same_numbers(metrics, replayed.metrics())
     assert [m["rollout/num_samples"] for m in replayed.metrics()] == counts
+
+
+@pytest.mark.slow
+def test_a_turn_with_the_routes_of_earlier_positions_fails_the_check(calculator, engine, tmp_path):
+    job = jobs.run(
+        tmp_path / "run",
+        *(*flags_of(calculator, "turn"), "--num-rollout", "1"),
+        *("--rollout-external-engine-addrs", engine),
+        program=("-m", "tests.e2e.train_with_bug", "routes_of_earlier_positions"),
+    )
+    assert job.code != 0 and "R3 mismatch tokens" in job.output, job.output
+    (metrics,) = job.metrics()
+    assert metrics["r3/passed"] is False
+    checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir), "--json"])
+    (audit,) = json.loads(checked.stdout)["audits"]
+    # fingerprints of the rows as they were decoded, the router's own choices, and the server's again
+    failed = {claim for claim, of in audit["claims"].items() if of == "failed"}
+    assert {"applied", "agreement", "true to sampling"} == failed, audit
+    assert any("fingerprint" in str(finding) for finding in audit["findings"])
