@@ -10,8 +10,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -25,6 +28,9 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
 _PASSED_ON_S = 2.0
+# behind the grace period the process has as long to end by itself, with an exit code of its own
+_GUARD_S = 10.0
+_GUARD = Path(__file__).with_name("stop_guard.py")
 
 
 class StopRequested(Exception):
@@ -38,6 +44,7 @@ class StopSignal:
     a second SIGINT.
     ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
     closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
+    Where code that holds the interpreter keeps it from that, ``stop_guard`` kills it 10 s later.
     """
 
     def __init__(self, grace_s: float):
@@ -47,6 +54,8 @@ class StopSignal:
         self.saved = False
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
+        self._guard: subprocess.Popen | None = None
+        self._to_guard: int | None = None  # the C-level handler writes signals to it
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -56,12 +65,32 @@ class StopSignal:
     def __enter__(self) -> StopSignal:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
+        self._start_guard()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         # the grace period goes on: closing servers, rewards and threads may hang too
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if self._received is None:
+            self._leave_guard()
+            self._guard.wait()
+
+    def _start_guard(self) -> None:
+        read, self._to_guard = os.pipe()
+        os.set_blocking(self._to_guard, False)
+        command = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
+        command += [str(self._grace_s + _GUARD_S), *(str(int(number)) for number in SIGNALS)]
+        self._guard = subprocess.Popen(command, stdin=read, start_new_session=True)
+        os.close(read)
+        signal.set_wakeup_fd(self._to_guard, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=self._leave_guard)  # its signals are not the rank's
+
+    def _leave_guard(self) -> None:
+        if self._to_guard is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._to_guard)
+            self._to_guard = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
