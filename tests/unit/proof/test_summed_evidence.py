@@ -15,6 +15,7 @@ import torch.distributed as dist
 from r3train.data import parts
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
+from r3train.proof.check import StepTotals, sums_of
 from r3train.proof.live import prove_step
 from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
@@ -157,6 +158,33 @@ def test_a_step_in_which_a_misalignment_agrees_better_has_every_call(one_rank, t
     verdict, lines = prove(tmp_path, calls, summed=True)
     assert verdict.passed and len(lines) == len(calls)
     assert audit_run(tmp_path).claims["agreement"] == "failed"
+
+
+def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
+    """Of chunks, recomputations, kept tokens, copies of tokens and slots that were let go."""
+    calls = [
+        replace(with_versions(r), **changes)
+        for r in records_of(0, 0, MICROBATCHES)
+        for changes in (
+            {"fingerprint": (1 << 64) - 5},
+            {"stage": "replay_backward"},
+            {"stage": "sampling_mask", "layer_number": 4, "map_sum": r.replay_idx_sum},
+            {"vp_stage": 1, "layer_number": r.layer_number + 4},
+            {"counts_tokens": False, "rows_recompute_differ": 3},
+            {"slots_let_go": 3, "rows_let_go": 2, "rows_replayed": 98},
+        )
+    ]
+    sums = sums_of(calls)
+    one, other = StepTotals(SHAPE), StepTotals(SHAPE)
+    for call in calls:
+        one.add(call)
+    for call in sums:
+        other.add(call)
+    assert one.cells == other.cells and len(sums) < len(calls) / 3
+    assert sum(s.num_calls for s in sums) == len(calls) == len(set(map(id, calls)))
+    old = [record(0, 0, "train", 1, microbatch_id=m) for m in (2, 1)]  # tells no versions
+    (summed,) = sums_of(old)
+    assert (summed.microbatch_id, summed.num_calls, summed.rows_current) == (1, 2, None)
 
 
 DAMAGES = {
