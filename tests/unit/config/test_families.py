@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from math import prod
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
 from r3train.config.cross_checks import check_model
 from r3train.config.families import FAMILIES, check_family, sent_together, untrained_parts
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.tensor_shapes import fits, tensor_shapes
-from r3train.hf_checkpoint import is_trained, read_headers
+from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
+
+PAGE = Path(__file__).parents[3] / "docs/models.md"
 
 
 @pytest.fixture
@@ -139,6 +145,39 @@ def test_a_published_configuration_is_taken_and_has_the_shapes_of_transformers(
 def test_a_setting_that_makes_it_another_model_is_refused(keys, message, own):
     change(own, **keys)
     assert message in refused(own)
+
+
+def test_the_pages_way_out_of_fp8_makes_a_checkpoint_that_is_taken(tmp_path, monkeypatch):
+    build(tmp_path / "tiny", TinyOptions(family="deepseek_v3", num_layers=2))
+    source, target = tmp_path / "DIRECTORY", tmp_path / "ANOTHER"
+    source.mkdir()
+    copy_all_but_weights(tmp_path / "tiny" / "model", source)
+    config = json.loads((source / "config.json").read_text())
+    quantised = {"quant_method": "fp8", "weight_block_size": [24, 16]}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    tensors, scales, expected = {}, {}, {}
+    for name, w in load_torch(tmp_path / "tiny" / "model" / "model.safetensors").items():
+        tensors[name] = expected[name] = w.bfloat16()
+        if w.dim() == 2 and "_proj" in name:  # no block is whole at the edges
+            rows, columns = (torch.arange(n) for n in w.shape)
+            scale = torch.rand(-(-len(rows) // 24), -(-len(columns) // 16)) + 0.5
+            tensors[name] = w.to(torch.float8_e4m3fn)
+            scales[f"{name}_scale_inv"] = scale
+            each = scale[rows[:, None] // 24, columns // 16]
+            expected[name] = (tensors[name].float() * each).bfloat16()
+    save_torch(tensors, source / "model-1.safetensors")
+    save_torch(scales, source / "model-2.safetensors")
+    with pytest.raises(ValueError, match=r"quantization_config is set \(fp8\)"):
+        check_family(read_hf_facts(source))
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(code, {})
+    hf = read_hf_facts(target)
+    check_family(hf)
+    assert read_headers(target).keys() == expected.keys()
+    written = load_torch(target / "model-1.safetensors")
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    assert (target / "tokenizer.json").is_file()
 
 
 @pytest.fixture(scope="module")
