@@ -1,6 +1,6 @@
 """Bytes a second from SGLang's payload to the routes on the device, and the cost of filling holes.
 
-    decode (base64 int32 -> uint8) -> pack -> slice -> install
+    decode (base64 int32 -> uint8) -> pack -> slice -> install -> serve (every layer, in two passes)
 
 The default is 64 samples x 8192 tokens x 48 layers x top 8 of 128 experts; bytes are those of the
 uint8 routes.  Beside it, in the same run: a plain copy of the wire's bytes, all of which have to be
@@ -35,7 +35,8 @@ from r3train.trainer.megatron.replay import StagedRoutes  # noqa: E402
 from r3train.types import RankTopology, RouteShape  # noqa: E402
 
 SAMPLES_A_MICROBATCH = 4
-STAGES = ("decode", "pack", "slice", "install")
+STAGES = ("decode", "pack", "slice", "install", "serve")
+PASSES = 2  # old log-probs and train, each of which asks for the routes of every layer
 clock = own_clock()
 
 
@@ -95,7 +96,14 @@ class Microbatch:
         )
         shares = timed("slice", lambda: [slice_microbatch(microbatch, p) for p in places])
         staged = timed("install", lambda: StagedRoutes.from_slice(shares[0], self.experts, DEVICE))
+        timed("serve", lambda: self.serve(staged))
         return seconds, staged
+
+    def serve(self, staged: StagedRoutes) -> None:
+        """Read the routes of every layer as its router gets them, in all passes."""
+        for _ in range(PASSES):
+            for column in range(self.layers):
+                staged.routes[:, column].long()
 
 
 def main() -> None:

@@ -185,7 +185,11 @@ def _patch_rng() -> None:
 
 
 def _patch_moe() -> None:
-    """Mend two errors of the MoE code of 0.16 without Transformer Engine and without CUDA."""
+    """Mend two errors of the MoE code of 0.16 without Transformer Engine and without CUDA.
+
+    And skip its sorting of chunks that are in order, as they always are where one rank holds all experts:
+    it copied all rows once more in each direction.  The values are the same to the bit.
+    """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # NameError in router_gating_linear without Transformer Engine (mended upstream in 0.19)
@@ -199,6 +203,14 @@ def _patch_moe() -> None:
         return moved.detach().numpy() if as_numpy and torch.is_tensor(moved) else moved
 
     token_dispatcher.maybe_move_tensor_to_cpu = move_to_host
+    sort = token_dispatcher.sort_chunks_by_idxs
+
+    def sort_unless_in_order(input, split_sizes, sorted_idxs, probs=None, fused=False):
+        if sorted_idxs.tolist() == list(range(len(sorted_idxs))):
+            return input, probs
+        return sort(input, split_sizes, sorted_idxs, probs=probs, fused=fused)
+
+    token_dispatcher.sort_chunks_by_idxs = sort_unless_in_order
 
 
 def _patch_uneven_collectives() -> None:

@@ -30,13 +30,15 @@ from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
 
+_BLOCK_ROWS = 128  # rows turned at a time: some tens of kilobytes
+
 
 @dataclass
 class StagedRoutes:
     """One microbatch's routes of this rank, on the device.
 
-    routes: uint8 or int32 [m, l, K]; padding rows are filled, missing slots of real rows hold
-    ``marker``.  rows_with_missing: int64[q], real rows with a missing slot in any layer.
+    routes: uint8 or int32 [m, l, K], in memory layer by layer: a router call reads one layer of it.
+    Padding rows are filled, missing slots of real rows hold ``marker``.  rows_with_missing: int64[q], real rows with a missing slot in any layer.
     real: bool[m], False on padding.  uids: int64[m].  current: bool[m], True on real rows whose routes
     the weights of the actor's own version computed.  missing_rows_per_layer: l counts, on the host.
     """
@@ -71,15 +73,14 @@ class StagedRoutes:
         current = np.zeros_like(real)
         if weight_version is not None:
             current = real & (s.route_versions == weight_version)
-        routes = s.routes.copy()
+        # the marker is the dtype's largest value: a row's maximum shows it, without a mask of all slots
+        highest = s.routes.reshape(len(s.routes), -1).max(axis=1, initial=0)
+        rows_with_missing = np.flatnonzero((highest == marker) & real)
+        original = s.routes[rows_with_missing]
+        routes = _layer_by_layer(s.routes)
         num_padding = int((~real).sum())
         if num_padding:
-            filler = padding_routes(num_padding, routes.shape[2], num_experts)
-            routes[~real] = filler[:, None, :]
-        # the marker is the dtype's largest value: a row's maximum shows it, without a mask of all slots
-        highest = routes.reshape(len(routes), -1).max(axis=1, initial=0)
-        rows_with_missing = np.flatnonzero(highest == marker)  # real rows only by now
-        original = routes[rows_with_missing]
+            routes[:, ~real] = padding_routes(num_padding, routes.shape[2], num_experts)
         if routes.dtype == np.uint16:  # torch's uint16 has no arithmetic
             routes = routes.astype(np.int32)
 
@@ -87,7 +88,7 @@ class StagedRoutes:
             return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
 
         return cls(
-            routes=to_device(routes),
+            routes=to_device(routes).transpose(0, 1),
             marker=marker,
             rows_with_missing=to_device(rows_with_missing) if len(rows_with_missing) else None,
             real=to_device(real),
@@ -99,6 +100,20 @@ class StagedRoutes:
             missing_rows_per_layer=(original == marker).any(2).sum(0).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
         )
+
+
+def _layer_by_layer(routes: np.ndarray) -> np.ndarray:
+    """Copy routes [m, l, K] as [l, m, K], in blocks that stay in the core's own cache."""
+    num_rows, num_layers, topk = routes.shape
+    by_layer = np.empty((num_layers, num_rows, topk), routes.dtype)
+    source, target = routes, by_layer
+    if topk * routes.itemsize in (2, 4, 8) and routes.flags.c_contiguous:  # one number a slot of K
+        number = f"u{topk * routes.itemsize}"
+        source, target = routes.view(number), by_layer.view(number)
+    for first in range(0, num_rows, _BLOCK_ROWS):
+        block = source[first : first + _BLOCK_ROWS]
+        target[:, first : first + _BLOCK_ROWS] = block.swapaxes(0, 1)
+    return by_layer
 
 
 class RouterReplay:

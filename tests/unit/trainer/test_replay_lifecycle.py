@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,8 +15,14 @@ from r3train.types import RankSlice, missing_marker
 
 prepare_device()
 
+from megatron.core.transformer.moe import token_dispatcher  # noqa: E402
+
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
-from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager  # noqa: E402
+from r3train.trainer.megatron.replay import (  # noqa: E402
+    RouterReplay,
+    RoutingReplayManager,
+    StagedRoutes,
+)
 
 NUM_ROWS, TOPK, NUM_EXPERTS = 6, 2, 8
 
@@ -80,6 +87,32 @@ def test_recorded_rows_are_replayed_and_holes_take_the_rows_own_best():
     assert experts[:3].tolist() == [[0, 1], [2, 3], [4, 5]]
     assert experts[3].tolist() == [7, 6]
     assert experts[4:].tolist() == [[0, 1], [2, 3]]  # padding is dealt round the experts
+
+
+@pytest.mark.parametrize("num_rows", [1, 128, 300])
+@pytest.mark.parametrize(("dtype", "topk"), [(np.uint8, 8), (np.uint8, 3), (np.uint16, 4)])
+def test_staged_routes_are_the_slices_own_and_lie_layer_by_layer(num_rows, dtype, topk):
+    routes = np.random.default_rng(0).integers(0, 90, (num_rows, 5, topk)).astype(dtype)
+    routes[-1, 2, 0] = missing_marker(dtype)
+    uids = np.arange(num_rows)
+    fields = dict(routes=routes, route_uids=uids, route_versions=uids.astype(np.int32))
+    one = replace(make_slice(), layer_numbers=np.arange(1, 6, dtype=np.int32), **fields)
+    staged = StagedRoutes.from_slice(one, 90, torch.device("cpu"))
+    assert np.array_equal(staged.routes.numpy(), routes)
+    assert all(staged.routes[:, i].is_contiguous() for i in range(5))
+    assert staged.rows_with_missing.tolist() == [num_rows - 1]
+    assert staged.missing_rows_per_layer == [0, 0, 1, 0, 0]
+
+
+def test_chunks_of_rows_that_are_in_order_are_not_copied_and_others_are_sorted():
+    rows, probs = torch.rand(6, 3), torch.rand(6)
+    sizes = torch.tensor([1, 2, 3])
+    sort = token_dispatcher.sort_chunks_by_idxs
+    same = sort(rows, sizes, torch.arange(3), probs=probs)
+    assert same[0] is rows and same[1] is probs
+    turned = sort(rows, sizes, torch.tensor([2, 0, 1]), probs=probs)
+    for got, given in zip(turned, (rows, probs)):
+        assert torch.equal(got, torch.cat([given[3:], given[:1], given[1:3]]))
 
 
 def test_outside_a_pass_the_router_chooses_for_itself():
