@@ -106,8 +106,11 @@ _DENSE_MLP = {
 def _fill_in(hf_config: Any) -> None:
     """Put values where mbridge reads them.
 
-    transformers 5 moved rope_theta into rope_parameters; Mixtral's published head_dim is null.
+    transformers 5 moved rope_theta into rope_parameters, and takes the part of a head that rotates from
+    there; Mixtral's published head_dim is null.
     """
+    if "partial_rotary_factor" in hf_config.rope_parameters:
+        hf_config.partial_rotary_factor = hf_config.rope_parameters["partial_rotary_factor"]
     if not hasattr(hf_config, "rope_theta"):
         hf_config.rope_theta = hf_config.rope_parameters["rope_theta"]
     if getattr(hf_config, "head_dim", None) is None:
