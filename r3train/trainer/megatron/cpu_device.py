@@ -11,8 +11,9 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -78,7 +79,8 @@ def _install() -> None:
     _patch_cuda_namespace()
     _patch_tensor_moves()
     _patch_factories()
-    import megatron.core  # noqa: F401
+    with _without("wandb"):  # its inference imports it for logs of its own, and that takes long
+        import megatron.core  # noqa: F401
 
     torch.compile = real_compile
     _patch_rng()
@@ -86,6 +88,19 @@ def _install() -> None:
     _patch_uneven_collectives()
     _patch_distributed_optimizer_checkpoint()
     _patch_norm()
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Let nobody import a module within the block, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 class _Stream:
