@@ -16,6 +16,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
+from r3train.config.rollout import RolloutSection
 from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError
@@ -197,20 +198,20 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _lengths(config: RunConfig) -> Iterator[str]:
-    rollout = config.rollout
-    context, response = rollout.rollout_max_context_len, rollout.rollout_max_response_len
-    if context is None:
-        return
+    context = config.rollout.rollout_max_context_len
+    if context is not None:
+        yield from _no_room(config.rollout, context, f"rollout_max_context_len {context}")
+
+
+def _no_room(rollout: RolloutSection, context: int, name: str) -> Iterator[str]:
+    """Yield lengths of prompts and responses that ``context`` tokens do not hold; name: in words."""
+    prompt, response = rollout.rollout_max_prompt_len, rollout.rollout_max_response_len
     if response >= context:
-        yield (
-            f"rollout_max_response_len {response} leaves no room for a prompt in"
-            f" rollout_max_context_len {context}"
-        )
-    prompt = rollout.rollout_max_prompt_len
+        yield f"rollout_max_response_len {response} leaves no room for a prompt in {name}"
     if prompt is not None and prompt + response > context:
         yield (
             f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
-            f" {prompt + response} exceeds rollout_max_context_len {context}"
+            f" {prompt + response} exceeds {name}"
         )
 
 
@@ -682,18 +683,7 @@ def _model_lengths(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
             f" {hf.max_position_embeddings} ({hf.path})"
         )
     context, name = _context(config, hf)
-    response = rollout.rollout_max_response_len
-    if response >= context:
-        yield (
-            f"rollout_max_response_len {response} leaves no room for a prompt in {name} {context}"
-            f" ({hf.path})"
-        )
-    prompt = rollout.rollout_max_prompt_len
-    if prompt is not None and prompt + response > context:
-        yield (
-            f"rollout_max_prompt_len {prompt} + rollout_max_response_len {response} ="
-            f" {prompt + response} exceeds {name} {context} ({hf.path})"
-        )
+    yield from _no_room(rollout, context, f"{name} {context} ({hf.path})")
     for name, tokens in (
         ("rollout_stop_token_ids", rollout.rollout_stop_token_ids),
         ("eos_token_id", hf.eos_token_ids),
