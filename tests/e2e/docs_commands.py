@@ -20,7 +20,7 @@ class Kind(Enum):
 
     RUN = "run as it is"
     JOB = "run with two rollouts and a server that is there: pages need what it leaves"
-    DRY = "run with --dry-run; with two rollouts in the slow tests"
+    DRY = "run with --dry-run, without torchrun; with two rollouts in the slow tests"
     PLAN = "run with --dry-run on a checkpoint of the model's shape without weights: it needs GPUs"
     NODES = "likewise in the slow tests, by as many torchruns here as it names nodes"
     SLOW = "run as it is in the slow tests"

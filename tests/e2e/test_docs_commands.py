@@ -21,7 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from torch.distributed.run import get_args_parser as torchrun_parser
 
+import train_async
 from r3train.cli import SUBCOMMANDS, main
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.server import free_port
@@ -76,6 +79,30 @@ def run(command: str, checkout: Path, timeout: float = 240) -> str:
     return done.stdout
 
 
+def dry_run(command: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The output of rank 0 of ``torchrun ... train_async.py ... --dry-run``, which runs in this process.
+
+    Ranks of torchrun would import for ten seconds; other tests start them.
+    """
+    words = shlex.split(command)
+    at = words.index("torchrun")
+    variables = dict(word.split("=", 1) for word in words[:at])
+    args = torchrun_parser().parse_args(words[at + 1 :])
+    world_size = int(args.nproc_per_node) * int(args.nnodes.split(":")[-1])
+    assert args.training_script == "train_async.py"
+    with monkeypatch.context() as patch:
+        patch.chdir(checkout)
+        if "PYTHONPATH" in variables:
+            patch.syspath_prepend(checkout / variables["PYTHONPATH"])
+        done = CliRunner().invoke(
+            train_async.main,
+            [*args.training_script_args, "--dry-run"],
+            env={**variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)},
+        )
+    assert done.exit_code == 0, f"{command}\n{done.output}"
+    return done.output
+
+
 def serve(command: str, checkout: Path) -> None:
     """Run a server until it answers, and end it."""
     file = checkout / "address"
@@ -121,7 +148,7 @@ def _kind(command: str) -> Kind | None:
 
 
 @commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.PLAN})
-def test_the_commands_of_a_page_run(page, checkout, once, engine):
+def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
         if command in once:
@@ -135,7 +162,10 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine):
             if kind is Kind.PLAN and "train_async" in command:  # the recipe's servers are elsewhere
                 command += f" --rollout-external-engine-addrs {engine}"
             # a page that binds a server beyond loopback says to export its key
-            assert "[replay]" in run(f"export {KEY}; {command} --dry-run", checkout)
+            if "train_async" in command:
+                assert "[replay]" in dry_run(f"{KEY} {command}", checkout, monkeypatch)
+            else:
+                assert "[replay]" in run(f"export {KEY}; {command} --dry-run", checkout)
 
 
 @pytest.mark.slow
@@ -276,8 +306,6 @@ def _is_known(flag: str) -> bool:
 
 @functools.cache
 def _our_flags() -> set[str]:
-    import train_async
-
     flags = {"--help", "--version"}
     commands = [train_async.main, *(main.get_command(None, name) for name in SUBCOMMANDS)]
     for command in commands:
