@@ -163,10 +163,14 @@ class _Step:
 
 
 class _Records(Generic[_RecordT]):
-    """The records of a file and its parts, read once from the first to the latest."""
+    """The records of a file and its parts, read once from the first to the latest.
 
-    def __init__(self, paths: list[Path], decoder: msgspec.json.Decoder[_RecordT]):
-        self._paths, self._decoder = paths, decoder
+    A running job may make a part of the file meanwhile: lines keep their number within it.
+    """
+
+    def __init__(self, path: Path, decoder: msgspec.json.Decoder[_RecordT]):
+        self._latest, self._decoder = path, decoder
+        self._paths, self._inode = parts_of(path), _inode(path)
         self._part = self._place = self._number = 0
 
     @property
@@ -182,16 +186,33 @@ class _Records(Generic[_RecordT]):
         self, place: int, place_of: dict[tuple[str, int], int]
     ) -> Iterator[FileLine[_RecordT]]:
         """The next lines, up to the first record of a verdict behind ``place``."""
-        while self._paths:
+        while self._part < len(self._paths):
+            known = self._find_again()
             for line in read_lines(self.path, self._decoder, self._place, self._number):
                 record = line.value
-                if record and place_of.get((record.attempt, record.step), 0) > place:
-                    return
-                yield line
+                if line.number > known:
+                    if record and place_of.get((record.attempt, record.step), 0) > place:
+                        return
+                    yield line
                 self._place, self._number = line.end, line.number
             if self._part + 1 == len(self._paths):
                 return
             self._part, self._place, self._number = self._part + 1, 0, 0
+
+    def _find_again(self) -> int:
+        """Find the files anew if another took a name; the number of lines that were read before of this one."""
+        known, inode = 0, _inode(self._latest)
+        if inode != self._inode or not self.path.exists():
+            found = parts_of(self._latest)
+            if len(found) > self._part:
+                self._paths, self._inode = found, inode
+                known, self._place, self._number = self._number, 0, 0
+        return known
+
+
+def _inode(path: Path) -> int | None:
+    """A number that another file of the same name does not have; None without a file."""
+    return path.stat().st_ino if path.exists() else None
 
 
 class _RunAudit:
@@ -204,10 +225,9 @@ class _RunAudit:
         self._steps_file = run_dir / EVIDENCE_DIR / STEPS_FILE
         names = (path.name for path in self._steps_file.parent.glob("rank_*"))
         ranks = sorted({int(match[1]) for match in map(_RANK_FILE.match, names) if match})
-        files = {rank: parts_of(rank_file(run_dir, rank)) for rank in ranks}
-        self._files = {rank: _Records(paths, RECORDS) for rank, paths in files.items() if paths}
-        compared = self._steps_file.with_name(RESCORED_FILE)
-        self._rescored = _Records([compared] if compared.exists() else [], RESCORED)
+        files = {rank: rank_file(run_dir, rank) for rank in ranks}
+        self._files = {r: _Records(path, RECORDS) for r, path in files.items() if parts_of(path)}
+        self._rescored = _Records(self._steps_file.with_name(RESCORED_FILE), RESCORED)
         # (start, step) -> its line's number in steps.jsonl
         self._place_of: dict[tuple[str, int], int] = {}
         self._latest: dict[int, int] = {}  # step -> the number of its last line

@@ -98,9 +98,12 @@ class EvidenceWriter:
         if self._file.tell() >= parts.PART_BYTES:
             self._file.close()
             steps = f".steps_{min(self._steps_in_file)}-{max(self._steps_in_file)}"
-            parts.close_part(self._path, steps)
-            self._file = _opened(self._path)
             self._steps_in_file.clear()
+
+            def begin_anew() -> None:
+                self._file = _opened(self._path)
+
+            parts.close_part(self._path, steps, begin_anew)
 
     def write_rescored(self, records: Sequence[RescoredRecord]) -> None:
         """Store the comparisons of one step (rank 0 alone)."""

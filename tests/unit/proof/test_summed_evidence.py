@@ -15,7 +15,7 @@ import torch.distributed as dist
 from r3train.data import parts
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
-from r3train.proof.check import StepTotals, sums_of
+from r3train.proof.check import judge, StepTotals, sums_of
 from r3train.proof.live import prove_step
 from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
@@ -278,6 +278,28 @@ def test_evidence_in_parts_is_judged_as_evidence_in_one_file(summed, tmp_path, m
     audit = audit_run(run, keep_steps=True)
     assert audit.verdict == "passed"
     assert audit.steps == whole.steps and audit.numbers == whole.numbers
+
+
+@pytest.mark.parametrize("size", [1 << 20, 6000], ids=["the only file", "one of several"])
+def test_a_job_may_make_parts_while_its_evidence_is_judged(
+    size, small_parts, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(parts, "PART_BYTES", size)
+    run = write_run(tmp_path, range(9), summed=True, versions=True)
+    before = audit_run(run).numbers
+    judged = []
+
+    def judge_and_move(*args, **how):
+        judged.append(args[1].step)
+        if len(judged) in (2, 8):
+            for path in (rank_file(run, rank) for rank in (0, 1)):
+                parts.close_part(path, begin_anew=path.touch)
+        return judge(*args, **how)
+
+    monkeypatch.setattr("r3train.proof.audit.judge", judge_and_move)
+    audit = audit_run(run)
+    assert judged == list(range(9))
+    assert audit.verdict == "passed" and audit.numbers == before
 
 
 def in_parts(tmp_path: Path) -> tuple[Path, list[Path]]:
