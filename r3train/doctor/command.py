@@ -132,6 +132,7 @@ def diagnose(
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
     from r3train.doctor import machine, memory, model, paper
+    from r3train.launch.limits import server_ports
 
     yield from model.check_job(config, node.world_size)
     hf = weights = None
@@ -139,10 +140,9 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
         hf = read_hf_facts(config.model.hf_checkpoint)
     if hf is not None:
         weights = yield from model.check_weights(hf, config.lora)
-    sglang = config.rollout.sglang
-    if sglang.get("port") is not None:
-        host = str(sglang.get("host", "127.0.0.1"))
-        yield from machine.check_port("SGLang", host, sglang["port"])
+    host, ports = server_ports(config)
+    for port in ports:
+        yield from machine.check_port("SGLang", host, port)
     if config.has_engines:
         yield from machine.check_open_files(config.rollout.most_in_flight)
     yield from memory.check_room(config, hf, weights, node)

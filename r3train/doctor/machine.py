@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import resource
 import shutil
-import socket
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +12,15 @@ from importlib import metadata
 from pathlib import Path
 
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
+from r3train.launch.limits import (
+    Lack,
+    SHARED_MEMORY,
+    few_files,
+    little_shared_memory,
+    needed_files,
+    shared_memory_bytes,
+    taken_port,
+)
 
 # measured with r3train: another version may have moved the seams
 PINNED = {
@@ -23,9 +29,6 @@ PINNED = {
     "transformers": ("5.19.0", "the version that sglang requires"),
     "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
 }
-_SHM = Path("/dev/shm")
-# descriptors of rank 0 beside its requests' (166 were counted)
-_OTHER_FILES = 200
 
 
 def _major_minor(version: str) -> tuple[int, ...]:
@@ -144,41 +147,21 @@ def check_disk(subject: str, path: Path, parts: Mapping[str, float]) -> Findings
 
 def check_shared_memory(num_ranks: int) -> Findings:
     """/dev/shm, where NCCL and torch have buffers for each rank; containers often give 64 MiB."""
-    if _SHM.is_dir():
-        parts = {"buffers": max(256 << 20, num_ranks * (128 << 20))}
-        remedy = "docker run --shm-size=16g, or mount a larger tmpfs"
-        yield room("shared memory", str(_SHM), shutil.disk_usage(_SHM).free, parts, remedy)
+    if SHARED_MEMORY.is_dir():
+        needed = f"the ranks need about {amount(shared_memory_bytes(num_ranks))}"
+        text = f"{amount(shutil.disk_usage(SHARED_MEMORY).free)} are free, {needed}"
+        yield _judged("shared memory", little_shared_memory(num_ranks), text)
 
 
 def check_open_files(num_requests: int) -> Findings:
     """Every request in flight is a connection; a run raises its soft limit to the hard one."""
-    hard, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[1], num_requests + _OTHER_FILES
-    text = f"{num_requests:,} requests in flight and the rest need about {needed:,}"
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        remedy = (
-            "raise the hard limit (LimitNOFILE, limits.conf), or lower --rollout-max-concurrency"
-        )
-        yield problem("open files", f"{text}, at most {hard:,} are allowed here", remedy)
-    else:
-        yield ok("open files", text)
+    yield _judged("open files", few_files(num_requests), needed_files(num_requests))
 
 
 def check_port(subject: str, host: str, port: object) -> Findings:
     """The run must be able to listen on ``port``, given as a number or as text."""
-    if not (str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535):
-        text = f"{port!r} is no port: expected a number from 1 to 65535"
-        yield problem(subject, text, "give another, or unset it")
-        return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, int(str(port))))
-        yield ok(subject, f"port {port} of {host} is free")
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            remedy = f"choose another, or end who holds it (ss -ltnp 'sport = :{port}')"
-            yield problem(subject, f"port {port} of {host} is taken", remedy)
-        else:
-            text = f"port {port} of {host} cannot be bound: {error.strerror}"
-            yield problem(subject, text, "name an address of this machine, and a port above 1023")
+    yield _judged(subject, taken_port(host, port), f"port {port} of {host} is free")
+
+
+def _judged(subject: str, lack: Lack | None, fine: str) -> Finding:
+    return ok(subject, fine) if lack is None else problem(subject, *lack)

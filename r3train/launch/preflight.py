@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,9 @@ from r3train.launch.data import (
     read_eval_data,
     read_prompts,
 )
+from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
+from r3train.launch.limits import few_files, little_shared_memory, server_ports, taken_port
 from r3train.launch.other_models import (
     check_other_model,
     check_served_teacher,
@@ -60,13 +63,15 @@ T = TypeVar("T")
 
 # a server that others use too may take a while
 _ANSWER_S = 30.0
+# a server ends within some seconds of its rank 0
+_PORT_FREED_S = 20.0
 
 
 class PreflightError(ConfigError):
     """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
 
     Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, teacher, prompts,
-    reward, run directory, checkpoints.  ``warnings`` holds what was found beside the faults.
+    reward, run directory, checkpoints, machine.  ``warnings`` holds what was found beside the faults.
     """
 
     def __init__(self, faults: list[tuple[str, str]], warnings: list[JobWarning]):
@@ -132,6 +137,9 @@ def preflight(
         attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
     if for_all_ranks and starts:
         attempt("run directory", check_fresh, config, os.environ)
+        attempt("machine", check_node, config)
+        if lack := little_shared_memory(torchruns_number("LOCAL_WORLD_SIZE", world_size)):
+            warnings.append(JobWarning("shared memory", *lack))
     elif for_all_ranks:
         try:
             check_fresh(config, os.environ)
@@ -237,6 +245,24 @@ def preflight(
         job.close()
         raise PreflightError(faults, warnings)
     return job
+
+
+def check_node(config: RunConfig) -> None:
+    """Check that rank 0's node has the ports and the file descriptors of a start; the doctor does so too.
+
+    Waits a little for the ports where torchrun has started the job again: its last servers may still be
+    about to end.  Raises ConfigError with a line for each thing that is wrong.
+    """
+    restarted = torchruns_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
+    while any(taken_port(host, port) for port in ports) and time.monotonic() < until:
+        time.sleep(0.2)
+    lacks = [taken_port(host, port) for port in ports]
+    if config.has_engines:
+        lacks.append(few_files(config.rollout.most_in_flight))
+    found = [f"{text}: {remedy}" for text, remedy in filter(None, lacks)]
+    if found:
+        raise ConfigError("\n".join(found))
 
 
 def preflight_evaluation(config: RunConfig) -> Job:

@@ -266,7 +266,7 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
 
 
 def test_open_files_that_the_hard_limit_does_not_allow_are_a_problem(monkeypatch):
-    monkeypatch.setattr("r3train.doctor.machine.resource.getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 1024))
     levels = [[f.level for f in machine.check_open_files(number)] for number in (500, 900)]
     assert levels == [[OK], [PROBLEM]]
 

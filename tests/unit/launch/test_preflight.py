@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tomllib
@@ -24,11 +25,13 @@ from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.other_models import check_other_model, served_teacher
 from r3train.launch.preflight import preflight
+from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
 
 ROOT = Path(__file__).resolve().parents[3]
+RECIPE = ("--config", str(ROOT / "configs/tiny_cpu.toml"))
 
 
 def start(tiny: Path, *flags: str, world_size: int | None = 2, environment: dict = {}):
@@ -745,3 +748,40 @@ def test_an_export_during_the_run_must_not_replace_the_model_either(tiny, tmp_pa
     assert start(tiny, "--dry-run", *flags, "--save-interval", "3").exit_code == 0
     refused = start(tiny, "--dry-run", *flags, "--save-interval", "2")
     assert refused.exit_code == 2 and "would replace --hf-checkpoint" in words(refused)
+
+
+def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monkeypatch):
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        two = ("--sglang-port", str(port - 1), "--rollout-num-engines", "2")
+        for flags in (("--sglang-port", str(port)), two):
+            refused = start(tiny, "--dry-run", *flags)
+            assert refused.exit_code == 2, refused.output
+            assert f"port {port} of 127.0.0.1 is taken: choose another" in words(refused)
+        served = ("--rollout-external-engine-addrs", f"127.0.0.1:{port}")
+        assert not server_ports(parse_train_flags([*RECIPE, *served], prog_name="train_async.py"))[
+            1
+        ]
+    monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 256))
+    refused = start(
+        tiny, "--dry-run", "--sglang-port", str(port), "--rollout-max-concurrency", "100"
+    )
+    assert refused.exit_code == 2
+    assert "Error: 100 requests in flight and the rest need about 300 open files" in words(refused)
+
+
+def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch):
+    held = socket.create_server(("127.0.0.1", 0))
+    port = held.getsockname()[1]
+    monkeypatch.setattr("r3train.launch.preflight.time.sleep", lambda _: held.close())
+    again = {"TORCHELASTIC_RESTART_COUNT": "1"}
+    result = start(tiny, "--dry-run", "--sglang-port", str(port), environment=again)
+    assert result.exit_code == 0, result.output
+
+
+def test_little_shared_memory_is_a_warning(tiny):
+    result = start(tiny, "--dry-run", environment={"LOCAL_WORLD_SIZE": "900000"})
+    assert result.exit_code == 0, result.output
+    assert re.search(r"warning: /dev/shm has [\d,]+ MiB, the ranks need", words(result))

@@ -1,0 +1,82 @@
+"""Ports, file descriptors and shared memory: what a start takes of its node.
+
+Each function returns what is wrong and a remedy, or None.  Preflight refuses a start with them, and the
+doctor reports them.
+"""
+
+from __future__ import annotations
+
+import errno
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+from r3train.config import RunConfig
+from r3train.engine.addresses import LOOPBACK
+
+Lack = tuple[str, str]
+
+SHARED_MEMORY = Path("/dev/shm")
+# descriptors of rank 0 beside its requests' (166 were counted)
+_OTHER_FILES = 200
+
+
+def taken_port(host: str, port: object) -> Lack | None:
+    """Try to listen on ``port``, given as a number or as text, of an address of this node."""
+    if not (str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535):
+        text = f"{port!r} is no port: expected a number from 1 to 65535"
+        return text, "give another, or unset it"
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, int(str(port))))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            remedy = f"choose another, or end who holds it (ss -ltnp 'sport = :{port}')"
+            return f"port {port} of {host} is taken", remedy
+        text = f"port {port} of {host} cannot be bound: {error.strerror}"
+        return text, "name an address of this machine, and a port above 1023"
+    return None
+
+
+def server_ports(config: RunConfig) -> tuple[str, list[object]]:
+    """The address and the ports of the servers that a run starts, [] where they choose their own."""
+    rollout = config.rollout
+    own = config.has_engines and not rollout.rollout_external_engine_addrs
+    first = rollout.sglang.get("port") if own else None
+    host = str(rollout.sglang.get("host", LOOPBACK))
+    if first is None or not str(first).isdecimal():
+        return host, [] if first is None else [first]
+    return host, [int(str(first)) + index for index in range(rollout.rollout_num_engines)]
+
+
+def needed_files(num_requests: int) -> str:
+    """Say how many descriptors the requests in flight and the rest need."""
+    needed = num_requests + _OTHER_FILES
+    return f"{num_requests:,} requests in flight and the rest need about {needed:,} open files"
+
+
+def few_files(num_requests: int) -> Lack | None:
+    """Hold every request in flight, a connection, against the hard limit; a run raises its soft one to that."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard == resource.RLIM_INFINITY or hard >= num_requests + _OTHER_FILES:
+        return None
+    remedy = "raise the hard limit (LimitNOFILE, limits.conf), or lower --rollout-max-concurrency"
+    return f"{needed_files(num_requests)}, at most {hard:,} are allowed here", remedy
+
+
+def shared_memory_bytes(num_ranks: int) -> int:
+    """The bytes of /dev/shm in which NCCL and torch have buffers for each rank of a node."""
+    return max(256 << 20, num_ranks * (128 << 20))
+
+
+def little_shared_memory(num_ranks: int) -> Lack | None:
+    """Hold the buffers of a node's ranks against /dev/shm, of which containers often give 64 MiB."""
+    if not SHARED_MEMORY.is_dir():
+        return None
+    free, needed = shutil.disk_usage(SHARED_MEMORY).free, shared_memory_bytes(num_ranks)
+    if free >= needed:
+        return None
+    text = f"{SHARED_MEMORY} has {free >> 20:,} MiB, the ranks need about {needed >> 20:,} MiB"
+    return text, "docker run --shm-size=16g, or mount a larger tmpfs"
