@@ -129,6 +129,9 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 128,
 }
+_HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+# published of families in which every fourth layer has full attention
+_FULL_EVERY_FOURTH = {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 
 
@@ -201,11 +204,7 @@ def _minimax_m2(o: TinyOptions) -> dict[str, Any]:
         "num_local_experts": o.num_experts,
         "num_experts_per_tok": o.topk,
         "rotary_dim": o.head_dim // 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": dict(_HALF_ROTATED),
     }
 
 
@@ -236,11 +235,7 @@ def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
         "linear_key_head_dim": o.head_dim,
         "linear_value_head_dim": o.head_dim,
         "linear_conv_kernel_dim": 4,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
-        },
+        "rope_parameters": dict(_HALF_ROTATED),
         "layer_types": [
             "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(o.num_layers)
         ],
@@ -250,10 +245,8 @@ def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
 def _qwen3_5_moe(o: TinyOptions) -> dict[str, Any]:
     pairs = o.head_dim // 4  # half of a head is rotated, by pairs of numbers
     return _qwen3_next(o) | {
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.5,
+        "rope_parameters": _HALF_ROTATED
+        | {
             "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
             "mrope_interleaved": True,
         }
@@ -274,15 +267,8 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
     "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
-    "qwen3_next": TinyFamily(
-        "Qwen3Next", _qwen3_next, {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
-    ),
-    "qwen3_5_moe": TinyFamily(
-        "Qwen3_5Moe",
-        _qwen3_5_moe,
-        {"full_attention_interval": 4, "partial_rotary_factor": 0.5},
-        vision=_vision,
-    ),
+    "qwen3_next": TinyFamily("Qwen3Next", _qwen3_next, _FULL_EVERY_FOURTH),
+    "qwen3_5_moe": TinyFamily("Qwen3_5Moe", _qwen3_5_moe, _FULL_EVERY_FOURTH, vision=_vision),
     "gpt_oss": TinyFamily("GptOss", _gpt_oss),
     "minimax_m2": TinyFamily(
         "MiniMaxM2",
