@@ -170,6 +170,7 @@ class DistributedPublisher:
         # A new name: servers may outlive this trainer, and refuse a group name that they know.
         self._group_name = f"r3train_weights_{secrets.token_hex(4)}"
         self._group: dist.ProcessGroup | None = None
+        self._is_warm = False  # the group has sent something
         self._failed: dist.ProcessGroup | None = None
         self._store: dist.TCPStore | None = None
 
@@ -191,23 +192,18 @@ class DistributedPublisher:
             group_name=self._group_name,
             backend=self._backend,
         )
-        joining: Future[dist.ProcessGroup] = Future()
+        store = self._store
 
-        def join() -> None:
-            try:
-                with _gloo_on(self._interface):
-                    group = _join_as_rank_0(
-                        store, world_size, self._group_name, self._backend, self._timeout
-                    )
-                joining.set_result(group)
-            except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
-                joining.set_exception(error)
+        def join() -> dist.ProcessGroup:
+            with _gloo_on(self._interface):
+                return _join_as_rank_0(
+                    store, world_size, self._group_name, self._backend, self._timeout
+                )
 
         # Joining cannot be interrupted, and waits for servers that may have refused or died.
-        store = self._store
-        threading.Thread(target=join, name="join-weight-group", daemon=True).start()
+        joining = _in_a_thread(join)
         self._wait(joining.done, joined, "the weight-update group was not made")
-        self._group = joining.result()
+        self._group, self._is_warm = joining.result(), False
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; the version label changes with the last bucket.
@@ -265,8 +261,29 @@ class DistributedPublisher:
             flush_cache=self._flush_cache and version is not None,
         )
         with self._kept_in_step():
-            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            work = self._broadcast(flat, loaded)
         return _OnItsWay(flat, work, loaded)
+
+    def _broadcast(self, flat: torch.Tensor, loaded: Future[Any]) -> Any:
+        """Start the broadcast; the first of a group in a thread of its own.
+
+        NCCL makes its communicators there, and the call returns only when every server takes part: of one
+        that died this thread must learn meanwhile.
+        """
+
+        def begin() -> Any:
+            if flat.is_cuda:  # a new thread's device is the first
+                torch.cuda.set_device(flat.device)
+            return dist.broadcast(flat, src=0, group=group, async_op=True)
+
+        group = self._group
+        if self._is_warm:
+            return begin()
+        beginning = _in_a_thread(begin)
+        failure = "the servers' ranks could not be reached for a first bucket"
+        self._wait(beginning.done, loaded, failure, begins=True)
+        self._is_warm = True
+        return beginning.result()
 
     def _arrive(self, bucket: _OnItsWay) -> None:
         """Wait until every server has loaded the bucket."""
@@ -283,11 +300,18 @@ class DistributedPublisher:
             self._failed, self._group, self._store = self._group, None, None
             raise
 
-    def _wait(self, ours: Callable[[], bool], theirs: Future[None], failure: str) -> None:
-        """Wait until both sides are done; raise at once if a server refuses or dies."""
+    def _wait(
+        self,
+        ours: Callable[[], bool],
+        theirs: Future[None],
+        failure: str,
+        *,
+        begins: bool = False,
+    ) -> None:
+        """Wait until both sides are done, or where it only ``begins`` ours; raise at once if a server refuses or dies."""
         deadline = time.monotonic() + self._timeout.total_seconds()
         next_alive = time.monotonic() + _ALIVE_EVERY_S
-        while not (theirs.done() and ours()):
+        while not (ours() and (begins or theirs.done())):
             if theirs.done():
                 theirs.result()  # raises when a server refused: its ranks will never take part
             now = time.monotonic()
@@ -297,7 +321,8 @@ class DistributedPublisher:
                 next_alive = now + _ALIVE_EVERY_S
                 self._engine.check_alive()
             time.sleep(_POLL_S)
-        theirs.result()
+        if not begins:
+            theirs.result()
 
     def reconnect(self) -> None:
         """Drop the group, after a restart of servers: the next ``publish`` makes a new one."""
@@ -318,6 +343,20 @@ class DistributedPublisher:
                 pass  # the servers are gone already, and the group with them
             dist.destroy_process_group(group)
         self._store = None
+
+
+def _in_a_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Return the result to come of a call that cannot be interrupted."""
+    result: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - handed to the waiting thread
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="weight-group", daemon=True).start()
+    return result
 
 
 def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPStore:

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -17,6 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3train.engine import publish
+from r3train.engine.backend import EngineDied
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
@@ -308,7 +310,7 @@ def joins_end():
     """A join cannot be interrupted: wait until it has given up, or it would meet the interpreter's end."""
     yield
     for thread in threading.enumerate():
-        if thread.name == "join-weight-group":
+        if thread.name == "weight-group":
             thread.join(timeout=20)
 
 
@@ -428,6 +430,54 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
     later = ["made", "loaded", "sent"]
     assert log == ["made", "sent", *later, *later, "loaded", "ended"]
     assert (done.num_buckets, done.num_bytes, engine.version) == (3, 24, 1)
+    publisher.close()
+
+
+class LostEngine(SlowEngine):
+    """A server that takes a request for its weights and dies before it takes part in the broadcast."""
+
+    def check_alive(self):
+        if self.log:
+            raise EngineDied("the server died")
+
+
+def test_a_server_that_dies_before_the_first_broadcast_is_noticed_at_once(alone, monkeypatch):
+    """NCCL makes its communicators in the first broadcast: the call returns when all take part, or never."""
+    ended, began = threading.Event(), []
+
+    def broadcast(*_how, **_more):
+        began.append(threading.current_thread())
+        ended.wait(60)
+
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish.dist, "broadcast", broadcast)
+    publisher = DistributedPublisher(LostEngine([]), bucket_bytes=8)
+    threading.Timer(20, ended.set).start()  # where this thread waits, the test ends late and fails
+    began_at = time.monotonic()
+    with pytest.raises(EngineDied, match="the server died"):
+        publisher.publish(tensors(2, 2), version=1)
+    assert time.monotonic() - began_at < 15 and not ended.is_set()
+    assert began and began[0] is not threading.current_thread()
+    ended.set()
+
+
+def test_later_broadcasts_of_a_group_are_begun_here(alone, monkeypatch):
+    threads, broadcast = [], publish.dist.broadcast
+
+    def noted(*how, **more):
+        threads.append(threading.current_thread().name)
+        return broadcast(*how, **more)
+
+    monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
+    monkeypatch.setattr(publish.dist, "broadcast", noted)
+    publisher = DistributedPublisher(SlowEngine([]), bucket_bytes=8)
+    here = threading.current_thread().name
+    publisher.publish(tensors(2, 2), version=1)
+    publisher.publish(tensors(2, 2), version=2)
+    assert threads == ["weight-group", here, here, here]
+    publisher.close()
+    publisher.publish(tensors(2), version=3)
+    assert threads[4:] == ["weight-group"]
     publisher.close()
 
 
