@@ -37,6 +37,8 @@ def machine(tmp_path_factory) -> Path:
         parquet.write_table(pyarrow.table(rows), directory / "data" / f"{name}.parquet")
     for recipe in RECIPES:
         model = directory / RunConfig.from_toml(recipe.path).model.hf_checkpoint
+        if model.exists():
+            continue
         write_checkpoint(model, recipe.model)
         for file in (directory / "tiny/model").glob("tokenizer*"):
             shutil.copy(file, model)
@@ -77,9 +79,12 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
     head = recipe.path.read_text().split("[model]")[0]
     assert f"{recipe.num_gpus} GPUs" in head and f"{recipe.gpu_gb} GB" in head
     config, _, fullest = figures(recipe, machine)
-    node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, 8)
-    (found,) = check_gpus(config, node, fullest)
-    assert found.level == OK, found.text
+    node = Node(8, recipe.gpu_gb * 10**9, recipe.num_gpus, min(recipe.num_gpus, 8))
+    found = list(check_gpus(config, node, fullest))
+    assert [finding.level for finding in found] == [OK] * len(found), found
+    elsewhere = bool(config.rollout.rollout_external_engine_addrs)
+    # of one machine all GPUs are taken
+    assert len(found) == 1 if elsewhere else found[0].text.startswith("SGLang takes GPU 4, 5, 6, 7")
 
 
 def figures(recipe: Recipe, machine: Path):

@@ -45,6 +45,11 @@ RECIPES = (
     Recipe("qwen3_30b_a3b", "Qwen3-30B-A3B", 8, 141),
     Recipe("glm_4_5_air", "GLM-4.5-Air", 64, 80),
     Recipe("deepseek_v3", "DeepSeek-V3", 256, 80),
+    # beside their servers on one machine
+    Recipe("moonlight_16b_a3b_one_node", "Moonlight-16B-A3B", 4, 80),
+    Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),
+    Recipe("glm_4_7_flash_one_node", "GLM-4.7-Flash", 4, 80),
+    Recipe("qwen3_30b_a3b_one_node", "Qwen3-30B-A3B", 4, 80),
 )
 
 
