@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 import resource
 import shutil
 import tomllib
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,22 +210,52 @@ def run_case(seed: int, made: Path, directory: Path) -> None:
     what = f"seed {seed}, {kind.__name__}, {flags}, {environment}:\n{result.output[-2000:]}"
     assert result.exception is None or isinstance(result.exception, SystemExit), what
     assert result.exit_code in (0, 2) and "Traceback" not in result.output, what
-    if result.exit_code == 2:
-        assert "Error: " in result.output, what
+    errors = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert len(errors) == (result.exit_code == 2), what
     shutil.rmtree(directory)
 
 
+def peak() -> int:
+    """The most memory that this process has held so far, in KiB; a fork begins anew."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def run_cases(seeds: range, made: Path, directory: Path, limit: int = GIGABYTE) -> None:
+    """Run cases in a fork, in which none may take more than ``limit`` KiB."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        said = ""
+        try:
+            before = peak()
+            for seed in seeds:
+                run_case(seed, made, directory)
+                assert peak() - before < limit, f"seed {seed} took {peak() - before} KiB"
+        except BaseException:
+            said = traceback.format_exc()
+        os.write(write, said.encode(errors="replace"))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read, errors="replace") as pipe:
+        said = pipe.read()
+    assert os.waitpid(child, 0)[1] == 0 and not said, said
+
+
 def test_damaged_settings_and_files_end_in_one_line(made, tmp_path):
-    for seed in range(42):
-        run_case(seed, made, tmp_path / "case")
+    run_cases(range(42), made, tmp_path / "case")
 
 
 @pytest.mark.slow
 def test_1000_damaged_settings_and_files_end_in_one_line_and_take_no_gigabyte(made, tmp_path):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for seed in range(1000, 2000):
-        run_case(seed, made, tmp_path / "case")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < GIGABYTE
+    run_cases(range(1000, 2000), made, tmp_path / "case")
+
+
+def test_a_case_that_takes_memory_or_ends_in_a_traceback_is_named(made, tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match=r"seed 3 took \d+ KiB"):
+        run_cases(range(3, 4), made, tmp_path / "case", limit=0)
+    monkeypatch.setattr("r3train.launch.preflight.preflight", lambda *_, **__: {}["gold"])
+    with pytest.raises(AssertionError, match="seed 2, a_model_file"):
+        run_cases(range(2, 3), made, tmp_path / "other")
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(5000, marks=pytest.mark.slow)])
