@@ -16,7 +16,9 @@ def test_every_test_that_the_page_of_faults_names_is_there():
     ][1:]
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     there = set(re.findall(r"def (test_\w+)\(", code))
-    for fault, *_, tests in rows:
+    for row in rows:
+        assert len(row) == 5 and all(cell.strip() for cell in row), row
+        fault, *_, tests = row
         named = re.findall(r"`(test_\w+)`", tests)
         assert named and there.issuperset(named), (fault, set(named) - there)
     assert len(rows) > 20
