@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from r3train.trainer.megatron.hf_bridge import EXPERT, OUTPUT_LAYER, as_te_names
+from r3train.trainer.megatron.hf_bridge import EXPERT, OUTPUT_LAYER, as_te_names, unwrap
 
 _HEADER_BYTES = 512
 
@@ -69,6 +71,41 @@ def is_leader() -> bool:
     return dist.get_rank() == ps.get_pipeline_model_parallel_rank() * _stage_size()
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The parameter or buffer ``key`` of a module, and its global TE name."""
+
+    name: str
+    module: torch.nn.Module
+    key: str
+
+
+# names do not change from one weight update to the next, and finding them takes longer than the copy of a
+# small expert
+_parts_of: WeakKeyDictionary[torch.nn.Module, list[_Part]] = WeakKeyDictionary()
+
+
+def _parts(bridge: Any, chunk: torch.nn.Module) -> list[_Part]:
+    """Name what an export takes of a chunk, expert biases first; once for each chunk."""
+    chunk = unwrap(chunk)
+    if chunk not in _parts_of:
+        adapted = as_te_names(chunk)
+        global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
+        places = {
+            id(parameter): (module, key)
+            for module in chunk.modules()
+            for key, parameter in module._parameters.items()
+        }
+        found = {}
+        for local_name in adapted.state_dict():
+            if "expert_bias" in local_name:
+                path, _, key = local_name.rpartition(".")
+                found[local_name] = chunk.get_submodule(path), key
+        found |= {n: places[id(parameter)] for n, parameter in adapted.named_parameters()}
+        _parts_of[chunk] = [_Part(global_names[n], *place) for n, place in found.items()]
+    return _parts_of[chunk]
+
+
 def _merged_parameters(
     bridge: Any,
     chunks: Sequence[torch.nn.Module],
@@ -76,48 +113,58 @@ def _merged_parameters(
     is_wanted: Callable[[torch.Tensor], bool],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this stage's parameters, whole, under global TE names, on its leader alone."""
+    tied = bridge.hf_config.tie_word_embeddings
+    sends = ps.get_data_parallel_rank(with_context_parallel=True) == 0
+    tensor_group, leads = ps.get_tensor_model_parallel_group(), is_leader()
+    merge_expert = _expert_merger(bridge)
     for chunk in chunks:
-        adapted = as_te_names(chunk)
-        global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
-        parameters = dict(adapted.named_parameters())
-        buffers = {n: t for n, t in adapted.state_dict().items() if "expert_bias" in n}
-        for local_name, tensor in {**buffers, **parameters}.items():
-            name = global_names[local_name]
-            if name == OUTPUT_LAYER and bridge.hf_config.tie_word_embeddings:
+        for part in _parts(bridge, chunk):
+            name, tensor = part.name, getattr(part.module, part.key)
+            if name == OUTPUT_LAYER and tied:
                 continue  # the first stage exports it under the embedding's name
             if not is_wanted(tensor):
                 continue
             if EXPERT in name:
-                yield from _merge_expert(bridge, name, value_of(tensor))
-            elif ps.get_data_parallel_rank(with_context_parallel=True) == 0:
+                yield from merge_expert(name, value_of(tensor))
+            elif sends:
                 split = getattr(tensor, "tensor_model_parallel", False)
-                group = ps.get_tensor_model_parallel_group() if split else None
-                shards = gather(value_of(tensor), group)
-                if is_leader():
+                shards = gather(value_of(tensor), tensor_group if split else None)
+                if leads:
                     whole = shards[0]
                     if split:
                         whole = bridge._weight_merge_across_tp(name, shards, tensor)
                     yield name, whole
 
 
-def _merge_expert(
-    bridge: Any, name: str, tensor: torch.Tensor
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Gather one local expert of every expert-parallel rank: ETP shards first, then EP ranks."""
-    if ps.get_expert_data_parallel_rank() != 0:
-        return
-    shards = gather(tensor, ps.get_expert_tensor_parallel_group())
-    whole = None
-    if shards is not None:
-        whole = bridge._weight_merge_across_tp(name, shards, tensor).contiguous()
-    if ps.get_expert_tensor_parallel_rank() != 0:
-        return
-    experts = gather(whole, ps.get_expert_model_parallel_group())
-    if is_leader():
-        prefix, local_id = name.split(".weight")
-        per_rank = bridge.config.num_moe_experts // ps.get_expert_model_parallel_world_size()
-        for ep_rank, expert in enumerate(experts):
-            yield f"{prefix}.weight{ep_rank * per_rank + int(local_id)}", expert
+def _expert_merger(
+    bridge: Any,
+) -> Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
+    """Return a function that gathers a local expert of every expert-parallel rank: ETP shards first, then EP ranks."""
+    sends = ps.get_expert_data_parallel_rank() == 0
+    tensor_group, expert_group = (
+        ps.get_expert_tensor_parallel_group(),
+        ps.get_expert_model_parallel_group(),
+    )
+    first_shard, leads = ps.get_expert_tensor_parallel_rank() == 0, is_leader()
+    ep_size = ps.get_expert_model_parallel_world_size()
+
+    def merge(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        if not sends:
+            return
+        shards = gather(tensor, tensor_group)
+        whole = None
+        if shards is not None:
+            whole = bridge._weight_merge_across_tp(name, shards, tensor).contiguous()
+        if not first_shard:
+            return
+        experts = gather(whole, expert_group)
+        if leads:
+            prefix, local_id = name.split(".weight")
+            per_rank = bridge.config.num_moe_experts // ep_size
+            for ep_rank, expert in enumerate(experts):
+                yield f"{prefix}.weight{ep_rank * per_rank + int(local_id)}", expert
+
+    return merge
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, A
 
         def _build_base_config(self, **kwargs: Any) -> Any:
             return super()._build_base_config(**{**kwargs, **fields})
+
+        @cache  # it reads the name alone, and every weight update asks for all of them
+        def _weight_name_mapping_mcore_to_hf(self, name: str) -> list[str]:
+            return super()._weight_name_mapping_mcore_to_hf(name)
 
         # mbridge splits experts over TP instead of ETP: wrong if only one of them is 1.
         def _weight_merge_across_tp(self, name: str, shards: list, param: Any) -> torch.Tensor:
