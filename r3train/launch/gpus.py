@@ -18,6 +18,8 @@ _SIZES = (
     ("dp_size", "data_parallel_size"),
 )
 _BASE = ("base_gpu_id",)
+_NODES = ("nnodes",)
+_NODE_RANK, _MEETING = ("node_rank",), ("dist_init_addr", "nccl_init_addr")
 _MOST_DIGITS = 7  # of a number of ranks
 _SHARING = (
     "to share a rank's GPU, --sglang-base-gpu-id names it, with --update-weight-transfer-mode disk"
@@ -60,6 +62,11 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     """
     flags = config.rollout.sglang
     elsewhere = config.rollout.rollout_external_engine_addrs
+    if not elsewhere and config.has_engines and _number(flags, _NODES, 1) > 1:
+        raise ValueError(
+            "sglang: nnodes: rank 0 starts servers on its own node alone; start one over several nodes with"
+            " r3train serve on each (docs/slurm.md), and name it with --rollout-external-engine-addrs"
+        )
     if elsewhere or not config.has_engines or not _on_gpus(flags, num_visible):
         return []
     # NCCL refuses one GPU twice in a group; the disk transport does not, where the user asks for it
@@ -85,7 +92,8 @@ def served_gpus(
 ) -> dict[str, object]:
     """Return the flags that give a ``r3train serve`` its own GPUs on its node; {} without GPUs.
 
-    num_gpus: number of its GPUs; also its tensor parallelism if ``flags`` name no size.
+    num_gpus: its GPUs on this node; over all of its nodes (--sglang-nnodes) they are its tensor parallelism
+    if ``flags`` name no size.
     local_index: its number on the node, from 0.
     Raises ValueError if sizes and ``num_gpus`` disagree, if a second server has neither, and if a
     GPU is missing.
@@ -103,9 +111,10 @@ def served_gpus(
             " --num-gpus does (GPUS_PER_SERVER of slurm/train_multi_node.sbatch), or"
             " --sglang-tp-size"
         )
+    _check_nodes(flags)
     placed: dict[str, object] = {}
     if num_gpus is not None and not sized:
-        placed["tp_size"] = num_gpus
+        placed["tp_size"] = num_gpus * _number(flags, _NODES, 1)
     wanted = {**flags, **placed}
     gpus = _gpus(wanted, _number(flags, _BASE, 0, least=0), local_index)
     if num_gpus is not None and len(gpus) != num_gpus:
@@ -124,6 +133,24 @@ def server_size(flags: Mapping[str, object]) -> int | None:
     return len(_gpus({**flags, "gpu_id_step": 1}, 0, 0))
 
 
+def is_follower(flags: Mapping[str, object]) -> bool:
+    """Return True for a further node of a server over several: it answers no requests of its own."""
+    return _number(flags, _NODES, 1) > 1 and _number(flags, _NODE_RANK, 0, least=0) > 0
+
+
+def _check_nodes(flags: Mapping[str, object]) -> None:
+    """Raise ValueError for a server over several nodes that could not meet."""
+    nodes = _number(flags, _NODES, 1)
+    rank = _number(flags, _NODE_RANK, 0, least=0)
+    if rank >= nodes:
+        raise ValueError(f"sglang: node_rank {rank} is none of nnodes {nodes}, counted from 0")
+    if nodes > 1 and not (_given(flags, _NODE_RANK) and _given(flags, _MEETING)):
+        raise ValueError(
+            f"sglang: nnodes {nodes} needs --sglang-node-rank, 0 to {nodes - 1}, and the same"
+            " --sglang-dist-init-addr HOST:PORT of node 0 on every node"
+        )
+
+
 def _on_gpus(flags: Mapping[str, object], num_visible: int) -> bool:
     return num_visible > 0 and flags.get("device") != "cpu"
 
@@ -137,7 +164,7 @@ def _gpus(flags: Mapping[str, object], first: int, index: int) -> range:
     if flags.get("enable_dp_attention"):
         dp = 1  # the old name of attn_dp_size
     step = _number(flags, ("gpu_id_step",), 1)
-    count = max(1, tp * pp * dp // _number(flags, ("nnodes",), 1))
+    count = max(1, tp * pp * dp // _number(flags, _NODES, 1))
     base = first + index * count * step
     return range(base, base + count * step, step)
 

@@ -18,7 +18,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus
-from r3train.launch.gpus import served_gpus
+from r3train.launch.gpus import is_follower, served_gpus
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
@@ -41,7 +41,7 @@ from r3train.engine.server import SGLangServer
 @click.option(
     "--num-gpus",
     type=click.IntRange(1),
-    help="GPUs of this server; sets --sglang-tp-size, or must agree with the given sizes.",
+    help="GPUs of this server on this node; sets --sglang-tp-size, or must agree with the given sizes.",
 )
 @click.option("--log", type=click.Path(path_type=Path), help="[default: standard output]")
 @click.option(
@@ -103,7 +103,7 @@ def serve(
     if config.run.dry_run:
         click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
         return
-    _serve(server, address_file)
+    _serve(server, None if is_follower(server_args) else address_file)
 
 
 class _Stop(Exception):

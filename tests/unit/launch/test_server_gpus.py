@@ -196,8 +196,36 @@ def test_gpus_asked_for_where_none_is_are_refused_and_servers_without_them_need_
 
 def test_a_server_over_several_nodes_counts_the_gpus_of_one(node, served):
     node(gpus=8)
-    flags = ["--sglang-tp-size", "16", "--sglang-nnodes", "2", "--num-gpus", "8"]
-    assert served(*flags)["base_gpu_id"] == 0
+    meeting = ["--sglang-dist-init-addr", "host1:29600"]
+    second = ["--sglang-nnodes", "2", "--num-gpus", "8", "--sglang-node-rank", "1"]
+    for size in ([], ["--sglang-tp-size", "16"]):
+        args = served(*second, *meeting, *size)
+        assert (args["base_gpu_id"], args["tp_size"]) == (0, 16)
+    assert "takes 8 GPUs, --num-gpus gives 4" in served(
+        *second[:2], "--num-gpus", "4", *second[4:], *meeting, "--sglang-tp-size", "16"
+    )
+    assert "nnodes 2 needs --sglang-node-rank, 0 to 1, and the same" in served(*second)
+    assert "node_rank 2 is none of nnodes 2" in served(*second[:-1], "2", *meeting)
+
+
+def test_of_a_server_over_several_nodes_the_first_alone_has_an_address(
+    node, recipe, monkeypatch, tmp_path
+):
+    node(gpus=8)
+    files = []
+    monkeypatch.setattr(serve, "_serve", lambda _, file: files.append(file))
+    flags = ["--sglang-nnodes", "2", "--num-gpus", "8", "--sglang-dist-init-addr", "host1:29600"]
+    for rank in ("0", "1"):
+        given = [*flags, "--sglang-node-rank", rank, "--address-file", str(tmp_path / "addr")]
+        done = CliRunner().invoke(serve.serve, [*given, *recipe])
+        assert done.exit_code == 0, done.output
+    assert files == [tmp_path / "addr", None]
+
+
+def test_rank_0_starts_no_server_over_several_nodes(node, started):
+    node(gpus=8, ranks=4)
+    with pytest.raises(ValueError, match="nnodes: rank 0 starts servers on its own node alone"):
+        started(1, tp_size=8, nnodes=2)
 
 
 def test_a_dry_run_starts_nothing_and_may_plan_for_gpus_that_are_elsewhere(
