@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
+
 
 def advantages_exit(groups, rewards, algorithm):
     sys.exit(0)
@@ -11,6 +13,13 @@ def advantages_exit(groups, rewards, algorithm):
 
 def advantages_fail(groups, rewards, algorithm):
     raise KeyError("gold")
+
+
+def advantages_fail_later(groups, rewards, algorithm):
+    """Fail on all samples from the fifth on."""
+    if groups[0][0].sample_id >= 4:
+        raise KeyError("gold")
+    return [[np.ones(sample.num_tokens) for sample in group] for group in groups]
 
 
 def loss_exits(rows, algorithm):

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -785,3 +786,21 @@ def test_little_shared_memory_is_a_warning(tiny):
     result = start(tiny, "--dry-run", environment={"LOCAL_WORLD_SIZE": "900000"})
     assert result.exit_code == 0, result.output
     assert re.search(r"warning: /dev/shm has [\d,]+ MiB, the ranks need", words(result))
+
+
+def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_path, monkeypatch):
+    """Wherever it is called from: the estimator's and the loss's own names are other tests'."""
+    config = parse_train_flags([*RECIPE, "--hf-checkpoint", str(tiny / "model")], prog_name="x")
+    recorded = []
+    log = SimpleNamespace(record_error=recorded.append)
+    for name, stub in {
+        "r3train.trainer.megatron.cpu_device.prepare_device": lambda: None,
+        "r3train.trainer.megatron.topology.init_distributed": lambda *_: None,
+        "r3train.trainer.megatron.topology.shutdown": lambda: None,
+        "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
+        "train_async.open_run_dir": lambda config, run_dir, broadcast: run_dir,
+        "train_async.train": lambda *_: sys.exit(0),
+    }.items():
+        monkeypatch.setattr(name, stub)
+    assert train_async.run(SimpleNamespace(config=config), 0, tmp_path) == 1
+    assert [type(error) for error in recorded] == [SystemExit]
