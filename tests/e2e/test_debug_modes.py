@@ -65,7 +65,9 @@ def test_a_recording_is_trained_while_servers_with_the_same_weights_generate_it_
 
 
 def test_servers_with_other_weights_than_the_recordings_end_the_run(injecting, tmp_path):
-    job = jobs.run(tmp_path / "run", *injecting, "--lr", "0.01", "--lr-warmup-iters", "0")
+    # answers of the second rollout begin after the first update
+    moved = ("--lr", "0.05", "--lr-warmup-iters", "0", "--max-weight-staleness", "0")
+    job = jobs.run(tmp_path / "run", *injecting, *moved)
     assert job.code == 1, job.output
     assert "(--ci-inject-rollout-data-min-match-ratio)" in " ".join(job.output.split())
     assert len(job.metrics()) == 1

@@ -72,6 +72,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         run=SimpleNamespace(progress=False, log_level="ERROR"),
         rollout=SimpleNamespace(num_rollout=1),
         faults=SimpleNamespace(signal_grace_s=60),
+        sums_evidence=False,
         parallel=ParallelSection(),
     )
     for rank in range(NUM_RANKS):

@@ -177,15 +177,15 @@ def test_a_teacher_that_fails_ends_the_run():
 
 def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound():
     began = time.monotonic()
-    score = scorer("hangs", reward_timeout_s=0.3)
+    score = scorer("hangs", reward_timeout_s=3.0)
     with producer_of(FakeBackend(), {"score": score}) as producer:
         with pytest.raises(
             ValueError,
-            match=r"prompt 1: reward .*:hangs took longer than reward_timeout_s 0.3 \(sample",
+            match=r"prompt 1: reward .*:hangs took longer than reward_timeout_s 3 \(sample",
         ):
             producer.next_batch(0)
         assert {sample.group_id for sample, _ in producer.snapshot().samples} >= {0, 2}
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 30
 
 
 def test_a_reward_that_never_returns_does_not_keep_the_process():
