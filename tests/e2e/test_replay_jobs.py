@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3train.config.replay import PublishBug, RouteBug
+from r3train.proof.audit import audit_run
 from r3train.proof.rescored import limit
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
@@ -112,11 +113,16 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         # the first bucket is not the last one
         *(["--update-weight-buffer-size", "20000"] if bug == "version_with_first_bucket" else ()),
         *(["--r3-audit-share", "1"] if bug.startswith("answer_") else ()),
+        *(["--r3-evidence", "summed"] if bug == "token_shift" else ()),
     )
     assert job.code != 0
     assert re.search(CAUGHT[bug], job.output), job.output
     if bug in get_args(RouteBug):
         assert job.metrics()[0]["r3/passed"] is False
+    if bug == "token_shift":  # a wrong step has every call
+        evidence, (step,) = job.evidence(), job.metrics()
+        assert len(evidence) == step["r3/num_calls"] and "num_calls" not in evidence[0]
+        assert audit_run(job.run_dir).claims["applied"] == "failed"
     if bug.startswith("answer_"):
         assert job.metrics()[0]["r3_audit/passed"] is False
         lines = (job.run_dir / "evidence/rescored.jsonl").read_text().splitlines()
@@ -173,14 +179,26 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
         *("--recompute-num-layers", "1", "--use-tis", "--entropy-coef", "0.001"),
         *("--log-route-drift", "--r3-keep-score-ratio", "0.99", "--freeze-moe-router"),
         *("--lr-warmup-iters", "0", "--save-hf", str(tmp_path / "hf")),
+        *("--r3-evidence", "summed"),
     )
     assert job.code == 0, job.output
     m, later = job.metrics()
     assert m["r3/passed"] is True and m["train/kl"] == 0.0 < later["train/kl"]
-    passes = {(e["replay_pass"], e["stage"]) for e in job.evidence()}
     # one optimizer step a rollout: its own forward gives the old log-probs
     reference, train = ("ref_log_prob", "replay_forward"), ("train", "replay_forward")
-    assert passes == {reference, train, ("train", "replay_backward")}
+    passes, evidence = (reference, train, ("train", "replay_backward")), job.evidence()
+    # a record and a pair of lines a step, rank, pass, stage and layer, with every call in it
+    of = [(e["step"], e["rank"], e["layer_number"], e["replay_pass"], e["stage"]) for e in evidence]
+    cells = [(s, r, n, *p) for s in (0, 1) for r in (0, 1) for n in (1, 2, 3, 4) for p in passes]
+    assert sorted(of) == sorted(cells)
+    for step in (m, later):
+        of_step = [e["num_calls"] for e in evidence if e["step"] == step["step"]]
+        assert sum(of_step) == step["r3/num_calls"] == step["r3/num_calls_expected"]
+    lines = re.findall(r"R3 (wrapper|check)\b.*\), calls=(\d+)$", job.logs(), re.MULTILINE)
+    for kind in ("wrapper", "check"):
+        of_kind = sorted(int(count) for name, count in lines if name == kind)
+        assert of_kind == sorted(e["num_calls"] for e in evidence)
+    assert audit_run(job.run_dir).verdict == "passed"
     assert m["train/log_prob_gap_max"] <= 1e-4 and m["train/ppo_kl"] == 0.0
     # the controls are counted in the train forward, and agreement beats them there
     assert m["r3/agreement"] > 0.99 > m["r3/agreement_control_token_minus"] > 0
