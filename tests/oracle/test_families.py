@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,21 +106,76 @@ def actors_log_probs(directories: list[str]) -> dict[str, torch.Tensor]:
     return found
 
 
+# the bug -> the case that has it, and fields of Megatron's configuration as they would be without the family's
+PLANTED = {
+    "gates over all experts": ("mixtral", {"moe_router_pre_softmax": True}),
+    "no gate of the shared expert": ("qwen2_moe", {"moe_shared_expert_gate": False}),
+    "norm_topk_prob not read": (
+        "qwen3_moe without normalised gates",
+        {"moe_router_pre_softmax": False},
+    ),
+    "expert biases move": ("minimax_m2", {"moe_router_bias_update_rate": 1e-3}),
+}
+
+
+@contextmanager
+def planted(model_type: str, fields: dict[str, Any]) -> Iterator[None]:
+    """Build the family with something wrong."""
+    from r3train.trainer.megatron.families import FAMILIES as built
+
+    right = built[model_type]
+    built[model_type] = replace(right, fields=lambda hf_config: right.fields(hf_config) | fields)
+    try:
+        yield
+    finally:
+        built[model_type] = right
+
+
+def with_and_without_bugs(directory: str) -> tuple[dict, dict[str, tuple[torch.Tensor, list[str]]]]:
+    """``actors_log_probs`` of all cases; by bug the log-probs, and the tensors that a backward moved."""
+    every = actors_log_probs([f"{directory}/{name}" for name in CASES])
+    wrong = {}
+    for bug, (name, fields) in PLANTED.items():
+        model = f"{directory}/{name}"
+        with planted(read_hf_facts(model).model_type, fields):
+            log_probs, _ = actors_log_probs([model])[model]
+            wrong[bug] = log_probs, replayed([model], {})[model]["unlike disk"]
+    return every, wrong
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory) -> tuple[Path, dict[str, np.ndarray], dict, dict]:
+    """Checkpoints, transformers' log-probs by case, and what ``with_and_without_bugs`` gave."""
+    directory = tmp_path_factory.mktemp("log_probs")
+    expected = {name: make(directory / name, name) for name in CASES}
+    ((every, wrong),) = in_ranks(1, directory / "ranks", with_and_without_bugs, str(directory))
+    return directory, expected, every, wrong
+
+
 @pytest.mark.ranks
-def test_an_actor_of_every_verified_family_gives_the_log_probs_of_transformers(tmp_path):
-    expected = {name: make(tmp_path / name, name) for name in CASES}
-    (got,) = in_ranks(
-        1, tmp_path / "ranks", actors_log_probs, [str(tmp_path / name) for name in CASES]
-    )
-    seen = {read_hf_facts(tmp_path / name).model_type for name in CASES}
+def test_an_actor_of_every_verified_family_gives_the_log_probs_of_transformers(compared):
+    directory, expected, got, _ = compared
+    seen = {read_hf_facts(directory / name).model_type for name in CASES}
     assert seen == FAMILIES.keys()
     for name in CASES:
-        log_probs, exported = got[str(tmp_path / name)]
+        log_probs, exported = got[str(directory / name)]
         error = np.abs(log_probs.numpy() - expected[name]).max()
         assert error < 1e-4, (name, error)
-        hf = read_hf_facts(tmp_path / name)
-        on_disk = {t for t in read_headers(tmp_path / name) if is_trained(t, hf)}
+        hf = read_hf_facts(directory / name)
+        on_disk = {t for t in read_headers(directory / name) if is_trained(t, hf)}
         assert set(exported) == tensor_names(hf) == on_disk, name
+
+
+@pytest.mark.ranks
+def test_what_a_familys_file_corrects_shows_where_it_is_left_out(compared):
+    _, expected, _, wrong = compared
+    for bug, (name, _) in PLANTED.items():
+        log_probs, moved = wrong[bug]
+        error = np.abs(log_probs.numpy() - expected[name]).max()
+        if bug == "expert biases move":
+            assert error < 1e-4 and moved and all(EXPERT_BIAS in t for t in moved), (error, moved)
+        else:
+            assert error > 0.1 and not moved, (bug, error, moved)
 
 
 # -- replayed routes, and gradients --------------------------------------------------------------
