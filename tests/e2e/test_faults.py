@@ -6,9 +6,12 @@ import os
 import re
 import signal
 
+import numpy as np
 import psutil
 import pytest
 
+from r3train.loop.replay_source import dump_rollout
+from r3train.types import Prompt, RolloutSample
 from tests.e2e import jobs
 from tests.e2e.live_jobs import end, output, running, scheduler, steps_done, wait_for
 
@@ -74,3 +77,46 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
 def test_torchrun_shows_a_mistake_once(tmp_path):
     job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
     assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
+
+
+@pytest.mark.slow
+def test_an_estimator_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
+    tmp_path, tiny, tiny_flags
+):
+    prompt = Prompt("p", 0, "", np.array([3, 4], np.int32), ["a"])
+    samples = [
+        RolloutSample(
+            sample_id=i,
+            group_id=i // 2,
+            prompt=prompt,
+            token_ids=np.array([3, 4, 5 + i, 6, 7], np.int32),
+            prompt_len=2,
+            loss_mask=np.array([False, False, True, True, True]),
+            rollout_log_probs=np.array([0, 0, -4, -4, -4], np.float32),
+            routed_experts=None,
+            weight_versions=np.array([-1, -1, 0, 0, 0], np.int32),
+            finish_reason="stop",
+            text="",
+        )
+        for i in range(8)
+    ]
+    for rollout_id in range(2):
+        own = samples[4 * rollout_id : 4 * rollout_id + 4]
+        groups = [[(s, float(s.sample_id % 2)) for s in pair] for pair in (own[:2], own[2:])]
+        dump_rollout(tmp_path / "rollouts", rollout_id, groups)
+    flags = (
+        *(*tiny_flags, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
+        *("--expert-model-parallel-size", "1", "--num-rollout", "2", "--global-batch-size", "4"),
+        *("--replay-rollouts", str(tmp_path / "rollouts"), "--save", str(tmp_path / "saved")),
+    )
+    name = "tests.unit.guest_code:advantages_fail_later"
+    failed = jobs.run(tmp_path / "failed", *flags, "--advantage-estimator", name, ranks=1)
+    assert failed.code == 1, failed.output
+    what = f"--advantage-estimator {name}: raised KeyError: 'gold'"
+    said = "a rollout could not be scored after 1 rollouts; a checkpoint was saved"
+    assert f"{said}: {what}" in failed.output and f"ValueError: {what}" in failed.output
+    again = ("--load", str(tmp_path / "saved"))
+    resumed = jobs.run(tmp_path / "resumed", *flags, *again, ranks=1)
+    assert resumed.code == 0, resumed.output
+    steps = [record["step"] for job in (failed, resumed) for record in job.metrics()]
+    assert steps == [0, 1]
