@@ -14,6 +14,8 @@ CONTAINER_MOUNTS=${CONTAINER_MOUNTS:-}
 BIN=${BIN:-$([[ -n $CONTAINER ]] && echo /usr/local/bin || echo "$R3TRAIN_ROOT/.venv/bin")}
 CONFIG=${CONFIG:-configs/tiny_cpu.toml}
 RUN_DIR=${RUN_DIR:-$R3TRAIN_ROOT/runs/slurm-${SLURM_JOB_ID:?}}
+# a relative one is below the checkout; no symbolic link is followed
+RUN_DIR=$(cd "$R3TRAIN_ROOT" && realpath -ms -- "$RUN_DIR")
 NPROC_PER_NODE=${NPROC_PER_NODE:-2}
 # the tensor-parallel size of each SGLang server; unset, the recipe's
 GPUS_PER_SERVER=${GPUS_PER_SERVER:-}
@@ -47,12 +49,16 @@ require_count() {
     [[ ${!1} =~ ^[1-9][0-9]*$ ]] || refuse "$1 is ${!1}: expected a number above 0"
 }
 [[ -z $GPUS_PER_SERVER ]] || require_count GPUS_PER_SERVER
+[[ -n $CONTAINER || -z $CONTAINER_MOUNTS ]] ||
+    refuse "CONTAINER_MOUNTS is without effect without CONTAINER"
 # Words between srun's flags and the command of a step.  Directories keep their names in the container.
 container=()
-if [[ -n $CONTAINER ]]; then
-    mounts=$R3TRAIN_ROOT:$R3TRAIN_ROOT,$RUN_DIR:$RUN_DIR
-    for directory in ${CONTAINER_MOUNTS//,/ }; do
-        mounts+=,$directory:$directory
+# Set them, once RUN_DIR is final; arguments are further directories that the steps see.
+use_container() {
+    [[ -n $CONTAINER ]] || return 0
+    local mounts=$R3TRAIN_ROOT:$R3TRAIN_ROOT directory
+    for directory in "$RUN_DIR" ${CONTAINER_MOUNTS//,/ } "$@"; do
+        [[ ,$mounts, == *",$directory:$directory,"* ]] || mounts+=,$directory:$directory
     done
     if [[ $CONTAINER == *.sif ]]; then
         container=(apptainer exec --nv --bind "$mounts" --pwd "$R3TRAIN_ROOT" "$CONTAINER")
@@ -62,9 +68,7 @@ if [[ -n $CONTAINER ]]; then
     fi
     # this checkout's code, not the image's
     export PYTHONPATH=$R3TRAIN_ROOT${PYTHONPATH:+:$PYTHONPATH}
-elif [[ -n $CONTAINER_MOUNTS ]]; then
-    refuse "CONTAINER_MOUNTS is without effect without CONTAINER"
-fi
+}
 # GPUs of this node, and so of every node; 0 if Slurm knows of none
 node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
 node_gpus=${node_gpus##*:} # h100:8

@@ -96,8 +96,20 @@ def test_a_container_holds_every_step_and_sees_its_directories(script, tmp_path)
         assert after(called, "--bind") == mounts and called[-1] == "/shared/r3train.sif"
     _, steps = render(tmp_path, script, nodes=2)
     assert not any("container" in word or "apptainer" in word for words in steps for word in words)
+    _, steps = render(tmp_path, script, nodes=2, CONTAINER=image, RUN_DIR="runs/a")
+    run_dir = ROOT / "runs/a"
+    assert all(f"--container-mounts={ROOT}:{ROOT},{run_dir}:{run_dir}" in step for step in steps)
     refused, _ = render(tmp_path, script, nodes=2, CONTAINER_MOUNTS="/models")
     assert refused.returncode == 2 and "without effect without CONTAINER" in refused.stderr
+
+
+def test_the_container_of_a_second_regression_sees_its_run_its_logs_and_its_summary(tmp_path):
+    given = {"CONTAINER": "/a.sqsh", "SLURM_RESTART_COUNT": "1", "SUMMARY": "/reports/r3.md"}
+    _, (step,) = render(tmp_path, "r3_regression", **given)
+    names = (str(ROOT), "/shared/runs/a-start1", "/shared/runs/a", "/reports")
+    assert "--container-mounts=" + ",".join(f"{name}:{name}" for name in names) in step
+    assert after(step, "--run-dir") == "/shared/runs/a-start1"
+    assert after(step, "--log-dir").startswith("/shared/runs/a/logs/")
 
 
 @pytest.mark.parametrize("place", ["docs/slurm.md", "slurm/train_multi_node.sbatch"])
@@ -226,15 +238,25 @@ def test_the_regression_jobs_exit_code_is_that_of_check_evidence(tmp_path, verdi
     assert (tmp_path / "ran").exists() and not summary.exists(), "left by the look beforehand"
 
 
-def regression(tmp_path: Path, verdict: int, summary: Path) -> dict[str, str]:
+def test_the_second_start_of_a_regression_job_has_a_directory_for_its_summary(tmp_path):
+    settings = regression(tmp_path, 0, "", start=1)
+    done, _ = render(tmp_path, "r3_regression", RENDER="", **settings)
+    assert done.returncode == 0 and (tmp_path / "ran").exists(), done.stderr
+    assert f"summary: {tmp_path}/run-start1/r3_summary.md" in done.stdout
+
+
+def regression(
+    tmp_path: Path, verdict: int, summary: Path | str, *, start: int = 0
+) -> dict[str, str]:
     """Settings of a regression job that runs here, with programs in the place of srun and r3train."""
     (tmp_path / "bin").mkdir(exist_ok=True)
-    log = tmp_path / "run/logs/slurm-4711-start0/node-a.log"
+    log = tmp_path / f"run/logs/slurm-4711-start{start}/node-a.log"
     programs = {"srun": f"touch '{tmp_path}/ran' '{log}'", "r3train": f"exit {verdict}"}
     for name, does in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{does}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    return {"RUN_DIR": f"{tmp_path}/run", "BIN": f"{tmp_path}/bin", "SUMMARY": str(summary)}
+    places = {"RUN_DIR": f"{tmp_path}/run", "BIN": f"{tmp_path}/bin", "SUMMARY": str(summary)}
+    return places | {"SLURM_RESTART_COUNT": str(start)}
 
 
 def test_two_jobs_and_two_starts_share_no_port_name_or_directory(tmp_path):
