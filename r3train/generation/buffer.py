@@ -47,7 +47,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The fate of a prompt: ``trained``, ``dropped_<why>``, ``regenerated``, ``unused``."""
+    """The fate of a prompt: ``trained``, ``dropped_<why>``, ``regenerated``, ``unused``, ``put_back``.
+
+    ``put_back`` undoes the ``trained`` before it.
+    """
 
     group_id: int
     prompt_id: str

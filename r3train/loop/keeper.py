@@ -252,7 +252,10 @@ class WatchedSource:
     def next_batch(
         self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
     ) -> list[list[Scored]]:
-        """Return the source's next batch; raise StopRequested once the run is told to stop."""
+        """Return the source's next batch; raise StopRequested once the run is told to stop.
+
+        A batch whose dump fails is put back: it waits in the checkpoint that is saved then.
+        """
 
         def waiting(stats: dict[str, Any]) -> None:
             self._heed_stop(stats)
@@ -261,7 +264,11 @@ class WatchedSource:
 
         self.last = self._inner.next_batch(rollout_id, waiting)
         if self._dump is not None:
-            self._dump(rollout_id, self.last)
+            try:
+                self._dump(rollout_id, self.last)
+            except Exception:
+                self._inner.put_back()
+                raise
         return self.last
 
     def await_evaluation(self) -> None:

@@ -148,11 +148,18 @@ class InjectedRollouts:
         """The dumped groups of one rollout, once the source has generated its own.
 
         Raises ValueError naming the file where prompts differ, answers differ too much, or routes are
-        needed and missing.
+        needed and missing; what was generated is put back then.
         """
         generated = self._source.next_batch(rollout_id, on_wait)
         if rollout_id < self._start:
             return generated
+        try:
+            return self._recorded(rollout_id, generated)
+        except Exception:
+            self._source.put_back()
+            raise
+
+    def _recorded(self, rollout_id: int, generated: list[list[Scored]]) -> list[list[Scored]]:
         path, recorded = (f(self._directory, rollout_id) for f in (rollout_path, load_rollout))
         if self._needs_routes:
             _check_routes(path, recorded)

@@ -82,12 +82,15 @@ def test_a_rank_whose_interpreter_is_held_is_killed_after_its_grace_period(monke
     if child == 0:
         with StopSignal(grace_s=0.2):
             held = ("(a+)+$", "a" * 64 + "b")  # years
+            os.write(write, b".")
             threading.Thread(target=re.match, args=held, daemon=True).start()
             while True:
                 os.write(write, b".")
                 time.sleep(0.01)
     try:
-        while select.select([read], [], [], 1.0)[0]:
+        assert select.select([read], [], [], 60)[0], "it never began"
+        os.read(read, 4096)
+        while select.select([read], [], [], 1.0)[0]:  # until its interpreter is held
             os.read(read, 4096)
         (guard,) = psutil.Process(child).children()
         os.kill(child, signal.SIGTERM)
@@ -235,9 +238,9 @@ def test_a_forked_writer_hands_its_parent_one_result_of_any_size():
         results.get_nowait()
 
 
-def keeper_of(directory, prompt_file, told, checkpointer=None) -> Keeper:
+def keeper_of(directory, prompt_file, told, checkpointer=None, config=None) -> Keeper:
     return Keeper(
-        RunConfig.from_toml("configs/tiny_cpu.toml"),
+        config or RunConfig.from_toml("configs/tiny_cpu.toml"),
         directory,
         run_facts={},
         prompt_file=FileFingerprint.of(prompt_file),
@@ -300,30 +303,60 @@ class Writes:
         pass
 
 
+class Remembers(Producer):
+    """A producer that keeps the last batch that it gave."""
+
+    def next_batch(self, *arguments):
+        self.given = super().next_batch(*arguments)
+        return self.given
+
+
+GUEST = "tests.unit.guest_code:"
+SCORED = "a rollout could not be scored"
+
+
 @pytest.mark.parametrize(
-    "estimator, what",
+    "setting, place, error, said",
     [
-        ("advantages_exit", "raised SystemExit: 0"),
-        ("advantages_fail", "raised KeyError: 'gold'"),
+        (
+            "advantage_estimator",
+            f"{GUEST}advantages_exit",
+            f"^--advantage-estimator {GUEST}advantages_exit: raised SystemExit: 0$",
+            SCORED,
+        ),
+        (
+            "advantage_estimator",
+            f"{GUEST}advantages_fail",
+            f"^--advantage-estimator {GUEST}advantages_fail: raised KeyError: 'gold'$",
+            SCORED,
+        ),
+        ("dump_rollouts", True, "rollouts'$", "generation failed"),
+        (
+            "ci_inject_rollout_data_path",
+            "no such directory",
+            "rollout_0000000.safetensors: cannot read the samples: No such file or directory$",
+            "generation failed",
+        ),
     ],
+    ids=["estimator exits", "estimator raises", "dump fails", "recording is missing"],
 )
-def test_a_rollout_that_the_estimator_fails_on_waits_in_a_checkpoint(
-    tiny, tmp_path, estimator, what
+def test_a_rollout_that_cannot_be_scored_dumped_or_replaced_waits_in_a_checkpoint(
+    tiny, tmp_path, setting, place, error, said
 ):
     """The loop, the keeper and the producer are the job's own; actor and servers are not needed yet."""
-    name = f"tests.unit.guest_code:{estimator}"
+    (tmp_path / "rollouts").write_text("where dumps would go")
     settings = config(
         hf_checkpoint=tiny / "model",
         rollout_batch_size=2,
         n_samples_per_prompt=2,
         num_rollout=4,
-        advantage_estimator=name,
+        **{setting: place},
     )
     engine, told, checkpointer = SimulatedEngine(), [], Writes(tmp_path)
 
     def producer(engine, state=None):
         rollout, sampling = settings.rollout, SamplingParams(20)
-        return Producer(rollout, lambda: engine, prompt_for, sampling, state=state)
+        return Remembers(rollout, lambda: engine, prompt_for, sampling, state=state)
 
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("one\n")
@@ -338,19 +371,19 @@ def test_a_rollout_that_the_estimator_fails_on_waits_in_a_checkpoint(
             SimpleNamespace(topology=RankTopology()),
             rank_zero=RankZero(side, display, metrics, Evaluations([], {}, metrics, display)),
             evidence=None,
-            keeper=keeper_of(tmp_path, prompts, told, checkpointer),
+            keeper=keeper_of(tmp_path, prompts, told, checkpointer, settings),
             routes=RoutesOnRank0(None, ()),
         )
-        with pytest.raises(ValueError, match=rf"^--advantage-estimator {name}: {what}$"):
+        with pytest.raises((ValueError, OSError), match=error) as raised:
             loop.run(0)
         loop._source.close()
     finally:
         leave_ranks()
     assert checkpointer.saved_at == [0]
     (line,) = told
-    assert line.startswith("a rollout could not be scored after 0 rollouts; a checkpoint was saved")
-    assert f"{name}: {what}" in line
-    untrained = [s for group in loop._source.last for s, _ in group]
+    assert line.startswith(f"{said} after 0 rollouts; a checkpoint was saved")
+    assert str(raised.value) in line
+    untrained = [s for group in loop._source.given for s, _ in group]
     resumed, state = SimulatedEngine(), ProducerState(*read_samples(tmp_path / BUFFER_FILE))
     with producer(resumed, state) as again:
         batch = [s for group in again.next_batch(0) for s, _ in group]

@@ -170,6 +170,9 @@ class Generated:
     def snapshot(self):
         return "kept"
 
+    def put_back(self):
+        pass
+
 
 def injecting(directory, generated, *, start=0, least=0.9):
     section = CheckpointSection(
