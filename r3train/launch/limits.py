@@ -22,11 +22,17 @@ SHARED_MEMORY = Path("/dev/shm")
 _OTHER_FILES = 200
 
 
+def no_port(port: object) -> Lack | None:
+    """Refuse what is a port on no machine."""
+    if str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535:
+        return None
+    return f"{port!r} is no port: expected a number from 1 to 65535", "give another, or unset it"
+
+
 def taken_port(host: str, port: object) -> Lack | None:
     """Try to listen on ``port``, given as a number or as text, of an address of this node."""
-    if not (str(port).isdecimal() and str(port).isascii() and 1 <= int(str(port)) <= 65535):
-        text = f"{port!r} is no port: expected a number from 1 to 65535"
-        return text, "give another, or unset it"
+    if lack := no_port(port):
+        return lack
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

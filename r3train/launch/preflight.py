@@ -43,7 +43,14 @@ from r3train.launch.data import (
 )
 from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
-from r3train.launch.limits import few_files, little_shared_memory, server_ports, taken_port
+from r3train.launch.limits import (
+    Lack,
+    few_files,
+    little_shared_memory,
+    no_port,
+    server_ports,
+    taken_port,
+)
 from r3train.launch.other_models import (
     check_other_model,
     check_served_teacher,
@@ -137,8 +144,10 @@ def preflight(
         attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
     if for_all_ranks and starts:
         attempt("run directory", check_fresh, config, os.environ)
-        attempt("machine", check_node, config)
-        if lack := little_shared_memory(torchruns_number("LOCAL_WORLD_SIZE", world_size)):
+        lacks = attempt("machine", check_node, config) or ()
+        warnings += [JobWarning("machine", *lack) for lack in lacks]
+        num_ranks = torchruns_number("LOCAL_WORLD_SIZE", 0)  # unset: this is no node of the job
+        if num_ranks and (lack := little_shared_memory(num_ranks)):
             warnings.append(JobWarning("shared memory", *lack))
     elif for_all_ranks:
         try:
@@ -247,11 +256,13 @@ def preflight(
     return job
 
 
-def check_node(config: RunConfig) -> None:
+def check_node(config: RunConfig) -> list[Lack]:
     """Check that rank 0's node has the ports and the file descriptors of a start; the doctor does so too.
 
     Waits a little for the ports where torchrun has started the job again: its last servers may still be
-    about to end.  Raises ConfigError with a line for each thing that is wrong.
+    about to end.  Raises ConfigError with a line for each thing that is wrong.  A dry run may be on
+    another machine than the start will be: it refuses only what is a port nowhere, and the rest is
+    returned.
     """
     restarted = torchruns_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
     until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
@@ -260,9 +271,11 @@ def check_node(config: RunConfig) -> None:
     lacks = [taken_port(host, port) for port in ports]
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
-    found = [f"{text}: {remedy}" for text, remedy in filter(None, lacks)]
+    refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
+    found = [f"{text}: {remedy}" for text, remedy in filter(None, refused)]
     if found:
         raise ConfigError("\n".join(found))
+    return [lack for lack in lacks if lack is not None]
 
 
 def preflight_evaluation(config: RunConfig) -> Job:

@@ -758,19 +758,27 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
         port = held.getsockname()[1]
         two = ("--sglang-port", str(port - 1), "--rollout-num-engines", "2")
         for flags in (("--sglang-port", str(port)), two):
-            refused = start(tiny, "--dry-run", *flags)
+            refused, said = (
+                start(tiny, *flags),
+                f"port {port} of 127.0.0.1 is taken: choose another",
+            )
             assert refused.exit_code == 2, refused.output
-            assert f"port {port} of 127.0.0.1 is taken: choose another" in words(refused)
+            assert f"Error: {said}" in words(refused)
+            elsewhere = start(tiny, "--dry-run", *flags)  # it may be on a login node
+            assert elsewhere.exit_code == 0, elsewhere.output
+            assert f"warning: {said}" in words(elsewhere)
         served = ("--rollout-external-engine-addrs", f"127.0.0.1:{port}")
         assert not server_ports(parse_train_flags([*RECIPE, *served], prog_name="train_async.py"))[
             1
         ]
     monkeypatch.setattr("r3train.launch.limits.resource.getrlimit", lambda _: (256, 256))
-    refused = start(
-        tiny, "--dry-run", "--sglang-port", str(port), "--rollout-max-concurrency", "100"
-    )
-    assert refused.exit_code == 2
-    assert "Error: 100 requests in flight and the rest need about 300 open files" in words(refused)
+    flags = ("--sglang-port", str(port), "--rollout-max-concurrency", "100")
+    refused, said = start(tiny, *flags), "100 requests in flight and the rest need about 300 open"
+    assert refused.exit_code == 2 and f"Error: {said} files" in words(refused)
+    elsewhere = start(tiny, "--dry-run", *flags)
+    assert elsewhere.exit_code == 0 and f"warning: {said} files" in words(elsewhere)
+    refused = start(tiny, "--dry-run", "--sglang-port", "65536")
+    assert refused.exit_code == 2 and "65536 is no port" in words(refused)
 
 
 def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch):
@@ -779,13 +787,19 @@ def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch)
     monkeypatch.setattr("r3train.launch.preflight.time.sleep", lambda _: held.close())
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     result = start(tiny, "--dry-run", "--sglang-port", str(port), environment=again)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 0 and "is taken" not in result.output, result.output
 
 
 def test_little_shared_memory_is_a_warning(tiny):
     result = start(tiny, "--dry-run", environment={"LOCAL_WORLD_SIZE": "900000"})
     assert result.exit_code == 0, result.output
     assert re.search(r"warning: /dev/shm has [\d,]+ MiB, the ranks need", words(result))
+
+
+def test_a_dry_run_without_torchrun_does_not_count_all_ranks_on_this_machine(tiny, monkeypatch):
+    monkeypatch.setattr("r3train.launch.limits.shared_memory_bytes", lambda num_ranks: 1 << 60)
+    result = start(tiny, "--dry-run", environment={"LOCAL_WORLD_SIZE": None})
+    assert result.exit_code == 0 and "/dev/shm" not in result.output, result.output
 
 
 def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_path, monkeypatch):
