@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-_QUOTED = 1000  # characters of an error's text
+_QUOTED = 1000  # characters of a value or an error in a message
 
 
 def find_plug(flag: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -58,11 +58,19 @@ def guest(what: str) -> Iterator[None]:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # sys.exit and CancelledError too
-        text = " ".join(str(error).split())
-        if len(text) > _QUOTED:
-            text = f"{text[:_QUOTED]}... ({len(text)} characters)"
+        text = " ".join(quoted(error, str).split())
         kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
         raise ValueError(f"{what}: {kind}{text}") from error
+
+
+def quoted(value: Any, write: Callable[[Any], str] = repr) -> str:
+    """``value``, or an error, in a message: what ``write`` makes of it, or a part of a long text."""
+    try:
+        text = write(value)
+    except Exception as error:  # of a class of the user
+        lack = f"{write.__name__} ({type(error).__name__})"
+        text = f"a {type(value).__name__} without a {lack}"
+    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}... ({len(text)} characters)"
 
 
 def require_function(

@@ -21,6 +21,7 @@ from r3train.environments.base import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import Generate
+from r3train.plugs import guest, quoted
 from r3train.types import Prompt, RolloutSample
 
 
@@ -51,8 +52,8 @@ class Conversation:
     ) -> tuple[list[RolloutSample], float | None]:
         """Play the episode; return its samples and its reward, None if no step gave one.
 
-        Raises ValueError naming the sample for a reward that is no finite number, and for an
-        observation that is neither text nor tokens nor messages.
+        Raises ValueError naming prompt, sample, turn and environment for a reward that is no finite
+        number, and for an observation that is neither text nor tokens nor messages.
         """
         rollout = self._rollout
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
@@ -72,10 +73,14 @@ class Conversation:
             )
             ids = sample.token_ids[start:].tolist()
             turn = Turn(index, ids, self._decode(ids), last)
-            result = await self._step(turn, f"prompt {prompt.prompt_id}, sample {sample_id}")
+            step = (
+                f"prompt {prompt.prompt_id}, sample {sample_id}, turn {index}: the step of"
+                f" --environment {rollout.environment}"
+            )
+            result = await self._step(turn, step)
             if result.reward is not None:
-                rewards.append(_finite(result.reward, sample_id))
-            observed = self._observed(result, sample_id, int(sample.token_ids[-1]))
+                rewards.append(_finite(result.reward, step))
+            observed = self._observed(result, step, int(sample.token_ids[-1]))
             if result.done or last or len(observed) >= left:
                 break
             sample = stitch.observe(sample, observed)
@@ -85,8 +90,8 @@ class Conversation:
             return [sample], reward
         if reward is None:
             raise ValueError(
-                f"sample {sample_id}: the environment gave no reward, and one sample a turn needs"
-                " the episode's"
+                f"prompt {prompt.prompt_id}, sample {sample_id}: --environment"
+                f" {rollout.environment} gave no reward, and one sample a turn needs the episode's"
             )
         steps = [
             _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
@@ -94,14 +99,13 @@ class Conversation:
         texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
-    async def _step(self, turn: Turn, whose: str) -> StepResult:
+    async def _step(self, turn: Turn, step: str) -> StepResult:
         """Ask the environment, within its bound; whatever it does is an error of the run, never its end.
 
-        Raises ValueError naming prompt, sample, turn and environment for a step that takes too long,
-        raises, exits or returns anything but a StepResult.
+        Raises ValueError beginning with ``step`` for one that takes too long, raises, exits or returns
+        anything but a StepResult.
         """
         limit, task = self._rollout.environment_timeout_s, asyncio.current_task()
-        step = f"{whose}, turn {turn.index}: the step of --environment {self._rollout.environment}"
         try:
             async with asyncio.timeout(limit) as bound:
                 result = await self._environment.step(turn)
@@ -113,14 +117,14 @@ class Conversation:
             if isinstance(error, TimeoutError) and bound.expired():
                 does = f"took longer than --environment-timeout-s {limit:g}"
             else:
-                does = f"raised {error!r}"
+                does = f"raised {quoted(error)}"
             raise ValueError(f"{step} {does}") from error
         if not isinstance(result, StepResult):
             kind = type(result).__name__
             raise ValueError(f"{step} returned {kind}, expected a StepResult")
         return result
 
-    def _observed(self, result: StepResult, sample_id: int, last: int) -> list[int]:
+    def _observed(self, result: StepResult, step: str, last: int) -> list[int]:
         """The tokens of an observation; last: the turn's last token."""
         given = result.observation
         if isinstance(given, str):
@@ -129,29 +133,22 @@ class Conversation:
             return list(given)
         if not are_messages(given):
             raise ValueError(
-                f"sample {sample_id}: the observation {given!r} is no text, no tokens and no messages"
-                " with role and content"
+                f"{step} gave the observation {quoted(given)}, which is no text, no tokens and no"
+                " messages with role and content"
             )
         if self._reply is None:
-            raise ValueError(
-                f"sample {sample_id}: the environment answers with messages, which need"
-                " --apply-chat-template"
-            )
-        try:
+            raise ValueError(f"{step} answers with messages, which need --apply-chat-template")
+        with guest(f"{step} gave the observation {quoted(given)}"):
             return self._reply(given, last)
-        except ValueError as error:
-            raise ValueError(f"sample {sample_id}: the observation {given!r}: {error}") from error
 
 
-def _finite(reward: float, sample_id: int) -> float:
+def _finite(reward: float, step: str) -> float:
     try:
         number = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
+    except Exception:  # of any class: a tensor of two numbers raises RuntimeError
         number = math.nan
     if not math.isfinite(number):
-        raise ValueError(
-            f"sample {sample_id}: the environment's reward is {reward!r}, expected a finite number"
-        )
+        raise ValueError(f"{step} gave the reward {quoted(reward)}, expected a finite number")
     return number
 
 

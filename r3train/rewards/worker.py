@@ -23,11 +23,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from r3train.plugs import import_plug
+from r3train.plugs import import_plug, quoted
 
 LENGTH = struct.Struct("!Q")
-# of a value or an error that is quoted in a message
-_QUOTED = 500
 _PR_SET_PDEATHSIG = 1
 
 
@@ -62,15 +60,6 @@ async def _read(reader: asyncio.StreamReader) -> Any:
     """The next message; raises IncompleteReadError at the end of the stream."""
     (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return pickle.loads(await reader.readexactly(length))
-
-
-def quoted(value: Any) -> str:
-    """``value`` in a message: its repr, or a part of a long one."""
-    try:
-        text = repr(value)
-    except Exception as error:  # of a class of the user
-        text = f"a {type(value).__name__} without a repr ({type(error).__name__})"
-    return text if len(text) <= _QUOTED else f"{text[:_QUOTED]}... ({len(text)} characters)"
 
 
 def plain(value: Any) -> Any:
@@ -163,10 +152,7 @@ def _answer(number: int, value: Any) -> bytes:
 
 
 def _failed(number: int, error: BaseException) -> bytes:
-    text = str(error)
-    if len(text) > _QUOTED:
-        text = f"{text[:_QUOTED]}... ({len(text)} characters)"
-    return packed((number, f"raised {type(error).__name__}: {text}", None))
+    return packed((number, f"raised {type(error).__name__}: {quoted(error, str)}", None))
 
 
 def main() -> None:

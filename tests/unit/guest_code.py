@@ -50,5 +50,15 @@ class Exits(Fails):
         sys.exit(0)
 
 
+class _Mute(Exception):
+    def __str__(self):
+        raise RuntimeError
+
+
+class FailsMutely(Fails):
+    def __init__(self, prompt):
+        raise _Mute
+
+
 class OddTools(Fails):
     tools = 5

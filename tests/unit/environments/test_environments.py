@@ -200,16 +200,17 @@ async def test_a_gap_in_the_rows_is_refused_with_the_sample():
 
 
 async def test_rewards_and_observations_that_are_none_are_refused_with_the_sample():
-    with pytest.raises(ValueError, match="sample 40: the environment's reward is nan"):
+    step = "^prompt p, sample 40, turn 0: the step of --environment None gave the"
+    with pytest.raises(ValueError, match=f"{step} reward nan, expected a finite number"):
         await play(Script(rewards=(float("nan"),)))
-    with pytest.raises(ValueError, match="sample 40: the environment gave no reward"):
+    with pytest.raises(ValueError, match="^prompt p, sample 40: --environment .* gave no reward"):
         await play(Script(rewards=(None, None, None)), sample_a_turn=True)
 
     class Odd(Script):
         async def step(self, turn):
             return StepResult([1.5])
 
-    with pytest.raises(ValueError, match="sample 40: the observation"):
+    with pytest.raises(ValueError, match=rf"{step} observation \[1.5\], which is no text"):
         await play(Odd())
 
 
@@ -260,6 +261,19 @@ class Misbehaving:
         return StepResult([60], True, 1.0)
 
 
+class Unprintable(Exception):
+    def __repr__(self):
+        raise RuntimeError
+
+
+class OddNumber:
+    def __float__(self):
+        raise RuntimeError
+
+    def __repr__(self):
+        return "odd"
+
+
 def raises(error):
     def act():
         raise error
@@ -276,6 +290,8 @@ def raises(error):
         (raises(asyncio.CancelledError()), r"raised CancelledError\(\)"),
         (raises(KeyError("gold")), r"raised KeyError\('gold'\)"),
         (raises(TimeoutError("its own")), r"raised TimeoutError\('its own'\)"),
+        (raises(Unprintable()), r"raised a Unprintable without a repr \(RuntimeError\)"),
+        (raises(KeyError("x" * 5000)), r"raised KeyError\('x+\.\.\. \(5012 characters\)$"),
     ],
 )
 async def test_a_step_that_hangs_or_leaves_is_an_error_that_names_sample_and_turn(act, message):
@@ -289,8 +305,10 @@ async def test_a_step_that_hangs_or_leaves_is_an_error_that_names_sample_and_tur
     [
         (None, "prompt p, sample 40, turn 0: .* returned NoneType, expected a StepResult"),
         ("right", "sample 40, turn 0: .* returned str, expected a StepResult"),
-        (StepResult("x", True, "many"), "sample 40: .*reward is 'many', expected a finite number"),
-        (StepResult(None), "sample 40: the observation None is no text"),
+        (StepResult("x", True, "many"), "sample 40, turn 0: .* reward 'many', expected a finite"),
+        (StepResult("x", True, 10**400), "sample 40, turn 0: .* reward 10+, expected a finite"),
+        (StepResult("x", True, OddNumber()), "sample 40, turn 0: .* reward odd, expected a finite"),
+        (StepResult(None), "sample 40, turn 0: .* observation None, which is no text"),
     ],
 )
 async def test_a_step_that_returns_something_else_is_an_error_that_names_the_sample(
@@ -351,13 +369,15 @@ async def test_messages_are_written_by_the_template_behind_the_turns_last_token(
 
 
 async def test_messages_without_a_template_or_that_it_cannot_write_are_refused_with_the_sample():
-    with pytest.raises(ValueError, match="sample 40: .*messages, which need --apply-chat-template"):
+    with pytest.raises(
+        ValueError, match="sample 40, turn 0: .*messages, which need --apply-chat-template"
+    ):
         await play(Messages())
 
     def fails(messages, last):
         raise ValueError("the chat template fails")
 
-    with pytest.raises(ValueError, match="sample 40: the observation .* template fails"):
+    with pytest.raises(ValueError, match="sample 40, turn 0: .* observation .* template fails"):
         await play(Messages(), reply=fails)
 
 

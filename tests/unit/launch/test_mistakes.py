@@ -214,6 +214,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         flags("--environment", f"{GUEST}Fails"),
         f"prompts.jsonl:0: --environment {GUEST}Fails: raised KeyError: 'gold'",
     ),
+    "an environment whose error has no text": (
+        flags("--environment", f"{GUEST}FailsMutely"),
+        f"--environment {GUEST}FailsMutely: raised _Mute: a _Mute without a str (RuntimeError)",
+    ),
     "an environment that exits": (
         flags("--environment", f"{GUEST}Exits"),
         f"--environment {GUEST}Exits: raised SystemExit: 0",

@@ -145,6 +145,7 @@ def test_512_rewards_of_a_second_take_as_long_as_their_concurrency_says(concurre
         ("nothing", "must be a finite number, got None"),
         ("text", "must be a finite number, got '1.0'"),
         ("fails", "raised KeyError: 'gold'"),
+        ("fails_mutely", r"raised Mute: a Mute without a str \(RuntimeError\)"),
         ("cancels", "raised CancelledError: "),
         ("exits", "raised SystemExit: 0"),
         ("exits_later", "raised SystemExit: 0"),
