@@ -319,8 +319,13 @@ class _RunAudit:
         for line in self._rescored.lines_until(place, self._place_of):
             if line.value is None:
                 self._damaged(self._rescored.path, line)
-            elif self._place_of.get((line.value.attempt, line.value.step)) == place:
+                continue
+            own = self._place_of.get((line.value.attempt, line.value.step))
+            if own == place:
                 found.append(line.value)
+            elif own is not None and own < place:
+                error = f"a comparison of step {line.value.step}, expected one of a later step"
+                self._find_in_line(self._rescored.path, line.number, error)
         return found
 
     def _records(self, rank: int, place: int, totals: StepTotals | None) -> None:

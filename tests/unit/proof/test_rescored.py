@@ -279,6 +279,17 @@ def test_comparisons_that_were_taken_out_of_the_file_are_missed(tmp_path):
     assert (audit["findings"][0]["got"], audit["findings"][0]["expected"]) == ("0", "1")
 
 
+def test_a_comparison_behind_those_of_a_later_step_fails(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    path = run / "evidence" / RESCORED_FILE
+    late = json.loads(path.read_text().splitlines()[0])
+    late["rows_differ"] = dict.fromkeys(late["rows_differ"], late["num_rows"])
+    with path.open("a") as file:
+        file.write(json.dumps(late) + "\n")
+    (found,) = audit_run(run).findings
+    assert found.what.startswith(f"{RESCORED_FILE} line 4: a comparison of step 0, expected")
+
+
 @pytest.mark.parametrize("damage", ["{", '{"step": -1}', "[]", "null"])
 def test_a_damaged_line_fails_with_file_and_line(tmp_path, damage):
     run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
