@@ -185,7 +185,10 @@ class _Records(Generic[_RecordT]):
     def lines_until(
         self, place: int, place_of: dict[tuple[str, int], int]
     ) -> Iterator[FileLine[_RecordT]]:
-        """The next lines, up to the first record of a verdict behind ``place``."""
+        """The next lines, up to the first record of a verdict behind ``place``.
+
+        A torn one is read anew the next time: its writer may be at it.
+        """
         while self._part < len(self._paths):
             known = self._find_again()
             for line in read_lines(self.path, self._decoder, self._place, self._number):
@@ -194,6 +197,8 @@ class _Records(Generic[_RecordT]):
                     if record and place_of.get((record.attempt, record.step), 0) > place:
                         return
                     yield line
+                if line.torn:
+                    break
                 self._place, self._number = line.end, line.number
             if self._part + 1 == len(self._paths):
                 return
@@ -253,8 +258,8 @@ class _RunAudit:
 
     def audited(self, min_steps: int) -> Audit:
         """The whole audit."""
+        self._read_metrics()  # first: a running job writes those of a step behind its verdict
         self._read_verdicts()
-        self._read_metrics()
         for rank in sorted(set(range(self._world_size)) - self._files.keys()):
             self.audit.find(Finding("covered", f"rank_{rank:05d}.jsonl is missing", ranks=(rank,)))
         for line in read_lines(self._steps_file, STEPS) if self._place_of else ():
@@ -275,9 +280,11 @@ class _RunAudit:
     # -- reading -----------------------------------------------------------------------------
 
     def _damaged(self, path: Path, line: FileLine[Any]) -> None:
-        """Note a line that a kill tore at the end of a file; any other is a finding."""
+        """Note a line that a kill tore at the end of a file, once; any other is a finding."""
         if line.torn:
-            self.audit.notes.append(f"{path.name} ends within a line: its writer was stopped")
+            note = f"{path.name} ends within a line: its writer was stopped"
+            if note not in self.audit.notes:
+                self.audit.notes.append(note)
         else:
             self._find_in_line(path, line.number, line.error)
 
@@ -301,11 +308,7 @@ class _RunAudit:
 
     def _read_metrics(self) -> None:
         path = self._run_dir / METRICS_FILE
-        if not path.exists():
-            if self._latest:
-                self.audit.notes.append(f"no {METRICS_FILE}: only evidence says what was trained")
-            return
-        for line in read_lines(path, METRICS):
+        for line in read_lines(path, METRICS) if path.exists() else ():
             if line.value is None:
                 self._damaged(path, line)
                 continue
@@ -534,8 +537,16 @@ class _RunAudit:
 
     def _judge_unjudged(self) -> None:
         """Records without a verdict: of the step that a kill cut short, or of steps judged later."""
-        for start, steps in self._unjudged.items():
-            before = [step for attempt, step in self._place_of if attempt == start]
+        since = self._verdicts_since() if self._unjudged else set()
+        for start, unjudged in self._unjudged.items():
+            ended = {step for attempt, step in since if attempt == start}
+            if ended & unjudged:
+                text = f"steps {ranges(ended & unjudged)} ended while the evidence was read"
+                self.audit.notes.append(f"{text} (start {start}): they are not judged")
+            steps = unjudged - ended
+            if not steps:
+                continue
+            before = [s for attempt, s in self._place_of.keys() | since if attempt == start]
             later = {step for attempt, step in self._place_of if attempt > start}
             text = f"{STEPS_FILE} has no verdict for steps {ranges(steps)}"
             if len(steps) == 1 and min(steps) > max(before, default=-1):
@@ -546,6 +557,12 @@ class _RunAudit:
                 self.audit.notes.append(note)
             else:
                 self.audit.find(Finding("covered", text, step=min(steps)))
+
+    def _verdicts_since(self) -> set[tuple[str, int]]:
+        """(start, step) of the verdicts that a running job wrote behind those that are judged."""
+        lines = read_lines(self._steps_file, STEPS) if self._steps_file.exists() else ()
+        verdicts = (line.value for line in lines if line.value is not None)
+        return {(verdict.attempt, verdict.step) for verdict in verdicts} - self._place_of.keys()
 
     def _judge_coverage(self, min_steps: int) -> None:
         """Find steps without evidence, and failures that metrics.jsonl alone has."""
@@ -593,6 +610,8 @@ class _RunAudit:
 
     def _note_run(self) -> None:
         notes = self.audit.notes
+        if self._latest and not (self._run_dir / METRICS_FILE).exists():
+            notes.append(f"no {METRICS_FILE}: only evidence says what was trained")
         notes += [text.format(ranges(steps)) for text, steps in self._steps_noted.items()]
         if self._untold:
             text = f"no sample of steps {ranges(self._untold)} was computed again by its server"

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.proof.audit import audit_run
+from r3train.proof.schema import read_lines
 from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import CURRENT_ROWS, edit, write_run
 
@@ -148,6 +149,38 @@ def test_a_run_killed_within_a_step_is_judged_by_its_finished_steps(tmp_path):
     assert audit["verdict"] == "passed" and audit["numbers"]["steps"] == 3
     assert any("step 3 was not finished" in note for note in audit["notes"])
     assert any("ends within a line" in note for note in audit["notes"])
+
+
+@pytest.mark.parametrize("behind", ["metrics.jsonl", "steps.jsonl", "rank_00001.jsonl"])
+def test_steps_that_end_while_the_evidence_is_read_are_no_fault(tmp_path, monkeypatch, behind):
+    """The job writes on when the audit has come to the end of one of its files."""
+    run = write_run(tmp_path / "run", range(6))
+    files = [*(run / "evidence").glob("*.jsonl"), run / "metrics.jsonl"]
+    whole = {path: path.read_text() for path in files}
+    for path, text in whole.items():
+        lines = text.splitlines(keepends=True)
+        ended = sum(json.loads(line)["step"] < 3 for line in lines)
+        path.write_text("".join(lines[:ended]) + "".join(lines[ended:])[:20])
+
+    def read_while_it_grows(path, *args):
+        torn = False
+        try:
+            for line in read_lines(path, *args):
+                torn = line.torn
+                yield line
+        finally:
+            if torn and path.name == behind:
+                for each, text in whole.items():
+                    each.write_text(text)
+
+    monkeypatch.setattr("r3train.proof.audit.read_lines", read_while_it_grows)
+    audit = audit_run(run)
+    assert audit.verdict == "passed", audit.findings
+    assert audit.numbers["steps"] == (6 if behind == "metrics.jsonl" else 3)
+    noted = "steps 3..5 ended while the evidence was read" in str(audit.notes)
+    assert noted == (behind != "metrics.jsonl")
+    assert sum("rank_00001.jsonl ends within a line" in n for n in audit.notes) <= 1
+    assert audit_run(run).numbers["steps"] == 6
 
 
 def test_trained_steps_without_evidence_and_gaps_fail(tmp_path):
