@@ -196,7 +196,7 @@ class _PartsHandler(BaseRotatingHandler):
     def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:
         super().__init__(str(path), "a", encoding="utf-8", errors="backslashreplace")
         parts.finish_parts(path)
-        self._path, self._on_new_file = path, on_new_file
+        self._path, self._on_new_file, self._said = path, on_new_file, False
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
         # the two lines of a call stay in one file
@@ -211,6 +211,10 @@ class _PartsHandler(BaseRotatingHandler):
         self.stream.close()
         try:
             parts.close_part(self._path, begin_anew=begin_anew)
+        except OSError as error:  # it goes on in the same file, and the next record tries again
+            if not self._said:
+                self._said = True
+                sys.stderr.write(f"{self._path} stays one file: {error.strerror}\n")
         finally:
             if self.stream.closed:
                 self.stream = self._open()

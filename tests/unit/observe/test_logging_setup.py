@@ -140,6 +140,23 @@ def test_an_error_in_a_thread_reaches_the_file(tmp_path):
     assert "uncaught OSError in producer" in log and "lost the server" in log
 
 
+def test_a_log_that_cannot_be_parted_goes_on_in_its_file(tmp_path, monkeypatch, capsys):
+    def refused(*args, **how):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("r3train.data.parts.PART_BYTES", 100)
+    monkeypatch.setattr("r3train.data.parts.close_part", refused)
+    setup = setup_logging(tmp_path, 0, in_parts=True)
+    try:
+        for i in range(20):
+            logging.getLogger("r3train.x").info("line %d.", i)
+    finally:
+        setup.close()
+    log = setup.path.read_text()
+    assert all(f"line {i}." in log for i in range(20))
+    assert capsys.readouterr().err.count("stays one file: No space left") == 1
+
+
 def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
     body = """
         from r3train.data import parts
