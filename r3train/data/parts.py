@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import logging
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -73,11 +74,22 @@ def _compress(part: Path) -> None:
         with part.open("rb") as lines, scratch.open("wb") as out:
             while member := b"".join(lines.readlines(_MEMBER_BYTES)):
                 out.write(gzip.compress(member, mtime=0))
+            out.flush()
+            os.fsync(out.fileno())
         scratch.rename(part.with_name(f"{part.name}.gz"))
+        _sync_directory(part.parent)
         part.unlink()
     except OSError as error:
         logger.warning("%s stays as it is: it cannot be compressed: %s", part, error.strerror)
         scratch.unlink(missing_ok=True)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 class PartError(ValueError):
