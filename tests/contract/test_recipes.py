@@ -64,7 +64,7 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
     config = RunConfig.from_toml(recipe.path)
     job = preflight(config, recipe.num_gpus)
     job.close()
-    assert config.replay.use_rollout_routing_replay and config.r3_check_enabled
+    assert config.replay.use_rollout_routing_replay and config.sums_evidence
     assert config.model.bf16 and config.trainer.update_weight_transfer_mode == "distributed"
     assert len(job.prompts) == 128 and job.hf.is_moe
     others = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
