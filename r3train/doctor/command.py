@@ -148,9 +148,11 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
     yield from memory.check_room(config, hf, weights, node)
     if hf is not None and weights is not None and config.run.estimate:
         prompt = memory.longest_prompt(config, hf)
-        with suppress(ValueError):  # check_job has said so
+        try:
             for line in paper.paper(config, hf, node.world_size, prompt, node.gpu_bytes):
                 yield fact("on paper", line.strip())
+        except ValueError as error:  # a problem of check_job as well
+            yield fact("on paper", f"nothing more: {error}")
 
 
 def gpus_here() -> tuple[int, int]:

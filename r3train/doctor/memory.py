@@ -140,8 +140,15 @@ def logits_bytes(config: RunConfig, vocab_size: int) -> float:
 
 
 def stages(config: RunConfig, hf: HfModelFacts, world_size: int) -> list[StageRanks]:
-    """Bytes of the ranks of every pipeline stage.  Source of their order: Megatron-Core's tp-cp-ep-dp-pp."""
+    """Bytes of the ranks of every pipeline stage.  Source of their order: Megatron-Core's tp-cp-ep-dp-pp.
+
+    Raises ValueError for ranks or layers that do not divide over the stages.
+    """
     pp, value = config.parallel.pipeline_model_parallel_size, 2 if config.model.bf16 else 4
+    if world_size % pp:
+        raise ValueError(
+            f"world size {world_size} does not divide by pipeline_model_parallel_size {pp}"
+        )
     each, by_stage = world_size // pp, read_stages(config, hf)
     update = 0.0  # two buckets, and the tensors of a third
     if config.has_engines and config.trainer.update_weight_transfer_mode == "distributed":

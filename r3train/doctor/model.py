@@ -44,6 +44,9 @@ class Weights:
 
 def check_job(config: RunConfig, world_size: int) -> Findings:
     """The training command's own checks, a finding each; those of a good job come with its facts."""
+    if config.run.estimate:  # printed here as by the dry run that it asks for
+        run = config.run.model_copy(update={"dry_run": True})
+        config = config.model_copy(update={"run": run})
     try:
         job = preflight(config, world_size, for_all_ranks=True, starts=False)
     except PreflightError as error:
@@ -146,7 +149,8 @@ def count_weights(
 def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKind]]:
     """Kinds of the checkpoint's tensors by name, for each pipeline stage those that its ranks share.
 
-    A tied embedding is in the first and the last.  Raises ValueError as ``read_weights`` does.
+    A tied embedding is in the first and the last.  Raises ValueError as ``read_weights`` does, and for a
+    layer that no stage has.
     """
     kinds, _, _ = _trained(hf)
     stage_of = {
@@ -162,7 +166,10 @@ def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKin
         _, in_layer, rest = name.partition(".layers.")
         is_embedding = "embed_tokens" in name
         if in_layer:
-            stages[stage_of[int(rest.partition(".")[0]) + 1]][name] = kind
+            layer = int(rest.partition(".")[0]) + 1
+            if layer not in stage_of:
+                raise ValueError(f"{name}: no pipeline stage has layer {layer}")
+            stages[stage_of[layer]][name] = kind
             continue
         if is_embedding:
             stages[0][name] = kind

@@ -8,6 +8,7 @@ import pytest
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import memory, paper
+from r3train.doctor.finding import PROBLEM
 from tests.published import write_checkpoint
 from tests.unit.doctor_setups import config_of, diagnose
 
@@ -107,6 +108,23 @@ def test_seconds_of_training_follow_the_arithmetic_and_its_ranks(tiny, qwen3):
 
 
 def test_the_doctor_says_the_same_lines(tiny):
-    found = [f.text for f in diagnose(config_of(tiny, estimate=True), 2) if f.subject == "on paper"]
+    findings = list(diagnose(config_of(tiny, estimate=True), 2))
+    assert not [f for f in findings if f.level == PROBLEM]
+    found = [f.text for f in findings if f.subject == "on paper"]
     assert any(text.startswith("each of ranks 0 to 1 (layers 1 to 4)") for text in found)
     assert any(text.startswith("a rollout: generation") for text in found)
+
+
+@pytest.mark.parametrize(
+    "world_size, split, reason",
+    [
+        (1, {}, "world size 1 does not divide by pipeline_model_parallel_size 2"),
+        (2, {"pipeline_model_parallel_layout": "Et|tL"}, "no pipeline stage has layer 3"),
+    ],
+)
+def test_a_split_that_cannot_be_is_told_and_ends_nothing(tiny, world_size, split, reason):
+    split = {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 1, **split}
+    findings = list(diagnose(config_of(tiny, estimate=True, **split), world_size))
+    assert any(f.level == PROBLEM for f in findings)
+    (*_, last) = [f.text for f in findings if f.subject == "on paper"]
+    assert last.startswith("nothing more: ") and last.endswith(reason)
