@@ -196,12 +196,17 @@ class _PartsHandler(BaseRotatingHandler):
     def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:
         super().__init__(str(path), "a", encoding="utf-8", errors="backslashreplace")
         parts.finish_parts(path)
-        self._path, self._on_new_file, self._said = path, on_new_file, False
+        self._path, self._on_new_file = path, on_new_file
+        self._said = False  # that the file cannot become a part
+        self._is_within = False  # a call, whose second line is to come
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
-        # the two lines of a call stay in one file
-        is_second = record.getMessage().startswith("R3 check (")
-        return not is_second and self.stream.tell() >= parts.PART_BYTES
+        # the two lines of a call stay in one file, also where another thread logs between them
+        text = record.getMessage()
+        is_second = text.startswith("R3 check (")
+        is_within = self._is_within or is_second
+        self._is_within = not is_second and (is_within or text.startswith("R3 wrapper: "))
+        return not is_within and self.stream.tell() >= parts.PART_BYTES
 
     def doRollover(self) -> None:
         def begin_anew() -> None:

@@ -166,6 +166,7 @@ def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
         for i in range(60):
             logging.getLogger("r3train.x").info("R3 wrapper: %d", i)
             os.write(1, f"print {i}\\n".encode())
+            logging.getLogger("other").info("of another thread")
             logging.getLogger("r3train.x").info("R3 check (rank %d", i)
     """
     script = textwrap.dedent(body).replace("sys.argv[-1]", repr(str(tmp_path)))
