@@ -134,7 +134,7 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.doctor import machine, memory, model, paper
     from r3train.launch.limits import server_ports
 
-    yield from model.check_job(config, node.world_size)
+    prompt = yield from model.check_job(config, node.world_size)
     hf = weights = None
     with suppress(ValueError):  # check_job has said so
         hf = read_hf_facts(config.model.hf_checkpoint)
@@ -147,7 +147,8 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
         yield from machine.check_open_files(config.rollout.most_in_flight)
     yield from memory.check_room(config, hf, weights, node)
     if hf is not None and weights is not None and config.run.estimate:
-        prompt = memory.longest_prompt(config, hf)
+        if prompt is None or config.learns_conversations:
+            prompt = memory.longest_prompt(config, hf)
         try:
             for line in paper.paper(config, hf, node.world_size, prompt, node.gpu_bytes):
                 yield fact("on paper", line.strip())

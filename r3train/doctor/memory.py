@@ -285,10 +285,15 @@ def check_evidence_room(
     return fact("evidence estimate", text)
 
 
-def longest_sample(config: RunConfig, hf: HfModelFacts) -> int:
-    """Tokens of the longest sample that a rollout can have."""
+def longest_sample(config: RunConfig, hf: HfModelFacts, prompt: int | None = None) -> int:
+    """Tokens of the longest sample that a rollout can have.
+
+    prompt: tokens of the longest prompt, None where it is not known.
+    """
     context = config.rollout.rollout_max_context_len or hf.max_position_embeddings
-    return min(context, config.rollout.longest_sample(longest_prompt(config, hf)))
+    if prompt is None:
+        prompt = longest_prompt(config, hf)
+    return min(context, config.rollout.longest_sample(prompt))
 
 
 def check_room(

@@ -42,8 +42,11 @@ class Weights:
         return self.dense + self.expert
 
 
-def check_job(config: RunConfig, world_size: int) -> Findings:
-    """The training command's own checks, a finding each; those of a good job come with its facts."""
+def check_job(config: RunConfig, world_size: int) -> Generator[Finding, None, int | None]:
+    """The training command's own checks, a finding each; those of a good job come with its facts.
+
+    Returns the tokens of a good job's longest prompt.
+    """
     if config.run.estimate:  # printed here as by the dry run that it asks for
         run = config.run.model_copy(update={"dry_run": True})
         config = config.model_copy(update={"run": run})
@@ -58,7 +61,7 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
                     "start it (r3train serve), or mend --rollout-external-engine-addrs or our key"
                 )
             yield problem(subject, text.strip(), remedy)
-        return
+        return None
     job.reward.close()
     yield from _warnings(job.warnings)
     for address in config.rollout.rollout_external_engine_addrs:
@@ -70,6 +73,7 @@ def check_job(config: RunConfig, world_size: int) -> Findings:
         yield fact("prompts", line)
     yield ok("reward", f"{job.reward.name}, which can use the labels")
     yield from check_pools(config, job.longest_prompt)
+    return job.longest_prompt
 
 
 def check_pools(config: RunConfig, longest_prompt: int) -> Findings:

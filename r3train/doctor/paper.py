@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.doctor.finding import amount
-from r3train.doctor.memory import StageRanks, route_estimate, server_fraction, stages
+from r3train.doctor.memory import (
+    StageRanks,
+    longest_sample,
+    route_estimate,
+    server_fraction,
+    stages,
+)
 from r3train.doctor.model import read_stages
 from r3train.launch.gpus import server_size
 
@@ -123,7 +129,9 @@ def server_on_paper(
         token_bytes=token_bytes,
         pool_tokens=pool,
         in_flight=ceil(rollout.most_in_flight / num_servers),
-        needed_tokens=ceil(rollout.pool_needed(longest_prompt) / num_servers),
+        needed_tokens=ceil(
+            rollout.most_in_flight * longest_sample(config, hf, longest_prompt) / num_servers
+        ),
     )
 
 
@@ -225,7 +233,9 @@ def _step_lines(
     server: ServerPaper | None,
 ) -> Iterator[str]:
     rollout = config.rollout
-    longest = rollout.longest_sample(longest_prompt) if config.has_engines else longest_prompt
+    longest = longest_prompt  # of conversations: nothing is generated behind them
+    if not config.learns_conversations:
+        longest = longest_sample(config, hf, longest_prompt)
     step = step_on_paper(config, hf, world_size, longest, server)
     parts = f"training {step.train_s:,.1f} s"
     if server is not None:

@@ -128,3 +128,17 @@ def test_a_split_that_cannot_be_is_told_and_ends_nothing(tiny, world_size, split
     assert any(f.level == PROBLEM for f in findings)
     (*_, last) = [f.text for f in findings if f.subject == "on paper"]
     assert last.startswith("nothing more: ") and last.endswith(reason)
+
+
+def test_the_longest_sample_ends_with_the_context_and_a_replayed_one_has_an_answer(tiny):
+    hf = read_hf_facts(tiny / "model")
+    fields = {"rollout_max_context_len": None, "rollout_max_response_len": 50}
+    servers = config_of(tiny, **fields)
+    context = hf.max_position_embeddings
+    server = paper.server_on_paper(servers, hf, context, 80e9)
+    assert server.needed_tokens == servers.rollout.most_in_flight * context
+    replayed = config_of(tiny, replay_rollouts=str(tiny), **fields)
+    for prompt, tokens in ((100, 150), (context, context)):
+        for config in (servers, replayed):
+            text = "\n".join(paper.paper(config, hf, 2, prompt))
+            assert f" samples of {tokens:,} tokens" in text
