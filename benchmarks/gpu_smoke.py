@@ -3,8 +3,8 @@
     python -m benchmarks.gpu_smoke [--write-docs] [--only NAME ...]
 
 What make gpu-smoke runs.  It ends at the first step that fails; exit code 0 where all passed, 1 where one
-failed, 3 where there is no CUDA device: every step then reads *not run*.  Output lies in runs/gpu, and
---write-docs puts a table of it into docs/gpu_results.md.
+failed, 3 where one was not run for want of GPUs.  Output lies in runs/gpu, and --write-docs puts a table of
+it into docs/gpu_results.md.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -105,9 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.write_docs and devices:
         write_page(PAGE, found, devices)
     words = {outcome.word for outcome in found}
-    if not devices:
-        return NOT_RUN
-    return 1 if "failed" in words else 0
+    return 1 if "failed" in words else NOT_RUN if "not run" in words else 0
 
 
 def gpu_names() -> list[str]:
@@ -139,29 +139,33 @@ def _outcome(step: Step, num_gpus: int, before: Sequence[Outcome], logs: Path) -
     log, began = logs / f"{step.name}.log", time.monotonic()
     bin_dir = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
+    if step.name == "job":  # a directory that holds a run is refused
+        shutil.rmtree(ROOT / JOB, ignore_errors=True)
     with log.open("w", encoding="utf-8") as stream:
+        process = subprocess.Popen(
+            shlex.split(step.command),
+            cwd=ROOT,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            code = subprocess.run(
-                shlex.split(step.command),
-                cwd=ROOT,
-                env=env,
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                timeout=_TIMEOUT_S,
-            ).returncode
+            code = process.wait(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             code = -1
+        finally:
+            if process.poll() is None:  # its ranks with it; servers die with their owner
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     word, reason = ("passed", "") if code == 0 else ("failed", f"exit code {code}, see {log}")
     return Outcome(step, word, time.monotonic() - began, reason)
 
 
 def write_page(page: Path, found: Sequence[Outcome], devices: Sequence[str]) -> None:
     """Put the table of outcomes between the page's two marks."""
-    rows = [
-        f"| {o.step.name} | `{o.step.command}` | {o.word} | {o.seconds:.0f} |"
-        for o in found
-        if o.word != "not run"
-    ]
+    rows = [f"| {o.step.name} | `{o.step.command}` | {o.word} | {o.seconds:.0f} |" for o in found]
     head = f"{date.today().isoformat()}, {len(devices)} x {devices[0]}:"
     table = [head, "", "| step | command | result | s |", "|---|---|---|---|", *rows]
     text = page.read_text(encoding="utf-8")

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import torch
 
 from benchmarks.measure import flags, in_turns, ratios, spread, spreads, write_result
 from benchmarks.tiny_jobs import describe, tiny_model
@@ -36,14 +37,18 @@ MODEL = TinyOptions(
     num_layers=8, hidden_size=128, head_dim=32, num_experts=32, topk=4, moe_intermediate_size=64
 )
 RETURNED, AGAIN = "recorded and returned", "computed again"
+# three servers share a GPU
+ON_GPU = {"mem_fraction_static": 0.3} if torch.cuda.is_available() else {}
 
 
 def main() -> None:
     arguments = flags(__doc__, rounds=7, requests=64, response=128)
     with tiny_model(MODEL) as tiny, ExitStack() as running:
-        plain = SGLangServer(tiny / "model", tiny / "plain.log")
-        another = SGLangServer(tiny / "model", tiny / "another.log")
-        records = SGLangServer(tiny / "model", tiny / "records.log", return_routed_experts=True)
+        plain = SGLangServer(tiny / "model", tiny / "plain.log", server_args=ON_GPU)
+        another = SGLangServer(tiny / "model", tiny / "another.log", server_args=ON_GPU)
+        records = SGLangServer(
+            tiny / "model", tiny / "records.log", return_routed_experts=True, server_args=ON_GPU
+        )
         for server in (plain, another, records):
             running.callback(server.stop)
             server.start()

@@ -130,7 +130,8 @@ def server_size(flags: Mapping[str, object]) -> int | None:
     """Return the GPUs that a server of these flags takes; None where they name no size."""
     if not any(_given(flags, names) for names in _SIZES):
         return None
-    return len(_gpus({**flags, "gpu_id_step": 1}, 0, 0))
+    one_node = {name: value for name, value in flags.items() if name not in _given(flags, _NODES)}
+    return len(_gpus({**one_node, "gpu_id_step": 1}, 0, 0))
 
 
 def is_follower(flags: Mapping[str, object]) -> bool:

@@ -42,10 +42,14 @@ def test_nothing_runs_behind_a_step_that_failed(tmp_path, monkeypatch, capsys):
     gpu_smoke.write_page(page, found, ["H100"])
     text = page.read_text()
     assert "1 x H100" in text and "| fails | `python -c" in text and "| failed |" in text
-    assert "old" not in text and "| last |" not in text and text.endswith("after\n")
+    assert "| not run |" in text and "old" not in text and text.endswith("after\n")
     monkeypatch.setattr(gpu_smoke, "gpu_names", lambda: ["H100"])
     monkeypatch.setattr(gpu_smoke, "STEPS", (fails,))
     assert gpu_smoke.main([]) == 1
+    monkeypatch.setattr(gpu_smoke, "STEPS", (ok, two))
+    assert gpu_smoke.main([]) == gpu_smoke.NOT_RUN
+    monkeypatch.setattr(gpu_smoke, "STEPS", (ok,))
+    assert gpu_smoke.main([]) == 0
 
 
 def test_the_page_lists_the_steps_in_their_order():

@@ -426,10 +426,12 @@ def test_a_bucket_is_made_while_the_one_before_it_is_sent(alone, monkeypatch):
     monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish, "flatten", lambda *how: log.append("made") or flat(*how))
     publisher = DistributedPublisher(engine, bucket_bytes=8)
-    done = publisher.publish(tensors(2, 2, 2), version=1)
+    publisher.publish(tensors(2), version=1)  # a group's first broadcast is awaited
+    log.clear()
+    done = publisher.publish(tensors(2, 2, 2), version=2)
     later = ["made", "loaded", "sent"]
     assert log == ["made", "sent", *later, *later, "loaded", "ended"]
-    assert (done.num_buckets, done.num_bytes, engine.version) == (3, 24, 1)
+    assert (done.num_buckets, done.num_bytes, engine.version) == (3, 24, 2)
     publisher.close()
 
 
@@ -452,12 +454,14 @@ def test_a_server_that_dies_before_the_first_broadcast_is_noticed_at_once(alone,
     monkeypatch.setattr(publish, "_ALIVE_EVERY_S", 0.01)
     monkeypatch.setattr(publish.dist, "broadcast", broadcast)
     publisher = DistributedPublisher(LostEngine([]), bucket_bytes=8)
-    threading.Timer(20, ended.set).start()  # where this thread waits, the test ends late and fails
+    late = threading.Timer(20, ended.set)  # where this thread waits, the test ends late and fails
+    late.start()
     began_at = time.monotonic()
     with pytest.raises(EngineDied, match="the server died"):
         publisher.publish(tensors(2, 2), version=1)
     assert time.monotonic() - began_at < 15 and not ended.is_set()
     assert began and began[0] is not threading.current_thread()
+    late.cancel()
     ended.set()
 
 

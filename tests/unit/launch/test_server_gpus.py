@@ -10,8 +10,9 @@ import torch
 from click.testing import CliRunner
 
 import train_async
-from r3train.launch import serve
 from r3train.engine.server import SGLangServer
+from r3train.launch import serve
+from r3train.launch.gpus import server_size
 from tests.unit.own_servers import servers_of_rank_0
 
 
@@ -241,3 +242,9 @@ def test_a_dry_run_starts_nothing_and_may_plan_for_gpus_that_are_elsewhere(
     assert "--device cpu" not in done.output
     done = CliRunner().invoke(serve.serve, ["--num-gpus", "4", "--sglang-tp-size", "2", *flags[4:]])
     assert done.exit_code == 2 and "--num-gpus gives 4" in done.output
+
+
+def test_the_size_of_a_server_counts_the_gpus_of_all_its_nodes():
+    assert server_size({"tp_size": 16, "nnodes": 2}) == 16
+    assert server_size({"tp_size": 2, "gpu_id_step": 2}) == 2
+    assert server_size({"device": "cpu"}) is None
