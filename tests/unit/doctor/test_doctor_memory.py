@@ -41,7 +41,7 @@ def test_ranks_of_other_nodes_are_not_this_nodes(node_of_8_gpus):
     assert not [f for f in of(findings, "devices") if f.level == PROBLEM]
     assert "8 of 96 ranks on this node" in of(findings, "devices")[0].text
     (shm,) = of(findings, "shared memory")
-    assert "about 1.0 GiB needed" in shm.text
+    assert "the ranks need about 1.0 GiB" in shm.text
 
 
 def test_more_ranks_on_a_node_than_it_has_gpus_are_a_problem(node_of_8_gpus):
