@@ -13,14 +13,14 @@ import argparse
 import os
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+
+from benchmarks.measure import run_logged
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "gpu_results.md"
@@ -141,25 +141,9 @@ def _outcome(step: Step, num_gpus: int, before: Sequence[Outcome], logs: Path) -
     env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
     if step.name == "job":  # a directory that holds a run is refused
         shutil.rmtree(ROOT / JOB, ignore_errors=True)
-    with log.open("w", encoding="utf-8") as stream:
-        process = subprocess.Popen(
-            shlex.split(step.command),
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            code = -1
-        finally:
-            if process.poll() is None:  # its ranks with it; servers die with their owner
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    word, reason = ("passed", "") if code == 0 else ("failed", f"exit code {code}, see {log}")
+    code = run_logged(shlex.split(step.command), log, env, _TIMEOUT_S)
+    ended = f"not done after {_TIMEOUT_S} s" if code is None else f"exit code {code}"
+    word, reason = ("passed", "") if code == 0 else ("failed", f"{ended}, see {log}")
     return Outcome(step, word, time.monotonic() - began, reason)
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also as python benchmarks/run_all.py
 
-from benchmarks.measure import machine  # noqa: E402
+from benchmarks.measure import machine, run_logged  # noqa: E402
 from benchmarks.page import (  # noqa: E402
     PERFORMANCE_PAGE,
     RESULTS_PAGE,
@@ -118,24 +116,9 @@ def run_script(script: str, flags: Sequence[str], directory: Path) -> dict[str, 
     output.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"benchmarks.{script}", *flags, "--output", str(output)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(timeout=TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            return {"error": f"not done after {TIMEOUT_S} s"}
-        finally:
-            if process.poll() is None:  # its ranks with it; servers die with their owner
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+    code = run_logged(command, log, environment, TIMEOUT_S)
+    if code is None:
+        return {"error": f"not done after {TIMEOUT_S} s"}
     if code or not output.exists():
         last = (log.read_text().strip().splitlines() or ["no output"])[-1]
         return {"error": f"exit code {code}: {last[:200]}".replace(str(ROOT), ".")}

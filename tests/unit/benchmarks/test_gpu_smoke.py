@@ -6,6 +6,7 @@ import shlex
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import gpu_smoke
@@ -77,3 +78,15 @@ def test_a_step_is_a_command_that_is_there(step):
         assert (root / f"{words[1].replace('.', '/')}.py").is_file()
     if "--config" in words and program == "r3train":
         parse_train_flags([word for word in words[1:] if word != "--probe"], prog_name="doctor")
+
+
+def test_a_step_that_is_too_slow_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_smoke, "_TIMEOUT_S", 3)
+    slow = replace(gpu_smoke.STEPS[0], name="slow", command="bash -c 'sleep 61 & echo $!; wait'")
+    (found,) = gpu_smoke.outcomes([slow], 1, tmp_path)
+    assert found.word == "failed" and found.reason.startswith("not done after 3 s")
+    child = int((tmp_path / "slow.log").read_text())
+    try:
+        assert psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        pass
