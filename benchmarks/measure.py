@@ -24,11 +24,14 @@ from unittest import mock
 def flags(doc: str, **defaults: Any) -> argparse.Namespace:
     """The command line of a benchmark: a flag for each default, of its type, and ``--output``.
 
-    A flag whose default is a list takes several values.
+    A flag whose default is a list takes several values, and one whose default is False takes none.
     """
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     for name, default in defaults.items():
         several = isinstance(default, list)
+        if default is False:
+            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+            continue
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=type(default[0] if several else default),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import jinja2
@@ -16,6 +16,7 @@ import jinja2
 INTERNALS = Path(__file__).resolve().parents[1] / "docs" / "internals"
 PERFORMANCE_PAGE = INTERNALS / "performance.md"
 RESULTS_PAGE = INTERNALS / "results.md"
+ALGORITHMS_PAGE = INTERNALS.parent / "algorithms.md"
 
 Result = Mapping[str, Any]
 
@@ -29,6 +30,19 @@ def performance_page(results: Result) -> str:
 def results_page(result: Result) -> str:
     """docs/internals/results.md from the result of the agreement study."""
     return render("results", **result)
+
+
+def learning_section(result: Result) -> str:
+    """A section of docs/algorithms.md from the result of benchmarks/learning_rules.py."""
+    return render("learning_rules", **result)
+
+
+def with_section(page: str, section: str) -> str:
+    """The page with the section in the place of the one of its heading, or at its end."""
+    heading = section.splitlines()[0]
+    before, _, rest = page.partition(f"\n{heading}\n")
+    _, mark, behind = rest.partition("\n## ")
+    return f"{before.rstrip()}\n\n{section}" + (f"\n## {behind}" if mark else "")
 
 
 def number(value: float) -> str:
@@ -77,6 +91,23 @@ def shares_of_time(rates: Result) -> dict[str, float]:
     return {stage: 1 / rate / total for stage, rate in rates.items()}
 
 
+def mean_of(job: Result, key: str) -> float:
+    """The mean of a metric over a job."""
+    return fmean(job["curves"][key])
+
+
+def sum_of(job: Result, key: str) -> float:
+    """The sum of a metric over a job."""
+    return sum(job["curves"][key])
+
+
+def rollouts_to(job: Result, reward: float) -> int | str:
+    """Rollouts until the mean of three rewards reaches this, or "never"."""
+    rewards = job["curves"]["rollout/reward_mean"]
+    reached = (i for i in range(3, len(rewards) + 1) if fmean(rewards[i - 3 : i]) >= reward)
+    return next(reached, "never")
+
+
 def best_of_ours(shape: Result) -> str:
     """The arm of r3train with most samples a second."""
     over_trl = shape["over_best_trl"]
@@ -98,6 +129,6 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     filters = (number, figure, range_of, places, short, percent, over, median)
-    filters += (shares_of_time, best_of_ours, quickest_of_trl)
+    filters += (shares_of_time, best_of_ours, quickest_of_trl, mean_of, sum_of, rollouts_to)
     environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"

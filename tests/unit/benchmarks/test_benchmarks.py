@@ -9,9 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import agreement
+from benchmarks import agreement, learning_rules
 from benchmarks.measure import in_turns, ratios, spread
-from benchmarks.page import figure, number, performance_page, results_page
+from benchmarks.page import (
+    figure,
+    learning_section,
+    number,
+    performance_page,
+    results_page,
+    with_section,
+)
 from benchmarks.run_all import BENCHMARKS, run_script, with_earlier
 
 DTYPES = ("float32", "bfloat16")
@@ -118,6 +125,48 @@ def test_agreement_ratios_are_of_the_same_seed_and_extreme_tokens_are_not_divide
     # medians of 0.1 and 0.5, not the ratio of medians
     assert "| k3 KL | 0.3 (0.1 to 0.5) | 0.055 (0.01 to 0.1) | 0.0255 (0.001 to 0.05) |" in page
     assert "gap above ln 2 | none without R3 in 2 of 2 seeds |" in page
+
+
+def learned(rewards: list[float], flags: tuple[str, ...] = ()) -> dict:
+    """A finished job of benchmarks/learning_rules.py with this curve."""
+    curves = {key: [0.0] * len(rewards) for key in learning_rules.KEPT}
+    curves |= {"rollout/reward_mean": rewards, "r3/rows_replayed": [40.0] * len(rewards)}
+    ends = {"reward_first": rewards[0], "reward_last": rewards[-1]}
+    return ends | {"steps": len(rewards), "r3": "passed", "curves": curves, "flags": list(flags)}
+
+
+def test_the_section_of_the_rules_has_a_row_for_each_and_takes_its_own_place(tmp_path):
+    slow, quick = learned([0.1, 0.2, 0.3, 0.4]), learned([0.2, 0.8, 0.9, 1.0], ("--eps-clip", "1"))
+    starts = [{learning_rules.ALONE: learned([0.0] * 4), learning_rules.TAUGHT: quick}]
+    result = {"machine": RECORDED["machine"], "warm_start": starts}
+    section = learning_section(
+        result | {"rules": {"grpo": [slow, quick], "gspo": [], "b": [quick]}}
+    )
+    (rules, start) = tables(section)
+    assert [line.split("|")[1].strip() for line in rules[2:]] == ["`grpo`", "`b`"]
+    assert "| 2 | 0.15 (0.1 to 0.2) | 0.7 (0.4 to 1) | never, 4 |" in rules[2]
+    assert (
+        "| `--eps-clip 1` | 1 |" in rules[3] and "480 rows were replayed and 0 of them" in section
+    )
+    assert len(start) == 4 and "| 0 (0 to 0) | 0 (0 to 0) |" in start[2]
+    for page in ("# A\n\ntext\n", "# A\n\ntext\n\n## B\n\nmore\n"):
+        once = with_section(page, section)
+        assert with_section(once, section) == once and once.startswith("# A\n\ntext\n\n")
+        assert once.count("## What the demo learns") == 1
+    behind = f"# A\n\n{section}\n## B\n\nmore\n"
+    assert with_section(behind, section) == behind
+    # the picture has a panel a rule that was measured, and one of the other task
+    drawn = learning_rules.draw(result | {"rules": {"grpo": [slow, quick], "gspo": []}})
+    assert [len(axes.lines) for axes in drawn.axes] == [2, 2, 0]
+
+
+def test_a_rule_that_was_measured_is_not_measured_again_unless_it_ran_for_another_time(tmp_path):
+    assert learning_rules.kept(tmp_path, "grpo-1", 4) is None
+    learning_rules.keep(tmp_path, "grpo-1", learned([0.1] * 4))
+    assert learning_rules.kept(tmp_path, "grpo-1", 4)["steps"] == 4
+    assert learning_rules.kept(tmp_path, "grpo-1", 5) is None
+    found = learning_rules.found(tmp_path, ["grpo", "rloo"], 2)
+    assert {rule: len(jobs) for rule, jobs in found["rules"].items()} == {"grpo": 1, "rloo": 0}
 
 
 @pytest.mark.parametrize("flags", [["--config", "a.toml"], ["--config=a.toml"], []])
