@@ -6,18 +6,28 @@ tests/oracle/test_families.py.  Import this after ``declare_torchvision_ops``.
 
 from __future__ import annotations
 
-from mbridge.models.glm4moe import GLM4MoEBridge
-from mbridge.models.qwen3 import Qwen3Bridge
+import sys
+from types import ModuleType
 
-from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3
-from r3train.trainer.megatron.families.family import MegatronFamily
-from r3train.trainer.megatron.families.gpt_oss import GPT_OSS
-from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2
-from r3train.trainer.megatron.families.mixtral import MIXTRAL
-from r3train.trainer.megatron.families.olmoe import OLMOE
-from r3train.trainer.megatron.families.qwen3_5_moe import QWEN3_5_MOE
-from r3train.trainer.megatron.families.qwen3_next import QWEN3_NEXT
-from r3train.trainer.megatron.families.qwen_moe import QWEN2_MOE, QWEN3_MOE
+# mbridge imports every family that it knows, and these four import transformers' models, generation and
+# image processing: 1.1 s of each rank's start, for families that are not among ours
+for _name in ("gemma3", "glm4_vl", "internvl3", "qwen2_5_vl"):
+    _unused = ModuleType(f"mbridge.models.{_name}")
+    _unused.__getattr__ = lambda name: None
+    sys.modules.setdefault(_unused.__name__, _unused)
+
+from mbridge.models.glm4moe import GLM4MoEBridge  # noqa: E402
+from mbridge.models.qwen3 import Qwen3Bridge  # noqa: E402
+
+from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3  # noqa: E402
+from r3train.trainer.megatron.families.family import MegatronFamily  # noqa: E402
+from r3train.trainer.megatron.families.gpt_oss import GPT_OSS  # noqa: E402
+from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2  # noqa: E402
+from r3train.trainer.megatron.families.mixtral import MIXTRAL  # noqa: E402
+from r3train.trainer.megatron.families.olmoe import OLMOE  # noqa: E402
+from r3train.trainer.megatron.families.qwen3_5_moe import QWEN3_5_MOE  # noqa: E402
+from r3train.trainer.megatron.families.qwen3_next import QWEN3_NEXT  # noqa: E402
+from r3train.trainer.megatron.families.qwen_moe import QWEN2_MOE, QWEN3_MOE  # noqa: E402
 
 # config.json's model_type -> the family
 FAMILIES: dict[str, MegatronFamily] = {
