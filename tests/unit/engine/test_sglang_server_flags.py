@@ -49,6 +49,17 @@ def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
     assert "--enable-return-routed-experts" not in command
 
 
+def test_adapters_are_served_by_sglangs_own_backend_but_on_a_cpu(tmp_path):
+    adapters = {"enable_lora": True, "max_lora_rank": 8}
+    commands = {
+        device: SGLangServer("m", tmp_path / "log", device=device, adapter_flags=adapters).command()
+        for device in ("cpu", "cuda")
+    }
+    assert all("--enable-lora" in command for command in commands.values())
+    assert value_of(commands["cpu"], "--lora-backend") == "torch_native"
+    assert "--lora-backend" not in commands["cuda"]
+
+
 @pytest.mark.parametrize("key", ["max_total_tokens", "max-total-tokens", "--max-total-tokens"])
 def test_passthrough_arguments_win_over_the_defaults(tmp_path, key):
     server = SGLangServer("m", tmp_path / "log", device="cpu", server_args={key: 77})

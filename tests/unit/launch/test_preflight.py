@@ -24,10 +24,13 @@ from r3train.cli import main
 from r3train.config.hf_facts import EXPERT_KEYS, read_hf_facts
 from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
+from r3train.hf_checkpoint import identity
 from r3train.launch.other_models import check_other_model, served_teacher
 from r3train.launch.preflight import preflight
 from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from tests.http_serving import in_a_thread
 
@@ -691,6 +694,49 @@ def test_a_damaged_state_of_a_checkpoint_is_refused_before_ranks_join(
     saved(tmp_path, **facts)
     result = start(tiny, "--dry-run", "--load", str(tmp_path))
     assert result.exit_code == 2 and message in words(result)
+
+
+ADAPTERS = dict(lora_rank=4, lora_alpha=16.0, target_modules=["all-linear"], exclude_modules=[])
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"lora_rank": 8}, "its adapters have lora_rank 8, and the run has 4"),
+        ({"lora_alpha": 8.0}, "its adapters have lora_alpha 8.0, and the run has 16.0"),
+        ({"target_modules": ["o_proj"]}, "have target_modules ['o_proj'], and the run has"),
+        ({"exclude_modules": ["experts"]}, "have exclude_modules ['experts'], and the run has []"),
+        ({"base": "0" * 64}, "its adapters belong to another base than --hf-checkpoint"),
+    ],
+)
+def test_a_checkpoint_of_other_adapters_is_refused_before_ranks_join(
+    changed, message, tiny, tmp_path
+):
+    saved(tmp_path, run={"lora": ADAPTERS | {"base": identity(tiny / "model")} | changed})
+    result = start(tiny, "--dry-run", "--load", str(tmp_path), "--lora-rank", "4")
+    assert result.exit_code == 2 and message in words(result), result.output
+
+
+@pytest.mark.parametrize(
+    "run, rank, message",
+    [
+        ({}, "4", "holds the whole model, and --lora-rank is 4"),
+        ({"lora": ADAPTERS}, "0", "holds LoRA adapters, and --lora-rank is 0"),
+    ],
+)
+def test_a_run_resumes_with_adapters_or_without_as_it_began(run, rank, message, tiny, tmp_path):
+    saved(tmp_path, run=run)
+    result = start(tiny, "--dry-run", "--load", str(tmp_path), "--lora-rank", rank)
+    assert result.exit_code == 2 and message in words(result), result.output
+
+
+def test_the_dry_run_says_which_adapters_peft_would_drop(tiny, tmp_path):
+    saving = ("--dry-run", "--lora-rank", "4", "--save-hf", str(tmp_path / "hf"))
+    build(tmp_path / "glm", TinyOptions(family="glm4_moe"))
+    said = "--save-hf will be the merged checkpoint alone: PEFT drops the adapter of model.layers.0"
+    result = start(tmp_path / "glm", *saving)
+    assert result.exit_code == 0 and said in words(result), result.output
+    assert "PEFT drops" not in words(start(tiny, *saving))
 
 
 @pytest.mark.parametrize(
