@@ -21,6 +21,7 @@ from r3train.config.tensor_shapes import fits, tensor_shapes
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.torchvision_stub import declare_torchvision_ops
 from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
@@ -147,6 +148,54 @@ def test_a_setting_that_makes_it_another_model_is_refused(keys, message, own):
     assert message in refused(own)
 
 
+def run_the_pages_way_out() -> None:
+    """Write ANOTHER from DIRECTORY, both in the working directory, by the page's code."""
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    exec(code, {})
+
+
+def test_the_pages_way_out_of_mxfp4_makes_a_checkpoint_that_is_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    build(tmp_path / "tiny", TinyOptions(family="gpt_oss", num_layers=2))
+    source, target = tmp_path / "DIRECTORY", tmp_path / "ANOTHER"
+    source.mkdir()
+    copy_all_but_weights(tmp_path / "tiny" / "model", source)
+    config = json.loads((source / "config.json").read_text())
+    quantised = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": quantised}))
+    kept, scales = {}, {}
+    for name, w in load_torch(tmp_path / "tiny" / "model" / "model.safetensors").items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            kept[name] = w.bfloat16()
+            continue
+        experts, inputs, outputs = w.shape
+        groups = experts, outputs, inputs // 32
+        kept[f"{name}_blocks"] = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8)
+        scales[f"{name}_scales"] = torch.randint(118, 127, groups, dtype=torch.uint8)
+    save_torch(kept, source / "model-1.safetensors")
+    save_torch(scales, source / "model-2.safetensors")
+    files = dict.fromkeys(kept, "model-1.safetensors") | dict.fromkeys(
+        scales, "model-2.safetensors"
+    )
+    index = json.dumps({"metadata": {}, "weight_map": files})
+    (source / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"quantization_config is set \(mxfp4\)"):
+        check_family(read_hf_facts(source))
+    run_the_pages_way_out()
+    check_family(read_hf_facts(target))
+    assert {n: kind.shape for n, kind in read_headers(target).items()} == tensor_shapes(
+        read_hf_facts(target)
+    )
+    declare_torchvision_ops()
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    plain = Mxfp4Config(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(source, quantization_config=plain)
+    written = load_torch(target / "model-1.safetensors")
+    assert written.keys() == model.state_dict().keys()
+    assert all(torch.equal(written[name], w) for name, w in model.state_dict().items())
+
+
 def test_the_pages_way_out_of_fp8_makes_a_checkpoint_that_is_taken(tmp_path, monkeypatch):
     build(tmp_path / "tiny", TinyOptions(family="deepseek_v3", num_layers=2))
     source, target = tmp_path / "DIRECTORY", tmp_path / "ANOTHER"
@@ -169,9 +218,8 @@ def test_the_pages_way_out_of_fp8_makes_a_checkpoint_that_is_taken(tmp_path, mon
     save_torch(scales, source / "model-2.safetensors")
     with pytest.raises(ValueError, match=r"quantization_config is set \(fp8\)"):
         check_family(read_hf_facts(source))
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     monkeypatch.chdir(tmp_path)
-    exec(code, {})
+    run_the_pages_way_out()
     hf = read_hf_facts(target)
     check_family(hf)
     assert read_headers(target).keys() == expected.keys()
