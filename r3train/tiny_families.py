@@ -38,13 +38,15 @@ class TinyFamily:
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
     configuration beside what all families share.  ``published``: keys of a published config.json that
     transformers does not save, and SGLang reads.  ``vision``: of a model of text and images, which has all
-    these in text_config, the sizes of its vision tower.
+    these in text_config, the sizes of its vision tower.  ``recipe_version`` is raised when the same options
+    give other files.
     """
 
     kind: str
     sizes: Callable[[TinyOptions], dict[str, Any]]
     published: Mapping[str, Any] = field(default_factory=dict)
     vision: Callable[[TinyOptions], dict[str, Any]] | None = None
+    recipe_version: int = 1
 
 
 def shared(o: TinyOptions) -> dict[str, Any]:
@@ -267,9 +269,11 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
     "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),
-    "qwen3_next": TinyFamily("Qwen3Next", _qwen3_next, _FULL_EVERY_FOURTH),
-    "qwen3_5_moe": TinyFamily("Qwen3_5Moe", _qwen3_5_moe, _FULL_EVERY_FOURTH, vision=_vision),
-    "gpt_oss": TinyFamily("GptOss", _gpt_oss),
+    "qwen3_next": TinyFamily("Qwen3Next", _qwen3_next, _FULL_EVERY_FOURTH, recipe_version=2),
+    "qwen3_5_moe": TinyFamily(
+        "Qwen3_5Moe", _qwen3_5_moe, _FULL_EVERY_FOURTH, vision=_vision, recipe_version=2
+    ),
+    "gpt_oss": TinyFamily("GptOss", _gpt_oss, recipe_version=2),
     "minimax_m2": TinyFamily(
         "MiniMaxM2",
         _minimax_m2,
