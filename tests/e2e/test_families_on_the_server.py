@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from itertools import product
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
-from r3train.hf_checkpoint import copy_all_but_weights
+from r3train.hf_checkpoint import copy_all_but_weights, write_shards
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from r3train.types import Prompt, RolloutSample
@@ -31,8 +32,8 @@ from tests.hf_reference import HfReference
 
 pytestmark = pytest.mark.e2e
 
-# SGLang keeps gpt-oss's sinks in bfloat16; the delta rule sums token by token
-LOOSE = {"gpt_oss": 1e-3, "qwen3_next": 3e-5, "qwen3_5_moe": 3e-5}
+# SGLang rounds gpt-oss's sinks to bfloat16, and those of the moved weights are no such numbers
+LOOSE = {"gpt_oss": 1e-3}
 # the way that weights take to the server, and how the job's two ranks share the model
 WAYS = {
     "broadcast, ep2": (),
@@ -90,7 +91,7 @@ def moved(checkpoint: Path, directory: Path, seed: int) -> Path:
 def agree(server: SGLangServer, engine: EngineControl, checkpoint: Path, version: int) -> None:
     """Hold the server's answers against transformers: log-probs, and the experts in every layer."""
     reference = HfReference(checkpoint)
-    within = LOOSE.get(read_hf_facts(checkpoint).model_type, 1e-5)
+    within = LOOSE.get(read_hf_facts(checkpoint).model_type, 1e-5) if version else 1e-5
     samples = answers(server, checkpoint, version)
     rows = 0
     for sample in samples:
@@ -149,12 +150,41 @@ def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_upda
         broadcast.close()
 
 
+# families with multi-token prediction: the key that announces it, and one of its tensors; its layer comes
+# after the model's last
+_BEHIND = "num_nextn_predict_layers", "model.layers.{}.eh_proj.weight"
+DRAFTS = {
+    **dict.fromkeys(("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"), _BEHIND),
+    "qwen3_next": (None, "mtp.fc.weight"),
+    "qwen3_5_moe": ("mtp_num_hidden_layers", "mtp.fc.weight"),
+}
+
+
+def as_published(model: Path) -> None:
+    """Part the checkpoint's one file, and add a draft layer where the family's releases may have one."""
+    whole, file = model / "model.safetensors", model / "config.json"
+    tensors, content = load_file(whole), json.loads(file.read_text())
+    whole.unlink()
+    if content["model_type"] in DRAFTS:
+        key, name = DRAFTS[content["model_type"]]
+        text = content.get("text_config", content)
+        text.pop("num_mtp_layers", None)
+        text |= {} if key is None else {key: 1}
+        file.write_text(json.dumps(content))
+        size = text["hidden_size"]
+        tensors[name.format(text["num_hidden_layers"])] = torch.randn(size, 2 * size)
+    fused = has_fused_experts(model)
+    *_, shards = write_shards(tensors.items(), model, shard_bytes=100_000, fused_experts=fused)
+    assert shards > 3
+
+
 @pytest.mark.parametrize("family, way", JOBS)
 def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, way, tmp_path):
     # every fourth layer of a hybrid model has another attention
     layers = 4 if family in ("qwen3_next", "qwen3_5_moe") else 3
     build(tmp_path / "tiny", TinyOptions(family=family, num_layers=layers))
     model = tmp_path / "tiny" / "model"
+    as_published(model)
     job = jobs.run(
         tmp_path / "run",
         *("--hf-checkpoint", str(model)),
@@ -165,11 +195,14 @@ def test_a_job_of_the_family_is_proved_and_its_server_follows_the_actor(family, 
         *("--lr", "1e-3", "--lr-warmup-iters", "0", *WAYS[way]),
         *(*jobs.R3_FLAGS, "--r3-audit-share", "1", "--ci-test"),
         *("--no-tensorboard", "--check-weight-update-equal"),
+        # some tensors a bucket: its ends come between many neighbours
+        *("--update-weight-buffer-size", "20000"),
     )
     assert job.code == 0, job.output
     within = FAMILIES[read_hf_facts(model).model_type].log_prob_gap
     assert within <= 1e-4 or family == "gpt_oss"
     metrics = job.metrics()
+    assert metrics[0]["train/log_prob_gap_max"] <= 1e-4
     assert [m["step"] for m in metrics] == [0, 1]
     for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
