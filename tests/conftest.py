@@ -6,3 +6,9 @@ from hypothesis import settings
 # a change is judged by itself and not by luck
 settings.register_profile("r3train", deadline=None, derandomize=True)
 settings.load_profile("r3train")
+
+
+def pytest_addoption(parser):
+    """Add what a test of a page's numbers asks for."""
+    help = "write docs/internals/families.md from what tests/oracle/test_families.py saw"
+    parser.addoption("--write-docs", action="store_true", help=help)
