@@ -7,13 +7,23 @@ refuse a bad name in the same words.
 from __future__ import annotations
 
 import difflib
+import faulthandler
 import importlib
 import inspect
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 _QUOTED = 1000  # characters of a value or an error in a message
+# importing a module may import much more
+_GUEST_S = 300.0
+# behind it a process whose interpreter is held ends
+_HELD_S = 10.0
 
 
 def find_plug(flag: str, name: str, known: Mapping[str, Any]) -> Any:
@@ -38,7 +48,9 @@ def import_plug(flag: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{flag} {path}: expected module:object")
-    with guest(f"{flag} {path}: cannot import {module_name}"):  # importing runs the user's code
+    with guest(
+        f"{flag} {path}: cannot import {module_name}", bounded=True
+    ):  # runs code of the user
         module = importlib.import_module(module_name)
         found = getattr(module, name, None)
     if found is None:
@@ -47,20 +59,81 @@ def import_plug(flag: str, path: str) -> Any:
 
 
 @contextmanager
-def guest(what: str) -> Iterator[None]:
+def guest(what: str, *, bounded: bool = False) -> Iterator[None]:
     """Run code of the user: whatever it raises, or exits with, becomes a ValueError.
 
     Its text is one line: ``what``, then the text of a ValueError, or the kind and the text of another
-    error.  Ctrl-C (KeyboardInterrupt) stays what it is.
+    error.  Ctrl-C stays a KeyboardInterrupt.  ``os._exit`` is held (``exit_held``).  bounded: in the main thread it may take
+    300 s, for what has no limit among the settings.
     """
     try:
-        yield
-    except KeyboardInterrupt:
-        raise
+        with exit_held(), _within(_GUEST_S) if bounded else nullcontext():
+            yield
     except BaseException as error:  # sys.exit and CancelledError too
+        by_the_user = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if isinstance(error, KeyboardInterrupt) and by_the_user:
+            raise
         text = " ".join(quoted(error, str).split())
         kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
         raise ValueError(f"{what}: {kind}{text}") from error
+
+
+_guests = 0  # that are running, in any thread
+_guests_change = threading.Lock()
+
+
+@contextmanager
+def exit_held() -> Iterator[None]:
+    """Make ``os._exit`` raise SystemExit in this process while a guest runs; forks of it may exit.
+
+    Who must exit while a guest may run has taken ``os._exit`` before.
+    """
+    global _guests
+    with _guests_change:
+        _guests += 1
+        os._exit = partial(_held_exit, os.getpid())
+    try:
+        yield
+    finally:
+        with _guests_change:
+            _guests -= 1
+            if _guests == 0:
+                os._exit = really_exit
+
+
+really_exit = os._exit
+
+
+def _held_exit(process: int, code: int) -> None:
+    if os.getpid() != process:
+        really_exit(code)
+    raise SystemExit(f"os._exit({code})")
+
+
+@contextmanager
+def _within(limit_s: float) -> Iterator[None]:
+    """Raise TimeoutError in code that takes longer; without effect outside the main thread.
+
+    Code that keeps handlers from running ends its process with 1: faulthandler's watchdog, a thread in C
+    that is there before, writes the functions that it is in to stderr.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(*_: object) -> None:
+        raise TimeoutError(f"it took longer than {limit_s:g} s")
+
+    before, began = signal.signal(signal.SIGALRM, late), time.monotonic()
+    others, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    faulthandler.dump_traceback_later(limit_s + _HELD_S, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        left = max(others - (time.monotonic() - began), 0.001) if others else 0.0
+        signal.setitimer(signal.ITIMER_REAL, left)
+        signal.signal(signal.SIGALRM, before)
 
 
 def quoted(value: Any, write: Callable[[Any], str] = repr) -> str:

@@ -45,7 +45,7 @@ def get_environment(name: str) -> type[Environment]:
 
 def begin_environment(name: str, environment: type[Environment], prompt: Prompt) -> Environment:
     """Make an episode's environment; raises ValueError naming both, whatever its class raises."""
-    with guest(f"prompt {prompt.prompt_id}: --environment {name}"):
+    with guest(f"prompt {prompt.prompt_id}: --environment {name}", bounded=True):
         return environment(prompt)
 
 

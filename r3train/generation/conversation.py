@@ -21,7 +21,7 @@ from r3train.environments.base import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import Generate
-from r3train.plugs import guest, quoted
+from r3train.plugs import exit_held, guest, quoted
 from r3train.types import Prompt, RolloutSample
 
 
@@ -108,7 +108,8 @@ class Conversation:
         limit, task = self._rollout.environment_timeout_s, asyncio.current_task()
         try:
             async with asyncio.timeout(limit) as bound:
-                result = await self._environment.step(turn)
+                with exit_held():
+                    result = await self._environment.step(turn)
         except GeneratorExit:
             raise
         except BaseException as error:

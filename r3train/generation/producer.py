@@ -286,9 +286,11 @@ class Producer:
         limit, future = max(self._rollout.environment_timeout_s, _BUSY_S), self._post(call)
         while not wait([future], timeout=limit).done:
             if not wait([self._post(asyncio.sleep(0))], timeout=limit).done:
+                running = asyncio.current_task(self._loop)
                 raise RuntimeError(
-                    f"generation has not answered for {limit:g} s (--environment-timeout-s): a step of"
-                    " the environment blocks its event loop; await what takes long, or run it in a thread"
+                    f"{running.get_name() if running else 'generation'} has not answered for {limit:g} s"
+                    f" (--environment-timeout-s): a step of --environment {self._rollout.environment}"
+                    " blocks the event loop; await what takes long, or run it in a thread"
                 )
         return future.result()
 
@@ -531,7 +533,8 @@ class Producer:
         try:
             while (item := self._next_item()) is not None:
                 turns = _Turns(self, item)
-                task = self._loop.create_task(self._one(item, turns))
+                name = f"sample {item.sample_id} of prompt {item.group.prompt.prompt_id}"
+                task = self._loop.create_task(self._one(item, turns), name=name)
                 self._tasks.setdefault(item.key, set()).add(task)
                 task.add_done_callback(partial(self._forget, item.key, turns))
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer

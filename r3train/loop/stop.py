@@ -22,8 +22,11 @@ import torch.distributed as dist
 
 from r3train.engine.server_guard import signal_when_parent_ends
 from r3train.host_group import host_group, note_stop
+from r3train.plugs import really_exit
 
 logger = logging.getLogger(__name__)
+
+_PARENT = os.getppid()
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
@@ -61,6 +64,8 @@ class StopSignal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, and no shell
             signal_when_parent_ends(signal.SIGTERM)
+            if os.getppid() != _PARENT:  # it was gone before the kernel was asked to tell
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> StopSignal:
         for number in SIGNALS:
@@ -101,12 +106,12 @@ class StopSignal:
             self._timer.daemon = True
             self._timer.start()
         elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:
-            os._exit(128 + number)
+            really_exit(128 + number)
 
     def _give_up(self) -> None:
         name = signal.Signals(self._received).name
         logger.error("%s: not done within signal_grace_s %g: leaving", name, self._grace_s)
-        os._exit(0 if self.saved else 1)
+        really_exit(0 if self.saved else 1)
 
     @property
     def received(self) -> str | None:

@@ -153,7 +153,7 @@ class CustomReward:
         own = getattr(self._function, "check", None)
         if own is None:
             return
-        with guest(f"reward {self.name}"):
+        with guest(f"reward {self.name}", bounded=True):
             own(prompts)
 
     def close(self) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
+import time
 
 import numpy as np
 
@@ -35,6 +38,40 @@ def _exit(prompts):
 
 
 one.check = _exit
+
+
+def waits(prompt, text, ids):
+    return 1.0
+
+
+def _wait(prompts):
+    time.sleep(60)
+
+
+waits.check = _wait
+
+
+def holds(prompt, text, ids):
+    return 1.0
+
+
+def _hold_the_interpreter(prompts):
+    re.match("(a+)+$", "a" * 64 + "b")  # years
+
+
+holds.check = _hold_the_interpreter
+
+
+def loss_leaves(rows, algorithm):
+    os._exit(0)
+
+
+class Waits:
+    def __init__(self, prompt):
+        time.sleep(60)
+
+    async def step(self, turn):
+        pass
 
 
 class Fails:

@@ -90,7 +90,7 @@ def token_advantages(
         for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
             np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
         given = (groups, whole, algorithm)
-    with guest(f"{_FLAG} {name}"):
+    with guest(f"{_FLAG} {name}", bounded=True):
         found = estimator(*given)
         is_list = isinstance(found, (list, tuple))
         got = [len(own) for own in found] if is_list else type(found).__name__

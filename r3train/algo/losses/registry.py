@@ -49,7 +49,7 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         return policy_loss
 
     def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-        with guest(f"{_FLAG} {name}"):
+        with guest(f"{_FLAG} {name}", bounded=True):
             return policy_loss(rows, algorithm)
 
     return named
@@ -70,7 +70,7 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
-    with guest(f"{_FLAG} {name}: on rows of a meta device"):
+    with guest(f"{_FLAG} {name}: on rows of a meta device", bounded=True):
         found = policy_loss(rows, algorithm)
     if not isinstance(found, RowLoss):
         raise ValueError(f"{_FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")

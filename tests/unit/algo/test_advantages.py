@@ -1,7 +1,9 @@
 """Advantage estimators, through the function that the loop calls."""
 
 import math
+import os
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -118,6 +120,14 @@ def exits(groups, rewards, algorithm):
     sys.exit(0)
 
 
+def leaves(groups, rewards, algorithm):
+    os._exit(0)
+
+
+def waits(groups, rewards, algorithm):
+    time.sleep(20)
+
+
 def words(groups, rewards, algorithm):
     return [["many" for _ in group] for group in groups]
 
@@ -155,11 +165,17 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
         ("not_finite", "not_finite: sample 0 got an advantage that is not finite"),
         ("fails", "^--advantage-estimator .*:fails: raised KeyError: 'gold'$"),
         ("exits", "^--advantage-estimator .*:exits: raised SystemExit: 0$"),
+        ("leaves", r"^--advantage-estimator .*:leaves: raised SystemExit: os._exit\(0\)$"),
+        (
+            "waits",
+            "^--advantage-estimator .*:waits: raised TimeoutError: it took longer than 0.2 s$",
+        ),
         ("words", "^--advantage-estimator .*:words: sample 0: could not convert"),
         ("numbers", "^--advantage-estimator .*:numbers: raised TypeError: .*has no len"),
     ],
 )
-def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message):
+def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, monkeypatch):
+    monkeypatch.setattr("r3train.plugs._GUEST_S", 0.2)
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -206,6 +208,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         flags("--policy-loss", f"{GUEST}loss_exits"),
         f"--policy-loss {GUEST}loss_exits: on rows of a meta device: raised SystemExit: 0",
     ),
+    "a loss that leaves": (
+        flags("--policy-loss", f"{GUEST}loss_leaves"),
+        f"--policy-loss {GUEST}loss_leaves: on rows of a meta device: raised SystemExit: os._exit(0)",
+    ),
     "a reward's check that exits": (
         flags("--custom-rm-path", f"{GUEST}one"),
         f"reward {GUEST}one: raised SystemExit: 0",
@@ -268,6 +274,36 @@ def test_a_mistake_is_one_line_said_once_before_anything_starts(
     other = start(tiny, *given, "--dry-run", environment={"RANK": "1", "LOCAL_RANK": "1"})
     assert isinstance(other.exception, Ended) or other.exit_code == 0, other.output
     assert "Error: " not in other.output
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        (("--custom-rm-path", f"{GUEST}waits"), f"reward {GUEST}waits: "),
+        (("--environment", f"{GUEST}Waits"), f"prompts.jsonl:0: --environment {GUEST}Waits: "),
+    ],
+)
+def test_code_that_hangs_before_the_start_is_named_with_its_bound(given, said, tiny, monkeypatch):
+    monkeypatch.setattr("r3train.plugs._GUEST_S", 2.0)
+    result = start(tiny, *given, environment={"LOCAL_RANK": "0"})
+    assert result.exit_code == 2
+    assert f"{said}raised TimeoutError: it took longer than 2 s" in result.output
+
+
+HELD = """
+from r3train import plugs
+from tests.unit.guest_code import holds
+plugs._GUEST_S, plugs._HELD_S = 0.2, 0.3
+with plugs.guest("reward holds", bounded=True):
+    holds.check([])
+"""
+
+
+def test_code_that_holds_the_interpreter_ends_its_process_with_the_name_of_its_function():
+    ended = subprocess.run(
+        [sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert ended.returncode == 1 and "in _hold_the_interpreter" in ended.stderr
 
 
 def test_the_same_command_without_a_mistake_is_taken(tiny):
