@@ -1,6 +1,6 @@
 """Asynchronous RL of a mixture-of-experts model with rollout routing replay.
 
-    torchrun --nproc-per-node 2 train_async.py --config configs/tiny_cpu.toml \
+    torchrun --master-port 29500 --nproc-per-node 2 train_async.py --config configs/tiny_cpu.toml \
         --use-rollout-routing-replay --enable-r3-correctness-check
 
 Parse, check, build, run, close; the parts are built in r3train/launch.

@@ -28,6 +28,7 @@ from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.model import ModelSection
 from r3train.config.run import RunSection
 from r3train.config.trackers import TrackersSection
+from r3train.engine.server import free_port
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.observe.metrics import read_metrics
@@ -170,8 +171,9 @@ class FromRun:
 
 def launch(config: Path, world_size: int, log: Path) -> None:
     """Run the training command; raises RuntimeError with the last error of its output."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    command += [str(world_size), str(PROGRAM), "--config", str(config)]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--master-port", str(free_port("127.0.0.1"))]
+    command += ["--nproc-per-node", str(world_size), str(PROGRAM), "--config", str(config)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with log.open("w") as out:
         process = subprocess.Popen(

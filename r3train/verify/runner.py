@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from r3train.engine.server import free_port
 from r3train.verify.topologies import TOPOLOGIES
 
 EVIDENCE_RUN = "run"  # a case's run directory, beside its tables
@@ -86,7 +87,8 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
         Path(case.output).mkdir(parents=True, exist_ok=True)
     plan = scratch / f"cases{world_size}.json"
     plan.write_text(json.dumps([asdict(c) for c in cases]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += ["--master-port", str(free_port("127.0.0.1"))]
     command += ["--nproc-per-node", str(world_size), "-m", "r3train.verify.worker", str(plan)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with open(scratch / f"launch{world_size}.log", "a") as log:

@@ -90,6 +90,7 @@ def test_pickles_put_in_torchruns_store_run_where_its_rendezvous_is_its_own_and_
                 break
             time.sleep(0.1)
         assert replaced, "nothing was attacked"
+        assert joined.exists() or not held, "the rank never joined"
         assert mark.exists() != held
     finally:
         # its ranks have sessions of their own, and no parent where it has ended
