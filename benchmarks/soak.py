@@ -17,8 +17,9 @@ Prints one line a fault and a verdict; exits with 1 when
 - a fault that was planned did not happen;
 - a process grows by more than 5% over its life from step 50 on, or one grows from one of its role to
   the next but one that lived as long (faults end processes, and a leak may span their lives);
-- a process gathers handles of any kind, or holds more connections to a server than its requests
-  in flight account for;
+- a process gathers handles of any kind, threads or shared memory, or holds more connections to a server
+  than its requests in flight account for;
+- without faults, a step at the end logs more than 5% more bytes than one before;
 - a process, a listening socket or a shared-memory file is left at the end.
 """
 
@@ -58,11 +59,14 @@ from benchmarks.soak_processes import (  # noqa: E402
     own_memory,
     role,
     semaphores_of_others,
+    SHARED,
     server_port,
     shared_memory_of,
     tcp_sockets,
+    THREADS,
 )
 from benchmarks.soak_traces import (  # noqa: E402
+    FROM_STEP,
     Trace,
     growth_across_lives,
     growth_within_life,
@@ -142,6 +146,7 @@ class Soak:
         self.listening = ListeningSockets()
         self.shared: set[Path] = set()
         self.traces: dict[tuple[str, int], Trace] = {}
+        self.logged: dict[int, int] = {}  # steps trained -> bytes of metrics, evidence and logs
         # told to end, or done: the memory that a process takes in order to end is no growth
         self.ending: set[psutil.Process] = set()
 
@@ -199,23 +204,30 @@ class Soak:
 
     def _measure(self, processes: dict[str, psutil.Process]) -> None:
         step, sockets = self._trained(), tcp_sockets()
+        if step not in self.logged:
+            files = [*self.run_dir.glob("*.jsonl"), *self.run_dir.glob("*/*.jsonl")]
+            files += self.run_dir.glob("logs/*.log")
+            self.logged[step] = sum(file.stat().st_size for file in files)
         if "guard" in processes and (port := server_port(processes["guard"])) is not None:
             self.server_ports.add(port)
         for name, process in processes.items():
             try:
                 memory, targets = own_memory(process.pid), open_handles(process.pid)
-                age_s = time.time() - process.create_time()
+                age_s, threads = time.time() - process.create_time(), process.num_threads()
             except (psutil.Error, OSError):
                 continue
             if not targets:  # it is ending, and holds nothing any more
                 continue
             self.listening.note(targets, sockets)
-            self.shared |= shared_memory_of(process.pid)
+            shared = shared_memory_of(process.pid)
+            self.shared |= shared
             if step >= self.steps:
                 self.ending.add(process)
             if process not in self.ending:
                 trace = self.traces.setdefault((name, process.pid), Trace(name, process.pid))
-                trace.add(age_s, step, memory, count_handles(targets, sockets, self.server_ports))
+                handles = count_handles(targets, sockets, self.server_ports)
+                handles.update({THREADS: threads, SHARED: len(shared)})
+                trace.add(age_s, step, memory, handles)
 
     def _inject(self, processes: dict[str, psutil.Process], fault: str) -> None:
         """Do the fault, or leave it for another time if its victim is not there."""
@@ -249,7 +261,9 @@ class Soak:
                 self.problems.append(f"{what}: {values}")
         groups = [g for record in records for g in record["group_ids"]]
         everything = list(range(config.rollout.rollout_batch_size * self.steps))
-        if not config.rollout.rollout_filter and groups != everything:
+        rollout = config.rollout
+        in_order = rollout.groups_per_rollout == rollout.rollout_batch_size
+        if in_order and not rollout.rollout_filter and groups != everything:
             self.problems.append("the groups trained are not 0, 1, 2, ... in order")
         not_done = [fault for _, fault in self.plan[len(self.injected) :]]
         not_done += [order.name for order in self.orders.iterdir()]
@@ -279,6 +293,23 @@ class Soak:
             print(f"{name}: {len(traces)} lives, {len(findings)} comparisons, worst {worst}")
             self.problems += [f"{name}: {f}" for f in findings if f.growth > GROWTH]
             self._judge_handles(name, traces)
+        self._judge_logs()
+
+    def _judge_logs(self) -> None:
+        """Compare the bytes that are logged a step; a fault is logged too, so that it grows then."""
+        steps = sorted(step for step in self.logged if step >= min(FROM_STEP, self.steps // 2))
+        rates = [
+            (self.logged[b] - self.logged[a]) / (b - a)
+            for part in (steps[: len(steps) // 2], steps[len(steps) // 2 :])
+            if len(part) > 1
+            for a, b in [(part[0], part[-1])]
+        ]
+        if len(rates) < 2:
+            return
+        early, late = rates
+        print(f"logs: {early:,.0f} bytes a step became {late:,.0f}")
+        if not self.plan and late > early * (1 + GROWTH):
+            self.problems.append(f"logs: {early:,.0f} bytes a step became {late:,.0f}")
 
     def _judge_handles(self, name: str, traces: list[Trace]) -> None:
         bound = connection_bound(RunConfig.from_toml(self.run_dir / "config.toml"))

@@ -19,7 +19,9 @@ ANON_INODES = "anonymous inodes"  # epoll, eventfd, signalfd, ...
 CONNECTIONS = "connections to servers"
 HALF_CLOSED = "half-closed sockets"  # the other end has gone, ours was not closed
 OTHER_SOCKETS = "other sockets"
-KINDS = (FILES, PIPES, ANON_INODES, CONNECTIONS, HALF_CLOSED, OTHER_SOCKETS)
+THREADS = "threads"
+SHARED = "files of /dev/shm"
+KINDS = (FILES, PIPES, ANON_INODES, CONNECTIONS, HALF_CLOSED, OTHER_SOCKETS, THREADS, SHARED)
 
 # states of /proc/net/tcp
 _CLOSE_WAIT = 0x08

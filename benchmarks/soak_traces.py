@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks.soak_processes import CONNECTIONS, HALF_CLOSED, KINDS, OTHER_SOCKETS
+from benchmarks.soak_processes import CONNECTIONS, HALF_CLOSED, KINDS, OTHER_SOCKETS, THREADS
 
 # Before it a run is young: caches fill and buffers reach their size.
 FROM_STEP = 50
@@ -21,7 +21,8 @@ ENDING = 2
 # Samples of which the fewest handles count: a save's pipes, which come and go, are no leak.
 HANDLES_WINDOW = 20
 # A server's weight-update group is two sockets, and there is none while the server starts again.
-MAY_GROW = {OTHER_SOCKETS: 2}
+# Pools make their threads when they are first needed.
+MAY_GROW = {OTHER_SOCKETS: 2, THREADS: 2}
 # Lives of about the same length, in steps, are compared.
 SAME_AGE_STEPS = 6
 
