@@ -189,7 +189,7 @@ def warm_start(tiny: Path, directory: Path, seed: int, rollouts: int, given: Seq
 
 
 def found(directory: Path, rules: Sequence[str], seeds: int) -> dict[str, Any]:
-    """What the directory holds of the rules and the seeds; one that was not measured is left out."""
+    """The rules and seeds that the directory holds; one that was not measured is left out."""
     every = {
         rule: [kept(directory, f"{rule}-{s}", 0) for s in range(1, seeds + 1)] for rule in rules
     }
