@@ -432,6 +432,7 @@ def test_a_signal_saves_and_exits_0_and_no_prompt_is_lost_or_trained_twice(tmp_p
     trained_as_they_were(kept[0], dumped_samples(runs[1], (r["step"] for r in records)))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_all_within_a_minute_and_torchrun_goes_on_from_the_checkpoint(
     tmp_path, base, engine
 ):
