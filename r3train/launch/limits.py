@@ -46,6 +46,17 @@ def taken_port(host: str, port: object) -> Lack | None:
     return None
 
 
+def no_address(host: str) -> Lack | None:
+    """Try to listen on any port of an address of this node."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+            sock.bind((host, 0))
+    except OSError as error:
+        text = f"{host!r} is no address of this machine ({error.strerror})"
+        return text, "name one with --sglang-host, or unset it"
+    return None
+
+
 def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     """The address and the ports of the servers that a run starts, [] where they choose their own."""
     rollout = config.rollout

@@ -47,6 +47,7 @@ from r3train.launch.limits import (
     Lack,
     few_files,
     little_shared_memory,
+    no_address,
     no_port,
     server_ports,
     taken_port,
@@ -269,6 +270,8 @@ def check_node(config: RunConfig) -> list[Lack]:
     while any(taken_port(host, port) for port in ports) and time.monotonic() < until:
         time.sleep(0.2)
     lacks = [taken_port(host, port) for port in ports]
+    if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
+        lacks.append(no_address(host))
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
     refused = [no_port(port) for port in ports] if config.run.dry_run else lacks

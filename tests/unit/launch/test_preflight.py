@@ -823,6 +823,8 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
     assert refused.exit_code == 2 and f"Error: {said} files" in words(refused)
     elsewhere = start(tiny, "--dry-run", *flags)
     assert elsewhere.exit_code == 0 and f"warning: {said} files" in words(elsewhere)
+    refused = start(tiny, "--sglang-host", "no.such.host.invalid")
+    assert refused.exit_code == 2 and "'no.such.host.invalid' is no address of" in words(refused)
     refused = start(tiny, "--dry-run", "--sglang-port", "65536")
     assert refused.exit_code == 2 and "65536 is no port" in words(refused)
 
