@@ -220,6 +220,7 @@ _DEEPSEEK = Family(
     moe_layer=_BIASED_AND_SHARED,
     rope_types=("yarn",),
     conflicts=_deepseek_conflicts,
+    lora=True,
 )
 
 _QWEN3_NEXT = Family(
