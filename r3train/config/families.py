@@ -266,6 +266,7 @@ FAMILIES: dict[str, Family] = {
         moe_layer=("block_sparse_moe.e_score_correction_bias",),
         whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
         conflicts=_minimax_conflicts,
+        lora=True,
     ),
     "olmoe": Family(
         _SILU
@@ -278,6 +279,7 @@ FAMILIES: dict[str, Family] = {
         },
         attention=_heads(*_QK_NORM),
         conflicts=_olmoe_conflicts,
+        lora=True,
     ),
     "glm4_moe": Family(
         _SILU
@@ -320,6 +322,7 @@ FAMILIES: dict[str, Family] = {
         rope_types=("yarn",),
         alone={"expert_tensor_parallel_size": "its experts have biases"},
         log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
+        lora=True,  # of attention alone: its experts are one tensor on disk
         conflicts=_gpt_oss_conflicts,
     ),
     "deepseek_v3": _DEEPSEEK,

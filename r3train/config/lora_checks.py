@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from r3train.config.families import FAMILIES, sent_together, tensor_names
+from r3train.config.families import FAMILIES, has_fused_experts, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora import ALL_LINEAR, FUSED, LATENT, LINEARS, LoraSection
 from r3train.config.run import RunConfig
@@ -107,6 +107,11 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if not targets:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
+    if has_fused_experts(hf.path) and not {"experts", "mlp"} & set(lora.exclude_modules):
+        yield (
+            f"--lora-rank: all experts of a layer of {hf.model_type} are one tensor on disk, and an"
+            " adapter of one expert has no name there; add --exclude-modules experts"
+        )
     yield from _parts_of_a_matrix(targets, names)
     if config.lora.lora_serving == "merged":
         yield from _apart(targets, hf)

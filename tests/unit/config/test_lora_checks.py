@@ -154,3 +154,11 @@ def test_latent_attention_has_an_adapter_on_every_projection(family, attention, 
         for one in (dict(exclude_modules=["q_a_proj"]), dict(target_modules=["q_a_proj"])):
             with pytest.raises(ValueError, match="q_a_proj and kv_a_proj_with_mqa as one tensor"):
                 check_model(config(**LORA, **one), hf, 1)
+
+
+def test_experts_of_one_tensor_a_layer_have_no_adapters(tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family="gpt_oss"))
+    hf = read_hf_facts(tmp_path / "tiny" / "model")
+    with pytest.raises(ValueError, match="of gpt_oss are one tensor on disk.*--exclude-modules ex"):
+        check_model(config(**LORA), hf, 1)
+    check_model(config(**LORA, exclude_modules=["experts"]), hf, 1)
