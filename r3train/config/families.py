@@ -23,7 +23,7 @@ UNFUSED_ROPE = {
         " model's queries and keys grow, and every log-prob would be another"
     ),
     **dict.fromkeys(
-        ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
         "Megatron's fused kernel for latent attention is experimental, and was not verified here",
     ),
     **dict.fromkeys(
@@ -123,10 +123,8 @@ _GATED_SHARED = (
     "mlp.shared_expert_gate.weight",
     *(f"mlp.shared_expert.{name}" for name in _MLP),
 )
-_BIASED_AND_SHARED = (
-    "mlp.gate.e_score_correction_bias",
-    *(f"mlp.shared_experts.{name}" for name in _MLP),
-)
+_SHARED = tuple(f"mlp.shared_experts.{name}" for name in _MLP)
+_BIASED_AND_SHARED = ("mlp.gate.e_score_correction_bias", *_SHARED)
 
 
 def _olmoe_conflicts(config: Config) -> Iterator[str]:
@@ -324,6 +322,19 @@ FAMILIES: dict[str, Family] = {
         log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
         lora=True,  # of attention alone: its experts are one tensor on disk
         conflicts=_gpt_oss_conflicts,
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        needs=_SILU
+        | {
+            "norm_topk_prob": (False, False),
+            "attention_bias": (False, False),
+            "scoring_func": ("softmax", "softmax"),
+            "topk_method": ("greedy", "greedy"),
+            "routed_scaling_factor": (1.0, 1.0),
+        },
+        moe_layer=_SHARED,
+        lora=False,
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),
