@@ -82,7 +82,10 @@ def main() -> None:
             tiny = Path(scratch) / "tiny"
             build(tiny, TinyOptions(seed=seed))
             with SGLangServer(
-                tiny / "model", directory / "sglang.log", return_routed_experts=True
+                tiny / "model",
+                directory / "sglang.log",
+                return_routed_experts=True,
+                start_timeout_s=TIMEOUT_S,
             ) as server:
                 given = ("--rollout-external-engine-addrs", server.addr)
                 for name, rule in missing.items():

@@ -559,11 +559,10 @@ def train(
         samples = [s for group in rollout for s in group]
         with torch.no_grad():
             old = [predictions(weights, variant, s, rule.rollout_temperature)[0] for s in samples]
-            ref = []
-            for s in samples:
-                if rule.ref_routing == "native":
-                    s = replace(s, routes=np.full_like(s.routes, -1))
-                ref.append(predictions(reference, variant, s, rule.rollout_temperature)[0])
+            native = rule.ref_routing == "native"
+            ref = [
+                unmoved(reference, variant, s, rule.rollout_temperature, native) for s in samples
+            ]
             taught = [teacher_log_probs(teacher, variant, s, rule) for s in samples]
         pay = kl_pay(rollout, old, ref, rule)
         scored = list(zip(samples, old, ref, taught, advantages(rollout, rule, pay), strict=True))
@@ -604,8 +603,26 @@ def teacher_log_probs(
     """Log-probs float64[T-1] of tokens 1..T-1: recorded ones, or of a teacher with experts of its own."""
     if rule.opd_type != "megatron":
         return torch.from_numpy(sample.teacher_log_probs[1:]).double()
-    own = replace(sample, routes=np.full_like(sample.routes, -1))
-    return predictions(teacher, variant, own, rule.rollout_temperature)[0]
+    return unmoved(teacher, variant, sample, rule.rollout_temperature, native=True)
+
+
+# (id of weights, id of tokens, temperature, native) -> log-probs, and what must live as long
+_UNMOVED: dict[tuple[int, int, float, bool], tuple[Tensor, Weights, np.ndarray]] = {}
+
+
+def unmoved(
+    weights: Weights, variant: ModelVariant, sample: Sample, temperature: float, native: bool
+) -> Tensor:
+    """Log-probs float64[T-1] under weights that no step moves, computed once for all rules.
+
+    native: their routers choose, and nothing is replayed.
+    """
+    key = id(weights), id(sample.tokens), temperature, native
+    if key not in _UNMOVED:
+        own = replace(sample, routes=np.full_like(sample.routes, -1)) if native else sample
+        log_probs = predictions(weights, variant, own, temperature)[0]
+        _UNMOVED[key] = log_probs, weights, sample.tokens
+    return _UNMOVED[key][0]
 
 
 def _step(

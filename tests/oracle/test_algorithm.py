@@ -15,14 +15,18 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.advantages.registry import ADVANTAGES
+from r3train.algo.losses.registry import POLICY_LOSSES
+from r3train.config.algorithm import AlgorithmSection, Rejection
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -37,6 +41,8 @@ from tests.oracle.algorithm import (
     rollout_metrics,
     train,
 )
+
+from tests.oracle import rule_pairs
 
 prepare_device()
 from r3train.verify.mutations import planted_by  # noqa: E402
@@ -221,11 +227,16 @@ RULES = {
     "starved": replace(EVERYTHING, min_ess=1.0),
     "nan_gradient": replace(EVERYTHING, policy_loss="tests.oracle.nan_gradient:loss"),
 }
+PAIRS = {"-".join(row): row for row in rule_pairs.rows()}
+RULES |= {name: replace(EVERYTHING, **rule_pairs.settings(row)) for name, row in PAIRS.items()}
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job by its name: a rule, a model, a topology and at most one bug; a slow one is not run in CI."""
+    """A job by its name: a rule, a model, a topology and at most one bug.
+
+    Jobs of a batch and a world size run under one torchrun; those of a named batch are not run in CI.
+    """
 
     name: str
     world_size: int = 1
@@ -233,7 +244,7 @@ class Job:
     variant: str = "moe4"
     parallel: tuple[str, ...] = ()
     bug: str | None = None
-    slow: bool = False
+    batch: str = ""
 
 
 TP2 = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
@@ -243,7 +254,7 @@ DP2_EP2 = ("--expert-model-parallel-size", "2")
 ETP2 = ("--expert-tensor-parallel-size", "2")
 PP2_CP2_FULL = (*PP2_CP2, *FULL, "--recompute-num-layers", "1")
 JOBS = [
-    *(Job(name, rule=name) for name in RULES if name not in ("everything", "starved")),
+    *(Job(name, rule=name) for name in RULES if name not in ("everything", "starved", *PAIRS)),
     Job("one"),
     Job("null", bug="null"),
     Job("one_step_old_pass", rule="one_step", parallel=("--reuse-log-probs", "off")),
@@ -252,12 +263,16 @@ JOBS = [
     Job("dp2_ep2_expert_biases", 2, variant="glm", parallel=DP2_EP2),
     Job("tp2", 2, parallel=TP2),
     Job("dp2_ep2", 2, parallel=DP2_EP2),
-    Job("dp2_ep2_gspo", 2, "gspo", parallel=DP2_EP2, slow=True),
+    Job("dp2_ep2_gspo", 2, "gspo", parallel=DP2_EP2, batch="slow"),
     Job("etp2", 2, parallel=ETP2),
     Job("pp2_cp2_recompute", 4, parallel=PP2_CP2_FULL),
-    Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL, slow=True),
-    Job("pp2_cp2_recompute_one_step", 4, "one_step", parallel=PP2_CP2_FULL, slow=True),
+    Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL, batch="slow"),
+    Job("pp2_cp2_recompute_one_step", 4, "one_step", parallel=PP2_CP2_FULL, batch="slow"),
     Job("pp2_cp2_recompute_sft", 4, "sft", parallel=PP2_CP2_FULL),
+    *(
+        Job(name, 2, name, parallel=rule_pairs.TOPOLOGIES[row[-1]], batch=f"{row[-1]}-{i % 2}")
+        for i, (name, row) in enumerate(PAIRS.items())
+    ),
 ]
 # a bug shows under the first rule unless it needs another
 RULE_OF_BUG = {
@@ -449,7 +464,7 @@ class Ended:
 
 
 class Jobs:
-    """Runs jobs, all of a world size (the slow ones apart) under one torchrun, when one is asked for."""
+    """Runs jobs, all of a batch and a world size under one torchrun, when one is asked for."""
 
     def __init__(self, scratch: Path):
         self._scratch = scratch
@@ -461,20 +476,20 @@ class Jobs:
         return self.given(variant).expected(RULES[rule])
 
     def ended(self, job: Job) -> Ended:
-        self._launch(job.world_size, job.slow)
+        self._launch(job.world_size, job.batch)
         directory = self._scratch / job.name
         end = directory / "ended.json"
-        log = self._scratch / f"ranks{job.world_size}-{job.slow}.log"
+        log = self._scratch / f"ranks{job.world_size}-{job.batch}.log"
         assert end.is_file(), log.read_text(errors="replace")[-3000:]
         return Ended(json.loads(end.read_text())["error"], directory)
 
-    def _launch(self, world_size: int, slow: bool) -> None:
-        jobs = [j for j in ALL_JOBS.values() if (j.world_size, j.slow) == (world_size, slow)]
-        plan = self._scratch / f"jobs{world_size}-{slow}.json"
+    def _launch(self, world_size: int, batch: str) -> None:
+        jobs = [j for j in ALL_JOBS.values() if (j.world_size, j.batch) == (world_size, batch)]
+        plan = self._scratch / f"jobs{world_size}-{batch}.json"
         plan.write_text(json.dumps([self._planned(job) for job in jobs]))
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(world_size), "-m", "tests.oracle.algorithm_worker"]
-        with (self._scratch / f"ranks{world_size}-{slow}.log").open("w") as log:
+        with (self._scratch / f"ranks{world_size}-{batch}.log").open("w") as log:
             process = subprocess.Popen(
                 [*command, str(plan)],
                 cwd=ROOT,
@@ -601,7 +616,7 @@ def compared(jobs: Jobs, job: Job) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "job",
-    [pytest.param(job, marks=[pytest.mark.slow] * job.slow, id=job.name) for job in JOBS],
+    [pytest.param(job, marks=[pytest.mark.slow] * bool(job.batch), id=job.name) for job in JOBS],
 )
 def test_weights_and_metrics_are_those_of_the_float64_oracle(job: Job, jobs: Jobs):
     found = compared(jobs, job)
@@ -683,6 +698,30 @@ def test_every_setting_would_show_if_it_were_not_handed_over(jobs: Jobs):
         del shows[setting]
     print({name: f"{times:.2g}" for name, times in shows.items()})
     assert min(shows.values()) >= 10
+
+
+def test_every_two_parts_of_the_learning_rule_meet_in_a_job_of_two_ranks():
+    met = [{frozenset(pair) for pair in combinations(row, 2)} for row in PAIRS.values()]
+    wanted = {
+        frozenset((a, b))
+        for one, other in combinations(rule_pairs.PARTS, 2)
+        for a, b in product(one, other)
+        if not rule_pairs.refused(a, b)
+    }
+    assert wanted <= set().union(*met)
+    parts = [set(part) for part in rule_pairs.PARTS[:3]]
+    known = (set(ADVANTAGES), set(POLICY_LOSSES), set(get_args(_annotation("loss_aggregation"))))
+    assert (parts[0], parts[1] - {"dual_clip"}, parts[2]) == known
+    masks = {
+        name for part in rule_pairs.CORRECTIONS.values() for name in part.get("rollout_rs", ())
+    }
+    assert masks == set(get_args(Rejection))
+    kinds = {RULES[name].kl_loss_type for name in PAIRS}
+    assert kinds == set(get_args(_annotation("kl_loss_type")))
+
+
+def _annotation(setting: str) -> object:
+    return AlgorithmSection.model_fields[setting].annotation
 
 
 @pytest.mark.parametrize("job", BUGS, ids=lambda job: job.name)
