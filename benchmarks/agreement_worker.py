@@ -33,7 +33,7 @@ from r3train.layout.microbatch import slice_microbatch  # noqa: E402
 from r3train.loop.prepare import prepare, train_samples  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
 from r3train.loop.scatter import gather_topologies  # noqa: E402
-from r3train.algo.corrections import log_prob_gap_stats  # noqa: E402
+from r3train.algo.corrections import log_prob_gap_sums  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
@@ -172,9 +172,14 @@ def gap(
     parts = gathered((np.concatenate(ours), np.concatenate(theirs)))
     ours_all = torch.from_numpy(np.concatenate([a for a, _ in parts]))
     theirs_all = torch.from_numpy(np.concatenate([b for _, b in parts]))
-    stats = log_prob_gap_stats(ours_all, theirs_all, torch.ones(len(ours_all), dtype=torch.bool))
+    everywhere = torch.ones(len(ours_all), dtype=torch.bool)
+    sums = log_prob_gap_sums(ours_all, theirs_all, everywhere)
     sizes = (ours_all - theirs_all).abs().numpy()
-    return {name: float(value) for name, value in stats.items()} | {
+    return {
+        "mean": float(sums["log_prob_gap_abs"]) / len(sizes),
+        "k3": float(sums["log_prob_gap_k3"]) / len(sizes),
+        "far_share": float(sums["log_prob_gap_far"]) / len(sizes),
+        "max": float(sums["log_prob_gap_max"]),
         "p999": float(np.quantile(sizes, 0.999)),
         "tokens": len(sizes),
     }

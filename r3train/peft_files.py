@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_ALWAYS_FUSED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 # what another value than its first would add to B A x; keys that are missing have PEFT's default
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -141,10 +142,10 @@ def lost_by_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
     """Return what PEFT would drop of an adapter of these settings without a word, or None.
 
     Source: peft 0.21.2 with transformers 5.19: where a model has fused experts and they are among the
-    targets, it takes every gate_proj, up_proj and down_proj for theirs; with GLM in any case.
+    targets, it takes every gate_proj, up_proj and down_proj for theirs; in some models in any case.
     """
     targets = settings.targets(tensor_names(hf))
-    routed = hf.model_type == "glm4_moe" or any(".experts." in name for name in targets)
+    routed = hf.model_type in _ALWAYS_FUSED or any(".experts." in name for name in targets)
     others = [n for n in targets if n.split(".")[-2] in _OF_EXPERTS and ".experts." not in n]
     return min(others).rpartition(".")[0] if others and routed else None
 

@@ -165,6 +165,16 @@ def _moonlight(o: TinyOptions) -> dict[str, Any]:
     }
 
 
+def _deepseek_v2(o: TinyOptions) -> dict[str, Any]:
+    """Moonlight with yarn, and the gates of a softmax."""
+    return _moonlight(o) | {
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.0,
+        "topk_method": "greedy",
+        "rope_parameters": _YARN,
+    }
+
+
 def _deepseek_v3(o: TinyOptions) -> dict[str, Any]:
     """Compressed queries, yarn, groups of experts."""
     in_groups = o.topk % 2 == 0 and o.num_experts % o.topk == 0 and o.topk < o.num_experts
@@ -266,6 +276,9 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
     "mixtral": TinyFamily("Mixtral", _mixtral),
     "olmoe": TinyFamily("Olmoe", _olmoe),
     "glm4_moe": TinyFamily("Glm4Moe", _glm4_moe),
+    "deepseek_v2": TinyFamily(
+        "DeepseekV2", _deepseek_v2, {"scoring_func": "softmax", "moe_layer_freq": 1}
+    ),
     "moonlight": TinyFamily("DeepseekV3", _moonlight, _SIGMOID),
     "deepseek_v3": TinyFamily("DeepseekV3", _deepseek_v3, _SIGMOID),
     "kimi_k2": TinyFamily("DeepseekV3", _kimi_k2, _SIGMOID | {"model_type": "kimi_k2"}),

@@ -226,24 +226,6 @@ def log_prob_gap_sums(
     }
 
 
-def log_prob_gap_stats(
-    actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
-) -> dict[str, Tensor]:
-    """The gap of one whole set of rows as means: the sums of ``log_prob_gap_sums``, divided.
-
-    Returns detached scalars ``mean``, ``k3``, ``far_share`` and ``max``; 0 where no row is masked
-    in.
-    """
-    sums = log_prob_gap_sums(actor_log_probs, rollout_log_probs, mask)
-    rows = mask.sum().clamp(min=1)
-    return {
-        "mean": sums["log_prob_gap_abs"] / rows,
-        "k3": sums["log_prob_gap_k3"] / rows,
-        "far_share": sums["log_prob_gap_far"] / rows,
-        "max": sums["log_prob_gap_max"],
-    }
-
-
 def log_prob_gap_histogram(
     actor_log_probs: Tensor, rollout_log_probs: Tensor, mask: Tensor
 ) -> Tensor:

@@ -23,7 +23,7 @@ UNFUSED_ROPE = {
         " model's queries and keys grow, and every log-prob would be another"
     ),
     **dict.fromkeys(
-        ("deepseek_v3", "glm4_moe_lite", "kimi_k2"),
+        ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_k2"),
         "Megatron's fused kernel for latent attention is experimental, and was not verified here",
     ),
     **dict.fromkeys(
@@ -123,10 +123,8 @@ _GATED_SHARED = (
     "mlp.shared_expert_gate.weight",
     *(f"mlp.shared_expert.{name}" for name in _MLP),
 )
-_BIASED_AND_SHARED = (
-    "mlp.gate.e_score_correction_bias",
-    *(f"mlp.shared_experts.{name}" for name in _MLP),
-)
+_SHARED = tuple(f"mlp.shared_experts.{name}" for name in _MLP)
+_BIASED_AND_SHARED = ("mlp.gate.e_score_correction_bias", *_SHARED)
 
 
 def _olmoe_conflicts(config: Config) -> Iterator[str]:
@@ -220,6 +218,7 @@ _DEEPSEEK = Family(
     moe_layer=_BIASED_AND_SHARED,
     rope_types=("yarn",),
     conflicts=_deepseek_conflicts,
+    lora=True,
 )
 
 _QWEN3_NEXT = Family(
@@ -265,6 +264,7 @@ FAMILIES: dict[str, Family] = {
         moe_layer=("block_sparse_moe.e_score_correction_bias",),
         whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
         conflicts=_minimax_conflicts,
+        lora=True,
     ),
     "olmoe": Family(
         _SILU
@@ -277,6 +277,7 @@ FAMILIES: dict[str, Family] = {
         },
         attention=_heads(*_QK_NORM),
         conflicts=_olmoe_conflicts,
+        lora=True,
     ),
     "glm4_moe": Family(
         _SILU
@@ -319,7 +320,21 @@ FAMILIES: dict[str, Family] = {
         rope_types=("yarn",),
         alone={"expert_tensor_parallel_size": "its experts have biases"},
         log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
+        lora=True,  # of attention alone: its experts are one tensor on disk
         conflicts=_gpt_oss_conflicts,
+    ),
+    "deepseek_v2": replace(
+        _DEEPSEEK,
+        needs=_SILU
+        | {
+            "norm_topk_prob": (False, False),
+            "attention_bias": (False, False),
+            "scoring_func": ("softmax", "softmax"),
+            "topk_method": ("greedy", "greedy"),
+            "routed_scaling_factor": (1.0, 1.0),
+        },
+        moe_layer=_SHARED,
+        lora=False,
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),

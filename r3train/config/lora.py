@@ -13,8 +13,10 @@ from r3train.config.section import Section
 ALL_LINEAR = "all-linear"
 # names on disk of the linears that Megatron holds in one matrix
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# latent attention's: queries and keys are compressed by the first of each two, and spread by the second
+LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 # Mixtral's experts have w1 (gate), w3 (up) and w2 (down)
-LINEARS = (*FUSED[0], "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2")
+LINEARS = (*FUSED[0], *LATENT, "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2")
 
 
 class LoraSection(Section):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from r3train.config.families import FAMILIES, tensor_names
+from r3train.config.families import FAMILIES, has_fused_experts, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import ALL_LINEAR, FUSED, LINEARS, LoraSection
+from r3train.config.lora import ALL_LINEAR, FUSED, LATENT, LINEARS, LoraSection
 from r3train.config.run import RunConfig
 
 
@@ -107,13 +107,37 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if not targets:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
+    if has_fused_experts(hf.path) and not {"experts", "mlp"} & set(lora.exclude_modules):
+        yield (
+            f"--lora-rank: all experts of a layer of {hf.model_type} are one tensor on disk, and an"
+            " adapter of one expert has no name there; add --exclude-modules experts"
+        )
     yield from _parts_of_a_matrix(targets, names)
+    if config.lora.lora_serving == "merged":
+        yield from _apart(targets, hf)
     tp, heads = config.parallel.tensor_model_parallel_size, hf.num_key_value_heads
-    if heads % tp and any(name.split(".")[-2] in FUSED[0] for name in targets):
+    if tp > 1 and any(name.split(".")[-2] in LATENT for name in targets):
+        yield (
+            f"--tensor-model-parallel-size {tp}: adapters of latent attention were verified on one"
+            " tensor rank; --exclude-modules self_attn leaves them out"
+        )
+    if heads % tp and any(name.split(".")[-2] == "k_proj" for name in targets):
         yield (
             f"{hf.path}: num_key_value_heads {heads} does not divide by tensor_model_parallel_size {tp},"
             " which adapters on attention need"
         )
+
+
+def _apart(targets: frozenset[str], hf: HfModelFacts) -> Iterator[str]:
+    """Yield a complaint for the first two tensors that a server takes together, one a target alone."""
+    for pair in sent_together(hf):
+        if len(targets.intersection(pair)) == 1:
+            names = " and ".join(name.split(".")[-2] for name in pair)
+            yield (
+                f"target_modules: SGLang loads {names} as one tensor, and an update would bring one of"
+                " them alone: target both or none"
+            )
+            return
 
 
 def _parts_of_a_matrix(targets: frozenset[str], names: frozenset[str]) -> Iterator[str]:
@@ -121,7 +145,9 @@ def _parts_of_a_matrix(targets: frozenset[str], names: frozenset[str]) -> Iterat
     for name in sorted(targets):
         head, leaf, kind = name.rsplit(".", 2)
         group = next((g for g in FUSED if leaf in g), (leaf,))
-        missing = [part for part in group if f"{head}.{part}.{kind}" not in targets]
+        # latent attention has a q_proj by itself
+        others = [f"{head}.{part}.{kind}" for part in group]
+        missing = [n.split(".")[-2] for n in others if n in names and n not in targets]
         if missing:
             yield (
                 f"target_modules: {head} has {leaf} and not {', '.join(missing)}: Megatron holds them"

@@ -130,7 +130,7 @@ def read_rescored(
     routes: RouteShape,
     of_adapter: bool = False,
 ) -> Rescored:
-    """Validate and convert the answer to a text that was computed again; of_adapter as above.
+    """Validate and convert the answer to a text that was computed again; of_adapter: see ``read_answer``.
 
     Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
     cache, and for one that contradicts itself or the request.

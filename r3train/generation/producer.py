@@ -46,7 +46,7 @@ OnWait = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
 _TICK_S = 0.2
-# a loop may be busy for as long without an environment that blocks it
+# a loop that answers no call for longer is blocked, most likely by an environment
 _BUSY_S = 60.0
 _ALIVE_EVERY_S = 0.5
 _ABORT_EVERY_S = 0.3
@@ -412,7 +412,7 @@ class Producer:
         """Stop sending, and drain, freeze or abort the requests in flight."""
         mode = self._rollout.pause_generation_mode
         try:
-            if mode != "drain":  # which gives what is computed again that time anyway
+            if mode != "drain":  # draining leaves time enough for what is computed again
                 await self._rescored_beside_generation()
         finally:
             self._pauses += 1
@@ -706,7 +706,7 @@ class Producer:
                 task.cancel()
 
     def _forget(self, key: tuple[int, int], turns: _Turns, task: asyncio.Task[None]) -> None:
-        turns.release()  # a task that is cancelled before it began has not done so
+        turns.release()  # a task that was cancelled before it began still holds its place
         left = self._tasks[key]
         left.discard(task)
         if not left:
@@ -828,7 +828,7 @@ class _Turns:
                 unfinished = again or stitch.is_cut(segment, limit, left)
                 # checked while the place is held: once it is given back, the update may end
                 interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
-                # a frozen server would take it, and its cache of the weights before the update
+                # a frozen server would accept the request, and compute it from the cache of older weights
                 interrupted |= p._frozen and again
                 goes_on = unfinished and not interrupted
             finally:

@@ -204,9 +204,8 @@ class AsyncLoop:
         if num_rollout > start_rollout_id:
             keeper.save(num_rollout)
             keeper.finish()
-            if (
-                config.eval_due(num_rollout) and not stopping
-            ):  # after the save, which it cannot spoil
+            # after the save, which an evaluation cannot spoil then
+            if config.eval_due(num_rollout) and not stopping:
                 if not config.trainer.check_weight_update_equal:
                     self._publish(num_rollout)
                 self._begin_evaluation(num_rollout)
@@ -252,7 +251,9 @@ class AsyncLoop:
                     try:
                         prepared, metrics = self._prepare(rollout_id, groups)
                         plan = {"microbatches": prepared.counts}
-                    except Exception as error:  # noqa: BLE001 - as above
+                    except (
+                        Exception
+                    ) as error:  # noqa: BLE001 - raised when the checkpoint is written
                         self._recovery.fatal = error
                         self._source.put_back()
                         plan = {"failed": str(error), "what": "a rollout could not be scored"}
@@ -464,7 +465,7 @@ class AsyncLoop:
         are not those of the checkpoint.
         """
         adapters = self._config.serves_adapters
-        # with files a server reads whole checkpoints, and may lay all of its tensors out anew
+        # by disk a server reads a whole checkpoint, and may lay out all of its tensors anew
         targets_alone = (
             self._config.lora.enabled
             and self._servers_hold_base
@@ -476,11 +477,11 @@ class AsyncLoop:
             weights = self._actor.hf_weights(targets_alone=targets_alone)
         again = []
         if self._config.trainer.check_weight_update_equal and not adapters:
-            # what was sent is held against another export, a whole one
+            # the servers' tensors are compared with a second, whole export
             again = [self._actor.hf_weights()]
         self._held_export = None
         quietly, failure = ExitStack(), None
-        with rank_zero_alone():  # requests in flight may have long to go
+        with rank_zero_alone():  # requests in flight may take long to end
             if self._rank_zero is not None:
                 try:
                     quietly.enter_context(quiet)
@@ -496,7 +497,7 @@ class AsyncLoop:
                 if failure is not None:
                     raise failure
                 published = engines.publisher.publish(weights, version=weight_version)
-                if not adapters:  # which are held against the checkpoint when they are written
+                if not adapters:  # adapters are compared with the checkpoint when they are written
                     self._weight_index.require(
                         published.sent,
                         published.num_bytes,
@@ -546,8 +547,8 @@ class AsyncLoop:
     def _check_update(self, weight_version: int) -> dict[str, float]:
         """--check-weight-update-equal, beyond the servers' checksums; metrics on rank 0.
 
-        The export that the servers were held against is loaded back and compared bit for bit with the
-        parameters of every rank; of adapters there is none.  Actor and servers score a text.  No server
+        The export that the servers were compared with is loaded back and compared bit for bit with the
+        parameters of every rank; with adapters there is no such export.  Actor and servers score a text.  No server
         kept that text in its cache from the update before.  Raises AssertionError on rank 0.
         """
         update, other = f"weight update {weight_version}", []

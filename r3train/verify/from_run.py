@@ -7,15 +7,12 @@ SGD, so that what a parameter moved is its gradient.  The model is the one that 
 from __future__ import annotations
 
 import math
-import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -28,7 +25,6 @@ from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.model import ModelSection
 from r3train.config.run import RunSection
 from r3train.config.trackers import TrackersSection
-from r3train.engine.server import free_port
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.observe.metrics import read_metrics
@@ -43,7 +39,7 @@ from r3train.verify.compare import (
     relative_by_name,
     worst,
 )
-from r3train.verify.runner import stop
+from r3train.verify.runner import torchrun
 from r3train.verify.topologies import TOPOLOGIES, Topology
 from r3train.verify.verifier import TopologyResult, Verification
 
@@ -171,20 +167,11 @@ class FromRun:
 
 def launch(config: Path, world_size: int, log: Path) -> None:
     """Run the training command; raises RuntimeError with the last error of its output."""
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += ["--master-port", str(free_port("127.0.0.1"))]
-    command += ["--nproc-per-node", str(world_size), str(PROGRAM), "--config", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=environment, start_new_session=True
-        )
+    with torchrun(world_size, [str(PROGRAM), "--config", str(config)], log) as process:
         try:
             process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"the job took longer than {_TIMEOUT_S} s") from None
-        finally:
-            stop(process)
     if process.returncode != 0:
         lines = log.read_text(errors="replace").splitlines()
         last = [line for line in lines if "rror" in line and line.strip()][:1] or lines[-1:]
@@ -260,8 +247,7 @@ def verify_run(
     if not topologies:
         raise ValueError(f"--topology {BASELINE} alone compares nothing: all are held against it")
     bf16 = test.config.model.bf16
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, gloo"
-    result = Verification("bfloat16" if bf16 else "float32", device)
+    result = Verification.begun(bf16=bf16)
     thresholds = {LOSS: GATES[LOSS], GRADIENTS: GATES[GRADIENTS], DELTAS: GATES[DELTAS]}
     if bf16:
         thresholds = {phase: BF16_THRESHOLDS[phase] for phase in (LOSS, GRADIENTS)}
@@ -295,13 +281,6 @@ def verify_run(
         judged.seconds = time.monotonic() - began
         judged.evidence = found.evidence
         judged.errors = {"a": compare_steps(found, reference, start, bf16=bf16)}
-        wrong = [
-            f"{e.where}: {e.error:.1e}"
-            for phase, e in judged.errors["a"].items()
-            if not e.error <= thresholds[phase]
-        ]
-        if found.evidence not in ("", "passed"):
-            wrong.append(f"check-evidence: {found.evidence}")
-        judged.status, judged.reason = "failed" if wrong else "passed", "; ".join(wrong)
+        judged.judge(thresholds)
         report(f"{topology.name}: {judged.status} in {judged.seconds:.0f} s")
     return result

@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -87,21 +88,31 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
         Path(case.output).mkdir(parents=True, exist_ok=True)
     plan = scratch / f"cases{world_size}.json"
     plan.write_text(json.dumps([asdict(c) for c in cases]))
+    program = ["-m", "r3train.verify.worker", str(plan)]
+    with torchrun(world_size, program, scratch / f"launch{world_size}.log") as process:
+        _wait(process, cases)
+
+
+@contextmanager
+def torchrun(
+    world_size: int, program: Sequence[str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a program under torchrun, which writes to the end of a log and ends with the context."""
     command = [sys.executable, "-m", "torch.distributed.run"]
     command += ["--master-port", str(free_port("127.0.0.1"))]
-    command += ["--nproc-per-node", str(world_size), "-m", "r3train.verify.worker", str(plan)]
+    command += ["--nproc-per-node", str(world_size), *program]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with open(scratch / f"launch{world_size}.log", "a") as log:
+    with log.open("a") as out:
         process = subprocess.Popen(
-            command, stdout=log, stderr=log, env=environment, start_new_session=True
+            command, stdout=out, stderr=out, env=environment, start_new_session=True
         )
         try:
-            _wait(process, cases)
+            yield process
         finally:
-            stop(process)
+            _stop(process)
 
 
-def stop(process: subprocess.Popen) -> None:
+def _stop(process: subprocess.Popen) -> None:
     """End a launch and all of its session, if it still runs."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)

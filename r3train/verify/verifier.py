@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,12 +50,24 @@ class TopologyResult:
     # bytes of routes sent to a rank (the largest share), against sending it all of them
     route_bytes: int = 0
     all_route_bytes: int = 0
-    evidence: str = ""  # check-evidence's verdict on the run
+    evidence: str = ""  # check-evidence's verdict on the run; "" of one without routes
 
     @property
     def ok(self) -> bool:
         """Nothing failed; a topology that could not run here is reported, not failed."""
         return self.status != "failed"
+
+    def judge(self, thresholds: Mapping[int, float]) -> None:
+        """Set status and reason by the errors and the evidence."""
+        wrong = [
+            f"{e.where}: {e.error:.1e}"
+            for errors in self.errors.values()
+            for phase, e in errors.items()
+            if not e.error <= thresholds[phase]
+        ]
+        if self.evidence not in ("", "passed"):
+            wrong.append(f"check-evidence: {self.evidence}")
+        self.status, self.reason = "failed" if wrong else "passed", "; ".join(wrong)
 
     def worst(self, phase: int) -> PhaseError | None:
         found = [errors[phase] for errors in self.errors.values() if phase in errors]
@@ -91,6 +103,12 @@ class Verification:
     noise: dict[int, float] = field(default_factory=dict)
     topologies: list[TopologyResult] = field(default_factory=list)
     mutations: list[MutationResult] = field(default_factory=list)
+
+    @classmethod
+    def begun(cls, *, bf16: bool) -> Verification:
+        """A verification on this machine's device, without results yet."""
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, gloo"
+        return cls("bfloat16" if bf16 else "float32", device)
 
     @property
     def ok(self) -> bool:
@@ -131,8 +149,7 @@ class Verifier:
 
     def verify(self, topologies: Sequence[Topology], mutations: Sequence[Mutation]) -> Verification:
         """Run the topologies and the mutations with their baselines and the noise runs."""
-        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, gloo"
-        result = Verification(dtype="bfloat16" if self._bf16 else "float32", device=device)
+        result = Verification.begun(bf16=self._bf16)
         for t in topologies:
             self._plan(t.name, t)
         for m in mutations:
@@ -264,15 +281,7 @@ class Verifier:
         result.route_bytes = max(self._outcome(t.name).route_bytes)
         itemsize = VARIANTS[t.variant].route_shape.dtype.itemsize
         result.all_route_bytes = self._prepare(t).batch.routes.size * itemsize
-        wrong = [
-            f"{e.where}: {e.error:.1e}"
-            for errors in result.errors.values()
-            for phase, e in errors.items()
-            if not e.error <= thresholds[phase]
-        ]
-        if result.evidence != "passed":
-            wrong.append(f"check-evidence: {result.evidence}")
-        result.status, result.reason = "failed" if wrong else "passed", "; ".join(wrong)
+        result.judge(thresholds)
         return result
 
     def _judge_mutation(self, m: Mutation, thresholds: dict[int, float]) -> MutationResult:

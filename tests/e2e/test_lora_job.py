@@ -67,11 +67,12 @@ def test_servers_get_adapters_merged_and_after_the_first_update_the_adapted_tens
 
 
 # answers of 40 tokens: an update comes while most of them are half done
-SERVED = (
-    *("--lora-rank", "4", "--lora-alpha", "8", "--lora-serving", "adapter", "--lr", "2e-3"),
+LONG = (
+    *("--lora-rank", "4", "--lora-alpha", "8", "--lr", "2e-3"),
     *("--rollout-max-response-len", "40", "--rollout-ignore-eos", "--r3-mismatch-threshold", "0.5"),
     *(*jobs.R3_FLAGS, "--check-weight-update-equal", "--dump-rollouts"),
 )
+SERVED = (*LONG, "--lora-serving", "adapter")
 
 
 def versions_of(run_dir, steps) -> list[np.ndarray]:
@@ -112,10 +113,14 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(tmp_path, tiny_flags):
+@pytest.mark.parametrize("serving", ["merged", "adapter"])
+def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(
+    serving, tmp_path, tiny, tiny_flags
+):
     """Segments of 8 tokens: what a lost server had finished is gone on with, and the run resumes."""
     run_dir, saved = tmp_path / "run", ("--save", str(tmp_path / "ck"), "--auto-resume")
-    flags = [*tiny_flags, *SERVED, *saved, "--rollout-num-engines", "2"]
+    flags = [*tiny_flags, *LONG, *saved, "--rollout-num-engines", "2"]
+    flags += ["--lora-serving", serving]
     flags += ["--max-engine-restarts", "1", "--rollout-segment-len", "8"]
     with running(run_dir, *flags, "--num-rollout", "6") as job:
         wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
@@ -126,5 +131,11 @@ def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(tmp_
     assert resumed.code == 0, resumed.output
     proved(jobs.Job(0, "", run_dir).metrics() + resumed.metrics())
     all_trained_once([run_dir, resumed.run_dir], 8)
-    for of_sample in versions_of(run_dir, 6) + versions_of(resumed.run_dir, 8):
-        assert len(of_sample) == 1
+    if serving == "adapter":
+        for of_sample in versions_of(run_dir, 6) + versions_of(resumed.run_dir, 8):
+            assert len(of_sample) == 1
+    else:  # all tensors to new servers, then those of the targets alone
+        kinds = read_headers(tiny / "model")
+        whole, adapted = len(kinds), len(LoraSection(lora_rank=4).targets(kinds))
+        sent = [m["perf/published_tensors"] for m in jobs.Job(0, "", run_dir).metrics()]
+        assert sent[0] == whole and set(sent[1:]) <= {whole, adapted} and adapted in sent

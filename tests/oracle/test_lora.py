@@ -29,7 +29,7 @@ LORA = dict(lora_rank=4, lora_alpha=8.0)
 SCALE = 2.0
 LENGTHS = [(3, 9), (5, 14), (2, 6), (4, 11)]
 LR = 0.05
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "glm4_moe")
+FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "glm4_moe", "moonlight")
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)

@@ -21,6 +21,8 @@ from r3train.peft_files import (
     saved_forms,
     write_adapter,
 )
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 
 LORA = dict(lora_rank=4, lora_alpha=8.0, target_modules=["gate_proj", "up_proj", "down_proj"])
@@ -180,3 +182,16 @@ def test_what_peft_would_drop_is_saved_merged(base):
     assert forms(**attention) == (True, True)
     assert forms(**attention, lora_save_hf="adapter") == (False, True)
     assert forms(**attention, lora_save_hf="merged") == (True, False)
+
+
+@pytest.mark.parametrize(
+    "family, without_experts", [("moonlight", False), ("glm4_moe_lite", False), ("qwen2_moe", True)]
+)
+def test_peft_drops_shared_experts_of_some_families_also_without_routed_ones(
+    family, without_experts, tmp_path
+):
+    build(tmp_path, TinyOptions(family=family))
+    hf = read_hf_facts(tmp_path / "model")
+    assert saved_forms(LoraSection(lora_rank=4), hf) == (True, False)
+    alone = LoraSection(lora_rank=4, exclude_modules=["experts"])
+    assert saved_forms(alone, hf) == (True, without_experts)

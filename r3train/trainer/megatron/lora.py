@@ -11,9 +11,10 @@ column, TP+SP  replicated, on the SP shard  sharded (rows)             A: tokens
 row, TP+SP     sharded (columns)            replicated, on the shard   B: tokens of a shard, sum over TP
 column, ETP    replicated, all tokens       sharded (rows)             A: output shards, sum over ETP
 row, ETP       sharded (columns)            replicated, partial sums   B: input shards, sum over ETP
+whole, TP+SP   replicated, on the SP shard  replicated, on the shard   both: a shard's tokens, sum over TP
 =============  ===========================  =========================  ===============================
 
-Only the rank-r result crosses tensor ranks, never the hidden state.  An expert's adapter communicates
+A whole linear is one that every tensor rank has: latent attention's down projections.  Only the rank-r result crosses tensor ranks, never the hidden state.  An expert's adapter communicates
 nothing: the dispatcher sums outputs and input gradients over expert-tensor ranks, and that is linear.
 """
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -46,6 +48,7 @@ from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
 from r3train.trainer.megatron.hf_bridge import hf_names
 
+_Linear = ColumnParallelLinear | RowParallelLinear | WholeLinear
 # (name of a whole factor, as PEFT has it on disk; its shape) -> its values
 Factors = Callable[[str, tuple[int, int]], torch.Tensor]
 _EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
@@ -54,13 +57,13 @@ _EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
 class Lora(torch.nn.Module):
     """The adapter of one linear.
 
-    linear: a parallel linear of this rank.  paths: its projections' paths on disk, in Megatron's order
+    linear: one of this rank's.  paths: its projections' paths on disk, in Megatron's order
     of rows.  query_groups: those of this rank, of a linear that joins query, key and value; else 0.
     """
 
     def __init__(
         self,
-        linear: ColumnParallelLinear | RowParallelLinear,
+        linear: _Linear,
         paths: Sequence[str],
         widths: Sequence[int],
         settings: LoraSection,
@@ -77,12 +80,14 @@ class Lora(torch.nn.Module):
             ranks = ps.get_expert_model_parallel_world_size()
             self._experts_per_rank = linear.config.num_moe_experts // ranks
         self.is_column = isinstance(linear, ColumnParallelLinear)
-        self.group = linear.tp_group
+        self.is_whole = isinstance(linear, WholeLinear)
+        self.group = ps.get_tensor_model_parallel_group() if self.is_whole else linear.tp_group
         self.enabled = True
-        self.sequence_parallel = linear.sequence_parallel and not is_expert
+        self.sequence_parallel = linear.config.sequence_parallel and not is_expert
         weight = linear.weight
         self.a = self._parameter(weight, len(paths) * self.rank, weight.shape[1])
-        self._mark(self.a, weight, sharded_dim=None if self.is_column else 1)
+        is_row = not (self.is_column or self.is_whole)
+        self._mark(self.a, weight, sharded_dim=1 if is_row else None)
         for i, width in enumerate(widths):
             # not in a ParameterList: Megatron's overlap_param_gather waits for the parameters that a
             # module itself holds when it is called, and nobody calls a list
@@ -162,7 +167,7 @@ class Lora(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return what to add to the linear's output; x is the linear's input."""
         low = F.linear(x, self.a)
-        if self.group.size() > 1 and not self.is_expert:
+        if self.group.size() > 1 and not self.is_expert and not self.is_whole:
             low = self._across_ranks(low)
         parts = [F.linear(part, b) for part, b in zip(low.split(self.rank, -1), self.b)]
         return self.scale * self._joined(parts, -1)
@@ -198,7 +203,7 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
     """Freeze this rank's chunks and hang adapters on them; call it before DDP wraps them.
 
     They are those of --lora-adapter-path, or else A is random and B is zero.  Raises ValueError where
-    a rank would have no adapter, and where a target is no parallel linear.
+    a rank would have no adapter, and where a target is no linear that takes one.
     """
     settings = config.lora
     whole = drawn(config.trainer.seed)
@@ -208,7 +213,7 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
         linears = {
             id(m.weight): m
             for m in chunk.modules()
-            if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and m.weight is not None
+            if isinstance(m, _Linear) and m.weight is not None
         }
         chunk.requires_grad_(False)
         let_gradients_pass(chunk)

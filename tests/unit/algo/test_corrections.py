@@ -13,7 +13,6 @@ from r3train.algo.corrections import (
     is_age_sum,
     kept_rows,
     log_prob_gap_histogram,
-    log_prob_gap_stats,
     log_prob_gap_sums,
     mismatch_metrics,
     mismatch_sums,
@@ -240,40 +239,40 @@ def test_gap_sums_equal_the_hand_worked():
     )
 
 
-def test_gap_stats_are_the_sums_over_the_masked_rows():
-    stats = log_prob_gap_stats(
+def test_a_ratio_of_two_is_not_beyond_ln_2_and_rows_outside_the_mask_do_not_count():
+    sums = log_prob_gap_sums(
         logs(0.3, 0.4, 0.9), logs(0.3, 0.8, 0.1), torch.tensor([True, True, False])
     )
-    assert values(stats) == pytest.approx(
+    assert values(sums) == pytest.approx(
         {
-            "mean": math.log(2.0) / 2,
-            "k3": (0.5 + math.log(2.0) - 1) / 2,
-            "far_share": 0.0,  # ln 2 itself is not beyond ln 2
-            "max": math.log(2.0),
+            "log_prob_gap_abs": math.log(2.0),
+            "log_prob_gap_k3": 0.5 + math.log(2.0) - 1,
+            "log_prob_gap_far": 0,
+            "log_prob_gap_max": math.log(2.0),
         }
     )
 
 
-def test_gap_stats_without_a_masked_row_are_zero():
+def test_gap_sums_without_a_masked_row_are_zero():
     nothing = torch.full((4,), math.nan)
-    stats = log_prob_gap_stats(nothing, nothing, torch.zeros(4, dtype=torch.bool))
-    assert set(values(stats).values()) == {0.0}
+    sums = log_prob_gap_sums(nothing, nothing, torch.zeros(4, dtype=torch.bool))
+    assert set(values(sums).values()) == {0.0}
     empty = torch.empty(0)
-    stats = log_prob_gap_stats(empty, empty, torch.empty(0, dtype=torch.bool))
-    assert set(values(stats).values()) == {0.0}
+    sums = log_prob_gap_sums(empty, empty, torch.empty(0, dtype=torch.bool))
+    assert set(values(sums).values()) == {0.0}
 
 
 def test_a_live_gap_that_is_not_finite_is_not_hidden():
-    stats = log_prob_gap_stats(
+    sums = log_prob_gap_sums(
         torch.tensor([-math.inf, -1.0]), torch.tensor([-1.0, -1.0]), torch.tensor([True, True])
     )
-    assert math.isinf(stats["max"].item())
+    assert math.isinf(sums["log_prob_gap_max"].item())
 
 
 def test_nothing_is_read_back_to_the_host():
     a, b = torch.empty(5, device="meta"), torch.empty(5, device="meta")
     mask = torch.empty(5, device="meta", dtype=torch.bool)
-    log_prob_gap_stats(a, b, mask)
+    log_prob_gap_sums(a, b, mask)
 
 
 def test_a_quantile_of_the_gap_is_known_to_its_bin_whatever_is_added_up():

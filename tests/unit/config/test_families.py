@@ -47,7 +47,7 @@ def change(directory: Path, **keys) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | keys))
 
 
-@pytest.mark.parametrize("family", ["deepseek_v2", "llama"])
+@pytest.mark.parametrize("family", ["phimoe", "llama"])
 def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(family, own):
     change(own, model_type=family)
     said = refused(own)
@@ -110,6 +110,7 @@ def test_the_published_configuration_of_its_language_model_is_taken(tmp_path):
 @pytest.mark.parametrize(
     "model, parameters",  # those of the recipes are in tests/contract/test_recipes.py
     [
+        ("DeepSeek-V2-Lite", 15.7),
         ("Kimi-K2-Instruct", 1026.4),
         ("MiniMax-M2", 228.7),
         ("Mixtral-8x7B", 46.7),

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from r3train.config.cross_checks import check_model, check_static
+from r3train.config.families import tensor_names
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
 from r3train.tiny import build
@@ -125,8 +126,39 @@ def test_all_linear_is_attention_dense_shared_and_every_routed_expert(glm):
 
 
 def test_adapters_of_a_family_in_which_nobody_verified_them_are_refused(tmp_path):
-    build(tmp_path / "tiny", TinyOptions(family="moonlight", num_layers=2))
+    build(tmp_path / "tiny", TinyOptions(family="qwen3_next"))
     with pytest.raises(
-        ValueError, match="adapters of deepseek_v3 were not verified; those of glm4"
+        ValueError, match="adapters of qwen3_next were not verified; those of deepseek_v3"
     ):
         check_model(config(**LORA), read_hf_facts(tmp_path / "tiny" / "model"), 1)
+
+
+@pytest.mark.parametrize(
+    "family, attention",
+    [
+        ("moonlight", {"q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+        ("glm4_moe_lite", {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}),
+    ],
+)
+def test_latent_attention_has_an_adapter_on_every_projection(family, attention, tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family=family))
+    hf = read_hf_facts(tmp_path / "tiny" / "model")
+    targets = LoraSection(**LORA).targets(tensor_names(hf))
+    assert {n.split(".")[-2] for n in targets if ".self_attn." in n} == attention
+    check_model(config(**LORA), hf, 1)
+    two = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    with pytest.raises(ValueError, match="latent attention were verified on one tensor rank"):
+        check_model(config(**LORA, **two), hf, 2)
+    check_model(config(**LORA, **two, exclude_modules=["self_attn"]), hf, 2)
+    if "q_a_proj" in attention:
+        for one in (dict(exclude_modules=["q_a_proj"]), dict(target_modules=["q_a_proj"])):
+            with pytest.raises(ValueError, match="q_a_proj and kv_a_proj_with_mqa as one tensor"):
+                check_model(config(**LORA, **one), hf, 1)
+
+
+def test_experts_of_one_tensor_a_layer_have_no_adapters(tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family="gpt_oss"))
+    hf = read_hf_facts(tmp_path / "tiny" / "model")
+    with pytest.raises(ValueError, match="of gpt_oss are one tensor on disk.*--exclude-modules ex"):
+        check_model(config(**LORA), hf, 1)
+    check_model(config(**LORA, exclude_modules=["experts"]), hf, 1)

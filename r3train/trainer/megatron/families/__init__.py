@@ -20,6 +20,7 @@ from mbridge.models.glm4moe import GLM4MoEBridge  # noqa: E402
 from mbridge.models.qwen3 import Qwen3Bridge  # noqa: E402
 
 from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3  # noqa: E402
+from r3train.trainer.megatron.families.deepseek_v2 import DEEPSEEK_V2
 from r3train.trainer.megatron.families.family import MegatronFamily  # noqa: E402
 from r3train.trainer.megatron.families.gpt_oss import GPT_OSS  # noqa: E402
 from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2  # noqa: E402
@@ -31,6 +32,7 @@ from r3train.trainer.megatron.families.qwen_moe import QWEN2_MOE, QWEN3_MOE  # n
 
 # config.json's model_type -> the family
 FAMILIES: dict[str, MegatronFamily] = {
+    "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,  # Moonlight too, and Kimi-K2 is read as one
     "glm4_moe": MegatronFamily(GLM4MoEBridge),
     "glm4_moe_lite": DEEPSEEK_V3,
