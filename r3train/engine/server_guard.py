@@ -185,6 +185,9 @@ def run(owner_pid: int, command: list[str]) -> int:
     env = dict(os.environ)
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
     env.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
+    # torch leaves its precompiled headers (150 MB) outside of that cache, in the temporary directory,
+    # and looks for them also where every kernel is in the cache: each server would compile them anew.
+    env.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
     env["TMPDIR"] = tempfile.mkdtemp(prefix="r3t-")
     try:
         child = subprocess.Popen(
