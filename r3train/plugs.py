@@ -20,8 +20,9 @@ from functools import partial
 from typing import Any
 
 _QUOTED = 1000  # characters of a value or an error in a message
-# importing a module may import much more
-_GUEST_S = 300.0
+# what no setting bounds: code of the user before the start (a module may import much more), and in a
+# step, where it may wait for other ranks: longer than Megatron's 10 minutes for them
+GUEST_START_S, GUEST_STEP_S = 300.0, 1800.0
 # behind it a process whose interpreter is held ends
 _HELD_S = 10.0
 
@@ -48,9 +49,8 @@ def import_plug(flag: str, path: str) -> Any:
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{flag} {path}: expected module:object")
-    with guest(
-        f"{flag} {path}: cannot import {module_name}", bounded=True
-    ):  # runs code of the user
+    # runs code of the user
+    with guest(f"{flag} {path}: cannot import {module_name}", limit_s=GUEST_START_S):
         module = importlib.import_module(module_name)
         found = getattr(module, name, None)
     if found is None:
@@ -59,22 +59,22 @@ def import_plug(flag: str, path: str) -> Any:
 
 
 @contextmanager
-def guest(what: str, *, bounded: bool = False) -> Iterator[None]:
+def guest(what: str, *, limit_s: float | None = None) -> Iterator[None]:
     """Run code of the user: whatever it raises, or exits with, becomes a ValueError.
 
     Its text is one line: ``what``, then the text of a ValueError, or the kind and the text of another
-    error.  Ctrl-C stays a KeyboardInterrupt.  ``os._exit`` is held (``exit_held``).  bounded: in the main thread it may take
-    300 s, for what has no limit among the settings.
+    error.  Ctrl-C stays a KeyboardInterrupt.  ``os._exit`` is held (``exit_held``).  ``limit_s`` holds in
+    the main thread, and is for what has no limit among the settings.
     """
     try:
-        with exit_held(), _within(_GUEST_S) if bounded else nullcontext():
+        with exit_held(), _within(limit_s) if limit_s else nullcontext():
             yield
     except BaseException as error:  # sys.exit and CancelledError too
         by_the_user = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if isinstance(error, KeyboardInterrupt) and by_the_user:
             raise
         text = " ".join(quoted(error, str).split())
-        kind = "" if type(error) is ValueError else f"raised {type(error).__name__}: "
+        kind = "" if type(error) in (ValueError, _TooLong) else f"raised {type(error).__name__}: "
         raise ValueError(f"{what}: {kind}{text}") from error
 
 
@@ -110,26 +110,31 @@ def _held_exit(process: int, code: int) -> None:
     raise SystemExit(f"os._exit({code})")
 
 
+class _TooLong(BaseException):
+    """Raised in code of the user behind its limit; no Exception, which such code may catch and go on."""
+
+
 @contextmanager
 def _within(limit_s: float) -> Iterator[None]:
-    """Raise TimeoutError in code that takes longer; without effect outside the main thread.
+    """Raise in code that takes longer, each second anew; without effect outside the main thread.
 
-    Code that keeps handlers from running ends its process with 1: faulthandler's watchdog, a thread in C
-    that is there before, writes the functions that it is in to stderr.
+    Code that keeps handlers from running, or goes on all the same, ends its process with 1 after another
+    10 s: faulthandler's watchdog, a thread in C, writes the functions that it is in to stderr.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"it took longer than {limit_s:g} s")
+        raise _TooLong(f"it took longer than {limit_s:g} s")
 
     before, began = signal.signal(signal.SIGALRM, late), time.monotonic()
-    others, _ = signal.setitimer(signal.ITIMER_REAL, limit_s)
+    others, _ = signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
     faulthandler.dump_traceback_later(limit_s + _HELD_S, exit=True, file=2)
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
         left = max(others - (time.monotonic() - began), 0.001) if others else 0.0
         signal.setitimer(signal.ITIMER_REAL, left)

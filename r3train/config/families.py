@@ -331,6 +331,7 @@ FAMILIES: dict[str, Family] = {
             "attention_bias": (False, False),
             "scoring_func": ("softmax", "softmax"),
             "topk_method": ("greedy", "greedy"),
+            "n_group": (1, 1),
             "routed_scaling_factor": (1.0, 1.0),
         },
         moe_layer=_SHARED,

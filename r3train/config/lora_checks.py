@@ -107,7 +107,9 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if not targets:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
-    if has_fused_experts(hf.path) and not {"experts", "mlp"} & set(lora.exclude_modules):
+    of_experts = {ALL_LINEAR, "gate_proj", "up_proj", "down_proj"} & set(lora.target_modules)
+    left_out = {"experts", "mlp.experts", "mlp"} & set(lora.exclude_modules)
+    if has_fused_experts(hf.path) and of_experts and not left_out:
         yield (
             f"--lora-rank: all experts of a layer of {hf.model_type} are one tensor on disk, and an"
             " adapter of one expert has no name there; add --exclude-modules experts"

@@ -8,7 +8,7 @@ from typing import Any
 
 from r3train.environments.base import Environment
 from r3train.environments.calculator import Calculator
-from r3train.plugs import find_plug, guest
+from r3train.plugs import GUEST_START_S, find_plug, guest
 from r3train.types import Prompt
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
@@ -45,7 +45,7 @@ def get_environment(name: str) -> type[Environment]:
 
 def begin_environment(name: str, environment: type[Environment], prompt: Prompt) -> Environment:
     """Make an episode's environment; raises ValueError naming both, whatever its class raises."""
-    with guest(f"prompt {prompt.prompt_id}: --environment {name}", bounded=True):
+    with guest(f"prompt {prompt.prompt_id}: --environment {name}", limit_s=GUEST_START_S):
         return environment(prompt)
 
 

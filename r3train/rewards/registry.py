@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from r3train.config.data import DataSection
-from r3train.plugs import find_plug, guest, import_plug, require_function
+from r3train.plugs import GUEST_START_S, find_plug, guest, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.answers import last_box
 from r3train.rewards.code import CodeReward
@@ -153,7 +153,7 @@ class CustomReward:
         own = getattr(self._function, "check", None)
         if own is None:
             return
-        with guest(f"reward {self.name}", bounded=True):
+        with guest(f"reward {self.name}", limit_s=GUEST_START_S):
             own(prompts)
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from r3train.algo.advantages.rloo import rloo
 from r3train.algo.advantages.tools import whitened
 from r3train.algo.trajectories import episode_places
 from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import find_plug, guest, require_function
+from r3train.plugs import GUEST_STEP_S, find_plug, guest, require_function
 from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
@@ -90,7 +90,7 @@ def token_advantages(
         for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
             np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
         given = (groups, whole, algorithm)
-    with guest(f"{_FLAG} {name}", bounded=True):
+    with guest(f"{_FLAG} {name}", limit_s=GUEST_STEP_S):
         found = estimator(*given)
         is_list = isinstance(found, (list, tuple))
         got = [len(own) for own in found] if is_list else type(found).__name__

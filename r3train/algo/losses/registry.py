@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import find_plug, guest, import_plug, require_function
+from r3train.plugs import (
+    GUEST_START_S,
+    GUEST_STEP_S,
+    find_plug,
+    guest,
+    import_plug,
+    require_function,
+)
 
 if TYPE_CHECKING:
     from r3train.algo.policy_loss import PolicyLoss
@@ -49,7 +56,7 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         return policy_loss
 
     def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-        with guest(f"{_FLAG} {name}", bounded=True):
+        with guest(f"{_FLAG} {name}", limit_s=GUEST_STEP_S):
             return policy_loss(rows, algorithm)
 
     return named
@@ -70,7 +77,7 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
-    with guest(f"{_FLAG} {name}: on rows of a meta device", bounded=True):
+    with guest(f"{_FLAG} {name}: on rows of a meta device", limit_s=GUEST_START_S):
         found = policy_loss(rows, algorithm)
     if not isinstance(found, RowLoss):
         raise ValueError(f"{_FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")

@@ -125,7 +125,10 @@ def leaves(groups, rewards, algorithm):
 
 
 def waits(groups, rewards, algorithm):
-    time.sleep(20)
+    try:
+        time.sleep(20)
+    except Exception:
+        return rewards
 
 
 def words(groups, rewards, algorithm):
@@ -168,14 +171,15 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
         ("leaves", r"^--advantage-estimator .*:leaves: raised SystemExit: os._exit\(0\)$"),
         (
             "waits",
-            "^--advantage-estimator .*:waits: raised TimeoutError: it took longer than 0.2 s$",
+            "^--advantage-estimator .*:waits: it took longer than 0.2 s$",
         ),
         ("words", "^--advantage-estimator .*:words: sample 0: could not convert"),
         ("numbers", "^--advantage-estimator .*:numbers: raised TypeError: .*has no len"),
     ],
 )
 def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, monkeypatch):
-    monkeypatch.setattr("r3train.plugs._GUEST_S", 0.2)
+    if name == "waits":
+        monkeypatch.setattr("r3train.algo.advantages.registry.GUEST_STEP_S", 0.2)
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

@@ -162,3 +162,5 @@ def test_experts_of_one_tensor_a_layer_have_no_adapters(tmp_path):
     with pytest.raises(ValueError, match="of gpt_oss are one tensor on disk.*--exclude-modules ex"):
         check_model(config(**LORA), hf, 1)
     check_model(config(**LORA, exclude_modules=["experts"]), hf, 1)
+    check_model(config(**LORA, exclude_modules=["mlp.experts"]), hf, 1)
+    check_model(config(**LORA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]), hf, 1)
