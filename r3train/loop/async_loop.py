@@ -548,8 +548,9 @@ class AsyncLoop:
         """--check-weight-update-equal, beyond the servers' checksums; metrics on rank 0.
 
         The export that the servers were compared with is loaded back and compared bit for bit with the
-        parameters of every rank; with adapters there is no such export.  Actor and servers score a text.  No server
-        kept that text in its cache from the update before.  Raises AssertionError on rank 0.
+        parameters of every rank; with adapters there is no such export.  Actor and servers score a
+        text.  No server kept that text in its cache from the update before.  Raises AssertionError on
+        rank 0.
         """
         update, other = f"weight update {weight_version}", []
         if not self._config.serves_adapters:

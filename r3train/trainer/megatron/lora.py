@@ -14,8 +14,9 @@ row, ETP       sharded (columns)            replicated, partial sums   B: input 
 whole, TP+SP   replicated, on the SP shard  replicated, on the shard   both: a shard's tokens, sum over TP
 =============  ===========================  =========================  ===============================
 
-A whole linear is one that every tensor rank has: latent attention's down projections.  Only the rank-r result crosses tensor ranks, never the hidden state.  An expert's adapter communicates
-nothing: the dispatcher sums outputs and input gradients over expert-tensor ranks, and that is linear.
+A whole linear is one that every tensor rank has: latent attention's down projections.  Only the rank-r
+result crosses tensor ranks, never the hidden state.  An expert's adapter communicates nothing: the
+dispatcher sums outputs and input gradients over expert-tensor ranks, and that is linear.
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypat
     monkeypatch.setattr(runpy, "run_module", run_module)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--port", "5"])
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, KEY)
+    # SGLang and others that set up logging in this process may have silenced it
+    monkeypatch.setattr(logging.getLogger("sglang"), "disabled", False)
+    monkeypatch.setattr(logging.getLogger("sglang"), "propagate", True)
     before = logging.getLogRecordFactory()
     try:
         launch_server.main()
