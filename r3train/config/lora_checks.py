@@ -86,7 +86,7 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
         return
     if not FAMILIES[hf.model_type].lora:
         able = ", ".join(name for name, family in sorted(FAMILIES.items()) if family.lora)
-        yield f"--lora-rank: adapters of {hf.model_type} were not verified; those of {able} were"
+        yield f"--lora-rank: no adapters of {hf.model_type}; there are those of {able}"
         return
     if config.serves_adapters and not FAMILIES[hf.model_type].adapters_served:
         able = [name for name, family in sorted(FAMILIES.items()) if family.adapters_served]

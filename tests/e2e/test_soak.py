@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -40,7 +41,7 @@ def test_a_short_soak_loses_nothing_and_leaves_nothing_behind():
 @pytest.mark.timeout(1500)
 def test_20_steps_of_a_users_run_with_four_planned_faults_lose_nothing(tmp_path, tiny_flags):
     """A recipe's own flags: its server is killed, an answer spoiled, requests retracted, a rank killed."""
-    plan = "drop_rows@2,retract@4,kill_engine@6,kill_rank@12"
+    plan = "drop_rows@1,retract@3,kill_engine@5,kill_rank@9"
     flags = [
         *tiny_flags,
         *jobs.R3_FLAGS,
@@ -54,9 +55,10 @@ def test_20_steps_of_a_users_run_with_four_planned_faults_lose_nothing(tmp_path,
         *("--steps", "20", "--chaos", plan, "--directory", str(tmp_path / "soak"), "--", *flags)
     )
     assert all(planned.partition("@")[0] in said for planned in plan.split(","))
-    assert "resuming from" in (tmp_path / "soak/out.txt").read_text()
+    # torchrun's restart went on from a checkpoint
+    said = (tmp_path / "soak/out.txt").read_text()
+    resumed = re.findall(r"resuming from .*?at\s+rollout\s+(\d+)", said, re.DOTALL)
+    assert resumed and int(resumed[-1]) in (5, 10, 15), resumed
     metrics = jobs.Job(0, "", tmp_path / "soak/run").metrics()
     assert {m["step"] for m in metrics} == set(range(20))
     assert all(m["r3/passed"] and m["rollout/staleness_max"] <= 1 for m in metrics)
-    # the rank was killed behind the checkpoint of step 10, from which torchrun's restart went on
-    assert 10 in [m["step"] for m in metrics[11:]]

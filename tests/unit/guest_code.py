@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import re
 import sys
 import time
 
@@ -56,7 +56,7 @@ def holds(prompt, text, ids):
 
 
 def _hold_the_interpreter(prompts):
-    re.match("(a+)+$", "a" * 64 + "b")  # years
+    0 in itertools.repeat(1)  # for ever, and asks for no signal
 
 
 holds.check = _hold_the_interpreter

@@ -305,6 +305,7 @@ def test_code_that_holds_the_interpreter_ends_its_process_with_the_name_of_its_f
         [sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert ended.returncode == 1 and "in _hold_the_interpreter" in ended.stderr
+    assert "Timeout (" in ended.stderr, "the watchdog did not end it"
 
 
 def test_the_same_command_without_a_mistake_is_taken(tiny):
