@@ -59,9 +59,11 @@ def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypat
     monkeypatch.setattr(runpy, "run_module", run_module)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--port", "5"])
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, KEY)
-    # SGLang and others that set up logging in this process may have silenced it
-    monkeypatch.setattr(logging.getLogger("sglang"), "disabled", False)
-    monkeypatch.setattr(logging.getLogger("sglang"), "propagate", True)
+    # others that set up logging in this process may have silenced it
+    logger = logging.getLogger("sglang")
+    caplog.set_level(logging.WARNING, logger="sglang")
+    for name, value in (("disabled", False), ("propagate", False), ("handlers", [caplog.handler])):
+        monkeypatch.setattr(logger, name, value)
     before = logging.getLogRecordFactory()
     try:
         launch_server.main()
