@@ -20,7 +20,7 @@ from mbridge.models.glm4moe import GLM4MoEBridge  # noqa: E402
 from mbridge.models.qwen3 import Qwen3Bridge  # noqa: E402
 
 from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3  # noqa: E402
-from r3train.trainer.megatron.families.deepseek_v2 import DEEPSEEK_V2
+from r3train.trainer.megatron.families.deepseek_v2 import DEEPSEEK_V2  # noqa: E402
 from r3train.trainer.megatron.families.family import MegatronFamily  # noqa: E402
 from r3train.trainer.megatron.families.gpt_oss import GPT_OSS  # noqa: E402
 from r3train.trainer.megatron.families.minimax_m2 import MINIMAX_M2  # noqa: E402
