@@ -219,6 +219,18 @@ def advantages(groups: Rollout, rule: Rule, pay: list[np.ndarray]) -> list[np.nd
     return out
 
 
+def amplification(groups: Rollout, pay: list[np.ndarray]) -> float:
+    """The largest ratio of a group's rewards to their mean, which max_rl divides by.
+
+    The error of a KL in the reward is larger by this, where what the KL costs nearly cancels what is earned.
+    """
+    paid, factors = iter(pay), [1.0]
+    for group in groups:
+        whole = [s.reward - next(paid).sum() for s in group]
+        factors.append(sum(map(abs, whole)) / abs(sum(whole)))
+    return max(factors)
+
+
 def age_metrics(
     groups: Rollout, old: list[Tensor], rollout_id: int
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -589,6 +601,10 @@ def train(
                 age = name.rpartition("_")[2]
                 out.scales[-1][name] = scales[f"ess_age_{age}"]
         if rule.kl_coef:
+            if rule.advantage_estimator == "max_rl":
+                amplified = amplification(rollout, pay)
+                for name in ("loss", "pg_loss", "grad_norm"):
+                    out.scales[-1][name] *= amplified
             # a difference of log-probs is as exact as they are
             exactness = rule.kl_coef * sum(float(own.abs().sum()) for own in old)
             out.metrics[-1]["kl_in_reward"] = sum(own.sum() for own in pay) / len(samples)
