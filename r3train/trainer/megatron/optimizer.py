@@ -46,7 +46,13 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         use_distributed_optimizer=config.shards_optimizer,
         **overrides,
     )
-    return get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+    if not on_cuda:
+        for part in optimizer.chained_optimizers:
+            if isinstance(part.optimizer, torch.optim.AdamW):
+                for group in part.optimizer.param_groups:
+                    group["fused"] = True  # one pass over the memory; Megatron cannot ask for it
+    return optimizer
 
 
 def build_scheduler(config: RunConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
