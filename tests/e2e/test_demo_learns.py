@@ -76,9 +76,12 @@ def test_the_demo_learns_with_adapters_on_two_servers_of_which_one_dies(serving,
     assert "restart 1 of 1" in output(run_dir)
     done = jobs.Job(0, output(run_dir), run_dir)
     learns(done, steps=90)
-    for m in done.metrics():
-        # behind the first step B is not zero: a server without the adapter would not agree
-        assert m["r3_audit/passed"] is True and m["train/weight_probe_gap"] <= 1e-4, m
+    metrics = done.metrics()
+    # behind the first step B is not zero: a server without the adapter would not agree
+    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+    # a kill or an early update leaves a rollout without a sample that was computed again
+    audited = [m["r3_audit/passed"] for m in metrics]
+    assert False not in audited and audited.count(True) >= 80
 
 
 def learns(job: jobs.Job, *, steps: int = 60) -> None:

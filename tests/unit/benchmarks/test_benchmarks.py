@@ -146,7 +146,7 @@ def test_the_section_of_the_rules_has_a_row_for_each_and_takes_its_own_place(tmp
     assert [line.split("|")[1].strip() for line in rules[2:]] == ["`grpo`", "`b`"]
     assert "| 2 | 0.15 (0.1 to 0.2) | 0.7 (0.4 to 1) | never, 4 |" in rules[2]
     assert (
-        "| `--eps-clip 1` | 1 |" in rules[3] and "480 rows were replayed and 0 of them" in section
+        "| `--eps-clip 1` | 1 |" in rules[3] and "480 rows were replayed. In 0 of them" in section
     )
     assert len(start) == 4 and "| 0 (0 to 0) | 0 (0 to 0) |" in start[2]
     for page in ("# A\n\ntext\n", "# A\n\ntext\n\n## B\n\nmore\n"):
