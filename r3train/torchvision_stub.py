@@ -12,8 +12,9 @@ _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 def declare_torchvision_ops() -> None:
     """Declare ``torchvision::nms`` and ``torchvision::qnms``, once, where torch has no CUDA.
 
-    Call it before anything imports transformers or torchvision.  The schema is enough: nothing
-    here calls the ops.  Safe to call again, and does nothing with a CUDA build of torch.
+    torch calls it at the end of its import where r3train is installed (entry point
+    ``torch.backends``), so that a user's own script imports transformers too; our code calls it before
+    anything imports transformers or torchvision.  The schema is enough: nothing here calls the ops.  Safe to call again, and does nothing with a CUDA build of torch.
     """
     import torch
 

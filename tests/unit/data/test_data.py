@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import subprocess
+import sys
 
 import jinja2
 import numpy as np
@@ -261,6 +263,13 @@ def test_torchvision_imports_beside_this_torch_however_often_its_ops_are_declare
     declare_torchvision_ops()
     importlib.import_module("torchvision")
     declare_torchvision_ops()
+
+
+def test_plain_transformers_imports_its_models_beside_a_torch_without_cuda():
+    """A user's script, which knows nothing of r3train: torch's entry point declares the ops."""
+    script = "from transformers import Qwen3MoeForCausalLM"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_epoch_draws_every_prompt_once_in_another_order():
