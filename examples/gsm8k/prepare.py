@@ -1,7 +1,7 @@
 """Turn your own download of GSM8K into prompts: messages, the number as label, the solution beside it.
 
 Reads the data set's files as published, .parquet or .jsonl with keys question and answer, and writes
-train.jsonl and test.jsonl.  Nothing is fetched.
+train.parquet and test.parquet.  Nothing is fetched.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pyarrow
+from pyarrow import parquet
 
 MARK = "####"
 INSTRUCTION = f"Reason step by step, then give the final number after {MARK}."
@@ -19,16 +21,14 @@ INSTRUCTION = f"Reason step by step, then give the final number after {MARK}."
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The rows of a .parquet or .jsonl file; raises ValueError naming the file."""
     if path.suffix == ".parquet":
-        import pyarrow.parquet
-
-        return pyarrow.parquet.read_table(path).to_pylist()
+        return parquet.read_table(path).to_pylist()
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
     raise ValueError(f"{path}: expected .parquet or .jsonl")
 
 
 def prompt_of(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """One line of prompts; raises ValueError naming the row."""
+    """One row of prompts; raises ValueError naming the row."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or MARK not in answer:
         raise ValueError(
@@ -50,15 +50,15 @@ def main(train: Path, test: Path, output: Path) -> None:
     output.mkdir(parents=True, exist_ok=True)
     for name, source in (("train", train), ("test", test)):
         try:
-            lines = [
-                json.dumps(prompt_of(row, f"{source} row {number}"), ensure_ascii=False) + "\n"
+            prompts = [
+                prompt_of(row, f"{source} row {number}")
                 for number, row in enumerate(rows_of(source), 1)
             ]
         except ValueError as error:
             raise click.UsageError(str(error)) from error
-        path = output / f"{name}.jsonl"
-        path.write_text("".join(lines), encoding="utf-8")
-        click.echo(f"{path}: {len(lines):,} prompts")
+        path = output / f"{name}.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(prompts), path)
+        click.echo(f"{path}: {len(prompts):,} prompts")
 
 
 if __name__ == "__main__":

@@ -48,10 +48,10 @@ def prepare(directory, rows, name="train.jsonl"):
 def test_the_prepared_files_are_read_and_scored_as_the_recipe_says(tmp_path, name):
     done = prepare(tmp_path, ROWS, name)
     assert done.returncode == 0, done.stderr
-    assert "train.jsonl: 2 prompts" in done.stdout and "test.jsonl: 2 prompts" in done.stdout
+    assert "train.parquet: 2 prompts" in done.stdout and "test.parquet: 2 p" in done.stdout
     data = RunConfig.from_toml(RECIPE).data
     prompts = load_prompts(
-        tmp_path / "out/test.jsonl",
+        tmp_path / "out/test.parquet",
         tokenizer=WordTokenizer(),
         apply_chat_template=data.apply_chat_template,
         input_key=data.input_key,
@@ -71,7 +71,6 @@ def test_a_file_of_another_form_is_named(tmp_path):
 
 
 def test_the_laptop_trains_a_model_that_reads_generated_questions(tmp_path, monkeypatch):
-    """The page's commands, with a parquet file of the same rows for the tokenizer too."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     made = [sys.executable, str(EXAMPLE / "generate.py"), "--output", "data/gsm8k-made"]
@@ -79,13 +78,10 @@ def test_the_laptop_trains_a_model_that_reads_generated_questions(tmp_path, monk
     rows = [json.loads(line) for line in open("data/gsm8k-made/train.jsonl")]
     assert len(rows) == 200 and prepare(tmp_path, rows).returncode == 0
     (tmp_path / "out").rename(tmp_path / "data/gsm8k")
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
-    for source, flags in (("rows.parquet", []), ("data/gsm8k/train.jsonl", ["--chat-template"])):
-        words = ["make-tiny-model", "--output", f"runs/gsm8k-tiny{source[:4]}"]
-        done = CliRunner().invoke(main, [*words, "--tokenizer-from", source, *flags])
-        assert done.exit_code == 0, done.output
-    Path("runs/gsm8k-tinydata").rename("runs/gsm8k-tiny")
-    tokenizer = load_tokenizer(Path("runs/gsm8k-tinyrows/model"))
+    made = ["make-tiny-model", "--output", "runs/gsm8k-tiny", "--chat-template"]
+    done = CliRunner().invoke(main, [*made, "--tokenizer-from", "data/gsm8k/train.parquet"])
+    assert done.exit_code == 0, done.output
+    tokenizer = load_tokenizer(Path("runs/gsm8k-tiny/model"))
     text = rows[0]["question"] + rows[0]["answer"] + " no such word: \u00e9\u4e16"
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(ids) == text and len(ids) < 0.6 * len(text)

@@ -10,11 +10,14 @@ from r3train.cli import main
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import MetricsWriter
 from tests.unit.algo.rollouts import sample
+from tests.unit.evidence_dirs import write_run
 
 
-def run_dir(path, *, lr=0.1, loss=lambda step: 1 / (step + 1), token=9, seconds=1.0):
+def run_dir(
+    path, *, steps=range(8), lr=0.1, loss=lambda step: 1 / (step + 1), token=9, seconds=1.0
+):
     with MetricsWriter(path, tensorboard=False) as metrics:
-        for step in range(8):
+        for step in steps:
             metrics.write(step, {"train/loss": loss(step), "perf/step_s": seconds})
     (path / "config.toml").write_text(f'[trainer]\nlr = {lr}\n[run]\nrun_dir = "{path}"\n')
     for rollout_id in range(2):
@@ -78,6 +81,25 @@ def test_tokens_that_were_not_dumped_are_not_called_equal(tmp_path):
     shutil.rmtree(runs[1] / "rollouts")
     code, said = compare(*runs)
     assert code == 0 and "tokens: not compared" in said and "tokens: equal" not in said
+
+
+def test_a_run_and_its_resume_in_another_directory_are_compared_in_the_steps_of_both(tmp_path):
+    whole = run_dir(tmp_path / "whole")
+    code, said = compare(whole, run_dir(tmp_path / "b", steps=range(5, 8)), "--noise", 0)
+    assert code == 0 and "within the noise in all 3 steps of both" in said
+    moved = run_dir(tmp_path / "c", steps=range(5, 8), loss=lambda step: 2 / (step + 1))
+    code, said = compare(whole, moved, "--noise", 0)
+    assert code == 1 and "metric train/loss: 0.166667, 0.333333 at step 5" in said
+
+
+def test_the_routers_agreement_of_both_runs_is_told_by_layer(tmp_path):
+    def apart(call):
+        return replace(call, rows_equal=80, rows_overlap=19) if call.layer_number == 2 else call
+
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b", change=apart)
+    code, said = compare(*runs)
+    assert code == 0 and "agreement of layer 1: 0.9000, 0.9000 (+0.0000)" in said
+    assert "agreement of layer 2: 0.9000, 0.8000 (-0.1000)" in said
 
 
 def test_what_is_no_run_directory_is_wrong_usage(tmp_path):

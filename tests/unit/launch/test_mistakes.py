@@ -105,6 +105,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "a recipe that is not there": (flags("--config", "nowhere.toml"), "nowhere.toml"),
     "no reward": (recipe('rm_type = "accepted_words"', ""), "--rm-type is required"),
     "ranks that torchrun did not start": (flags("--world-size", "4"), "has started 2 ranks"),
+    "memory of no device": (flags("--record-memory-history"), "none is visible here"),
     # parallel layouts
     "EP above the ranks": (flags("--expert-model-parallel-size", "4"), "world size 2"),
     "CP above the ranks": (flags("--context-parallel-size", "4"), "world size 2"),

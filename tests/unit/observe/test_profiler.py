@@ -41,6 +41,25 @@ def test_a_range_that_the_run_ends_in_is_written_all_the_same(tmp_path):
     assert "aten::neg" in events(tmp_path / "profile/trace_rank_00000.json.gz")
 
 
+def test_the_history_of_memory_is_kept_in_the_range_and_written_once(tmp_path, monkeypatch):
+    """CUDA's part of torch is stood in for: it records on a device alone."""
+    calls = []
+    note = lambda what: lambda *of, **settings: calls.append((what, *of, *settings.items()))
+    for what in ("_record_memory_history", "_dump_snapshot"):
+        monkeypatch.setattr(torch.cuda.memory, what, note(what))
+    run = RunSection(record_memory_history=True, profile_step_start=1, profile_step_end=2)
+    profiler = StepProfiler(run, tmp_path, 0)
+    for rollout_id in range(4):
+        profiler.at(rollout_id)
+        calls.append(rollout_id)
+    profiler.close()
+    assert calls == [
+        *(0, ("_record_memory_history", ("max_entries", 100_000)), 1),
+        ("_dump_snapshot", str(tmp_path / "profile/memory_rank_00000.pickle")),
+        *(("_record_memory_history", ("enabled", None)), 2, 3),
+    ]
+
+
 def test_without_the_switch_nothing_is_written(tmp_path):
     profiler = StepProfiler(RunSection(), tmp_path, 0)
     for rollout_id in range(13):
