@@ -30,6 +30,7 @@ from r3train.trainer.megatron.forward_step import (
 )
 from r3train.trainer.megatron.metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
+from r3train.trainer.megatron.offload import DeviceMemory
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
 from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
 from r3train.trainer.megatron.route_drift import RouteDrift
@@ -60,6 +61,7 @@ class MegatronActor:
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
         self.scheduler = build_scheduler(config, self.optimizer)
+        self.memory = DeviceMemory(self.model.chunks, self.optimizer, device)
         self._wire_megatron(overlap_grad_reduce=config.parallel.overlap_grad_reduce)
 
         layers = tuple(
