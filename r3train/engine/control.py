@@ -21,8 +21,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# what a server can release of its memory, by SGLang's names
+MEMORY = ("weights", "kv_cache")
 _NOT_FLUSHED = "the cache was not flushed"
-_IDLE_S = 60.0
+# waits until no request is in progress
+_FLUSH = "flush_cache?timeout=60"
 _ALIVE_EVERY_S = 0.5
 
 
@@ -92,6 +95,8 @@ class EngineControl:
     ) -> None:
         self.versions = versions or ServerVersions([None] * len(addrs))
         self._sent_version: int | None = None
+        self._held: tuple[str, ...] = MEMORY
+        self._confirmed: int | None = None  # the version that servers hold whose cache is released
         self._http = SGLangHTTP(
             addrs,
             api_key=api_key,
@@ -149,9 +154,37 @@ class EngineControl:
         except EngineError as error:
             if version is None or _NOT_FLUSHED not in str(error):
                 raise
-            await self._http.call_all(f"/flush_cache?timeout={_IDLE_S:g}", what="flush_cache")
+            await self._http.call_all(f"/{_FLUSH}", what="flush_cache")
             name = "update_weight_version"
             await self._http.call_all(f"/{name}", _label(version), what=name)
+
+    def hold_memory(self, *kinds: str) -> None:
+        """Let every server hold these kinds of ``MEMORY`` and release the others (--colocate).
+
+        What comes back has undefined content: weights are to be published before the next request, and a
+        server's version is known once it holds all memory.  SGLang dies of a release with a request in
+        progress, so this waits until none is.
+        """
+        released = [kind for kind in self._held if kind not in kinds]
+        resumed = [kind for kind in kinds if kind not in self._held]
+        if released:
+            self.versions.unknown()
+            if "weights" in released:
+                self._confirmed = None
+            self._run(self._http.call_all(f"/{_FLUSH}", what="flush_cache"))
+            self._post("release_memory_occupation", {"tags": released})
+        if resumed:
+            self._post("resume_memory_occupation", {"tags": resumed})
+        if released or resumed:
+            logger.info("servers hold %s", ", ".join(kinds) or "nothing")
+        self._held = kinds
+        if kinds == MEMORY and self._confirmed is not None:
+            self.confirm_version(self._confirmed)
+
+    def restarted(self) -> None:
+        """Note that all servers are new: they hold all of their memory, and nobody knows which weights."""
+        self.versions.unknown()
+        self._held, self._confirmed = MEMORY, None
 
     def server_info(self) -> list[dict[str, Any]]:
         """Each server's arguments: tp_size, random_seed, enable_return_routed_experts, ..."""
@@ -307,12 +340,14 @@ class EngineControl:
     def confirm_version(self, version: int) -> None:
         """Ask every server for its version label; servers with another label stay out of use.
 
-        Raises EngineError when no server holds ``version``.
+        So do all of them while their memory is released.  Raises EngineError when no server holds ``version``.
         """
         labels = self.weight_versions()
+        self._confirmed = version
         for server, label in enumerate(labels):
             if label == str(version):
-                self.versions.record(version, server)
+                if self._held == MEMORY:
+                    self.versions.record(version, server)
             else:
                 self.versions.unknown(server)
                 logger.warning(
@@ -321,7 +356,7 @@ class EngineControl:
                     label,
                     version,
                 )
-        if not self.versions.holders(version):
+        if str(version) not in labels:
             raise EngineError(
                 f"no engine holds weight version {version} after the update: {labels}"
             )

@@ -16,6 +16,9 @@ def torch_native_backend(runner: Any) -> Any:
     """Make SGLang's torch_native attention, after the model and before its first forward."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+    from r3train.engine import cpu_memory
+
+    cpu_memory.runner = runner
     _gated_shared_expert()
     _norm_over_all_heads()
     _gated_delta_net()
@@ -30,6 +33,10 @@ def sinks_backend(runner: Any) -> Any:
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    from r3train.engine import cpu_memory
+
+    cpu_memory.runner = runner
 
     class WithSinks(TorchNativeAttnBackend):
         """softmax(QK^T)V of one sequence after another; a sink is one more key, its value zeros."""

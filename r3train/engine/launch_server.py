@@ -3,7 +3,8 @@
 - A key comes from the environment.  SGLang takes it as a flag, which everybody on the node could read
   in ``ps``, and writes it to its log with all its arguments: here the flag is added inside the
   process, and hidden in the log.
-- Without CUDA the workers are forks of this process, and not new ones that import everything again.
+- Without CUDA the workers are forks of this process, and not new ones that import everything again, and
+  --enable-memory-saver releases memory of the CPU.
 
 Source: SGLang 0.5.23, ``launch_server.py`` (arguments from ``sys.argv``),
 ``Engine._launch_subprocesses`` (``logger.info(f"server_args=...")``) and ``_set_envs_and_config``
@@ -59,7 +60,10 @@ def main() -> None:
         sys.argv += ["--api-key", key]
     import torch
 
+    from r3train.engine import cpu_memory
+
     if not torch.cuda.is_available():
+        sys.modules["torch_memory_saver"] = cpu_memory
         fork_workers()
     # as __main__ under its own name: spawned workers import it by that name
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

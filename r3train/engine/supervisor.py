@@ -60,6 +60,8 @@ class EngineSupervisor:
         self.restarts = 0
         self.resubmitted = 0  # requests that were sent again
         self.resumed_tokens = 0  # tokens that were sent again, not generated again
+        self._probing = threading.Lock()
+        self._resting = False
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="engine-health", daemon=True)
         self._thread.start()
@@ -114,6 +116,7 @@ class EngineSupervisor:
         Raises EngineDied or EngineError, with the cause, once there have been too many restarts or
         when a server does not come up.
         """
+        self.rest(False)
         with self._lock:
             cause, self._restarting = self._lost, True
         if self.restarts >= self._max_restarts:
@@ -147,6 +150,14 @@ class EngineSupervisor:
             self._version = version
             self._restarting = False
 
+    def rest(self, resting: bool) -> None:
+        """Ask for no health while servers have released memory: ``/health`` would generate with it.
+
+        Waits for a question under way.  A server that ends is noticed all the same.
+        """
+        with self._probing:
+            self._resting = resting
+
     def close(self) -> None:
         """End the watch. Idempotent."""
         self._closed.set()
@@ -159,8 +170,11 @@ class EngineSupervisor:
             if time.monotonic() - self._asked > max(_ASKED_S, 2 * pause_s):
                 sign_of_life = time.monotonic()  # nobody waits: silence is no fault
                 continue
-            if all(s.healthy(timeout_s=self._health_timeout_s) for s in self._servers):
-                sign_of_life = time.monotonic()
+            with self._probing:
+                if self._resting or all(
+                    s.healthy(timeout_s=self._health_timeout_s) for s in self._servers
+                ):
+                    sign_of_life = time.monotonic()
             silent_s = time.monotonic() - sign_of_life
             if silent_s > self._health_timeout_s:
                 addrs = ", ".join(server.addr for server in self._servers)

@@ -197,6 +197,36 @@ async def test_after_an_update_a_server_with_another_label_is_left_out():
         assert engine.versions.all() == [None, None], "in the middle of one nobody knows"
 
 
+async def test_servers_release_memory_when_idle_and_are_used_again_once_they_hold_all_of_it():
+    async def holding(_request, body):
+        return web.json_response({"weight_version": "3", "success": True, "tags": body.get("tags")})
+
+    fake = Fake(holding)
+    async with control_of(fake) as engine:
+
+        async def hold(*kinds):
+            fake.paths.clear(), fake.bodies.clear()
+            await asyncio.to_thread(engine.hold_memory, *kinds)
+            return [(path[1:], body.get("tags")) for path, body in zip(fake.paths, fake.bodies)]
+
+        engine.versions.record(2)
+        released = [("flush_cache", None), ("release_memory_occupation", ["weights", "kv_cache"])]
+        assert await hold() == released
+        assert await hold() == []  # and once is enough
+        assert await hold("weights") == [("resume_memory_occupation", ["weights"])]
+        await asyncio.to_thread(engine.update_weights_from_disk, "somewhere", weight_version=3)
+        assert engine.versions.all() == [None], "a request would find no KV cache"
+        resumed = [("resume_memory_occupation", ["kv_cache"]), ("model_info", None)]
+        assert await hold("weights", "kv_cache") == resumed
+        assert engine.versions.all() == [3]
+        await hold("kv_cache")
+        await hold("weights", "kv_cache")
+        assert engine.versions.all() == [None], "what came back is undefined"
+        await hold("weights")
+        engine.restarted()
+        assert await hold() == released
+
+
 async def test_an_update_whose_last_bucket_had_no_label_is_an_error():
     async def done(_request, _body):
         return web.json_response({"weight_version": "2", "success": True})

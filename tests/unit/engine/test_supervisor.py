@@ -125,6 +125,24 @@ def test_restarts_back_off_and_end_with_the_cause():
     watch.close()
 
 
+def test_a_server_that_has_released_its_memory_is_not_asked_for_its_health():
+    server, asked = FakeServer(), []
+    server.healthy = lambda timeout_s: asked.append(timeout_s) or True
+    watch = supervisor(server, health_timeout_s=0.2)
+    for resting in (False, True, False):
+        watch.rest(resting)
+        asked.clear()
+        for _ in range(5):
+            watch.check()
+            time.sleep(0.1)
+        assert bool(asked) is not resting
+    watch.rest(True)
+    server.dead = True
+    with pytest.raises(EngineDied, match="it ended"):
+        watch.check()
+    watch.close()
+
+
 def test_a_hung_server_is_found_while_somebody_waits_for_it_and_only_then():
     server = FakeServer()
     watch = supervisor(server, health_timeout_s=0.5)
