@@ -112,7 +112,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
 
 def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
-    from r3train.host_group import rank_zero_alone
+    from r3train.host_group import host_barrier, rank_zero_alone
     from r3train.launch.actor import build_actor, build_keeper, export_hf
     from r3train.launch.job import eval_settings
     from r3train.launch.resume import resume_point
@@ -149,12 +149,18 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
         engines = build_engines(job, run_dir, display, resume, routes)
         parts.callback(engines.close)
-        engines.start_server()  # it starts while the actor is built
+        if not config.rollout.colocate:
+            engines.start_server()  # it starts while the actor is built
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
     routes.open(actor.topology)
+    if config.rollout.colocate:
+        actor.memory.hold()
+        host_barrier()
     with rank_zero_alone():
         if engines is not None:
+            if config.rollout.colocate:
+                engines.start_server()
             engines.wait_ready()
             sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
             metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))

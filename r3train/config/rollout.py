@@ -97,6 +97,9 @@ class RolloutSection(Section):
     rollout_server_start_timeout_s: float = Field(default=1800.0, gt=0)
     """Seconds that a server may take to start.  One that ends is noticed at once; large checkpoints take
     many minutes to load."""
+    colocate: bool = False
+    """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
+    KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""
     rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
     """Names of environment variables that servers inherit beside the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}

@@ -13,6 +13,7 @@ def rollout_conflicts(config: RunConfig) -> Iterator[str]:
     yield from _buffer(config)
     yield from _filters(config)
     yield from _updates(config)
+    yield from _turns(config)
     yield from _servers(config)
     yield from _environment(config)
     yield from _template(config)
@@ -127,6 +128,30 @@ def _updates(config: RunConfig) -> Iterator[str]:
             f"sglang.disable_overlap_schedule is off, and --pause-generation-mode {mode} needs it:"
             " with overlap the version of the token at an update is off by one"
         )
+
+
+def _turns(config: RunConfig) -> Iterator[str]:
+    """Yield settings of a run that --colocate cannot divide into turns."""
+    rollout = config.rollout
+    if not rollout.colocate:
+        return
+    if rollout.max_weight_staleness:
+        yield (
+            "--colocate: nothing is generated while the ranks train, so"
+            f" max_weight_staleness must be 0, not {rollout.max_weight_staleness}"
+        )
+    if rollout.rollout_external_engine_addrs:
+        yield (
+            "--colocate is for servers that the run starts on its own GPUs, and"
+            " --rollout-external-engine-addrs names others: leave one out"
+        )
+    if config.serves_adapters:
+        yield (
+            "--colocate cannot go with --lora-serving adapter: the base would be lost with the servers'"
+            " memory; --lora-serving merged sends all weights"
+        )
+    if not config.has_engines or config.checkpoint.debug_rollout_only:
+        yield "--colocate: this run does not both generate and train, so there are no turns to take"
 
 
 def _servers(config: RunConfig) -> Iterator[str]:

@@ -31,7 +31,6 @@ PEERS = {
     "balance_data": "always on",
     "buffer_filter_path": "rollout_filter, stale_policy",
     "ckpt_step": "load with the directory of one checkpoint",
-    "colocate": "not there: servers and trainer have GPUs of their own",
     "custom_generate_function_path": "environment",
     "debug_train_only": "replay_rollouts",
     "profile": "use_pytorch_profiler",

@@ -364,7 +364,12 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         )
         yield problem("servers", str(error), remedy)
     shared = [gpu for gpu in taken if gpu < node.num_ranks]
-    if shared:
+    if config.rollout.colocate:  # one of the two at a time
+        if taken:
+            text = f"SGLang takes GPU {', '.join(map(str, taken))}, in turns with the ranks"
+            yield ok("servers", text)
+        shared = []
+    elif shared:
         text = f"SGLang and a rank share GPU {', '.join(map(str, shared))}: its memory and its time"
         remedy = "--sglang-mem-fraction-static leaves the rank its part; or fewer ranks than GPUs"
         yield warning("servers", text, remedy)

@@ -205,7 +205,12 @@ def _rank_assumptions(config: RunConfig, ranks: list[StageRanks]) -> Iterator[st
             f"  an update of the servers' weights takes {amount(ranks[0].update)} (three of"
             " --update-weight-buffer-size), more than activations and logits"
         )
-    for what, size in (("reference or teacher", held.reference), ("optimizer", held.offloaded)):
+    away = held.weights + held.optimizer if config.rollout.colocate else 0
+    for what, size in (
+        ("reference or teacher", held.reference),
+        ("optimizer", held.offloaded),
+        ("weights and optimizer while servers generate", away),
+    ):
         if size:
             yield f"on the host, a rank: {what} {amount(size)}"
 

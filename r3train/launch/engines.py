@@ -23,7 +23,7 @@ from r3train.loop.routes import Routes
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
 from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
-from r3train.engine.control import EngineControl, ServerVersions
+from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
@@ -119,6 +119,8 @@ class Engines:
             given["port"] = int(given["port"]) + index
         if gpus:
             given["base_gpu_id"] = gpus[index].start
+        if self.job.config.rollout.colocate:
+            given["enable_memory_saver"] = True
         return given
 
     def _adapter_flags(self) -> dict[str, object] | None:
@@ -147,7 +149,21 @@ class Engines:
         with self._display.phase("restarting SGLang") as phase:
             self._show_starts_in(phase)
             self._supervisor.restart()
+        if self._control is not None:
+            self._control.restarted()
         self.publisher.reconnect()
+
+    def hold_memory(self, *kinds: str) -> None:
+        """Let every server hold these kinds of memory alone: see ``EngineControl.hold_memory``."""
+        assert self._control is not None and self._supervisor is not None
+        self._supervisor.rest(True)
+        self._control.hold_memory(*kinds)
+        self._supervisor.rest(kinds != MEMORY)
+
+    def stop_servers(self) -> None:
+        """End the servers of this run, which generates no more."""
+        for server in self._servers:
+            server.stop()
 
     def _show_starts_in(self, phase: Phase) -> None:
         for server in self._servers:
@@ -226,7 +242,8 @@ class Engines:
         if self._publisher is None:
             assert self._control is not None, "wait_ready first"
             trainer = self.job.config.trainer
-            cuda = torch.cuda.is_available()
+            # NCCL refuses a device twice in a group: where ranks and servers share theirs, gloo's is of hosts
+            cuda = torch.cuda.is_available() and not self.job.config.rollout.colocate
             if self._adapters is not None:
                 self._publisher = AdapterPublisher(
                     self._control,
@@ -422,8 +439,7 @@ class Engines:
                 part.close()
         if self._supervisor is not None:
             self._supervisor.close()
-        for server in self._servers:
-            server.stop()
+        self.stop_servers()
         self.job.close()
 
 

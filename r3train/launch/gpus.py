@@ -56,8 +56,8 @@ def ranks_that_fit(world_size: int, num_visible: int) -> int:
 def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[range]:
     """Return the GPUs of each server that rank 0 starts; empty without GPUs or such servers.
 
-    Rank i of the node takes GPU i.  Servers take the GPUs after the ranks, or those from
-    --sglang-base-gpu-id on.  Raises ValueError for a server that would share a GPU with a rank, or
+    Rank i of the node takes GPU i.  Servers take the GPUs after the ranks, with --colocate those of the
+    ranks, or those from --sglang-base-gpu-id on.  Raises ValueError for a server that would share a GPU with a rank, or
     that needs a GPU which does not exist.
     """
     flags = config.rollout.sglang
@@ -71,8 +71,9 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
         return []
     # NCCL refuses one GPU twice in a group; the disk transport does not, where the user asks for it
     by_disk = config.trainer.update_weight_transfer_mode == "disk"
-    may_share = by_disk and bool(_given(flags, _BASE))
-    first = _number(flags, _BASE, num_ranks, least=0)
+    colocate = config.rollout.colocate
+    may_share = colocate or (by_disk and bool(_given(flags, _BASE)))
+    first = _number(flags, _BASE, 0 if colocate else num_ranks, least=0)
     found = [_gpus(flags, first, index) for index in range(config.rollout.rollout_num_engines)]
     for index, gpus in enumerate(found):
         _check_there(gpus, index, num_ranks, num_visible)

@@ -76,6 +76,12 @@ class Replayed:
         """Return 0: no routes come from a server."""
         return 0
 
+    def hold_memory(self, *kinds: str) -> None:
+        """Refused by the configuration's checks: there is no server."""
+        raise AssertionError("replayed rollouts have no server")
+
+    stop_servers = start_server
+
     def restart(self) -> None:
         """Refused by the configuration's checks: there is no server."""
         raise AssertionError("replayed rollouts have no server")

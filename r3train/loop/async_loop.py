@@ -14,6 +14,10 @@ alone: during a weight update (as --pause-generation-mode says), and when its bu
 newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
 of its own rollout.
 
+With --colocate the two take turns on the same devices, and staleness is 0: servers release their memory when
+rollout n is complete, the actor's comes back from the host, trains, and leaves again; the servers' weights come
+back, are sent, and then their KV cache, before anything is asked of them.
+
 Weight versions up to n generate rollout n, and training it makes version n+1, which the servers
 hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
 """
@@ -67,6 +71,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_TRAINING = ("weights", "gradients", "optimizer")  # what the actor holds in its turn
+
 
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
@@ -101,6 +107,9 @@ class AsyncLoop:
         self._plant = planted_in_routes(plant, routes) if plant is not None else None
         engines = rank_zero.engines if rank_zero is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
+        self._colocate = config.rollout.colocate
+        # on rank 0: no request is sent until the servers have their memory back
+        self._quiet = ExitStack()
         self._source: RolloutSource | None = None
         self._source_stats: dict[str, Any] = {}
         self._route_wire_bytes = 0
@@ -134,10 +143,13 @@ class AsyncLoop:
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
                 self._end_evaluation()
+                self._last_turn()
                 keeper.stopped(rollout_id)
                 return rollout_id
             slices, prepared, metrics = taken
             waited = time.monotonic()
+            if self._colocate:
+                self._actor.memory.hold(*_TRAINING)
             metrics.update(self._train(rollout_id, slices, prepared))
             verdict = self._judge(rollout_id, prepared)
             metrics.update(self._route_metrics())
@@ -169,17 +181,17 @@ class AsyncLoop:
             self._end_evaluation()
             evaluated = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
+            if self._colocate:  # what is saved is here until the servers' turn
+                self._save(rollout_id + 1, goes_on=not stopping and not is_last, now=is_last)
+            saved = time.monotonic()
             # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
                 metrics.update(self._publish(rollout_id + 1))
             if not stopping and not is_last:
                 self._begin_evaluation(rollout_id + 1)
             published = time.monotonic()
-            keeper.poll()
-            if keeper.due(rollout_id + 1):
-                keeper.save(rollout_id + 1)
-                if not stopping and not is_last:  # else the last weights are exported after all
-                    keeper.export(rollout_id + 1)
+            if not self._colocate:
+                self._save(rollout_id + 1, goes_on=not stopping and not is_last)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
             if prepared is not None and self._speed is not None:
@@ -189,8 +201,8 @@ class AsyncLoop:
                 {
                     "perf/rollout_wait_s": waited - began,
                     "perf/train_s": trained - waited,
-                    "perf/publish_s": published - evaluated,
-                    "perf/save_s": done - published,
+                    "perf/publish_s": published - saved,
+                    "perf/save_s": done - published + saved - evaluated,
                     "perf/step_s": done - began,
                     "perf/tokens_per_s": metrics.get("rollout/tokens", 0) / (done - began),
                 }
@@ -210,10 +222,20 @@ class AsyncLoop:
                     self._publish(num_rollout)
                 self._begin_evaluation(num_rollout)
         self._end_evaluation()
+        self._last_turn()
         host_barrier()
         if self._recovery.fatal is not None:
             raise self._recovery.fatal
         return max(num_rollout, start_rollout_id)
+
+    def _save(self, next_rollout_id: int, *, goes_on: bool, now: bool = False) -> None:
+        """Save what is due, or ``now``; the last weights, with which no run goes on, are exported after all."""
+        self._keeper.poll()
+        due = self._keeper.due(next_rollout_id)
+        if due or now:
+            self._keeper.save(next_rollout_id)
+        if due and goes_on:
+            self._keeper.export(next_rollout_id)
 
     def _begin_evaluation(self, weight_version: int, *, at_start: bool = False) -> None:
         """Rank 0: begin to evaluate the weights that the servers hold, if the settings ask for it."""
@@ -259,9 +281,12 @@ class AsyncLoop:
                         plan = {"failed": str(error), "what": "a rollout could not be scored"}
         if self._recovery.needed(failure):
             self._revive(rollout_id)
+            if self._colocate:
+                self._actor.memory.hold()
             return self._take_rollout(rollout_id)
         plan = broadcast_json(plan)
         if "failed" in plan:
+            self._last_turn()
             self._keeper.failed(rollout_id, plan["failed"], plan["what"])
             raise self._recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
         counts = plan["microbatches"]
@@ -283,6 +308,8 @@ class AsyncLoop:
             try:
                 batch_size = self._config.rollout.rollout_batch_size
                 groups = self._rank_zero.next_groups(self._source, rollout_id, batch_size)
+                if self._colocate:
+                    self._end_turn_of_servers()
                 return groups, None, None
             except StopRequested:
                 return None, {"microbatches": None}, None
@@ -444,16 +471,74 @@ class AsyncLoop:
         if self._rank_zero is not None:
             self._rank_zero.display.train_update("publishing weights")
         quiet: AbstractContextManager[None] = nullcontext()
-        if self._source is not None and not self._config.serves_adapters:
+        if self._source is not None and not self._config.serves_adapters and not self._colocate:
             quiet = self._source.quiesced()
-        metrics, failure = self._send_weights(weight_version, quiet)
+        metrics, failure = self._serve(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
-        self._servers_hold_base = True
+        self._servers_hold_base = not self._colocate
         if self._config.trainer.check_weight_update_equal:
             # after the pause, because a paused server would not answer
             metrics.update(self._check_update(weight_version))
+            if self._colocate:
+                self._actor.memory.hold()
         return metrics
+
+    def _end_turn_of_servers(self) -> None:
+        """Rank 0: let the servers release their memory, once nothing is in flight.
+
+        The last batch waits for another turn where one of them is lost.
+        """
+        try:
+            with ExitStack() as quiet:
+                quiet.enter_context(self._source.quiesced())
+                self._rank_zero.engines.hold_memory()
+                self._quiet = quiet.pop_all()
+        except BaseException:
+            self._source.put_back()
+            raise
+
+    def _serve(
+        self, weight_version: int, quiet: AbstractContextManager[None]
+    ) -> tuple[dict[str, Any], BaseException | None]:
+        """Send the weights; with --colocate the servers' turn begins.  As ``_send_weights`` otherwise.
+
+        The actor's weights leave the device behind the last tensor, and the KV cache follows them.  For
+        --check-weight-update-equal they stay until the check has ended.
+        """
+        if not self._colocate:
+            return self._send_weights(weight_version, quiet)
+        failure: BaseException | None = None
+        with rank_zero_alone():
+            if self._rank_zero is not None:
+                try:
+                    self._rank_zero.engines.hold_memory()
+                except self._recovery.caught as error:
+                    failure = error
+        if self._recovery.needed(failure):
+            return {}, failure
+        self._actor.memory.hold("weights")
+        host_barrier()
+        metrics, failure = self._send_weights(weight_version, quiet)
+        if not self._config.trainer.check_weight_update_equal:
+            self._actor.memory.hold()
+        host_barrier()
+        if self._rank_zero is not None and failure is None and self._recovery.fatal is None:
+            try:
+                self._rank_zero.engines.hold_memory("weights", "kv_cache")
+                self._quiet.close()
+            except self._recovery.caught as error:
+                failure = error
+        return metrics, failure
+
+    def _last_turn(self) -> None:
+        """End the servers for the actor's memory, which a checkpoint or an export needs at the run's end."""
+        if not self._colocate or self._actor.memory.is_whole:
+            return
+        with rank_zero_alone():
+            if self._rank_zero is not None:
+                self._rank_zero.engines.stop_servers()
+        self._actor.memory.hold(*_TRAINING)
 
     def _send_weights(
         self, weight_version: int, quiet: AbstractContextManager[None]
@@ -496,6 +581,8 @@ class AsyncLoop:
             with quietly:
                 if failure is not None:
                     raise failure
+                if self._colocate:
+                    engines.hold_memory("weights")
                 published = engines.publisher.publish(weights, version=weight_version)
                 if not adapters:  # adapters are compared with the checkpoint when they are written
                     self._weight_index.require(
@@ -531,16 +618,21 @@ class AsyncLoop:
         Raises the cause, after a checkpoint, when there are too many restarts.
         """
         while True:
+            if self._colocate:  # a new server takes all of its memory
+                self._quiet.pop_all()
+                self._actor.memory.hold()
+                host_barrier()
             failure = self._recovery.restart()
             if failure is not None:
+                self._last_turn()
                 self._keeper.save(weight_version)
                 self._keeper.finish()
                 raise failure
             self._servers_hold_base = False  # a new one has the checkpoint's
             # new servers have nothing in flight; waiting requests are sent afterwards
-            metrics, failure = self._send_weights(weight_version, nullcontext())
+            metrics, failure = self._serve(weight_version, nullcontext())
             if not self._recovery.needed(failure):
-                self._servers_hold_base = True
+                self._servers_hold_base = not self._colocate
                 self._recovery.restored(weight_version)
                 return metrics
 

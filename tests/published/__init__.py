@@ -50,6 +50,8 @@ RECIPES = (
     Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),
     Recipe("glm_4_7_flash_one_node", "GLM-4.7-Flash", 4, 80),
     Recipe("qwen3_30b_a3b_one_node", "Qwen3-30B-A3B", 4, 80),
+    # in turns with them
+    Recipe("qwen3_30b_a3b_colocated", "Qwen3-30B-A3B", 8, 80),
 )
 
 

@@ -63,6 +63,7 @@ STATES = {
     "gpt_oss_20b_one_node": 6,
     "glm_4_7_flash_one_node": 0,
     "qwen3_30b_a3b_one_node": 0,
+    "qwen3_30b_a3b_colocated": 6,
 }
 OTHER = "gpt_oss_20b?intermediate_size=2816"  # its checkpoint has 2880
 

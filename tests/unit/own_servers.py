@@ -11,7 +11,11 @@ from r3train.engine.server import SGLangServer
 
 
 def servers_of_rank_0(
-    directory: Path, servers: int, mode: str = "distributed", **sglang: object
+    directory: Path,
+    servers: int,
+    mode: str = "distributed",
+    colocate: bool = False,
+    **sglang: object,
 ) -> list[SGLangServer]:
     """Raises what the job would; then none was started.  ``SGLangServer.start`` must do nothing."""
     rollout = SimpleNamespace(
@@ -20,6 +24,7 @@ def servers_of_rank_0(
         rollout_server_start_timeout_s=60.0,
         rollout_external_engine_addrs=[],
         rollout_server_env=(),
+        colocate=colocate,
         sglang=sglang,
     )
     config = SimpleNamespace(

@@ -19,6 +19,7 @@ R3 = {"use_rollout_routing_replay": True}
 DENSE = dict(model_type="qwen3", num_experts=0, num_experts_per_tok=0, moe_layer_numbers=())
 
 
+COLOCATED = {"colocate": True, "max_weight_staleness": 0}
 SFT = {"loss_type": "sft", "n_samples_per_prompt": 1}
 TAUGHT = {"use_opd": True, "opd_type": "sglang", "opd_teacher_url": "h:1"}
 
@@ -209,6 +210,17 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             "the version of the token at an update is off by one",
             {"pause_generation_mode": "abort", "sglang": {"disable_overlap_schedule": False}},
         ),
+        ("--colocate: .* max_weight_staleness must be 0, not 1", {"colocate": True}),
+        (
+            "--colocate is for servers that the run starts",
+            {**COLOCATED, "rollout_external_engine_addrs": ["h:1"]},
+        ),
+        (
+            "--colocate cannot go with --lora-serving adapter",
+            {**COLOCATED, "lora_rank": 4, "lora_serving": "adapter"},
+        ),
+        ("--colocate: .* no turns to take", {**COLOCATED, "replay_rollouts": "dumps"}),
+        ("--colocate: .* no turns to take", {**COLOCATED, "debug_rollout_only": True}),
         (
             "give one of the two",
             {"rollout_num_engines": 2, "rollout_external_engine_addrs": ["h:1"]},

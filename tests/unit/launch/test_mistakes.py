@@ -95,7 +95,8 @@ def over_the_model(tiny: Path, directory: Path) -> list[str]:
 MISTAKES: dict[str, tuple[Make, str]] = {
     # settings and their files
     "a misspelt flag": (flags("--num-rollouts", "3"), "--num-rollout"),
-    "a flag of another trainer": (flags("--colocate"), "Here it is not there: servers and trainer"),
+    "a flag of another trainer": (flags("--use-kl-loss"), "Here it is kl_loss_coef above 0"),
+    "turns, and a rollout ahead": (flags("--colocate"), "max_weight_staleness must be 0, not 1"),
     "a number that is none": (flags("--num-rollout", "many"), "num-rollout"),
     "a number out of range": (flags("--num-rollout", "0"), "num-rollout"),
     "NaN": (flags("--eps-clip", "nan"), "--eps-clip"),

@@ -107,6 +107,15 @@ def test_sharing_a_gpu_with_a_rank_is_asked_for_and_not_over_nccl(node, started)
         started(mode="disk")
 
 
+def test_colocated_servers_take_the_gpus_of_the_ranks_and_can_release_them(node, started):
+    node(gpus=8, ranks=8)
+    servers = started(2, tp_size=4, colocate=True)
+    assert bases(servers) == [0, 4]
+    assert all(args["enable_memory_saver"] for args in servers)
+    with pytest.raises(ValueError, match="server 2 of this node takes GPUs 8 to 11"):
+        started(3, tp_size=4, colocate=True)
+
+
 def test_the_training_command_refuses_before_the_ranks_join(node, recipe, monkeypatch):
     def joins(*_):
         raise AssertionError("went on")

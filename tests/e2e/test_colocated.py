@@ -1,0 +1,215 @@
+"""--colocate: servers and trainer hold the memory in turns; the real server, and whole jobs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import DistributedPublisher
+from r3train.engine.server import SGLangServer
+from tests.e2e import jobs
+from tests.e2e.accounts import all_trained_once
+from tests.e2e.live_jobs import (
+    output,
+    pointer,
+    rank_processes,
+    running,
+    scheduler,
+    steps_done,
+    wait_for,
+)
+from tests.e2e.sglang_support import checkpoint_tensors, prompt_of, Reference
+
+pytestmark = pytest.mark.e2e
+
+_SAVED = re.compile(r"memory saver: (released|resumed) (\w+), (\d+) to (\d+) bytes resident")
+
+
+def turns(log: Path) -> list[tuple[str, str, int]]:
+    """List what a server's memory saver did: (released or resumed, tag, growth in bytes)."""
+    return [
+        (done, tag, int(after) - int(before))
+        for done, tag, before, after in _SAVED.findall(log.read_text())
+    ]
+
+
+def test_a_server_gives_its_memory_back_and_serves_the_weights_that_are_published_after_it(
+    models, tmp_path
+):
+    """Twice around: the KV cache takes pages only once it was written to."""
+    log, text = tmp_path / "sglang.log", prompt_of(3, 40).token_ids
+    saving = {"enable_memory_saver": True, "max_total_tokens": 200_000}
+    pool = 2 * 2 * 16 * 4 * 3 * 200_000
+    with SGLangServer(models[0], log, server_args=saving) as server:
+        with EngineControl([server.addr], check_alive=server.check_alive) as engine:
+            publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
+            for version in (1, 2):
+                engine.hold_memory()
+                assert engine.versions.all() == [None]  # nothing is sent to it
+                engine.hold_memory("weights")
+                tensors = checkpoint_tensors(models[version % 2])
+                publisher.publish(iter(tensors.items()), version=version)
+                engine.hold_memory("weights", "kv_cache")
+                assert engine.versions.all() == [version]
+                expected = Reference(models[version % 2])(text)[0]
+                np.testing.assert_allclose(engine.probe_log_probs(text), expected, atol=1e-4)
+            # what comes back is undefined: without a publish every log-prob is NaN
+            engine.hold_memory("kv_cache")
+            engine.hold_memory("weights", "kv_cache")
+            with pytest.raises(EngineError):
+                engine.probe_log_probs(text)
+            publisher.close()
+    done = turns(log)
+    assert [(what, tag) for what, tag, _ in done] == 2 * [
+        ("released", "kv_cache"),
+        ("released", "weights"),
+        ("resumed", "weights"),
+        ("resumed", "kv_cache"),
+    ] + [("released", "weights"), ("resumed", "weights")]
+    weights = sum(t.nbytes for t in checkpoint_tensors(models[0]).values())
+    assert [growth for _, tag, growth in done[:4] if tag == "kv_cache"][-1] > 0.9 * pool
+    assert done[4][2] < -0.9 * pool
+    assert all(
+        growth < -0.5 * weights
+        for what, tag, growth in done
+        if (what, tag) == ("released", "weights")
+    )
+
+
+COLOCATED = ["--colocate", "--max-weight-staleness", "0", *jobs.R3_FLAGS]
+_HOLDS = re.compile(r"(the actor|servers) holds? (.+)")
+ONE_TURN = [
+    ("servers", "nothing"),
+    ("the actor", "weights, gradients, optimizer"),
+    ("the actor", "weights"),
+    ("servers", "weights"),
+    ("the actor", "nothing"),
+    ("servers", "weights, kv_cache"),
+]
+
+
+def held(run_dir: Path) -> list[tuple[str, str]]:
+    """List what actor and servers held, as rank 0 says it."""
+    log = run_dir / "logs" / "rank_00000.log"
+    return _HOLDS.findall(log.read_text()) if log.exists() else []
+
+
+def proved(run_dir: Path, steps: int) -> None:
+    metrics = jobs.Job(0, "", run_dir).metrics()
+    assert [m["step"] for m in metrics] == list(range(steps))
+    assert all(m["r3/passed"] and m["rollout/staleness_max"] == 0 for m in metrics)
+    # of the same weights: after one step they are a hundred times as far apart
+    assert all(m["train/log_prob_gap_mean"] < 1e-5 for m in metrics)
+
+
+def test_a_colocated_job_takes_turns_and_learns_what_another_learns_from_its_rollouts(
+    tmp_path, tiny_flags
+):
+    """Four rollouts, R3 proved, and the same numbers as a trainer that never left its memory."""
+    flags = [*tiny_flags, *COLOCATED, "--num-rollout", "4", "--dump-rollouts", "--ci-test"]
+    job = jobs.run(tmp_path / "run", *flags)
+    assert job.code == 0, job.output
+    proved(job.run_dir, 4)
+    assert held(job.run_dir) == [("the actor", "nothing"), *(3 * ONE_TURN), *ONE_TURN[:2]]
+    kv = [
+        (what, growth)
+        for what, tag, growth in turns(job.run_dir / "logs" / "sglang.log")
+        if tag == "kv_cache"
+    ]
+    assert [what for what, _ in kv] == 3 * ["released", "resumed"] + ["released"]
+    pool = 4 * 2 * 2 * 16 * 4 * 8192
+    assert all(growth < -0.9 * pool for what, growth in kv[1:] if what == "released"), kv
+    flags = [
+        *tiny_flags,
+        *jobs.R3_FLAGS,
+        "--max-weight-staleness",
+        "0",
+        "--num-rollout",
+        "4",
+        "--ci-test",
+    ]
+    replayed = jobs.run(
+        tmp_path / "replayed", *flags, "--replay-rollouts", str(job.run_dir / "rollouts")
+    )
+    assert replayed.code == 0, replayed.output
+    jobs.same_numbers(job.metrics(), replayed.metrics())
+
+
+def test_servers_of_a_colocated_job_hold_the_actors_weights_bit_for_bit_and_a_checkpoint_too(
+    tmp_path, tiny_flags
+):
+    flags = [*tiny_flags, *COLOCATED, "--check-weight-update-equal", "--save", str(tmp_path / "ck")]
+    flags += ["--auto-resume", "--save-interval", "1"]
+    for rollouts in (2, 4):  # the second run is sent the checkpoint's weights before it generates
+        job = jobs.run(tmp_path / f"run{rollouts}", *flags, "--num-rollout", str(rollouts))
+        assert job.code == 0, job.output
+        assert pointer(tmp_path / "ck") == rollouts
+        metrics = job.metrics()
+        assert [m["step"] for m in metrics] == [rollouts - 2, rollouts - 1]
+        assert all(m["r3/passed"] and m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_servers_that_die_in_any_phase_of_the_turn_come_back_and_nothing_is_lost(
+    tmp_path, tiny_flags
+):
+    """Killed while released, while resuming, and while generating."""
+    run_dir = tmp_path / "run"
+    flags = [*tiny_flags, *COLOCATED, "--num-rollout", "8", "--max-engine-restarts", "3"]
+    phases = (1, ONE_TURN[1]), (3, ONE_TURN[2]), (5, ONE_TURN[5])
+    with running(run_dir, *flags) as job:
+        for step, phase in phases:
+            wait_for(lambda: steps_done(run_dir) >= step, job, run_dir)
+            before = held(run_dir).count(phase)
+            wait_for(lambda: held(run_dir).count(phase) > before, job, run_dir)
+            os.kill(scheduler(job).pid, signal.SIGKILL)
+        assert job.wait(timeout=400) == 0, output(run_dir)
+    assert "restart 3 of 3" in output(run_dir)
+    proved(run_dir, 8)
+    all_trained_once([run_dir], 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_or_a_dead_rank_while_the_actor_is_away_ends_as_it_does_elsewhere(
+    tmp_path, tiny_flags
+):
+    """A stop saves what was away; after a kill torchrun starts the job again from that checkpoint."""
+    run_dir, directory = tmp_path / "run", tmp_path / "ck"
+    flags = [
+        *tiny_flags,
+        *COLOCATED,
+        "--num-rollout",
+        "6",
+        "--save",
+        str(directory),
+        "--auto-resume",
+    ]
+
+    def away(run_dir: Path, steps: int, job) -> None:
+        wait_for(lambda: steps_done(run_dir) >= steps, job, run_dir)
+        wait_for(lambda: held(run_dir)[-1] == ONE_TURN[5], job, run_dir)
+
+    with running(run_dir, *flags) as job:
+        away(run_dir, 2, job)
+        for process in rank_processes(job).values():
+            process.send_signal(signal.SIGUSR1)
+        assert job.wait(timeout=200) == 0, output(run_dir)
+    stopped_at = pointer(directory)
+    assert stopped_at == steps_done(run_dir) >= 2
+    again = tmp_path / "again"
+    with running(again, *flags, "--save-interval", "1", torchrun=("--max-restarts", "1")) as job:
+        away(again, 1, job)
+        rank_processes(job)[1].kill()
+        assert job.wait(timeout=300) == 0, output(again)
+    assert pointer(directory) == 6
+    last = jobs.Job(0, "", again).metrics()[-1]
+    assert last["step"] == 5 and last["r3/passed"]
