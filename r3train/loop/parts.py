@@ -86,10 +86,11 @@ class RankZero:
         display.train_update("waiting for rollout")
         first = source.stats()
 
-        def on_wait(stats: dict[str, Any]) -> None:
+        def show(groups_done: int, stats: dict[str, Any]) -> None:
+            # of this wait alone: what was generated before it took none of its seconds
             tokens = stats["generated_tokens"] - first["generated_tokens"]
-            display.rollout_update(min(stats["buffered_groups"], batch_size), tokens)
+            display.rollout_update(min(groups_done, batch_size), tokens)
 
-        groups = source.next_batch(rollout_id, on_wait)
-        display.rollout_update(len(groups), sum(x.response_len for g in groups for x, _ in g))
+        groups = source.next_batch(rollout_id, lambda stats: show(stats["buffered_groups"], stats))
+        show(len(groups), source.stats())
         return groups

@@ -329,7 +329,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     if wall_s is not None:
         within = "" if steps_s is None else f", of which steps {duration(steps_s)}"
         rows.append(("wall time", Text(duration(wall_s) + within)))
-    rows += [(key.replace("_", " "), Text(printable(str(value)))) for key, value in rest.items()]
+    for key, value in rest.items():
+        words = key if " " in key else key.replace("_", " ")  # a set's name stays as it is
+        rows.append((words, Text(printable(str(value)))))
     if run_dir is not None:
         rows.append(("run directory", Text(str(run_dir))))
     return rows

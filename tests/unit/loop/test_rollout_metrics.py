@@ -189,3 +189,26 @@ def test_means_by_age_are_over_all_optimizer_steps_and_leave_out_ages_without_to
         "train/loss_tokens_age_0": 4.0,
         "train/log_prob_gap_k1_age_0": 2.5,
     }
+
+
+def test_the_display_counts_tokens_of_its_own_wait_and_none_that_were_there_before():
+    class Source:
+        tokens = 900
+
+        def stats(self):
+            return {"generated_tokens": self.tokens, "buffered_groups": 1}
+
+        def next_batch(self, rollout_id, on_wait):
+            for _ in range(2):
+                self.tokens += 50
+                on_wait(self.stats())
+            return scored([[1.0], [0.0]])
+
+    shown = []
+    display = SimpleNamespace(
+        rollout_begin=lambda *_: None,
+        train_update=lambda *_: None,
+        rollout_update=lambda *done: shown.append(done),
+    )
+    RankZero(None, display, None, None).next_groups(Source(), 0, 2)
+    assert shown == [(1, 50), (1, 100), (2, 100)]

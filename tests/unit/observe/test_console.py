@@ -240,6 +240,7 @@ def test_the_summary_names_reward_verdict_time_and_directory():
             "steps_s": 65.0,
             "run_dir": "runs/x",
             "mean_staleness": 0.5,
+            "evaluation of gsm8k_test": "0.5",
         }
     )
     assert out.getvalue().splitlines() == [
@@ -250,6 +251,7 @@ def test_the_summary_names_reward_verdict_time_and_directory():
         "R3: failed at step 3, 4",
         "wall time: 3 min 12 s, of which steps 1 min 05 s",
         "mean staleness: 0.5",
+        "evaluation of gsm8k_test: 0.5",
         "run directory: runs/x",
     ]
 
