@@ -1,0 +1,127 @@
+"""PEFT reads the adapter that the trainer writes, and gives the trainer's log-probs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from r3train.config.families import FAMILIES
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora import LoraSection
+from r3train.hf_checkpoint import read_headers
+from r3train.peft_files import lost_by_peft, write_adapter
+from r3train.tiny_families import TINY_FAMILIES
+from r3train.torchvision_stub import declare_torchvision_ops
+from tests.hf_reference import HfReference
+from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+from tests.oracle.test_families import make, text
+from tests.oracle.test_lora import drawn
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+LENGTHS = [(3, 9), (5, 14)]
+ATTENTION = dict(exclude_modules=["mlp", "block_sparse_moe"])
+SPARSE = [name for name in TINY_FAMILIES if name == "moonlight" or FAMILIES[name].lora]
+
+
+def trained(directory: str, cases: list[tuple[str, dict, dict]]) -> dict[str, torch.Tensor]:
+    """Train an adapter for a step and save it, in each case; log-probs of the text after it, in a rank.
+
+    A case: a directory's name, where an adapter begins in FAMILY; fields of LoRA, and of the topology.
+    """
+    from r3train.loop import weight_probe
+    from r3train.loop.scatter import gather_topologies
+
+    found = {}
+    for name, targets, parallel in cases:
+        base, place = Path(directory) / name.split()[0], Path(directory) / f"{name} adapter"
+        config = configuration(
+            base,
+            **(targets | parallel),
+            lora_adapter_path=place,
+            rollout_batch_size=len(LENGTHS),
+            lr=1e-2,
+        )
+        hf = read_hf_facts(base)
+        with actor_of(config) as actor:
+            slices, _ = slices_of(actor, config, hf, samples(hf, LENGTHS))
+            actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+            actor.collect_evidence(0)
+            factors = {n: t.clone() for n, t in actor.adapter_weights()}
+            if torch.distributed.get_rank() == 0:
+                write_adapter(factors.items(), place.with_name(f"{name} saved"), config.lora, hf)
+            topologies = gather_topologies(actor.topology)
+            found[name] = torch.from_numpy(weight_probe.actor_log_probs(actor, topologies, text()))
+    return found
+
+
+def in_peft(base: Path, adapter: Path) -> np.ndarray:
+    """Log-probs of the text by transformers' model with the adapter that PEFT put on it."""
+    declare_torchvision_ops()
+    from peft import PeftModel
+
+    reference = HfReference(base)
+    reference.model = PeftModel.from_pretrained(reference.model, adapter).eval()
+    return reference.answer(text())[0]
+
+
+def gaps(directory: Path, world_size: int, cases: list[tuple[str, dict, dict]]) -> dict[str, float]:
+    """The largest difference between the trainer's log-probs and PEFT's, in each case."""
+    for name, targets, _ in cases:
+        base, section = directory / name.split()[0], LoraSection(**targets)
+        if not base.exists():
+            make(base, name.split()[0])
+        kinds, hf = read_headers(base), read_hf_facts(base)
+        factors = drawn(list(section.targets(kinds)), kinds)
+        write_adapter(factors.items(), directory / f"{name} adapter", section, hf)
+    ranks = in_ranks(world_size, directory / "ranks", trained, str(directory), cases)
+    return {
+        name: float(
+            np.abs(log_probs.numpy() - in_peft(place, place.with_name(f"{name} saved"))).max()
+        )
+        for name, log_probs in ranks[0].items()
+        for place in [directory / name.split()[0]]
+    }
+
+
+def lora(**fields: Any) -> dict[str, Any]:
+    return dict(lora_rank=4, lora_alpha=8.0) | fields
+
+
+def test_peft_gives_the_trainers_log_probs_with_attention_adapted_in_every_family(tmp_path):
+    found = gaps(tmp_path, 1, [(family, lora(**ATTENTION), {}) for family in SPARSE])
+    assert len(found) == len(SPARSE) and max(found.values()) < 1e-4, found
+
+
+def test_peft_gives_the_trainers_log_probs_exactly_where_it_drops_no_tensors(tmp_path):
+    """Every linear, where experts have names; and dense and shared ones without the routed experts."""
+    families = [family for family in SPARSE if family != "gpt_oss"]
+    cases = [(family, lora(), {}) for family in families]
+    for family in families:
+        if TINY_FAMILIES[family].kind.startswith(("Qwen2", "Deepseek", "Glm4")):
+            cases.append((f"{family} without experts", lora(exclude_modules=["experts"]), {}))
+    found = gaps(tmp_path, 1, cases)
+    for name, targets, _ in cases:
+        lost = lost_by_peft(LoraSection(**targets), read_hf_facts(tmp_path / name.split()[0]))
+        assert (found[name] < 1e-4) if lost is None else (found[name] > 1e-2), (name, lost, found)
+    whole = {name for name, gap in found.items() if gap < 1e-4}
+    assert whole >= {"qwen3_moe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe without experts"}
+
+
+@pytest.mark.slow
+def test_peft_gives_the_log_probs_of_adapters_that_two_ranks_hold_in_shards(tmp_path):
+    tp2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+    found = gaps(
+        tmp_path,
+        2,
+        [
+            ("qwen3_moe tp2etp2", lora(), tp2 | dict(expert_tensor_parallel_size=2)),
+            ("mixtral tp2ep2", lora(), tp2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1)),
+            ("moonlight tp2", lora(**ATTENTION), tp2),
+        ],
+    )  # fmt: skip
+    assert max(found.values()) < 1e-4, found
