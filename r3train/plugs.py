@@ -20,8 +20,8 @@ from functools import partial
 from typing import Any
 
 _QUOTED = 1000  # characters of a value or an error in a message
-# what no setting bounds: code of the user before the start (a module may import much more), and in a
-# step, where it may wait for other ranks: longer than Megatron's 10 minutes for them
+# what no setting bounds: code of the user before the start (a module may import much more), and on rank 0
+# in a step, where the others wait as long as it takes
 GUEST_START_S, GUEST_STEP_S = 300.0, 1800.0
 # behind it a process whose interpreter is held ends
 _HELD_S = 10.0
@@ -58,9 +58,13 @@ def import_plug(flag: str, path: str) -> Any:
     return found
 
 
+class GuestFailed(ValueError):
+    """Code of the user has raised, or tried to exit, or took too long."""
+
+
 @contextmanager
 def guest(what: str, *, limit_s: float | None = None) -> Iterator[None]:
-    """Run code of the user: whatever it raises, or exits with, becomes a ValueError.
+    """Run code of the user: whatever it raises, or exits with, becomes a GuestFailed.
 
     Its text is one line: ``what``, then the text of a ValueError, or the kind and the text of another
     error.  Ctrl-C stays a KeyboardInterrupt.  ``os._exit`` is held (``exit_held``).  ``limit_s`` holds in
@@ -75,7 +79,7 @@ def guest(what: str, *, limit_s: float | None = None) -> Iterator[None]:
             raise
         text = " ".join(quoted(error, str).split())
         kind = "" if type(error) in (ValueError, _TooLong) else f"raised {type(error).__name__}: "
-        raise ValueError(f"{what}: {kind}{text}") from error
+        raise GuestFailed(f"{what}: {kind}{text}") from error
 
 
 _guests = 0  # that are running, in any thread

@@ -63,6 +63,7 @@ from r3train.loop.routes import Routes, planted_in_routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stop import StopRequested
 from r3train.loop.throughput import TrainSpeed
+from r3train.plugs import GuestFailed
 from r3train.types import RankSlice, Scored
 
 if TYPE_CHECKING:
@@ -150,7 +151,13 @@ class AsyncLoop:
             waited = time.monotonic()
             if self._colocate:
                 self._actor.memory.hold(*_TRAINING)
-            metrics.update(self._train(rollout_id, slices, prepared))
+            try:
+                metrics.update(self._train(rollout_id, slices, prepared))
+            except GuestFailed as error:  # on all ranks, and no weight has moved
+                if self._source is not None:
+                    self._source.put_back()
+                keeper.failed(rollout_id, str(error), what="a rollout could not be trained")
+                raise
             verdict = self._judge(rollout_id, prepared)
             metrics.update(self._route_metrics())
             if verdict is not None:
@@ -351,7 +358,10 @@ class AsyncLoop:
     def _train(
         self, rollout_id: int, steps: Sequence[list[RankSlice]], prepared: Prepared | None
     ) -> dict[str, Any]:
-        """Log-prob passes over the whole rollout, then its optimizer steps."""
+        """Log-prob passes over the whole rollout, then its optimizer steps.
+
+        Raises GuestFailed, on all ranks, for code of the user that fails before the first step.
+        """
         if self._rank_zero is not None:
             self._rank_zero.display.train_update("training")
         began = time.monotonic()
@@ -380,12 +390,22 @@ class AsyncLoop:
                 self._topologies,
                 self._actor.topology.rank,
             )
-        reports = [
-            self._actor.train_step(
-                step, old, ref, rollout_id if i == 0 else None, teacher_log_probs=teacher
+        reports = []
+        for i, step in enumerate(steps):
+            version = rollout_id if i == 0 else None
+            reports.append(
+                self._actor.train_step(step, old, ref, version, teacher_log_probs=teacher)
             )
-            for i, step in enumerate(steps)
-        ]
+            if reports[-1]["skipped_steps"]:
+                errors = [
+                    error for of_rank in gather_json(self._actor.loss_errors) for error in of_rank
+                ]
+                if errors and i == 0:
+                    raise GuestFailed(errors[0])
+                if errors:  # a part of the rollout is trained: no checkpoint could go on from there
+                    raise ValueError(
+                        f"{errors[0]} (in optimizer step {i + 1} of rollout {rollout_id})"
+                    )
         if self._config.trainer.ci_test and rollout_id == 0:
             is_actor = not self._config.lora.lora_adapter_path
             replayed = self._config.algorithm.ref_routing == "replay"

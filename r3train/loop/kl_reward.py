@@ -18,7 +18,8 @@ from r3train.algo.divergence import log_ratio
 from r3train.config.algorithm import AlgorithmSection
 from r3train.layout.microbatch import shifted, token_rows
 from r3train.loop.prepare import Prepared, advantages_with_kl
-from r3train.loop.scatter import gather_arrays, scatter_arrays
+from r3train.loop.scatter import broadcast_json, gather_arrays, scatter_arrays
+from r3train.plugs import GuestFailed
 from r3train.routing.fingerprint import split_uids
 from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample
 
@@ -35,7 +36,7 @@ def pay_for_kl(
     """Give this rank's slices their final advantages; a collective.
 
     prepared: the rollout on rank 0, None elsewhere; the log-probs: of ``compute_log_probs``.
-    Returns the slices and, on rank 0, metrics.
+    Returns the slices and, on rank 0, metrics.  Raises GuestFailed, on all ranks, where the estimator fails.
     """
     uids, ratios = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for s in (s for step in steps for s in step):
@@ -44,12 +45,17 @@ def pay_for_kl(
             uids.append(s.token_uids[s.loss_mask])
             ratios.append(held_ratios(old, reference).cpu().numpy()[s.loss_mask])
     rows = gather_arrays(np.concatenate(uids)), gather_arrays(np.concatenate(ratios))
-    of_ranks, metrics = None, {}
+    of_ranks, metrics, failed = None, {}, ""
     if prepared is not None:
         found = np.concatenate(rows[0]), np.concatenate(rows[1])
-        samples = advantages_with_kl(
-            prepared.samples, algorithm, log_ratios(prepared.samples, *found)
-        )
+        ratios_of = log_ratios(prepared.samples, *found)
+        try:
+            samples = advantages_with_kl(prepared.samples, algorithm, ratios_of)
+        except ValueError as error:  # of an estimator of the user's
+            failed = str(error)
+    if failed := broadcast_json(failed):
+        raise GuestFailed(failed)
+    if prepared is not None:
         of_ranks = _advantages_of_ranks(prepared.microbatches, samples, topologies)
         episodes = sum(s.sample.is_last_step is not False for s in samples)
         metrics = {

@@ -79,9 +79,38 @@ def test_torchrun_shows_a_mistake_once(tmp_path):
     assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
 
 
-@pytest.mark.slow
-def test_an_estimator_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
-    tmp_path, tiny, tiny_flags
+GUESTS = "tests.unit.guest_code"
+WITH_KL = ("--kl-coef", "0.1", "--ref-load")
+
+
+@pytest.mark.parametrize(
+    "flags, ranks, before, what, cause",
+    [
+        pytest.param(
+            ("--advantage-estimator", f"{GUESTS}:advantages_fail_later"),
+            *(1, (), "a rollout could not be scored", "raised KeyError: 'gold'"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--advantage-estimator", f"{GUESTS}:advantages_fail_behind_the_reference"),
+            *(2, WITH_KL, "a rollout could not be trained", "raised KeyError: 'gold'"),
+            marks=pytest.mark.slow,
+        ),
+        (
+            ("--policy-loss", f"{GUESTS}:loss_fails_later_on_rank_1"),
+            *(2, (), "a rollout could not be trained", "raised KeyError: 'gold'"),
+        ),
+        pytest.param(
+            ("--policy-loss", f"{GUESTS}:loss_hangs_later_on_rank_1"),
+            *(2, ("--distributed-timeout-minutes", "1"), "a rollout could not be trained"),
+            "it took longer than 48 s",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["estimator", "estimator behind the reference", "loss on one rank", "loss hangs"],
+)
+def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
+    flags, ranks, before, what, cause, tmp_path, tiny, tiny_flags
 ):
     prompt = Prompt("p", 0, "", np.array([3, 4], np.int32), ["a"])
     samples = [
@@ -104,19 +133,27 @@ def test_an_estimator_that_fails_is_named_and_its_rollout_trained_after_a_resump
         own = samples[4 * rollout_id : 4 * rollout_id + 4]
         groups = [[(s, float(s.sample_id % 2)) for s in pair] for pair in (own[:2], own[2:])]
         dump_rollout(tmp_path / "rollouts", rollout_id, groups)
-    flags = (
+    given, settings = flags, (
         *(*tiny_flags, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
         *("--expert-model-parallel-size", "1", "--num-rollout", "2", "--global-batch-size", "4"),
         *("--replay-rollouts", str(tmp_path / "rollouts"), "--save", str(tmp_path / "saved")),
+        *before,
+        *([str(tiny / "model")] if before == WITH_KL else []),
     )
-    name = "tests.unit.guest_code:advantages_fail_later"
-    failed = jobs.run(tmp_path / "failed", *flags, "--advantage-estimator", name, ranks=1)
+    failed = jobs.run(tmp_path / "failed", *settings, *given, ranks=ranks)
     assert failed.code == 1, failed.output
-    what = f"--advantage-estimator {name}: raised KeyError: 'gold'"
-    said = "a rollout could not be scored after 1 rollouts; a checkpoint was saved"
-    assert f"{said}: {what}" in failed.output and f"ValueError: {what}" in failed.output
-    again = ("--load", str(tmp_path / "saved"))
-    resumed = jobs.run(tmp_path / "resumed", *flags, *again, ranks=1)
+    named = f"{' '.join(given)}: {cause}"
+    output = " ".join(failed.output.split())
+    assert f"{what} after 1 rollouts; a checkpoint was saved: {named}" in output
+    assert f"GuestFailed: {named}" in output
+    resumed = jobs.run(
+        tmp_path / "resumed", *settings, "--load", str(tmp_path / "saved"), ranks=ranks
+    )
     assert resumed.code == 0, resumed.output
     steps = [record["step"] for job in (failed, resumed) for record in job.metrics()]
     assert steps == [0, 1]
+    if given[0] == "--policy-loss":  # which is the default, but for its end
+        whole = jobs.run(
+            tmp_path / "whole", *settings, "--save", str(tmp_path / "own"), ranks=ranks
+        )
+        jobs.same_numbers(whole.metrics(), failed.metrics() + resumed.metrics())

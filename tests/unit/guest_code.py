@@ -9,6 +9,8 @@ import time
 
 import numpy as np
 
+from r3train.algo.losses.registry import get_policy_loss
+
 
 def advantages_exit(groups, rewards, algorithm):
     sys.exit(0)
@@ -25,8 +27,38 @@ def advantages_fail_later(groups, rewards, algorithm):
     return [[np.ones(sample.num_tokens) for sample in group] for group in groups]
 
 
+_estimates = itertools.count(1)
+
+
+def advantages_fail_behind_the_reference(groups, rewards, algorithm):
+    """Fail on the second rollout when it comes again, with what the KL costs."""
+    if next(_estimates) == 4:
+        raise KeyError("gold")
+    return [[np.ones(sample.num_tokens) for sample in group] for group in groups]
+
+
 def loss_exits(rows, algorithm):
     sys.exit(0)
+
+
+_losses = itertools.count()
+
+
+def _comes_to_rank_1_again(rows) -> bool:
+    of_values = rows.log_probs.device.type != "meta"
+    return of_values and os.environ["RANK"] == "1" and next(_losses) >= 1
+
+
+def loss_fails_later_on_rank_1(rows, algorithm):
+    if _comes_to_rank_1_again(rows):
+        raise KeyError("gold")
+    return get_policy_loss("ppo")(rows, algorithm)
+
+
+def loss_hangs_later_on_rank_1(rows, algorithm):
+    while _comes_to_rank_1_again(rows):
+        time.sleep(600)
+    return get_policy_loss("ppo")(rows, algorithm)
 
 
 def one(prompt, text, ids):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import (
     GUEST_START_S,
-    GUEST_STEP_S,
+    GuestFailed,
     find_plug,
     guest,
     import_plug,
@@ -41,10 +43,10 @@ def get_policy_loss(name: str) -> PolicyLoss:
     return require_function(_FLAG, name, found, "rows", "algorithm")
 
 
-def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
+def configured_loss(algorithm: AlgorithmSection, limit_s: float | None = None) -> PolicyLoss:
     """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``.
 
-    Whatever a loss by import path raises names it.
+    Whatever a loss by import path raises names it, and so does ``limit_s``, the longest that it may take.
     """
     if algorithm.loss_type == "sft":
         from r3train.algo.losses.sft import sft
@@ -56,10 +58,38 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
         return policy_loss
 
     def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-        with guest(f"{_FLAG} {name}", limit_s=GUEST_STEP_S):
-            return policy_loss(rows, algorithm)
+        with guest(f"{_FLAG} {name}", limit_s=limit_s):
+            found = policy_loss(rows, algorithm)
+            if found.loss.shape != rows.mask.shape:
+                got, expected = list(found.loss.shape), list(rows.mask.shape)
+                raise ValueError(f"returned a loss of shape {got} for {expected} rows")
+            return found
 
     return named
+
+
+def held_loss(
+    policy_loss: PolicyLoss, metrics: Sequence[Sequence[str]], errors: list[str]
+) -> PolicyLoss:
+    """The same loss, but what a user's raises goes to ``errors``, and its rows and metrics are NaN.
+
+    So no rank leaves the others alone in the middle of a step: a loss that is not finite skips it on all.
+    metrics: of ``metric_names``.
+    """
+    own = [[name for name in names if name != "num_tokens"] for names in metrics]
+
+    def held(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+        from r3train.algo.rows import RowLoss
+
+        try:
+            return policy_loss(rows, algorithm)
+        except GuestFailed as error:
+            errors.append(str(error))
+            nan = rows.log_probs.detach().new_full((), math.nan)
+            sums, maxima = (dict.fromkeys(names, nan) for names in own)
+            return RowLoss(rows.log_probs * math.nan, sums, maxima)
+
+    return held
 
 
 def check_policy_loss(algorithm: AlgorithmSection) -> None:

@@ -16,7 +16,7 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3train.algo.losses.registry import configured_loss
+from r3train.algo.losses.registry import configured_loss, held_loss
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -55,8 +55,12 @@ class MegatronActor:
         # weights that draw tokens are this many rollouts old at most; sft draws none
         is_sft = config.algorithm.loss_type == "sft"
         self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
-        loss = configured_loss(config.algorithm)
+        # a loss of the user's that hangs on one rank is named before the others give that rank up
+        limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
+        loss = configured_loss(config.algorithm, limit_s)
         self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
+        self.loss_errors: list[str] = []  # what it raised on this rank in the last step
+        self._policy_loss = held_loss(loss, self._metric_names, self.loss_errors)
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
@@ -175,6 +179,7 @@ class MegatronActor:
         do below ``min_ess``, and ``low_ess_steps`` is 1.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self.loss_errors.clear()
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
@@ -206,8 +211,11 @@ class MegatronActor:
         return [r.expert_bias for r in routers if r.expert_bias is not None]
 
     def _finite(self, loss: float) -> bool:
-        """Return True if the loss and every gradient on every rank are finite; a collective."""
-        finite = torch.tensor(math.isfinite(loss), device=self.device)
+        """Return True if the loss and every gradient on every rank are finite; a collective.
+
+        False too where a loss of the user's failed, on rows of padding alone for instance.
+        """
+        finite = torch.tensor(math.isfinite(loss) and not self.loss_errors, device=self.device)
         for chunk in self.model.chunks:
             for p in (p for p in chunk.parameters() if p.requires_grad):
                 finite &= torch.isfinite(p.main_grad.sum())
@@ -238,6 +246,7 @@ class MegatronActor:
         step = make_train_step(
             batches,
             self.replay,
+            self._policy_loss,
             self._algorithm,
             self._temperature,
             self._log_probs_chunk_size,

@@ -13,8 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from r3train.algo.corrections import log_prob_gap_histogram
-from r3train.algo.losses.registry import configured_loss
-from r3train.algo.policy_loss import microbatch_loss
+from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
 from r3train.algo.rows import LossRows
 from r3train.config.algorithm import AlgorithmSection
 from r3train.trainer.megatron.hf_bridge import unwrap
@@ -172,6 +171,7 @@ def make_log_prob_step(
 def make_train_step(
     batches: dict[int, DeviceSlice],
     replay: RoutingReplayManager | None,
+    policy_loss: PolicyLoss,
     algorithm: AlgorithmSection,
     temperature: float,
     chunk_size: int,
@@ -187,7 +187,6 @@ def make_train_step(
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     chunk_size: as for ``make_log_prob_step``.
     """
-    policy_loss = configured_loss(algorithm)
 
     def loss_func(batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor) -> tuple:
         draw, record = _draw(batch, model, replay, temperature, chunk_size)
