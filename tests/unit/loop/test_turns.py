@@ -1,0 +1,88 @@
+"""--colocate: the order in which servers and actor hold memory when a server is lost between two turns."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+from torch.distributed import HashStore
+
+from r3train.config.hf_facts import read_hf_facts
+from r3train.engine.backend import EngineDied, SamplingParams
+from r3train.generation.producer import Producer
+from r3train.host_group import join_ranks, leave_ranks
+from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.parts import RankZero
+from r3train.observe.console import RunDisplay
+from r3train.types import RankTopology
+from tests.unit.config.test_config import config
+from tests.unit.simulated_engine import SimulatedEngine, prompt_for
+
+
+class Side:
+    """Rank 0's servers, whose first release fails; the actor writes into the same list."""
+
+    def __init__(self):
+        self.calls = []
+        self.publisher = None
+
+    def hold_memory(self, *kinds):
+        self.calls.append(("servers", *kinds))
+        if len(self.calls) == 1:
+            raise EngineDied("killed")
+
+    def restart(self):
+        self.calls.append(("restart",))
+
+    def restored(self, version):
+        self.calls.append(("restored", version))
+        self.producer.resume()
+
+
+def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_for_that(tiny):
+    settings = config(
+        hf_checkpoint=tiny / "model",
+        rollout_batch_size=2,
+        n_samples_per_prompt=2,
+        num_rollout=4,
+        colocate=True,
+        max_weight_staleness=0,
+        max_engine_restarts=1,
+    )
+    engine, side, taken = SimulatedEngine(), Side(), []
+    memory = SimpleNamespace(hold=lambda *parts: side.calls.append(("actor", *parts)))
+    join_ranks("gloo", HashStore(), 0, 1, timeout=timedelta(seconds=60))
+    try:
+        loop = AsyncLoop(
+            settings,
+            read_hf_facts(tiny / "model"),
+            SimpleNamespace(topology=RankTopology(), memory=memory),
+            rank_zero=RankZero(side, RunDisplay(4, enabled=False), None, None),
+            evidence=None,
+            keeper=None,
+            routes=SimpleNamespace(slices=lambda prepared, count: []),
+        )
+        loop._send_weights = lambda *_: (side.calls.append(("sent",)) or {}, None)
+        loop._prepare = lambda _, groups: (taken.extend(groups) or SimpleNamespace(counts=[0]), {})
+        with Producer(settings.rollout, lambda: engine, prompt_for, SamplingParams(20)) as producer:
+            loop._source = side.producer = producer
+            slices, *_ = loop._take_rollout(0)
+            stats = producer.stats()
+    finally:
+        leave_ranks()
+    assert slices == [[]] and [group[0][0].group_id for group in taken] == [0, 1]
+    assert side.calls == [
+        ("servers",),
+        ("actor",),  # a new server takes all of its memory
+        ("restart",),
+        ("servers",),
+        ("actor", "weights"),
+        ("sent",),
+        ("actor",),
+        ("servers", "weights", "kv_cache"),
+        ("restored", 0),
+        ("actor",),
+        ("servers",),
+    ]
+    assert stats["in_flight"] == 0
+    assert len(engine.asked) == 4, "answers that were complete were asked for again"
