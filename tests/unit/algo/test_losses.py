@@ -1,5 +1,6 @@
 import math
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -200,6 +201,30 @@ def test_the_kind_of_kl_and_its_ratio_reach_the_loss():
             kl_estimate(kind, again, ref[:1]).sum().backward()
             weight = math.exp(0.5) if unbiased else 1.0
             assert new.grad[0].item() == pytest.approx(0.5 * weight * again.grad.item())
+
+
+def test_the_weighed_kl_of_k2_and_k3_plus_has_the_expected_gradient_of_the_divergence():
+    # three tokens, each weighed by how often the older policy draws it
+    old, ref = vector(0.5, 0.3, 0.2).log(), vector(0.2, 0.2, 0.6).log()
+    logits = leaf(0.1, 0.9, -0.4)
+    new = logits.log_softmax(0)
+
+    def gradient(value):
+        return torch.autograd.grad(value, logits, retain_graph=True)[0].tolist()
+
+    forward = gradient((new.exp() * (new - ref)).sum())
+    expected = {
+        "k1": [0.0, 0.0, 0.0],
+        "k2": forward,
+        "k3": gradient((ref.exp() * (ref - new)).sum()),
+        "k3+": forward,
+    }
+    for kind, wanted in expected.items():
+        algorithm = AlgorithmSection(kl_loss_coef=1.0, kl_loss_type=kind, use_unbiased_kl=True)
+        rows = loss_rows(new, old, vector(0, 0, 0), ref_log_probs=ref)
+        rows = replace(rows, samples=torch.arange(3), loss_weights=old.exp())
+        got = gradient(microbatch_loss(ppo, rows, algorithm).loss)
+        assert got == pytest.approx(wanted, abs=1e-12), kind
 
 
 def test_a_teacher_moves_the_advantages_before_the_loss_and_its_masks():
