@@ -104,7 +104,7 @@ class AlgorithmSection(Section):
     kl_loss_type: Literal["k1", "k2", "k3", "k3+"] = "k3"
     """Estimator of that KL; k3+ has the value of k3 and the gradient of k2."""
     use_unbiased_kl: bool = False
-    """Weight that KL by the ratio new / old, for tokens that an older policy sampled."""
+    """Weight that KL by the ratio new / old, for tokens that an older policy sampled; meant for k2 and k3+."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     use_tis: bool = False
