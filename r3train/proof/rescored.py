@@ -234,8 +234,11 @@ def _differing_rows(
 
 
 def _log_probs_off(sample: RolloutSample, again: Rescored) -> np.ndarray:
-    """float64[T-1-first_row], nan for tokens that the model did not generate in this part."""
+    """float64[T-1-first_row], nan for tokens that the model did not generate in this part.
+
+    nan too for those of earlier turns, which are part of the prompt where each turn is a sample.
+    """
     first, end = again.first_row + 1, len(again.token_ids)
     off = np.abs(again.log_probs.astype(np.float64) - sample.rollout_log_probs[first:end])
     of_part = sample.weight_versions[first:end] == again.weight_version
-    return np.where(of_part, off, np.nan)
+    return np.where(of_part & (np.arange(first, end) >= sample.prompt_len), off, np.nan)

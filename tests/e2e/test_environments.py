@@ -79,7 +79,7 @@ def flags_of(calculator, samples: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("samples", ["trajectory", pytest.param("turn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("samples", ["trajectory", "turn"])
 def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_same_losses(
     samples, calculator, engine, tmp_path
 ):

@@ -189,6 +189,16 @@ def test_missing_slots_and_an_environments_tokens_are_left_out():
     assert record.num_log_probs == TOKENS - PROMPT - 20
 
 
+def test_of_one_sample_a_turn_the_log_probs_of_earlier_turns_are_left_out_and_their_rows_are_not():
+    whole, turn = sample_of(), 70  # tokens PROMPT..69 are an earlier turn's
+    own = np.arange(TOKENS) >= turn
+    log_probs = np.where(own, whole.rollout_log_probs, np.float32(0))
+    last = replace(whole, prompt_len=turn, loss_mask=own, rollout_log_probs=log_probs)
+    record, failures = judged(last, again_of(whole))
+    assert failures == [] and record.num_log_probs == TOKENS - turn
+    assert record.num_rows == TOKENS - 1
+
+
 def test_the_last_part_is_compared_from_its_first_row_and_its_version_on():
     versions = np.where(np.arange(TOKENS) > 70, 4, 3).astype(np.int32)
     sample = sample_of(weight_versions=versions)
