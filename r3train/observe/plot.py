@@ -168,7 +168,7 @@ def _plot_counts(axes: Axes, records: Records) -> None:
     series = [(label, c, w, *numbers(records, key)) for key, label, c, w in curves]
     if not any(_any_finite(values) for *_, values in series):
         _title(axes, "R3")
-        _say(axes, "R3 off" if not any("r3/passed" in r for r in records) else "no counts")
+        _say(axes, "R3 unchecked" if not any("r3/passed" in r for r in records) else "no counts")
         return
     words, color = r3_verdict(records)
     _title(axes, f"R3: {words}", color)

@@ -43,19 +43,32 @@ def test_a_killed_server_ends_the_job_with_its_cause_within_30_s(tmp_path, tiny_
             end(tree)
 
 
-def test_a_reward_that_hangs_ends_the_job_with_its_prompt_and_its_bound(
-    tmp_path, tiny_flags, engine
+@pytest.mark.parametrize(
+    "reward, does",
+    [
+        ("hangs_async", r"took longer than reward_timeout_s 2 \(sample \d+\)"),
+        pytest.param("fails", "raised KeyError: 'gold'", marks=pytest.mark.slow),
+        pytest.param("exits", "raised SystemExit: 0", marks=pytest.mark.slow),
+        pytest.param(
+            "ends_its_process", r"ended its process \(exit code 3\)", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "floods", r"raised ValueError: y+\.\.\. \(10000000 ch", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
+    reward, does, tmp_path, tiny_flags, engine
 ):
+    path = f"tests.unit.reward_functions:{reward}"
     job = jobs.run(
         tmp_path / "run",
         *(*tiny_flags, "--num-rollout", "2", "--rollout-external-engine-addrs", engine),
-        *("--custom-rm-path", "tests.e2e.hanging_reward:reward", "--reward-timeout-s", "2"),
+        *("--custom-rm-path", path, "--reward-timeout-s", "2"),
         timeout=180,
     )
     assert job.code not in (0, None)
-    text = " ".join(job.output.split())
-    slow = "reward tests.e2e.hanging_reward:reward took longer than reward_timeout_s 2"
-    assert re.search(rf"prompt \S+: {slow} \(sample \d+\)", text)
+    assert re.search(rf"prompt \S+: reward {path} {does}", " ".join(job.output.split()))
 
 
 def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tiny_flags):

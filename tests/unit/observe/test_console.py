@@ -57,7 +57,7 @@ def test_the_step_line_holds_every_number_a_person_asks_for():
 
 
 def test_a_missing_metric_is_left_out_of_the_step_line():
-    assert step_text({"step": 0}, 3, None).plain == "step 0 (1/3)  R3 off"
+    assert step_text({"step": 0}, 3, None).plain == "step 0 (1/3)  R3 unchecked"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_missing_metric_is_left_out_of_the_step_line():
         ({"r3/passed": 0}, "R3 FAILED"),
         ({"r3/passed": math.nan}, "R3 FAILED"),
         ({"r3/rows_replayed": 10}, "R3 unchecked"),
-        ({}, "R3 off"),
+        ({}, "R3 unchecked"),
     ],
 )
 def test_the_r3_word_of_a_step_never_takes_silence_for_a_pass(metrics, verdict):

@@ -75,7 +75,7 @@ def test_odd_runs_are_drawn_too(tmp_path, steps):
 
 def test_a_run_without_r3_says_so(tmp_path, monkeypatch):
     words = words_in(monkeypatch, tmp_path, [{"rollout/reward_mean": 0.5}] * 2)
-    assert "R3 off" in words and "not measured" in words and "verdict" not in words
+    assert "R3 unchecked" in words and "not measured" in words and "verdict" not in words
 
 
 def test_a_run_whose_check_was_off_shows_its_counts_without_a_verdict(tmp_path, monkeypatch):
