@@ -89,7 +89,7 @@ class RolloutSection(Section):
     environment_max_turn_len: int | None = Field(default=None, ge=1)
     """Longest turn in tokens; unset means as much as rollout_max_response_len leaves."""
     environment_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that one step of the environment may take; a longer one ends the run."""
+    """Seconds that one step of the environment, or making one, may take; a longer one ends the run."""
     environment_samples: Literal["trajectory", "turn"] = "trajectory"
     """Samples to train from an episode: one of the whole trajectory, or one of each turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)

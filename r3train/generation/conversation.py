@@ -7,7 +7,6 @@ after each turn the rows must have no gap.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,28 +20,31 @@ from r3train.environments.base import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import Generate
-from r3train.plugs import exit_held, guest, quoted
+from r3train.generation.guest_loop import GuestLoop
+from r3train.plugs import guest, quoted
 from r3train.types import Prompt, RolloutSample
 
 
 class Conversation:
     """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
 
-    reply: writes messages behind a turn that ends with the given token; None without
+    begin: makes the environment; it and the steps run in ``guests``.  reply: writes messages behind a turn that ends with the given token; None without
     --apply-chat-template.
     """
 
     def __init__(
         self,
-        environment: Environment,
+        begin: Callable[[], Environment],
         rollout: RolloutSection,
+        guests: GuestLoop,
         *,
         encode: Callable[[str], list[int]],
         decode: Callable[[Sequence[int]], str],
         reply: Callable[[list[dict[str, Any]], int], list[int]] | None = None,
     ) -> None:
-        self._environment = environment
+        self._begin = begin
         self._rollout = rollout
+        self._guests = guests
         self._encode = encode
         self._decode = decode
         self._reply = reply
@@ -56,6 +58,11 @@ class Conversation:
         number, and for an observation that is neither text nor tokens nor messages.
         """
         rollout = self._rollout
+        beginning = (
+            f"prompt {prompt.prompt_id}, sample {sample_id}: --environment {rollout.environment}"
+        )
+        limit_s = rollout.environment_timeout_s
+        environment = await self._guests.ask(self._begin, beginning, limit_s)
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
         # for each turn: the begin and end of its own tokens, and the number of answers so far
@@ -77,7 +84,7 @@ class Conversation:
                 f"prompt {prompt.prompt_id}, sample {sample_id}, turn {index}: the step of"
                 f" --environment {rollout.environment}"
             )
-            result = await self._step(turn, step)
+            result = await self._step(environment, turn, step)
             if result.reward is not None:
                 rewards.append(_finite(result.reward, step))
             observed = self._observed(result, step, int(sample.token_ids[-1]))
@@ -99,27 +106,14 @@ class Conversation:
         texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
-    async def _step(self, turn: Turn, step: str) -> StepResult:
+    async def _step(self, environment: Environment, turn: Turn, step: str) -> StepResult:
         """Ask the environment, within its bound; whatever it does is an error of the run, never its end.
 
         Raises ValueError beginning with ``step`` for one that takes too long, raises, exits or returns
         anything but a StepResult.
         """
-        limit, task = self._rollout.environment_timeout_s, asyncio.current_task()
-        try:
-            async with asyncio.timeout(limit) as bound:
-                with exit_held():
-                    result = await self._environment.step(turn)
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
-                raise  # the rollout itself is cancelled
-            if isinstance(error, TimeoutError) and bound.expired():
-                does = f"took longer than --environment-timeout-s {limit:g}"
-            else:
-                does = f"raised {quoted(error)}"
-            raise ValueError(f"{step} {does}") from error
+        limit_s = self._rollout.environment_timeout_s
+        result = await self._guests.ask(lambda: environment.step(turn), step, limit_s)
         if not isinstance(result, StepResult):
             kind = type(result).__name__
             raise ValueError(f"{step} returned {kind}, expected a StepResult")

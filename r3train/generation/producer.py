@@ -46,8 +46,6 @@ OnWait = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
 
 _TICK_S = 0.2
-# a loop that answers no call for longer is blocked, most likely by an environment
-_BUSY_S = 60.0
 _ALIVE_EVERY_S = 0.5
 _ABORT_EVERY_S = 0.3
 _REWARDS_AWAITED_S = 30.0
@@ -278,21 +276,8 @@ class Producer:
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def _call(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """Run a call in the loop and return its result; it works after a failure too.
-
-        Raises RuntimeError where nothing else runs in the loop either: a step of an environment, which
-        runs there, blocks it.
-        """
-        limit, future = max(self._rollout.environment_timeout_s, _BUSY_S), self._post(call)
-        while not wait([future], timeout=limit).done:
-            if not wait([self._post(asyncio.sleep(0))], timeout=limit).done:
-                running = asyncio.current_task(self._loop)
-                raise RuntimeError(
-                    f"{running.get_name() if running else 'generation'} has not answered for {limit:g} s"
-                    f" (--environment-timeout-s): a step of --environment {self._rollout.environment}"
-                    " blocks the event loop; await what takes long, or run it in a thread"
-                )
-        return future.result()
+        """Run a call in the loop and return its result; it works after a failure too."""
+        return self._post(call).result()
 
     def _wait(self, call: Coroutine[Any, Any, None], on_wait: OnWait | None = None) -> None:
         """Run a call that waits for the engines; cancel it if an engine has ended."""

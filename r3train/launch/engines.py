@@ -13,7 +13,7 @@ import torch
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
-from r3train.environments.registry import begin_environment, get_environment, get_tools
+from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.gpus import server_gpus_here
 from r3train.launch.data import chat_template
@@ -29,6 +29,7 @@ from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
 from r3train.generation.episode import generate_once
 from r3train.generation.evaluate import EvalSet
+from r3train.generation.guest_loop import GuestLoop
 from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -451,9 +452,11 @@ def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
     environment, reply = get_environment(rollout.environment), None
     if job.config.data.apply_chat_template:
         reply = chat_template(job.config, job.tokenizer, get_tools(environment)).reply
+    guests = GuestLoop()
     return lambda prompt: Conversation(
-        begin_environment(rollout.environment, environment, prompt),
+        lambda: environment(prompt),
         rollout,
+        guests,
         encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
         decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
         reply=reply,

@@ -65,7 +65,7 @@ def as_the_template_writes_them(sample: RolloutSample, tokenizer) -> int:
 
 
 def flags_of(calculator, samples: str) -> list[str]:
-    """Flags of a job that plays the calculator; its last rollout hangs."""
+    """Flags of a job that plays the calculator; its last rollout blocks."""
     return [
         *("--hf-checkpoint", str(calculator / "model")),
         *("--prompt-data", str(calculator / "prompts.jsonl"), "--no-rollout-shuffle"),
@@ -85,10 +85,15 @@ def test_a_job_trains_on_turns_with_a_calculator_and_its_dump_replays_with_the_s
 ):
     flags = flags_of(calculator, samples)
     job = jobs.run(
-        tmp_path / "run", *flags, "--rollout-external-engine-addrs", engine, "--dump-rollouts"
+        tmp_path / "run",
+        *(*flags, "--rollout-external-engine-addrs", engine),
+        *("--dump-rollouts", "--save", str(tmp_path / "saved")),
     )
     assert job.code == 1, job.output
-    assert f"longer than --environment-timeout-s {LIMIT_S}" in " ".join(job.output.split())
+    said = " ".join(job.output.split())
+    assert f"generation failed after {STEPS} rollouts; a checkpoint was saved: prompt" in said
+    assert f"longer than --environment-timeout-s {LIMIT_S}: prompt" in said
+    assert "blocks the event loop" in said
     metrics = job.metrics()
     assert len(metrics) == STEPS and all(m["r3/passed"] is True for m in metrics)
     assert any(m["rollout/reward_mean"] > 0 for m in metrics)

@@ -1,9 +1,9 @@
-"""The calculator as a tool of the chat template, which answers in messages; it hangs at some prompts."""
+"""The calculator as a tool of the chat template, which answers in messages; it blocks at some prompts."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,6 +36,6 @@ class ToolCalculator(Calculator):
 
     async def step(self, turn: Turn) -> StepResult:
         if self._hangs:
-            await asyncio.sleep(HANGS_S)
+            time.sleep(HANGS_S)  # and not asyncio's: all environments wait
         result = await super().step(turn)
         return replace(result, observation=[{"role": "tool", "content": result.observation}])

@@ -30,6 +30,7 @@ from r3train.generation.conversation import Conversation
 from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
 from r3train.tiny import TinyOptions, build
+from r3train.generation.guest_loop import GuestLoop
 from r3train.types import Prompt
 
 PROMPT = Prompt("p", 0, "make 7", np.array([3, 4], np.int32), 7)
@@ -103,6 +104,9 @@ def test_an_environment_is_found_by_name_and_by_path():
     assert get_environment("r3train.environments.calculator:Calculator") is Calculator
 
 
+GUESTS = GuestLoop()
+
+
 class Script:
     """Says two tokens after every turn; ``done_at`` ends it."""
 
@@ -116,10 +120,11 @@ class Script:
         return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
 
 
-def conversation(script, *, sample_a_turn=False, max_turn_len=3, reply=None, **limits):
+def conversation(script, guests=None, *, sample_a_turn=False, max_turn_len=3, reply=None, **limits):
     return Conversation(
-        script,
+        lambda: script,
         rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len, **limits),
+        guests or GUESTS,
         encode=lambda text: [ord(c) for c in text],
         decode=lambda ids: " ".join(map(str, ids)),
         reply=reply,
@@ -332,26 +337,47 @@ async def test_a_rollout_that_is_cancelled_in_a_step_of_its_environment_stays_so
         await task
 
 
-def test_a_step_that_blocks_the_event_loop_holds_neither_training_nor_the_end(monkeypatch):
-    monkeypatch.setattr(producers, "_BUSY_S", 0.2)
-    release = threading.Event()
-    settings = rollout_section(**in_turns(False), environment_timeout_s=0.2)
+def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_checkpoint():
+    release, blocked = threading.Event(), []
+
+    def step():
+        blocked.append(release.wait(60))
+
+    settings = rollout_section(**in_turns(False))
+    guests = GuestLoop()
     producer = Producer(
         settings,
         lambda: SimulatedEngine(length=lambda _: 1000),
         lambda group: replace(PROMPT, prompt_id=str(group)),
         SamplingParams(100),
-        make_episode=lambda prompt: conversation(Misbehaving(lambda: release.wait(60) and None)),
+        make_episode=lambda prompt: conversation(
+            Misbehaving(step), guests, environment_timeout_s=0.2
+        ),
+    )
+    blocks = (
+        "^prompt ., sample ., turn 0: the step of --environment .* took longer than --environment-timeout-s 0.2:"
+        " prompt 0, sample 0, turn 0: the step of --environment .* blocks the event loop"
     )
     try:
-        with pytest.raises(
-            RuntimeError,
-            match="^sample 0 of prompt 0 has .* a step of --environment .* blocks the event",
-        ):
+        with pytest.raises(ValueError, match=blocks):
             producer.next_batch(0, lambda _: None)
+        assert not blocked and producer.snapshot() is not None
     finally:
         release.set()
         producer.close()
+
+
+async def test_an_environment_that_waits_when_it_is_made_has_the_bound_of_a_step():
+    def begin():
+        return time.sleep(2)
+
+    late = "^prompt 0, sample 40: --environment .* took longer than --environment-timeout-s 0.2"
+    section = rollout_section(**in_turns(False), environment_timeout_s=0.2)
+    episode = Conversation(begin, section, GuestLoop(), encode=list, decode=str)
+    with pytest.raises(ValueError, match=late):
+        await episode(
+            None, replace(PROMPT, prompt_id="0"), sampling=SamplingParams(9), sample_id=40
+        )
 
 
 class Messages(Script):
@@ -509,8 +535,9 @@ def test_a_dumped_episode_reads_as_the_template_writes_it(tmp_path):
             )
 
         play = Conversation(
-            ToolCalculator(prompt),
+            lambda: ToolCalculator(prompt),
             rollout_section(environment_max_turns=3, environment_max_turn_len=6),
+            GUESTS,
             encode=tokenizer.encode,
             decode=lambda ids: tokenizer.decode(ids, skip_special_tokens=True),
             reply=reply,

@@ -23,6 +23,7 @@ from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.check import SAMPLING_MASK, StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.generation.guest_loop import GuestLoop
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 prepare_device()
@@ -76,12 +77,13 @@ def play(sample_a_turn: bool, sampling: SamplingParams = SamplingParams(50)) -> 
         )
 
     episode = conversation.Conversation(
-        Talkative(),
+        Talkative,
         rollout_section(
             environment_max_turns=3,
             environment_max_turn_len=4,
             environment_samples="turn" if sample_a_turn else "trajectory",
         ),
+        GuestLoop(),
         encode=list,
         decode=str,
     )
