@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_ALWAYS_FUSED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
+_ALWAYS_FUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 # what another value than its first would add to B A x; keys that are missing have PEFT's default
 _PLAIN: dict[str, tuple[Any, ...]] = {

@@ -10,5 +10,5 @@ settings.load_profile("r3train")
 
 def pytest_addoption(parser):
     """Add what a test of a page's numbers asks for."""
-    help = "write docs/internals/families.md from what tests/oracle/test_families.py saw"
+    help = "write docs/internals/families.md, adapters.md from what the tests of tests/oracle saw"
     parser.addoption("--write-docs", action="store_true", help=help)

@@ -335,7 +335,6 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": (1.0, 1.0),
         },
         moe_layer=_SHARED,
-        lora=False,
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from r3train.config.families import FAMILIES, has_fused_experts, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import ALL_LINEAR, FUSED, LATENT, LINEARS, LoraSection
+from r3train.config.lora import ALL_LINEAR, FUSED, LINEARS, LoraSection
 from r3train.config.run import RunConfig
 
 
@@ -118,11 +118,6 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if config.lora.lora_serving == "merged":
         yield from _apart(targets, hf)
     tp, heads = config.parallel.tensor_model_parallel_size, hf.num_key_value_heads
-    if tp > 1 and any(name.split(".")[-2] in LATENT for name in targets):
-        yield (
-            f"--tensor-model-parallel-size {tp}: adapters of latent attention were verified on one"
-            " tensor rank; --exclude-modules self_attn leaves them out"
-        )
     if heads % tp and any(name.split(".")[-2] == "k_proj" for name in targets):
         yield (
             f"{hf.path}: num_key_value_heads {heads} does not divide by tensor_model_parallel_size {tp},"

@@ -35,7 +35,7 @@ from r3train import types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.engine import client, publish, publish_disk
+from r3train.engine import adapters, client, publish, publish_disk
 from r3train.engine.backend import Request, Segment
 from r3train.generation import conversation
 from r3train.generation.rescoring import NOISE_IDS
@@ -908,6 +908,35 @@ def scale_not_merged(original, self):
 @replaces(lora.Lora, "_joined")
 def qkv_joined_as_on_disk(original, self, parts, dim):
     return torch.cat(parts, dim)
+
+
+@of_adapters("a list holds the B's: overlapped gathers wait for what a called module holds itself")
+@_changes_adapters
+def b_in_a_list(adapter):
+    held = adapter.b
+    for i, b in enumerate(held):
+        delattr(adapter, f"b{i}")
+        object.__setattr__(adapter, f"b{i}", b)
+    adapter.held = torch.nn.ParameterList(held)
+
+
+@of_adapters("every tensor rank's copy of a factor is exported")
+@replaces(lora, "_whole_factors")
+def replicas_exported_twice(original, chunks, value_of):
+    for name, whole in original(chunks, value_of):
+        yield name, whole
+        if name.endswith("o_proj.lora_B"):
+            yield name, whole
+
+
+@mutation(
+    "the adapter of the version before is loaded under the new version's name",
+    caught_by="tests/e2e/test_lora_job.py",
+)
+@replaces(adapters.AdapterPublisher, "_load")
+def adapter_of_last_version(original, self, version):
+    before = self._directory / adapters.adapter_name(max(version - 1, 0))
+    self._engine.load_adapter(adapters.adapter_name(version), str(before))
 
 
 @of_adapters("gate and up are swapped")

@@ -73,9 +73,9 @@ def options_of(name: str) -> TinyOptions:
     return replace(SMALL, family=family)
 
 
-def make(directory: Path, name: str) -> np.ndarray:
+def make(directory: Path, name: str, **changes: Any) -> np.ndarray:
     """Write a checkpoint with every weight random; returns transformers' log-probs, float32[T]."""
-    options = options_of(name)
+    options = replace(options_of(name), **changes)
     model = random_model(options, **CASES[name]).eval()
     torch.manual_seed(0)
     with torch.no_grad():

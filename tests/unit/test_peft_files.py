@@ -185,7 +185,8 @@ def test_what_peft_would_drop_is_saved_merged(base):
 
 
 @pytest.mark.parametrize(
-    "family, without_experts", [("moonlight", False), ("glm4_moe_lite", False), ("qwen2_moe", True)]
+    "family, without_experts",
+    [("moonlight", False), ("glm4_moe_lite", False), ("deepseek_v2", False), ("qwen2_moe", True)],
 )
 def test_peft_drops_shared_experts_of_some_families_also_without_routed_ones(
     family, without_experts, tmp_path
