@@ -21,6 +21,8 @@ from r3train.proof.audit import audit_run
 _OF_THE_START = ("run", "checkpoint", "trackers", "faults")
 _NOT_COMPARED = ("perf/", "faults/", "rollout/generation_s")
 _SHOWN = 10
+# of a metric in both runs together; fewer do not tell its noise
+_LEAST_CHANGES = 4
 
 
 @click.command()
@@ -59,7 +61,12 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
     common = {r["step"] for r in records[0]} & {r["step"] for r in records[1]}
     if not common:
         raise click.UsageError("the two runs have no step in common")
-    click.echo(found or f"metrics: within the noise in all {len(common)} steps of both")
+    if not found and noise and len(common) < 1 + _LEAST_CHANGES // 2:
+        click.echo(
+            f"metrics: not compared, {len(common)} steps do not tell their noise (--noise 0)"
+        )
+    else:
+        click.echo(found or f"metrics: within the noise in all {len(common)} steps of both")
     if tokens is None:
         click.echo("tokens: not compared, no rollout was dumped by both (--dump-rollouts)")
     else:
@@ -84,7 +91,8 @@ def first_metric(
     """The first step, and its metric furthest out, at which two runs differ by more than noise; or "".
 
     noise: in units of the metric's median change from one step to the next in both runs, or of its mean
-    change where most steps change nothing.  Times are not compared.
+    change where most steps change nothing.  Of a metric with fewer than four changes only a number beside
+    none counts, unless noise is 0.  Times are not compared.
     """
     worst: tuple[int, float, str] | None = None
     for key in sorted({k for r in one for k in r} & {k for r in other for k in r}):
@@ -95,10 +103,11 @@ def first_metric(
         changes = np.concatenate(changes)
         changes = changes[np.isfinite(changes)]
         unit = float(np.median(changes) or np.mean(changes)) if len(changes) else 0.0
+        most = np.finfo(float).max if noise and len(changes) < _LEAST_CHANGES else noise * unit
         for step in sorted(a.keys() & b.keys()):
-            gap = np.nan_to_num(abs(a[step] - b[step]), nan=np.inf)
+            gap = np.nan_to_num(abs(a[step] - b[step]), nan=np.inf, posinf=np.inf)
             same = a[step] == b[step] or (np.isnan(a[step]) and np.isnan(b[step]))
-            if same or gap <= noise * unit:
+            if same or gap <= most:
                 continue
             far = gap / unit if unit else np.inf
             if worst is None or (step, -far) < worst[:2]:

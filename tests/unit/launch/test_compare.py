@@ -14,11 +14,19 @@ from tests.unit.evidence_dirs import write_run
 
 
 def run_dir(
-    path, *, steps=range(8), lr=0.1, loss=lambda step: 1 / (step + 1), token=9, seconds=1.0
+    path,
+    *,
+    steps=range(8),
+    lr=0.1,
+    loss=lambda step: 1 / (step + 1),
+    token=9,
+    seconds=1.0,
+    seldom=(1.0, 1.001),
 ):
     with MetricsWriter(path, tensorboard=False) as metrics:
         for step in steps:
-            metrics.write(step, {"train/loss": loss(step), "perf/step_s": seconds})
+            numbers = {"train/loss": loss(step), "perf/step_s": seconds}
+            metrics.write(step, numbers | dict(zip(["train/seldom"], seldom[step : step + 1])))
     (path / "config.toml").write_text(f'[trainer]\nlr = {lr}\n[run]\nrun_dir = "{path}"\n')
     for rollout_id in range(2):
         one = sample(rollout_id, 6)
@@ -74,6 +82,26 @@ def test_counts_that_seldom_change_have_noise_too(tmp_path):
     runs = [run_dir(tmp_path / f"{i}", loss=loss) for i, loss in enumerate(seldom)]
     assert compare(*runs)[0] == 0
     assert compare(*runs, "--noise", 0)[0] == 1
+
+
+def test_a_metric_of_two_steps_has_no_noise_and_counts_without_it_or_beside_none(tmp_path):
+    run = run_dir(tmp_path / "a")
+    for name, seldom, noise, expected in (
+        ("b", (2.0, 2.001), 6, 0),
+        ("c", (2.0, 2.001), 0, 1),
+        ("d", (float("inf"), 1.1), 6, 1),
+        ("e", (float("nan"), 1.1), 6, 1),
+    ):
+        code, said = compare(run, run_dir(tmp_path / name, seldom=seldom), "--noise", noise)
+        assert code == expected and ("metric train/seldom: 1, " in said) == bool(code), said
+
+
+def test_runs_too_short_to_know_their_noise_are_not_called_equal(tmp_path):
+    runs = [run_dir(tmp_path / name, steps=range(2), loss=lambda s: 9.0) for name in "ab"]
+    code, said = compare(*runs)
+    assert code == 0 and "metrics: not compared, 2 steps do not tell their noise" in said
+    code, said = compare(*runs, "--noise", 0)
+    assert code == 0 and "within the noise in all 2 steps" in said
 
 
 def test_tokens_that_were_not_dumped_are_not_called_equal(tmp_path):
