@@ -287,6 +287,7 @@ _THEIRS = {
     *(
         "--flag",
         "--requeue",
+        "--enable-memory-saver",
         "--disable-overlap-schedule",
         "--skip-tokenizer-init",
         "--json-model-override-args",
