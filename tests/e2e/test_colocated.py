@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
@@ -213,3 +216,59 @@ def test_a_signal_or_a_dead_rank_while_the_actor_is_away_ends_as_it_does_elsewhe
     assert pointer(directory) == 6
     last = jobs.Job(0, "", again).metrics()[-1]
     assert last["step"] == 5 and last["r3/passed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_after_too_many_restarts_the_memory_that_was_away_is_saved(tmp_path, tiny_flags):
+    run_dir, directory = tmp_path / "run", tmp_path / "ck"
+    flags = [*tiny_flags, *COLOCATED, "--num-rollout", "100", "--save", str(directory)]
+    with running(run_dir, *flags, "--max-engine-restarts", "1") as job:
+        for step in (1, 3):
+            wait_for(lambda: steps_done(run_dir) >= step, job, run_dir)
+            wait_for(lambda: held(run_dir)[-1] == ONE_TURN[5], job, run_dir)
+            os.kill(scheduler(job).pid, signal.SIGKILL)
+        assert job.wait(timeout=300) != 0
+    assert "max_engine_restarts 1" in output(run_dir)
+    assert held(run_dir)[-1] == ONE_TURN[1]
+    assert pointer(directory) in (steps_done(run_dir), steps_done(run_dir) + 1)
+
+
+WAYS = {
+    # more groups than are trained are in flight when a rollout is complete
+    "evaluated": "--eval-prompt-data words PROMPTS --eval-interval 1 --over-sampling-batch-size 6"
+    " --save CHECKPOINTS --save-interval 1 --async-save --save-hf EXPORTS/{rollout_id}",
+    # the base was released with the rest
+    "adapters": "--lora-rank 4 --lora-alpha 8",
+    "by disk to two servers": "--update-weight-transfer-mode disk --rollout-num-engines 2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("way", WAYS)
+def test_turns_go_with_evaluations_exports_adapters_and_several_servers(
+    tmp_path, tiny, tiny_flags, way
+):
+    places = {
+        "PROMPTS": f"{tiny}/prompts.jsonl",
+        "CHECKPOINTS": f"{tmp_path}/ck",
+        "EXPORTS": f"{tmp_path}/hf",
+    }
+    words = WAYS[way]
+    for name, place in places.items():
+        words = words.replace(name, place)
+    job = jobs.run(tmp_path / "run", *tiny_flags, *COLOCATED, "--num-rollout", "3", *words.split())
+    assert job.code == 0, job.output
+    proved(job.run_dir, 3)
+    if way != "evaluated":
+        return
+    rows = [json.loads(line) for line in (job.run_dir / "eval/metrics.jsonl").open()]
+    assert len(rows) == 4, "versions 0 to 3"
+    assert pointer(tmp_path / "ck") == 3
+    files = [file for n in (1, 2, 3) for file in (tmp_path / "hf" / str(n)).glob("*.safetensors")]
+    exports = [load_file(file) for file in files]
+    assert len(exports) == 3
+    for one, other in zip(exports, exports[1:]):
+        assert any(not torch.equal(one[name], other[name]) for name in one)
+        assert all(torch.isfinite(tensor).all() for tensor in other.values())
