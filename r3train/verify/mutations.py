@@ -969,6 +969,15 @@ def shards_saved_as_replicas(original, chunks):
     }
 
 
+@of_adapters("every tensor rank saves its copy of a replicated factor")
+@replaces(lora, "sharded_state")
+def replicas_saved_by_every_rank(original, chunks):
+    return {
+        key: replace(tensor, replica_id=(0, 0, tensor.replica_id[2]))
+        for key, tensor in original(chunks).items()
+    }
+
+
 # -- between a server's forward and its answer -------------------------------------------------
 
 # the answers' own server, asked again, is what shows these

@@ -503,7 +503,11 @@ CAUGHT = {
     # the distributed optimizer's, and with SGD there is none
     "b_in_a_list": ("dp2_overlap", "adam"),
 }
-ELSEWHERE = ("replicas_drawn_by_rank", "shards_saved_as_replicas")
+ELSEWHERE = (
+    "replicas_drawn_by_rank",
+    "shards_saved_as_replicas",
+    "replicas_saved_by_every_rank",
+)
 SIZES = {"one": 1, "recompute": 1}  # the others need two ranks
 
 
@@ -528,6 +532,42 @@ def test_every_bug_of_adapters_is_planted_here():
 
     mine = {bug.name for bug in planted_by("tests/oracle/test_lora.py")}
     assert mine <= {*CAUGHT, *ELSEWHERE} and {*ELSEWHERE} <= mine
+
+
+def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:
+    """Factors after two steps by recomputation, or the error that ends them; in a rank.
+
+    No layer's first part has an adapter: nothing before the experts wants a gradient by itself.
+    """
+    from r3train.verify.mutations import MUTATIONS
+
+    found: dict[str, Any] = {}
+    for name in ("one", "recompute", "recompute_moe"):
+        config = settings(
+            *(directory, "glm4_moe"),
+            **TOPOLOGIES[1][name],
+            exclude_modules=["self_attn", "shared_experts", "layers.0"],
+        )
+        with MUTATIONS[bug or "null"].planted(config, None), actor_of(config) as actor:
+            try:
+                found[name] = steps(actor, config, 2)
+            except AssertionError as error:
+                found[name] = str(error)
+    return found
+
+
+def test_recomputed_experts_learn_where_they_alone_have_adapters(worlds, tmp_path):
+    """A recomputed piece whose input wants no gradient has none at all, and says nothing."""
+    worlds.prepare(["glm4_moe"])
+    (right,) = in_ranks(1, tmp_path / "right", experts_alone, worlds.directory, None)
+    assert all((t != 0).any() for t in right["one"].values())
+    for name in ("recompute", "recompute_moe"):
+        assert right[name].keys() == right["one"].keys()
+        assert all(torch.equal(t, right["one"][n]) for n, t in right[name].items()), name
+    bug = "embedding_asks_for_no_gradient"
+    (wrong,) = in_ranks(1, tmp_path / "wrong", experts_alone, worlds.directory, bug)
+    for name in ("recompute", "recompute_moe"):
+        assert "no gradient reached them" in wrong[name], name
 
 
 def begun(directory: Path, bug: str | None) -> dict[str, Any]:
@@ -661,3 +701,32 @@ def saved_and_resumed(directory: Path, bug: str | None) -> bool:
 def test_shards_that_a_checkpoint_takes_for_replicas_are_seen(bug, is_same, worlds, tmp_path):
     worlds.prepare(["glm4_moe"])
     assert in_ranks(2, tmp_path, saved_and_resumed, worlds.directory, bug)[0] is is_same
+
+
+def refusal(directory: Path, bug: str | None) -> str:
+    """Megatron's complaint, before it writes, about the ranks' parts of the adapters; in a rank."""
+    from megatron.core.dist_checkpointing import validation
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    from r3train.trainer.megatron import lora
+    from r3train.verify.mutations import MUTATIONS
+
+    config = settings(directory, "glm4_moe", **TOPOLOGIES[2]["tp2etp2"])
+    with MUTATIONS[bug or "null"].planted(config, None), actor_of(config) as actor:
+        state = lora.sharded_state(actor.model.chunks)
+        _, parts = validation.determine_global_metadata(state)
+        try:
+            validation.validate_sharding_integrity(parts)
+        except CheckpointingException as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", [None, "replicas_saved_by_every_rank"])
+def test_a_factor_that_two_ranks_would_save_is_refused_before_anything_is_written(
+    bug, worlds, tmp_path
+):
+    worlds.prepare(["glm4_moe"])
+    complaint = in_ranks(2, tmp_path, refusal, worlds.directory, bug)[0]
+    assert ("Invalid access pattern" in complaint) if bug else not complaint
