@@ -51,7 +51,12 @@ def import_plug(flag: str, path: str) -> Any:
         raise ValueError(f"{flag} {path}: expected module:object")
     # runs code of the user
     with guest(f"{flag} {path}: cannot import {module_name}", limit_s=GUEST_START_S):
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # of what the module imports
+            raise ValueError("PYTHONPATH must name the directory that it is in") from error
         found = getattr(module, name, None)
     if found is None:
         raise ValueError(f"{flag} {path}: {module_name} has no {name}")

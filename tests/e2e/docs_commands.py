@@ -75,7 +75,13 @@ RULES = (
     ),
     Rule(r"pip install (--no-build-isolation (-e )?'\.\[gpu\]'|torch==)", Kind.RESOLVED),
     Rule(r"torchrun --nnodes .*qwen3_30b_a3b", Kind.NODES),
-    Rule(r"python examples/gsm8k/(generate|prepare\.py --train data/gsm8k-made)", Kind.RUN),
+    Rule(
+        r"python examples/gsm8k/(generate|prepare\.py --train data/gsm8k-made)"
+        r"|r3train make-tiny-model --output runs/gsm8k-tiny |.*torchrun .*gsm8k/laptop\.toml",
+        Kind.ELSEWHERE,
+        "have a test of the whole way",
+        "tests/e2e/test_gsm8k_laptop.py::test_the_laptops_commands_train_with_r3_proved_and_evaluate",
+    ),
     Rule(
         r"python examples/gsm8k/prepare",
         Kind.ELSEWHERE,

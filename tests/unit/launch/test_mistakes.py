@@ -198,6 +198,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         rows({"input": "cat", "label": 3}, more=("--environment", TOOL)),
         "with --apply-chat-template alone",
     ),
+    "a reward that Python does not find": (
+        flags("--custom-rm-path", "my_reward:share"),
+        "cannot import my_reward: PYTHONPATH must name the directory that it is in",
+    ),
     # code of the user
     **{
         f"a module that exits, {flag}": (
