@@ -96,6 +96,37 @@ GUESTS = "tests.unit.guest_code"
 WITH_KL = ("--kl-coef", "0.1", "--ref-load")
 
 
+@pytest.fixture
+def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
+    """Flags of a job that trains on two recorded rollouts of four samples, and starts no server."""
+    prompt = Prompt("p", 0, "", np.array([3, 4], np.int32), ["a"])
+    samples = [
+        RolloutSample(
+            sample_id=i,
+            group_id=i // 2,
+            prompt=prompt,
+            token_ids=np.array([3, 4, 5 + i, 6, 7], np.int32),
+            prompt_len=2,
+            loss_mask=np.array([False, False, True, True, True]),
+            rollout_log_probs=np.array([0, 0, -4, -4, -4], np.float32),
+            routed_experts=None,
+            weight_versions=np.array([-1, -1, 0, 0, 0], np.int32),
+            finish_reason="stop",
+            text="",
+        )
+        for i in range(8)
+    ]
+    for rollout_id in range(2):
+        own = samples[4 * rollout_id : 4 * rollout_id + 4]
+        groups = [[(s, float(s.sample_id % 2)) for s in pair] for pair in (own[:2], own[2:])]
+        dump_rollout(tmp_path / "rollouts", rollout_id, groups)
+    return (
+        *(*tiny_flags, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
+        *("--expert-model-parallel-size", "1", "--num-rollout", "2", "--global-batch-size", "4"),
+        *("--replay-rollouts", str(tmp_path / "rollouts")),
+    )
+
+
 @pytest.mark.parametrize(
     "flags, ranks, before, what, cause",
     [
@@ -123,34 +154,10 @@ WITH_KL = ("--kl-coef", "0.1", "--ref-load")
     ids=["estimator", "estimator behind the reference", "loss on one rank", "loss hangs"],
 )
 def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
-    flags, ranks, before, what, cause, tmp_path, tiny, tiny_flags
+    flags, ranks, before, what, cause, tmp_path, tiny, two_rollouts
 ):
-    prompt = Prompt("p", 0, "", np.array([3, 4], np.int32), ["a"])
-    samples = [
-        RolloutSample(
-            sample_id=i,
-            group_id=i // 2,
-            prompt=prompt,
-            token_ids=np.array([3, 4, 5 + i, 6, 7], np.int32),
-            prompt_len=2,
-            loss_mask=np.array([False, False, True, True, True]),
-            rollout_log_probs=np.array([0, 0, -4, -4, -4], np.float32),
-            routed_experts=None,
-            weight_versions=np.array([-1, -1, 0, 0, 0], np.int32),
-            finish_reason="stop",
-            text="",
-        )
-        for i in range(8)
-    ]
-    for rollout_id in range(2):
-        own = samples[4 * rollout_id : 4 * rollout_id + 4]
-        groups = [[(s, float(s.sample_id % 2)) for s in pair] for pair in (own[:2], own[2:])]
-        dump_rollout(tmp_path / "rollouts", rollout_id, groups)
     given, settings = flags, (
-        *(*tiny_flags, "--rollout-batch-size", "2", "--n-samples-per-prompt", "2"),
-        *("--expert-model-parallel-size", "1", "--num-rollout", "2", "--global-batch-size", "4"),
-        *("--replay-rollouts", str(tmp_path / "rollouts"), "--save", str(tmp_path / "saved")),
-        *before,
+        *(*two_rollouts, "--save", str(tmp_path / "saved"), *before),
         *([str(tiny / "model")] if before == WITH_KL else []),
     )
     failed = jobs.run(tmp_path / "failed", *settings, *given, ranks=ranks)
@@ -170,3 +177,19 @@ def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
             tmp_path / "whole", *settings, "--save", str(tmp_path / "own"), ranks=ranks
         )
         jobs.same_numbers(whole.metrics(), failed.metrics() + resumed.metrics())
+
+
+def test_a_job_that_is_told_to_stop_while_a_loss_hangs_ends_within_its_grace_period(
+    tmp_path, two_rollouts
+):
+    run_dir = tmp_path / "run"
+    hanging = ("--policy-loss", f"{GUESTS}:loss_hangs_later_on_rank_1")
+    with running(run_dir, *two_rollouts, *hanging, "--signal-grace-s", "5") as job:
+        log = run_dir / "logs" / "rank_00001.log"
+        hangs = lambda: log.exists() and "the loss hangs" in log.read_text()  # noqa: E731
+        wait_for(hangs, job, run_dir, timeout=200)
+        tree = job.children(recursive=True)
+        job.terminate()
+        assert job.wait(timeout=28) != 0  # torchrun itself would kill its ranks after 30 s
+        assert not psutil.wait_procs(tree, timeout=5)[1]
+    assert steps_done(run_dir) == 1

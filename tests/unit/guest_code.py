@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import sys
 import time
@@ -57,6 +58,7 @@ def loss_fails_later_on_rank_1(rows, algorithm):
 
 def loss_hangs_later_on_rank_1(rows, algorithm):
     while _comes_to_rank_1_again(rows):
+        logging.getLogger("r3train").warning("the loss hangs")
         time.sleep(600)
     return get_policy_loss("ppo")(rows, algorithm)
 
