@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from r3train.engine.server import free_port
 from r3train.tiny import TinyOptions, build
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,8 +35,9 @@ def describe(model: TinyOptions) -> str:
 
 
 def torchrun(ranks: int, *words: str) -> list[str]:
-    """The command of so many ranks on this machine."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    """The command of so many ranks on this machine, which meet at a free port of it."""
+    port = str(free_port("127.0.0.1"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
     return [*launcher, "--nproc-per-node", str(ranks), *words]
 
 

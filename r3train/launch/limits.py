@@ -63,9 +63,12 @@ def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     own = config.has_engines and not rollout.rollout_external_engine_addrs
     first = rollout.sglang.get("port") if own else None
     host = str(rollout.sglang.get("host", LOOPBACK))
+    meeting = rollout.sglang.get("nccl_port") if own else None
+    others = [] if meeting is None else [meeting]
     if first is None or not str(first).isdecimal():
-        return host, [] if first is None else [first]
-    return host, [int(str(first)) + index for index in range(rollout.rollout_num_engines)]
+        return host, [*([] if first is None else [first]), *others]
+    ports = [int(str(first)) + index for index in range(rollout.rollout_num_engines)]
+    return host, [*ports, *others]
 
 
 def needed_files(num_requests: int) -> str:

@@ -169,7 +169,8 @@ def preflight(
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
         attempt(settings, check_adapter, config.lora, hf)
-        names = attempt("checkpoint", check_trainable, hf) or ()
+        # reads the headers of all weights, of which a large checkpoint has hundreds of files
+        names = attempt("checkpoint", check_trainable, hf) or () if for_node else ()
         warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None:
             attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)

@@ -153,7 +153,7 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     config = parse_train_flags([*data, *recipe], prog_name="train_async.py")
     with pytest.raises(ValueError, match="was trained on prompts of another content"):
         preflight(config, 2)
-    for name in ("data.load_prompts", "preflight.load_tokenizer"):
+    for name in ("data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
         monkeypatch.setattr(f"r3train.launch.{name}", lambda *_, **__: 1 / 0)
     job = preflight(config, 2, for_node=False)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
@@ -803,7 +803,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
         held.listen()
         port = held.getsockname()[1]
         two = ("--sglang-port", str(port - 1), "--rollout-num-engines", "2")
-        for flags in (("--sglang-port", str(port)), two):
+        for flags in (("--sglang-port", str(port)), two, ("--sglang-nccl-port", str(port))):
             refused, said = (
                 start(tiny, *flags),
                 f"port {port} of 127.0.0.1 is taken: choose another",
