@@ -57,7 +57,7 @@ class GuestLoop:
 
 
 async def _outcome(call: Callable[[], Any], what: str) -> tuple[Any, BaseException | None]:
-    """What a call returns or raises; an error that left this task could end the loop."""
+    """The value and the error of a call; an error that left this task could end the loop."""
     task = asyncio.current_task()
     if task is not None:
         task.set_name(what)

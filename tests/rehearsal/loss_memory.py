@@ -16,6 +16,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from r3train.algo.losses.registry import configured_loss
 from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()
@@ -121,7 +122,8 @@ def peaks(rows: int, vocab: int, temperature: float, chunk: int) -> dict[str, in
             else:
                 make = forward_step.make_train_step
                 others = [n for n in signature(make).parameters if n.endswith("_log_probs")]
-                step = make(batches, None, algorithm, temperature, chunk, **dict.fromkeys(others))
+                given = configured_loss(algorithm), algorithm, temperature, chunk
+                step = make(batches, None, *given, **dict.fromkeys(others))
                 out, finish = step(iter([0]), chunk_model)
                 finish(out)[0].backward()
             found[name] = account.peak

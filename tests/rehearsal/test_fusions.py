@@ -24,7 +24,13 @@ from megatron.core.transformer.moe import moe_utils  # noqa: E402
 from r3train.trainer.megatron import hf_bridge, model  # noqa: E402
 
 # Megatron's fused kernel is for rotary positions of heads, without yarn
-ROPE = {"qwen3_30b_a3b": True, "qwen3_30b_a3b_one_node": True, "glm_4_5_air": True}
+ROPE = dict.fromkeys(
+    (
+        *("qwen3_30b_a3b", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_colocated"),
+        "glm_4_5_air",
+    ),
+    True,
+)
 
 
 @pytest.fixture

@@ -199,8 +199,8 @@ MISTAKES: dict[str, tuple[Make, str]] = {
         "with --apply-chat-template alone",
     ),
     "a reward that Python does not find": (
-        flags("--custom-rm-path", "my_reward:share"),
-        "cannot import my_reward: PYTHONPATH must name the directory that it is in",
+        flags("--custom-rm-path", "not_to_be_found:share"),
+        "cannot import not_to_be_found: PYTHONPATH must name the directory that it is in",
     ),
     # code of the user
     **{
