@@ -90,6 +90,7 @@ def test_a_trainer_killed_with_sigkill_leaves_no_server_after_15_s(tmp_path, tin
 def test_torchrun_shows_a_mistake_once(tmp_path):
     job = jobs.run(tmp_path / "run", "--num-rollouts", "3", ranks=3)
     assert job.code != 0 and job.output.count("Did you mean") == 1, job.output
+    assert "Traceback" not in job.output and "ChildFailedError" not in job.output, job.output
 
 
 GUESTS = "tests.unit.guest_code"
@@ -165,7 +166,7 @@ def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
     named = f"{' '.join(given)}: {cause}"
     output = " ".join(failed.output.split())
     assert f"{what} after 1 rollouts; a checkpoint was saved: {named}" in output
-    assert f"GuestFailed: {named}" in output
+    assert f"GuestFailed: {named}" in output and "ChildFailedError" in output
     resumed = jobs.run(
         tmp_path / "resumed", *settings, "--load", str(tmp_path / "saved"), ranks=ranks
     )
