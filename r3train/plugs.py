@@ -138,7 +138,7 @@ def _within(limit_s: float) -> Iterator[None]:
         raise _TooLong(f"it took longer than {limit_s:g} s")
 
     before, began = signal.signal(signal.SIGALRM, late), time.monotonic()
-    others, _ = signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
+    others, again = signal.setitimer(signal.ITIMER_REAL, limit_s, 1.0)
     faulthandler.dump_traceback_later(limit_s + _HELD_S, exit=True, file=2)
     try:
         yield
@@ -146,8 +146,10 @@ def _within(limit_s: float) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
         left = max(others - (time.monotonic() - began), 0.001) if others else 0.0
-        signal.setitimer(signal.ITIMER_REAL, left)
         signal.signal(signal.SIGALRM, before)
+        signal.setitimer(signal.ITIMER_REAL, left, again)
+        if again:  # a guest around this one
+            faulthandler.dump_traceback_later(left + _HELD_S, exit=True, file=2)
 
 
 def quoted(value: Any, write: Callable[[Any], str] = repr) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.config.checkpoint import ROLLOUT_ID
 from r3train.config.sources import ConfigError
 
 CONFIG_FILE, METRICS_FILE = "config.toml", "metrics.jsonl"
@@ -29,7 +30,7 @@ _PRIVATE = 0o700
 
 
 def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
-    """Make the run's directory and lock it and that of the checkpoints, for rank 0; returns the first.
+    """Make the run's directory; lock it and those of checkpoints and exports, for rank 0; returns the first.
 
     claims: holds the locks; they end with the process too, however it ends.
     Raises ConfigError if another job holds one.
@@ -43,6 +44,11 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
     save = config.checkpoint.save
     if save is not None and save.resolve() != run_dir.resolve():
         _claim(save, "save", claims)
+    if (save_hf := config.checkpoint.save_hf) is not None:
+        # an export replaces its directory: the lock is beside the first part that exports name anew
+        parts = (*reversed(save_hf.parents), save_hf)
+        place = next((part for part in parts if ROLLOUT_ID in part.name), save_hf)
+        _claim(place, "save_hf", claims, place.with_name(f".{place.name}{OWNER_FILE}"))
     return run_dir
 
 
@@ -65,10 +71,14 @@ def _make(directory: Path) -> None:
     directory.mkdir(mode=_PRIVATE, exist_ok=True)
 
 
-def _claim(directory: Path, setting: str, claims: ExitStack) -> None:
-    """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked."""
-    _make(directory)
-    file = claims.enter_context((directory / OWNER_FILE).open("a+", encoding="utf-8"))
+def _claim(directory: Path, setting: str, claims: ExitStack, path: Path | None = None) -> None:
+    """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked.
+
+    path: the file that is locked, else one in the directory.
+    """
+    path = path or directory / OWNER_FILE
+    _make(path.parent)
+    file = claims.enter_context(path.open("a+", encoding="utf-8"))
     try:
         # not flock: a forked writer of checkpoints would hold it after its rank was killed
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

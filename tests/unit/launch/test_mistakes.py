@@ -302,13 +302,16 @@ from r3train import plugs
 from tests.unit.guest_code import holds
 plugs._HELD_S = 0.3
 with plugs.guest("reward holds", limit_s=0.2):
+    {inner}
     holds.check([])
 """
 
 
-def test_code_that_holds_the_interpreter_ends_its_process_with_the_name_of_its_function():
+@pytest.mark.parametrize("inner", ["", "with plugs.guest('another', limit_s=9.0): pass"])
+def test_code_that_holds_the_interpreter_ends_its_process_with_the_name_of_its_function(inner):
+    program = HELD.replace("{inner}", inner)
     ended = subprocess.run(
-        [sys.executable, "-c", HELD], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert ended.returncode == 1 and "in _hold_the_interpreter" in ended.stderr
     assert "Timeout (" in ended.stderr, "the watchdog did not end it"

@@ -70,7 +70,7 @@ def test_directories_that_a_job_makes_are_its_owners_alone_and_others_keep_their
     assert modes == [0o700, 0o700, 0o750]
 
 
-@pytest.mark.parametrize("setting", ["run_dir", "save"])
+@pytest.mark.parametrize("setting", ["run_dir", "save", "save_hf"])
 def test_a_directory_of_a_running_job_is_refused_until_that_job_has_ended(setting, tiny, tmp_path):
     taken, flag = tmp_path / "taken", "--" + setting.replace("_", "-")
     own = () if setting == "run_dir" else ("--run-dir", str(tmp_path / "own"))
@@ -89,7 +89,8 @@ def test_a_directory_of_a_running_job_is_refused_until_that_job_has_ended(settin
         holder.stdout.close()
     with ExitStack() as claims:  # a job that was killed leaves its file, and no lock
         claim_directories(_config(tiny, *own, flag, str(taken)), claims)
-        assert f"process {os.getpid()} on" in (taken / OWNER_FILE).read_text()
+        lock = tmp_path / f".taken{OWNER_FILE}" if setting == "save_hf" else taken / OWNER_FILE
+        assert f"process {os.getpid()} on" in lock.read_text()
 
 
 def _config(tiny: Path, *flags: str):
@@ -164,6 +165,41 @@ def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tm
         torchrun.kill()
         torchrun.wait()
     assert (tmp_path / "saved").read_text() == ("SIGINT" if how == "Ctrl-C" else "SIGTERM")
+
+
+ORPHAN = """
+import os, pathlib, sys, time
+from r3train.loop.stop import StopSignal
+
+directory, parent = pathlib.Path(sys.argv[1]), os.getppid()
+(directory / "pid").write_text(f"{os.getpid()}\\n")
+while os.getppid() == parent:
+    time.sleep(0.01)
+with StopSignal(60):
+    (directory / "lived").write_text("")
+    time.sleep(600)
+"""
+
+
+def test_a_rank_whose_torchrun_is_killed_before_it_has_anything_to_save_ends(tmp_path):
+    """The kernel tells of no parent that has ended already."""
+    (tmp_path / "rank.py").write_text(ORPHAN)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+    launcher += [str(free_port("127.0.0.1")), str(tmp_path / "rank.py"), str(tmp_path)]
+    torchrun = subprocess.Popen(launcher, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL)
+    pid = tmp_path / "pid"
+    try:
+        while not (pid.exists() and pid.read_text().endswith("\n")):
+            assert torchrun.poll() is None
+            time.sleep(0.05)
+        rank = psutil.Process(int(pid.read_text()))
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    _, left = psutil.wait_procs([rank], timeout=30)
+    for process in left:
+        process.kill()
+    assert not left and not (tmp_path / "lived").exists()
 
 
 HELD_RANK = """
