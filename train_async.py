@@ -26,6 +26,8 @@ from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_l
 if TYPE_CHECKING:
     from r3train.launch.job import Job
 
+PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
+
 
 @train_options
 def main(config: RunConfig) -> None:
@@ -80,7 +82,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
 
     config, log = job.config, None
     live = None if config.run.progress else False
-    stop = StopSignal(config.faults.signal_grace_s)
+    stop = StopSignal(config.faults.signal_grace_s, PARENT)
     with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
         try:
             with ExitStack() as parts:

@@ -172,9 +172,13 @@ def preflight(
         # reads the headers of all weights, of which a large checkpoint has hundreds of files
         names = attempt("checkpoint", check_trainable, hf) or () if for_node else ()
         warnings += _model_warnings(config, hf, names)
-        if config.model.ref_load is not None:
+        if config.model.ref_load is not None and for_node:
             attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)
-        if config.algorithm.holds_teacher and config.model.opd_teacher_load is not None:
+        if (
+            for_node
+            and config.algorithm.holds_teacher
+            and config.model.opd_teacher_load is not None
+        ):
             attempt("checkpoint", check_teacher, config.model.opd_teacher_load, hf, tokenizer)
     environment, tools = None, []
     if config.rollout.environment is not None:

@@ -26,8 +26,6 @@ from r3train.plugs import really_exit
 
 logger = logging.getLogger(__name__)
 
-_PARENT = os.getppid()
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
 _PASSED_ON_S = 2.0
@@ -50,7 +48,8 @@ class StopSignal:
     Where code that holds the interpreter keeps it from that, ``stop_guard`` kills it 10 s later.
     """
 
-    def __init__(self, grace_s: float):
+    def __init__(self, grace_s: float, parent: int | None = None):
+        """parent: the process that was this one's parent as it began."""
         self._grace_s = grace_s
         self._received: int | None = None
         self._received_at = 0.0
@@ -64,7 +63,10 @@ class StopSignal:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun, and no shell
             signal_when_parent_ends(signal.SIGTERM)
-            if os.getppid() != _PARENT:  # it was gone before the kernel was asked to tell
+            if parent not in (
+                None,
+                os.getppid(),
+            ):  # it was gone before the kernel was asked to tell
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> StopSignal:

@@ -64,10 +64,11 @@ def test_a_reward_that_misbehaves_ends_the_job_with_its_prompt_and_what_it_does(
     job = jobs.run(
         tmp_path / "run",
         *(*tiny_flags, "--num-rollout", "2", "--rollout-external-engine-addrs", engine),
-        *("--custom-rm-path", path, "--reward-timeout-s", "2"),
+        *("--custom-rm-path", path, "--reward-timeout-s", "2", "--save", str(tmp_path / "saved")),
         timeout=180,
     )
-    assert job.code not in (0, None)
+    assert job.code == 1 and "failed (exitcode: 1)" in job.output  # torchrun's, and the ranks'
+    assert "generation failed after 0 rollouts; a checkpoint was saved" in job.output
     assert re.search(rf"prompt \S+: reward {path} {does}", " ".join(job.output.split()))
 
 

@@ -354,9 +354,10 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
             Misbehaving(step), guests, environment_timeout_s=0.2
         ),
     )
+    step_of = "prompt 0, sample 0, turn 0: the step of --environment .*"
     blocks = (
-        "^prompt ., sample ., turn 0: the step of --environment .* took longer than --environment-timeout-s 0.2:"
-        " prompt 0, sample 0, turn 0: the step of --environment .* blocks the event loop"
+        f"^({step_of} took longer than --environment-timeout-s 0.2: it|prompt .* waited longer than"
+        f" --environment-timeout-s 0.2: {step_of}) blocks the event loop"
     )
     try:
         with pytest.raises(ValueError, match=blocks):
@@ -365,6 +366,12 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
     finally:
         release.set()
         producer.close()
+
+
+async def test_calls_that_wait_for_one_another_have_their_limit_from_their_begin_on():
+    guests = GuestLoop()
+    asked = [guests.ask(lambda: time.sleep(0.1), f"call {i}", 0.6) for i in range(10)]
+    assert await asyncio.gather(*asked) == [None] * 10
 
 
 async def test_an_environment_that_waits_when_it_is_made_has_the_bound_of_a_step():

@@ -169,13 +169,14 @@ def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tm
 
 ORPHAN = """
 import os, pathlib, sys, time
-from r3train.loop.stop import StopSignal
 
 directory, parent = pathlib.Path(sys.argv[1]), os.getppid()
 (directory / "pid").write_text(f"{os.getpid()}\\n")
 while os.getppid() == parent:
     time.sleep(0.01)
-with StopSignal(60):
+from r3train.loop.stop import StopSignal  # as late as in a job, behind its checks
+
+with StopSignal(60, parent):
     (directory / "lived").write_text("")
     time.sleep(600)
 """
