@@ -76,8 +76,10 @@ def _claim(directory: Path, setting: str, claims: ExitStack, path: Path | None =
 
     path: the file that is locked, else one in the directory.
     """
-    path = path or directory / OWNER_FILE
-    _make(path.parent)
+    if path is None:
+        path = directory / OWNER_FILE
+        _make(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)  # of exports, which have the umask's mode
     file = claims.enter_context(path.open("a+", encoding="utf-8"))
     try:
         # not flock: a forked writer of checkpoints would hold it after its rank was killed

@@ -68,6 +68,11 @@ def test_directories_that_a_job_makes_are_its_owners_alone_and_others_keep_their
             claim_directories(_config(tiny, "--run-dir", str(run_dir), "--save", str(save)), claims)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (made, save, there)]
     assert modes == [0o700, 0o700, 0o750]
+    exports = tmp_path / "exports"
+    flags = ("--run-dir", str(made), "--save-hf", str(exports / "{rollout_id}"))
+    with ExitStack() as claims:
+        claim_directories(_config(tiny, *flags), claims)
+    assert exports.stat().st_mode & 0o777 == 0o777 & ~_umask()
 
 
 @pytest.mark.parametrize("setting", ["run_dir", "save", "save_hf"])
@@ -91,6 +96,12 @@ def test_a_directory_of_a_running_job_is_refused_until_that_job_has_ended(settin
         claim_directories(_config(tiny, *own, flag, str(taken)), claims)
         lock = tmp_path / f".taken{OWNER_FILE}" if setting == "save_hf" else taken / OWNER_FILE
         assert f"process {os.getpid()} on" in lock.read_text()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def _config(tiny: Path, *flags: str):
