@@ -64,7 +64,7 @@ def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     first = rollout.sglang.get("port") if own else None
     host = str(rollout.sglang.get("host", LOOPBACK))
     meeting = rollout.sglang.get("nccl_port") if own else None
-    others = [] if meeting is None else [meeting]
+    others = [] if meeting is None else [meeting] * rollout.rollout_num_engines
     if first is None or not str(first).isdecimal():
         return host, [*([] if first is None else [first]), *others]
     ports = [int(str(first)) + index for index in range(rollout.rollout_num_engines)]

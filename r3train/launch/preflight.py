@@ -274,7 +274,11 @@ def check_node(config: RunConfig) -> list[Lack]:
     until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
     while any(taken_port(host, port) for port in ports) and time.monotonic() < until:
         time.sleep(0.2)
-    lacks = [taken_port(host, port) for port in ports]
+    lacks = [taken_port(host, port) for port in dict.fromkeys(ports)]
+    numbers = [str(port) for port in ports]
+    for port in sorted({number for number in numbers if numbers.count(number) > 1}):
+        text = f"port {port} would be that of two servers, or of one in two places"
+        lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
     if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
         lacks.append(no_address(host))
     if config.has_engines:
