@@ -28,13 +28,14 @@ TWICE_AS_LIKELY = math.log(2.0)
 
 def rollout_weights(
     rows: LossRows, algorithm: AlgorithmSection
-) -> tuple[Tensor | None, dict[str, Tensor]]:
+) -> tuple[Tensor | None, dict[str, Tensor], dict[str, Tensor]]:
     """Weigh each row by how likely the actor was to sample it, against how likely the engine was.
 
     ``rollout_is`` says whose likelihood: of the token, exp(d); of the whole sample, exp(sum of d); or
     the sample's geometric mean, exp(mean of d).  ``truncate`` holds the weight within [tis_clip_low,
     tis_clip], ``mask`` makes it 0 outside.
-    Returns the weights float[n], detached and 0 outside the mask (None without ``rollout_is``), and the
+    Returns the weights float[n], detached and 0 outside the mask (None without ``rollout_is``), the rows
+    beyond the bounds bool[n] by the names of their sums ({} without), and the
     sums ``is_ratio`` and ``is_ratio_square`` (of the ratio before the bounds, by token without
     ``rollout_is``); with weights ``tis_weight``, ``tis_ratio`` (before the bounds), ``tis_clipped_high``
     and ``tis_clipped_low`` too.
@@ -50,19 +51,16 @@ def rollout_weights(
     ratio = zero_outside(d.exp(), rows.mask)
     sums = {"is_ratio": ratio.sum(), "is_ratio_square": ratio.square().sum()}
     if kind == "none":
-        return None, sums
+        return None, {}, sums
     low, high = algorithm.tis_clip_low, algorithm.tis_clip
     above, below = ratio > high, (ratio < low) & rows.mask
     if algorithm.rollout_is_mode == "mask":
         weights = ratio.masked_fill(above | below, 0.0)
     else:
         weights = zero_outside(ratio.clamp(low, high), rows.mask)
-    return weights, sums | {
-        "tis_weight": weights.sum(),
-        "tis_ratio": sums["is_ratio"],
-        "tis_clipped_high": above.sum(),
-        "tis_clipped_low": below.sum(),
-    }
+    beyond = {"tis_clipped_high": above, "tis_clipped_low": below}
+    sums |= {"tis_weight": weights.sum(), "tis_ratio": sums["is_ratio"]}
+    return weights, beyond, sums | {name: rows.sum() for name, rows in beyond.items()}
 
 
 def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | None, dict]:
@@ -107,21 +105,28 @@ def mismatch_sums(rows: LossRows) -> dict[str, Tensor]:
     rows lie over ranks.
     """
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
+    return {
+        "log_prob_gap_k1": -d.sum(),
+        "chi2_token": zero_outside(torch.expm1(2 * d), rows.mask).sum(),
+        **{name: sums[0] for name, sums in _of_samples(rows, d, rows.mask[None]).items()},
+    }
+
+
+def _of_samples(rows: LossRows, d: Tensor, counted: Tensor) -> dict[str, Tensor]:
+    """Sums over samples, float[k] each, of the rows that each of ``counted``, bool[k, n], takes of them."""
+    counted = (counted & rows.mask).to(d.dtype)
     ones = torch.ones_like(d)
-    sums = rows.sample_sum(torch.stack([ones, d, rows.old_log_probs, rows.rollout_log_probs]))
+    streams = torch.stack([ones, d, rows.old_log_probs, rows.rollout_log_probs])
+    sums = rows.sample_sum(streams[:, None] * counted)  # [4, k, B]
     count = sums[0].clamp(min=1)
-    share = zero_outside(rows.of_rows(1.0 / count), rows.mask)
+    share = counted / count[:, rows.samples]
     of_samples = {
         "sequences": torch.ones_like(count),
         "seq_chi2": torch.expm1((2 * sums[1]).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)),
         "seq_ppl_actor": (-sums[2] / count).clamp(max=MAX_LOG_RATIO).exp(),
         "seq_ppl_rollout": (-sums[3] / count).clamp(max=MAX_LOG_RATIO).exp(),
     }
-    return {
-        "log_prob_gap_k1": -d.sum(),
-        "chi2_token": zero_outside(torch.expm1(2 * d), rows.mask).sum(),
-        **{name: (rows.of_rows(value) * share).sum() for name, value in of_samples.items()},
-    }
+    return {n: (value[:, rows.samples] * share).sum(-1) for n, value in of_samples.items()}
 
 
 def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
@@ -147,14 +152,18 @@ def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
 _AGE = "_age_"
 _OF_AGES = (
     *("loss_tokens", "log_prob_gap_mean", "log_prob_gap_k1", "log_prob_gap_k3"),
-    *("ess", "chi2_token", "tis_weight", "dropped_share"),
+    *("ess", "chi2_token", "tis_weight", "tis_clipped_high", "tis_clipped_low", "dropped_share"),
 )
+# of samples, each by its rows of that age
+_OF_SAMPLES = ("sequences", "seq_chi2", "seq_ppl_actor", "seq_ppl_rollout")
 
 
-def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> dict[str, Tensor]:
+def age_sums(
+    rows: LossRows, correction: Tensor | None, beyond: dict[str, Tensor], keep: Tensor | None
+) -> dict[str, Tensor]:
     """Sums from which ``age_metrics`` makes the gap's metrics by age of the weights.
 
-    correction, keep: of ``rollout_weights`` and ``kept_rows``.  {} where all rows are of one age.
+    correction, beyond, keep: of ``rollout_weights`` and ``kept_rows``.  {} where all rows are of one age.
     """
     if rows.num_ages < 2 or rows.ages is None:
         return {}
@@ -169,14 +178,16 @@ def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> 
         "chi2_token": ratio.square(),
     }
     if correction is not None:
-        of_rows["tis_weight"] = correction
+        of_rows |= {"tis_weight": correction, **{n: b.float() for n, b in beyond.items()}}
     if keep is not None:
         of_rows["dropped_share"] = (~keep & rows.mask).float()
     table = torch.stack(list(of_rows.values())).float()
     sums = table.new_zeros(len(of_rows), rows.num_ages).index_add_(1, rows.ages, table)
+    ages = torch.arange(rows.num_ages, device=d.device)
+    of_ages = dict(zip(of_rows, sums)) | _of_samples(rows, d, rows.ages == ages[:, None])
     return {
-        f"{name}{_AGE}{age}": sums[i, age]
-        for i, name in enumerate(of_rows)
+        f"{name}{_AGE}{age}": values[age]
+        for name, values in of_ages.items()
         for age in range(rows.num_ages)
     }
 
@@ -184,24 +195,31 @@ def age_sums(rows: LossRows, correction: Tensor | None, keep: Tensor | None) -> 
 def is_age_sum(name: str) -> bool:
     """True for a sum of rows of one age, which is no sum over the loss tokens of the step."""
     kind, _, age = name.partition(_AGE)
-    return kind in _OF_AGES and age.isdecimal()
+    return kind in (*_OF_AGES, *_OF_SAMPLES) and age.isdecimal()
 
 
 def age_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Turn the sums over a rollout into means over the rows of each age; {} of an age without rows.
 
     ``loss_tokens_age_N`` stays the number of rows of weights N rollouts behind.  The last age holds
-    those of older weights too.
+    those of older weights too.  Metrics of samples (``chi2_seq``, ``ppl_*``) are of their rows of that age.
     """
     out: dict[str, float] = {}
     for name, value in sums.items():
         kind, _, age = name.partition(_AGE)
         count = sums[f"loss_tokens{_AGE}{age}"]
-        if count:
+        if count and kind in _OF_AGES:
             out[name] = value if kind == "loss_tokens" else value / count
     for age in [name.partition(_AGE)[2] for name in out if name.startswith("ess")]:
         mean, square = out[f"ess{_AGE}{age}"], out[f"chi2_token{_AGE}{age}"]
         out |= {f"ess{_AGE}{age}": mean**2 / square, f"chi2_token{_AGE}{age}": square - 1}
+        samples, chi2, actor, rollout = (sums[f"{name}{_AGE}{age}"] for name in _OF_SAMPLES)
+        out |= {
+            f"chi2_seq{_AGE}{age}": chi2 / samples,
+            f"ppl_actor{_AGE}{age}": actor / samples,
+            f"ppl_rollout{_AGE}{age}": rollout / samples,
+            f"ppl_ratio{_AGE}{age}": actor / rollout if rollout else 0.0,
+        }
     return out
 
 

@@ -67,7 +67,7 @@ def microbatch_loss(
     weight = rows.of_rows(rows.loss_weights)  # of a row in the step's loss
 
     pg_loss = zero_outside(own.loss, mask)
-    correction, correction_sums = rollout_weights(rows, algorithm)
+    correction, beyond, correction_sums = rollout_weights(rows, algorithm)
     keep, kept_sums = kept_rows(rows, algorithm)
     sums |= correction_sums | kept_sums
     if correction is not None:
@@ -90,7 +90,7 @@ def microbatch_loss(
         loss = loss - algorithm.entropy_coef * entropy
     gap = log_prob_gap_sums(rows.old_log_probs, rows.rollout_log_probs, mask)
     maxima["log_prob_gap_max"] = gap.pop("log_prob_gap_max")
-    sums |= gap | mismatch_sums(rows) | age_sums(rows, correction, keep)
+    sums |= gap | mismatch_sums(rows) | age_sums(rows, correction, beyond, keep)
     sums["loss"] = loss.detach()
     return MicrobatchLoss(loss, sums, maxima)
 

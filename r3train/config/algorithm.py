@@ -173,8 +173,13 @@ class AlgorithmSection(Section):
             self.importance_level != "none"
             or bool(self.rollout_rs)
             or self.ratio_anchor == "rollout"
-            or self.policy_loss.startswith("dppo")
+            or self.is_dppo
         )
+
+    @property
+    def is_dppo(self) -> bool:
+        """True for a loss against the engine itself, with a bound of its own."""
+        return self.policy_loss in ("dppo_tv", "dppo_kl")
 
     @property
     def needs_reference(self) -> bool:

@@ -281,7 +281,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     """
     algorithm = config.algorithm
     estimator, loss = algorithm.advantage_estimator, algorithm.policy_loss
-    own_loss, dppo = ":" in loss, loss.startswith("dppo")
+    own_loss, dppo = ":" in loss, algorithm.is_dppo
 
     def other(*names: str) -> bool:
         return estimator not in names and ":" not in estimator
@@ -306,7 +306,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         ),
         "reward_weights": (not algorithm.reward_keys, "it needs --reward-keys"),
         "normalize_advantages": (
-            estimator.startswith("reinforce_plus_plus") or estimator == "gdpo",
+            estimator in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"),
             whitened,
         ),
         "overlong_penalty_factor": (
@@ -409,7 +409,7 @@ def _distillation(config: RunConfig) -> Iterator[str]:
 
 
 def _corrections(algorithm: AlgorithmSection) -> Iterator[str]:
-    against_engine = algorithm.policy_loss.startswith("dppo")
+    against_engine = algorithm.is_dppo
     if algorithm.kl_coef and algorithm.kl_loss_coef:
         yield (
             f"--kl-coef {algorithm.kl_coef} cannot go with --kl-loss-coef {algorithm.kl_loss_coef}: the"

@@ -749,8 +749,8 @@ def eps_clip_high_not_handed_over(config, hf):
 @replaces(policy_loss, "rollout_weights")
 def use_tis_not_handed_over(original, rows, algorithm):
     # the metrics stay: a missing one would be found too easily
-    _, sums = original(rows, algorithm)
-    return None, sums
+    _, beyond, sums = original(rows, algorithm)
+    return None, beyond, sums
 
 
 @plants_rule("advantages are divided by their group's std though the setting is off")

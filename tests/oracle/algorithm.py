@@ -236,12 +236,15 @@ def age_metrics(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The gap's metrics of the trained tokens of each age, and the size of what each is a sum of."""
     samples = [s for group in groups for s in group]
-    gaps, ages, largest = [], [], 0.0
+    gaps, ages, largest, parts = [], [], 0.0, {}
     for s, own in zip(samples, old, strict=True):
         kept = s.mask[1:]
-        gaps.append((own.numpy() - s.rollout_log_probs[1:])[kept])
+        actors, engines = own.numpy()[kept], s.rollout_log_probs[1:][kept].astype(np.float64)
+        gaps.append(actors - engines)
         ages.append(rollout_id - s.weight_versions[1:][kept])
         largest = max(largest, float(own.abs().max()))
+        for a in set(ages[-1].tolist()):  # a sample's tokens of one age
+            parts.setdefault(a, []).append((actors[ages[-1] == a], engines[ages[-1] == a]))
     d, age, metrics, scales = np.concatenate(gaps), np.concatenate(ages), {}, {}
     for a in set(age.tolist()):
         own = d[age == a]
@@ -254,9 +257,19 @@ def age_metrics(
             "ess": w.mean() ** 2 / (w**2).mean(),
             "chi2_token": (w**2).mean() - 1,
         }
+        n = len(parts[a])
+        doubled = [np.clip(2 * (x - y).sum(), -20, 20) for x, y in parts[a]]
+        found["chi2_seq"] = sum(math.exp(of_sample) - 1 for of_sample in doubled) / n
+        actor, engine = (sum(math.exp(-p[i].mean()) for p in parts[a]) / n for i in range(2))
+        found |= {"ppl_actor": actor, "ppl_rollout": engine, "ppl_ratio": actor / engine}
         metrics |= {f"{name}_age_{a}": float(value) for name, value in found.items()}
         # as exact as the log-probs; an exponential by their error times itself
         size = {name: largest * max(1.0, float((w**2).max())) for name in found}
+        size["chi2_seq"] = largest * sum(math.exp(of_sample) for of_sample in doubled) / n
+        size |= {
+            f"ppl_{name}": largest * value
+            for name, value in (("actor", actor), ("rollout", engine))
+        }
         scales |= {f"{name}_age_{a}": value for name, value in size.items()}
         scales[f"loss_tokens_age_{a}"] = 0.0
     return metrics, scales
@@ -478,6 +491,8 @@ def sample_terms(rows: Rows, rule: Rule, bounds: Bounds) -> dict[str, Tensor]:
     return terms
 
 
+# terms of the importance weights that are told by age
+_OF_WEIGHTS = ("tis_weight", "tis_clipped_high", "tis_clipped_low")
 # the terms that --loss-aggregation weighs; the others are means over tokens
 _WEIGHED = ("loss", "pg_loss", "kl", "entropy")
 
@@ -493,7 +508,7 @@ def loss_of(
     found = [sample_terms(rows, rule, bounds) for rows in samples]
     by_age: dict[str, list[float]] = {}
     for rows, terms in zip(samples, found):
-        for name in terms.keys() & {"tis_weight", "dropped_share"}:
+        for name in terms.keys() & {"dropped_share", *_OF_WEIGHTS}:
             for age, value in zip(rows.age.tolist(), terms[name].detach().tolist()):
                 by_age.setdefault(f"{name}_age_{age}", []).append(float(value))
         terms.pop("dropped_share", None)

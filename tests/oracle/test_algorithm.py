@@ -215,6 +215,8 @@ RULES = {
         rollout_rs_threshold=(),
         opsm_delta=None,
     ),
+    "k1_unbiased": replace(EVERYTHING, kl_loss_type="k1", use_unbiased_kl=True),
+    "k3+_unbiased": replace(EVERYTHING, kl_loss_type="k3+", use_unbiased_kl=True),
     "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
     # one optimizer step a rollout: there is no old pass to be found in the weights
     "one_step": replace(
@@ -269,6 +271,15 @@ JOBS = [
     Job("pp2_cp2_recompute_gspo", 4, "gspo", parallel=PP2_CP2_FULL, batch="slow"),
     Job("pp2_cp2_recompute_one_step", 4, "one_step", parallel=PP2_CP2_FULL, batch="slow"),
     Job("pp2_cp2_recompute_sft", 4, "sft", parallel=PP2_CP2_FULL),
+    Job("tp2_sft", 2, "sft", parallel=TP2, batch="slow"),
+    Job("dp2_sft", 2, "sft", batch="slow"),
+    # teachers, which the ranks hold and which is served
+    Job("tp2_gspo", 2, "gspo", parallel=TP2, batch="slow"),
+    Job("tp2_cispo", 2, "cispo", parallel=TP2, batch="slow"),
+    Job("dp2_cispo", 2, "cispo", batch="slow"),
+    # steps below --min-ess, which all ranks skip
+    Job("dp2_dppo_kl", 2, "dppo_kl", batch="slow"),
+    Job("pp2_cp2_dppo_kl", 4, "dppo_kl", parallel=PP2_CP2, batch="slow"),
     *(
         Job(name, 2, name, parallel=rule_pairs.TOPOLOGIES[row[-1]], batch=f"{row[-1]}-{i % 2}")
         for i, (name, row) in enumerate(PAIRS.items())

@@ -39,7 +39,8 @@ def rows_of(old, rollout, mask=None, samples=None, advantages=None, new=None):
 
 
 def weights_of(rows, **settings):
-    return rollout_weights(rows, AlgorithmSection(**settings))
+    weights, _, sums = rollout_weights(rows, AlgorithmSection(**settings))
+    return weights, sums
 
 
 def test_truncated_weights_equal_the_hand_worked_ratios():
@@ -306,11 +307,21 @@ def test_quantiles_of_gaps_at_the_ends_are_no_invention():
 def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     old, rollout = logs(0.5, 0.6, 0.05, 0.9, 0.2), logs(0.5, 0.2, 0.5, 0.1, 0.4)
     mask = torch.tensor([True, True, True, False, True])
-    rows = replace(rows_of(old, rollout, mask), ages=torch.tensor([0, 2, 2, 2, 0]), num_ages=4)
+    rows = rows_of(old, rollout, mask, samples=[0, 1, 1, 1, 0])
+    rows = replace(rows, ages=torch.tensor([0, 2, 2, 2, 0]), num_ages=4)
+    of_samples = {
+        "chi2_seq_age_2": 0.3**2 - 1,
+        "ppl_actor_age_2": (0.6 * 0.05) ** -0.5,
+        "ppl_rollout_age_2": (0.2 * 0.5) ** -0.5,
+        "ppl_ratio_age_2": (0.3) ** -0.5,
+    }
     correction, keep = torch.tensor([1.0, 2, 3, 0, 5]), torch.tensor(
         [True, False, True, True, True]
     )
-    both = [age_sums(r, correction, keep) for r in (rows, replace(rows, ages=rows.ages * 0))]
+    beyond = {"tis_clipped_high": torch.tensor([True, True, False, False, False])}
+    both = [
+        age_sums(r, correction, beyond, keep) for r in (rows, replace(rows, ages=rows.ages * 0))
+    ]
     got, together = (age_metrics(values(sums)) for sums in both)
     assert {k: v for k, v in got.items() if k.endswith("_2")} == pytest.approx(
         {
@@ -321,7 +332,9 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
             "ess_age_2": (3.1 / 2) ** 2 / ((9 + 0.01) / 2),
             "chi2_token_age_2": (9 + 0.01) / 2 - 1,
             "tis_weight_age_2": 2.5,
+            "tis_clipped_high_age_2": 0.5,
             "dropped_share_age_2": 0.5,
+            **of_samples,
         },
         rel=1e-6,
     )
@@ -329,6 +342,6 @@ def test_metrics_by_age_are_those_of_the_rows_of_that_age():
     # of ages without a token there is nothing to say
     assert {name.rpartition("_")[2] for name in got} == {"0", "2"}
     assert together["loss_tokens_age_0"] == 4 and together["tis_weight_age_0"] == 11 / 4
-    assert age_sums(replace(rows, num_ages=1), correction, keep) == {}
+    assert age_sums(replace(rows, num_ages=1), correction, beyond, keep) == {}
     assert all(is_age_sum(name) for name in both[0])
     assert not any(map(is_age_sum, ("own_age_mean", "loss_age_0", "ess_age_old")))

@@ -534,6 +534,13 @@ def test_a_loss_found_by_path_is_corrected_and_adds_its_metrics():
     assert set(sums) == set(out.sums) and set(maxima) == set(out.maxima)
 
 
+def test_gspos_ratio_of_a_sample_is_at_most_e_to_the_10():
+    algorithm = AlgorithmSection(policy_loss="gspo", eps_clip=3e-4, eps_clip_high=4e-4)
+    rows = loss_rows(vector(-1.0, -1.0), vector(-31.0, -11.0), vector(-1.0, -1.0))
+    out = microbatch_loss(get_policy_loss("gspo"), rows, algorithm)
+    assert out.loss.item() == pytest.approx(2 * math.exp(10))
+
+
 def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
     algorithm = AlgorithmSection(policy_loss=f"{HERE}:exits_on_values")
     check_policy_loss(algorithm)

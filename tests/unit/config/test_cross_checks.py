@@ -398,6 +398,8 @@ def test_a_setting_without_effect_is_refused_in_one_line_with_the_reason(name):
         # code of a user's own may read what it likes
         {"gamma": 0.5, "grpo_std_normalization": False, "advantage_estimator": "own:plug"},
         {"eps_clip_c": 3.0, "dppo_delta": 0.1, "tis_clip": 3.0, "policy_loss": "own:plug"},
+        {"eps_clip": 0.1, "ratio_anchor": "rollout", "policy_loss": "dppo_mine:plug"},
+        {"normalize_advantages": True, "advantage_estimator": "reinforce_plus_plus_mine:plug"},
     ],
 )
 def test_the_same_settings_pass_where_they_have_an_effect(fields):
