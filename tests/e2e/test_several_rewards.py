@@ -32,7 +32,7 @@ def test_gdpo_learns_from_the_rewards_at_two_keys_each_with_its_weight(
     job = jobs.run(
         tmp_path / "run",
         *(*flags, "--reward-weights", *map(str, WEIGHTS)),
-        *("--rollout-external-engine-addrs", engine, "--dump-rollouts"),
+        *("--rollout-external-engine-addrs", engine, "--dump-rollouts", "--peak-tflops", "0.5"),
     )
     assert job.code == 0, job.output
     metrics = job.metrics()
@@ -48,6 +48,7 @@ def test_gdpo_learns_from_the_rewards_at_two_keys_each_with_its_weight(
         means = [m["rollout/reward_mean_even"], m["rollout/reward_mean_small"]]
         np.testing.assert_allclose(means, parts.mean(axis=0), rtol=1e-6)
         assert m["rollout/reward_mean"] == pytest.approx(np.dot(means, WEIGHTS))
+        assert m["perf/mfu"] == pytest.approx(m["perf/train_tflops_per_gpu"] / 0.5)
 
     def replayed(name: str, *weights: float) -> list[dict]:
         again = jobs.run(
