@@ -277,7 +277,7 @@ def check_node(config: RunConfig) -> list[Lack]:
     lacks = [taken_port(host, port) for port in dict.fromkeys(ports)]
     numbers = [str(port) for port in ports]
     for port in sorted({number for number in numbers if numbers.count(number) > 1}):
-        text = f"port {port} would be that of two servers, or of one in two places"
+        text = f"port {port} is asked for twice by the servers of this run"
         lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
     if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
         lacks.append(no_address(host))

@@ -146,6 +146,14 @@ def test_the_settings_of_an_earlier_start_are_kept(tiny, tmp_path):
     assert rates == {"config.1.toml": 0.1, "config.2.toml": 0.2, "config.toml": 0.3}
 
 
+def _rank_that_wrote(pid: Path, torchrun: subprocess.Popen) -> psutil.Process:
+    """Wait for a rank that writes its process number to a file, in a line."""
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        assert torchrun.poll() is None
+        time.sleep(0.05)
+    return psutil.Process(int(pid.read_text()))
+
+
 @pytest.mark.parametrize("how", ["torchrun is killed", "Ctrl-C"])
 def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
@@ -159,10 +167,7 @@ def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tm
     )
     pid = tmp_path / "pid"
     try:
-        while not (pid.exists() and pid.read_text().endswith("\n")):
-            assert torchrun.poll() is None
-            time.sleep(0.05)
-        rank = psutil.Process(int(pid.read_text()))
+        rank = _rank_that_wrote(pid, torchrun)
         if how == "Ctrl-C":  # a terminal sends it to all processes of the group
             os.killpg(torchrun.pid, signal.SIGINT)
         else:
@@ -201,10 +206,7 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_anything_to_save_ends(tmp
     torchrun = subprocess.Popen(launcher, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL)
     pid = tmp_path / "pid"
     try:
-        while not (pid.exists() and pid.read_text().endswith("\n")):
-            assert torchrun.poll() is None
-            time.sleep(0.05)
-        rank = psutil.Process(int(pid.read_text()))
+        rank = _rank_that_wrote(pid, torchrun)
     finally:
         torchrun.kill()
         torchrun.wait()

@@ -825,7 +825,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
     assert elsewhere.exit_code == 0 and f"warning: {said} files" in words(elsewhere)
     for more in (("--rollout-num-engines", "2"), ("--sglang-port", "23999")):
         refused = start(tiny, "--sglang-nccl-port", "23999", *more)
-        assert refused.exit_code == 2 and "port 23999 would be that of two" in words(refused)
+        assert refused.exit_code == 2 and "port 23999 is asked for twice" in words(refused)
     refused = start(tiny, "--sglang-host", "no.such.host.invalid")
     assert refused.exit_code == 2 and "'no.such.host.invalid' is no address of" in words(refused)
     refused = start(tiny, "--dry-run", "--sglang-port", "65536")
