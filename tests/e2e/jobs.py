@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 
+from r3train.engine.server import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # At the demo's learning rate nine of 146 rows once shared no expert with the router's choice five steps later.
 # Rows of older weights end no run, but every job would warn of them.
 FEW_ROWS = ("--lr", "5e-4")
@@ -50,7 +51,8 @@ def command(
 ) -> list[str]:
     """The README's command, with the demo's recipe or another and further flags."""
     return [
-        *TORCHRUN,
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--master-port", str(free_port("127.0.0.1"))),
         "--nproc-per-node",
         str(ranks),
         *program,

@@ -29,9 +29,9 @@ ADDRESS_OF_NODE_1 = "127.0.0.2"
 def torchrun(run_dir: Path, node: int, port: int, *flags: str) -> Iterator[psutil.Popen]:
     """One node's two ranks; whatever is left of them is ended."""
     command = jobs.command(run_dir, *flags)
-    at = command.index("--standalone")
-    command[at : at + 1] = ["--nnodes", "2", "--node-rank", str(node)]
-    command[at:at] = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    at = command.index("--master-port")
+    command[at : at + 2] = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command[at:at] = ["--nnodes", "2", "--node-rank", str(node)]
     job = jobs.start(command, run_dir.parent / f"node_{node}.txt", start_new_session=True)
     try:
         yield job

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from r3train.algo.advantages.registry import ADVANTAGES
 from r3train.algo.losses.registry import POLICY_LOSSES
 from r3train.config.algorithm import AlgorithmSection, Rejection
+from r3train.engine.server import free_port
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -498,8 +499,9 @@ class Jobs:
         jobs = [j for j in ALL_JOBS.values() if (j.world_size, j.batch) == (world_size, batch)]
         plan = self._scratch / f"jobs{world_size}-{batch}.json"
         plan.write_text(json.dumps([self._planned(job) for job in jobs]))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(world_size), "-m", "tests.oracle.algorithm_worker"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+        command += [str(free_port("127.0.0.1")), "--nproc-per-node", str(world_size)]
+        command += ["-m", "tests.oracle.algorithm_worker"]
         with (self._scratch / f"ranks{world_size}-{batch}.log").open("w") as log:
             process = subprocess.Popen(
                 [*command, str(plan)],

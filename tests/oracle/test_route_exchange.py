@@ -14,13 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from r3train.engine.server import free_port
+
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.ranks
 
 
 def run(directory: Path, *flags: str) -> list[dict]:
     """The findings of each of four ranks."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+    torchrun += [str(free_port("127.0.0.1"))]
     worker = ["--nproc-per-node", "4", "-m", "tests.oracle.route_exchange_worker"]
     done = subprocess.run(
         [*torchrun, *worker, str(directory), *flags],

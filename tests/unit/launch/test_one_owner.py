@@ -157,7 +157,8 @@ def _rank_that_wrote(pid: Path, torchrun: subprocess.Popen) -> psutil.Process:
 @pytest.mark.parametrize("how", ["torchrun is killed", "Ctrl-C"])
 def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
+    launcher += [str(free_port("127.0.0.1"))]
     torchrun = subprocess.Popen(
         [*launcher, str(tmp_path / "rank.py"), str(tmp_path)],
         env=ENVIRONMENT,
