@@ -105,6 +105,7 @@ class AsyncLoop:
         self._keeper = keeper
         self._routes = routes
         self._warned_of_staleness = False
+        self._loss_error = ""  # of the user's loss, on all ranks
         self._plant = planted_in_routes(plant, routes) if plant is not None else None
         engines = rank_zero.engines if rank_zero is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
@@ -164,16 +165,24 @@ class AsyncLoop:
                 metrics.update(_replay_metrics(verdict))
                 self._warn_of_staleness(verdict)
             failed = self._failed_claim(verdict)
-            if failed:  # the metrics are written before the run ends
+            ends = bool(failed or self._loss_error)
+            if ends:  # the metrics are written before
                 self._report(rollout_id, metrics)
             if failed == "replay" and verdict is not None:
                 verdict.raise_if_failed()
             try:
                 keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
             except FloatingPointError:
-                self._report(rollout_id, metrics)
+                if not ends:
+                    self._report(rollout_id, metrics)
                 host_barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
-                raise
+                if not self._loss_error:
+                    raise
+            if self._loss_error:  # the rollout's first steps cannot be taken back
+                keeper.failed(
+                    rollout_id + 1, self._loss_error, what="a rollout was trained in part"
+                )
+                raise GuestFailed(self._loss_error)
             try:
                 keeper.learned_nothing(rollout_id, int(metrics["train/low_ess_steps"]))
             except RuntimeError:
@@ -360,7 +369,8 @@ class AsyncLoop:
     ) -> dict[str, Any]:
         """Log-prob passes over the whole rollout, then its optimizer steps.
 
-        Raises GuestFailed, on all ranks, for code of the user that fails before the first step.
+        Raises GuestFailed, on all ranks, for code of the user that fails before the first step.  After a
+        later failure the rollout's other steps are skipped, and ``self._loss_error`` says why.
         """
         if self._rank_zero is not None:
             self._rank_zero.display.train_update("training")
@@ -396,16 +406,11 @@ class AsyncLoop:
             reports.append(
                 self._actor.train_step(step, old, ref, version, teacher_log_probs=teacher)
             )
-            if reports[-1]["skipped_steps"]:
-                errors = [
-                    error for of_rank in gather_json(self._actor.loss_errors) for error in of_rank
-                ]
-                if errors and i == 0:
-                    raise GuestFailed(errors[0])
-                if errors:  # a part of the rollout is trained: no checkpoint could go on from there
-                    raise ValueError(
-                        f"{errors[0]} (in optimizer step {i + 1} of rollout {rollout_id})"
-                    )
+            if reports[-1]["skipped_steps"] and not self._loss_error:
+                errors = chain.from_iterable(gather_json(self._actor.loss_errors))
+                self._loss_error = next(errors, "")
+                if self._loss_error and i == 0:
+                    raise GuestFailed(self._loss_error)
         if self._config.trainer.ci_test and rollout_id == 0:
             is_actor = not self._config.lora.lora_adapter_path
             replayed = self._config.algorithm.ref_routing == "replay"

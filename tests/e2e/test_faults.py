@@ -152,8 +152,21 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
             "it took longer than 48 s",
             marks=pytest.mark.slow,
         ),
+        (
+            ("--policy-loss", f"{GUESTS}:loss_fails_between_its_sums_on_rank_1"),
+            *(2, ("--context-parallel-size", "2"), "a rollout could not be trained"),
+            "raised KeyError: 'gold'",
+        ),
+        (
+            ("--policy-loss", f"{GUESTS}:loss_fails_backward_later_on_rank_1"),
+            *(2, (), "a rollout could not be trained"),
+            "its backward pass: raised KeyError: 'gold'",
+        ),
     ],
-    ids=["estimator", "estimator behind the reference", "loss on one rank", "loss hangs"],
+    ids=[
+        *("estimator", "estimator behind the reference", "loss on one rank", "loss hangs"),
+        *("loss on one of the ranks of a sample", "backward of a loss"),
+    ],
 )
 def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
     flags, ranks, before, what, cause, tmp_path, tiny, two_rollouts
@@ -179,6 +192,27 @@ def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
             tmp_path / "whole", *settings, "--save", str(tmp_path / "own"), ranks=ranks
         )
         jobs.same_numbers(whole.metrics(), failed.metrics() + resumed.metrics())
+
+
+def test_a_loss_that_fails_in_a_later_step_of_a_rollout_leaves_a_checkpoint_behind_that_rollout(
+    tmp_path, two_rollouts
+):
+    settings = (*two_rollouts, "--save", str(tmp_path / "saved"), "--global-batch-size", "2")
+    fails = ("--policy-loss", f"{GUESTS}:loss_fails_later_on_rank_1", "--max-bad-steps", "1")
+    failed = jobs.run(tmp_path / "failed", *settings, *fails)
+    assert failed.code == 1, failed.output
+    output = " ".join(failed.output.split())
+    named = f"--policy-loss {fails[1]}: raised KeyError: 'gold'"
+    assert (
+        f"a rollout was trained in part after 1 rollouts; a checkpoint was saved: {named}" in output
+    )
+    assert f"GuestFailed: {named}" in output
+    [step] = failed.metrics()
+    assert step["train/skipped_steps"] == 1
+    assert (failed.run_dir / "bad_steps" / "rollout_0000000.safetensors").exists()
+    resumed = jobs.run(tmp_path / "resumed", *settings, "--load", str(tmp_path / "saved"))
+    assert resumed.code == 0, resumed.output
+    assert [record["step"] for record in resumed.metrics()] == [1]
 
 
 def test_a_job_that_is_told_to_stop_while_a_loss_hangs_ends_within_its_grace_period(

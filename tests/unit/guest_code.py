@@ -7,8 +7,10 @@ import logging
 import os
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
+import torch
 
 from r3train.algo.losses.registry import get_policy_loss
 
@@ -54,6 +56,38 @@ def loss_fails_later_on_rank_1(rows, algorithm):
     if _comes_to_rank_1_again(rows):
         raise KeyError("gold")
     return get_policy_loss("ppo")(rows, algorithm)
+
+
+def loss_fails_between_its_sums_on_rank_1(rows, algorithm):
+    """The other ranks of its samples wait for it, and go on although they are told that it failed."""
+    rows.sample_sum(rows.log_probs)
+    if _comes_to_rank_1_again(rows):
+        raise KeyError("gold")
+    for _ in range(2):
+        try:
+            rows.sample_mean(rows.log_probs)
+        except ValueError:
+            pass
+    return get_policy_loss("ppo")(rows, algorithm)
+
+
+class _Undifferentiable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, values, fails):
+        ctx.fails = fails
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.fails:
+            raise KeyError("gold")
+        return gradient, None
+
+
+def loss_fails_backward_later_on_rank_1(rows, algorithm):
+    found = get_policy_loss("ppo")(rows, algorithm)
+    fails = _comes_to_rank_1_again(rows)
+    return replace(found, loss=_Undifferentiable.apply(found.loss, fails))
 
 
 def loss_hangs_later_on_rank_1(rows, algorithm):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from r3train.config.algorithm import AlgorithmSection
 from r3train.plugs import (
     GUEST_START_S,
-    GuestFailed,
     find_plug,
     guest,
     import_plug,
@@ -28,7 +25,7 @@ POLICY_LOSSES = {
     "gspo": "r3train.algo.losses.ppo:gspo",
     "ppo": "r3train.algo.losses.ppo:ppo",
 }
-_FLAG = "--policy-loss"
+FLAG = "--policy-loss"
 
 
 def get_policy_loss(name: str) -> PolicyLoss:
@@ -37,16 +34,21 @@ def get_policy_loss(name: str) -> PolicyLoss:
     Raises ValueError, naming the flag, for an unknown name, for a path that cannot be imported, and
     for anything but a plain function (rows, algorithm).
     """
-    found = find_plug(_FLAG, name, POLICY_LOSSES)
+    found = find_plug(FLAG, name, POLICY_LOSSES)
     if isinstance(found, str):
-        found = import_plug(_FLAG, found)
-    return require_function(_FLAG, name, found, "rows", "algorithm")
+        found = import_plug(FLAG, found)
+    return require_function(FLAG, name, found, "rows", "algorithm")
 
 
-def configured_loss(algorithm: AlgorithmSection, limit_s: float | None = None) -> PolicyLoss:
+def is_users(algorithm: AlgorithmSection) -> bool:
+    """True if the loss is code of the user, by an import path."""
+    return algorithm.loss_type != "sft" and algorithm.policy_loss not in POLICY_LOSSES
+
+
+def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``.
 
-    Whatever a loss by import path raises names it, and so does ``limit_s``, the longest that it may take.
+    Whatever a loss by import path raises names it, and so does its ``limit_s``, the longest that it may take.
     """
     if algorithm.loss_type == "sft":
         from r3train.algo.losses.sft import sft
@@ -54,11 +56,11 @@ def configured_loss(algorithm: AlgorithmSection, limit_s: float | None = None) -
         return sft
     name = algorithm.policy_loss
     policy_loss = get_policy_loss(name)
-    if name in POLICY_LOSSES:
+    if not is_users(algorithm):
         return policy_loss
 
-    def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-        with guest(f"{_FLAG} {name}", limit_s=limit_s):
+    def named(rows: LossRows, algorithm: AlgorithmSection, limit_s: float | None = None) -> RowLoss:
+        with guest(f"{FLAG} {name}", limit_s=limit_s):
             found = policy_loss(rows, algorithm)
             if found.loss.shape != rows.mask.shape:
                 got, expected = list(found.loss.shape), list(rows.mask.shape)
@@ -68,30 +70,6 @@ def configured_loss(algorithm: AlgorithmSection, limit_s: float | None = None) -
     return named
 
 
-def held_loss(
-    policy_loss: PolicyLoss, metrics: Sequence[Sequence[str]], errors: list[str]
-) -> PolicyLoss:
-    """The same loss, but what a user's raises goes to ``errors``, and its rows and metrics are NaN.
-
-    So no rank leaves the others alone in the middle of a step: a loss that is not finite skips it on all.
-    metrics: of ``metric_names``.
-    """
-    own = [[name for name in names if name != "num_tokens"] for names in metrics]
-
-    def held(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-        from r3train.algo.rows import RowLoss
-
-        try:
-            return policy_loss(rows, algorithm)
-        except GuestFailed as error:
-            errors.append(str(error))
-            nan = rows.log_probs.detach().new_full((), math.nan)
-            sums, maxima = (dict.fromkeys(names, nan) for names in own)
-            return RowLoss(rows.log_probs * math.nan, sums, maxima)
-
-    return held
-
-
 def check_policy_loss(algorithm: AlgorithmSection) -> None:
     """Run the loss once on rows without values; raises ValueError, naming the flag.
 
@@ -99,21 +77,21 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
     with one value for each row and a gradient, or that reuses the name of another part's metric.
     A loss of ours is not run: tests do that, and torch takes seconds to import.
     """
-    name = algorithm.policy_loss
-    if name in POLICY_LOSSES:
+    if not is_users(algorithm):
         return
+    name = algorithm.policy_loss
     from r3train.algo.policy_loss import metric_names, rows_without_values
     from r3train.algo.rows import RowLoss
 
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
-    with guest(f"{_FLAG} {name}: on rows of a meta device", limit_s=GUEST_START_S):
+    with guest(f"{FLAG} {name}: on rows of a meta device", limit_s=GUEST_START_S):
         found = policy_loss(rows, algorithm)
     if not isinstance(found, RowLoss):
-        raise ValueError(f"{_FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")
+        raise ValueError(f"{FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")
     if found.loss.shape != rows.mask.shape or not found.loss.requires_grad:
         raise ValueError(
-            f"{_FLAG} {name}: returned a loss of shape {list(found.loss.shape)} for"
+            f"{FLAG} {name}: returned a loss of shape {list(found.loss.shape)} for"
             f" {list(rows.mask.shape)} rows, requires_grad {found.loss.requires_grad}: expected"
             " one value for each row, with the gradient of log_probs"
         )
@@ -121,13 +99,13 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
     for metric, value in metrics.items():
         if value.shape != () or value.requires_grad:
             raise ValueError(
-                f"{_FLAG} {name}: metric {metric} has shape {list(value.shape)} and requires_grad"
+                f"{FLAG} {name}: metric {metric} has shape {list(value.shape)} and requires_grad"
                 f" {value.requires_grad}, expected a detached scalar"
             )
     taken = set().union(*metric_names(_without_metrics, algorithm)) & metrics.keys()
     if taken or found.sums.keys() & found.maxima.keys():
         again = sorted(taken or found.sums.keys() & found.maxima.keys())
-        raise ValueError(f"{_FLAG} {name}: metrics {', '.join(again)} exist already")
+        raise ValueError(f"{FLAG} {name}: metrics {', '.join(again)} exist already")
 
 
 def _without_metrics(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:

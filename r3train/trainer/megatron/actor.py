@@ -16,7 +16,8 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3train.algo.losses.registry import configured_loss, held_loss
+from r3train.algo.losses.held import HeldLoss
+from r3train.algo.losses.registry import configured_loss, is_users
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -55,12 +56,16 @@ class MegatronActor:
         # weights that draw tokens are this many rollouts old at most; sft draws none
         is_sft = config.algorithm.loss_type == "sft"
         self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
-        # a loss of the user's that hangs on one rank is named before the others give that rank up
-        limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
-        loss = configured_loss(config.algorithm, limit_s)
+        loss = configured_loss(config.algorithm)
         self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
-        self.loss_errors: list[str] = []  # what it raised on this rank in the last step
-        self._policy_loss = held_loss(loss, self._metric_names, self.loss_errors)
+        self._held_loss: HeldLoss | None = None  # code of the user
+        if is_users(config.algorithm):
+            # one that hangs on one rank is named before the others give that rank up
+            limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
+            loss = self._held_loss = HeldLoss(
+                loss, config.algorithm.policy_loss, self._metric_names, limit_s
+            )
+        self._policy_loss = loss
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
@@ -179,7 +184,8 @@ class MegatronActor:
         do below ``min_ess``, and ``low_ess_steps`` is 1.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.loss_errors.clear()
+        if self._held_loss is not None:
+            self._held_loss.begin_step()
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
@@ -204,6 +210,11 @@ class MegatronActor:
         metrics["skipped_steps"] = float(not finite)
         metrics["low_ess_steps"] = float(finite and not enough)
         return metrics
+
+    @property
+    def loss_errors(self) -> list[str]:
+        """Errors of a loss of the user's on this rank."""
+        return self._held_loss.errors if self._held_loss is not None else []
 
     def _expert_biases(self) -> list[torch.Tensor]:
         """The routers' expert biases, float32 [E] each; none in a family without them."""

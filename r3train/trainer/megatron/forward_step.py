@@ -14,7 +14,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from r3train.algo.corrections import log_prob_gap_histogram
 from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
-from r3train.algo.rows import LossRows
+from r3train.algo.rows import LossRows, on_this_rank
 from r3train.config.algorithm import AlgorithmSection
 from r3train.trainer.megatron.hf_bridge import unwrap
 from r3train.trainer.megatron.kept_tokens import KeptTokens
@@ -135,10 +135,9 @@ def _draw(
 
 def _over_context_ranks(values: torch.Tensor, operation: str) -> torch.Tensor:
     """The ``OverRanks`` of rows that context parallelism has cut."""
-    if parallel_state.get_context_parallel_world_size() > 1:
-        reduce = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}
-        group = parallel_state.get_context_parallel_group()
-        torch.distributed.all_reduce(values, op=reduce[operation], group=group)
+    reduce = {"sum": torch.distributed.ReduceOp.SUM, "max": torch.distributed.ReduceOp.MAX}
+    group = parallel_state.get_context_parallel_group()
+    torch.distributed.all_reduce(values, op=reduce[operation], group=group)
     return values
 
 
@@ -187,6 +186,7 @@ def make_train_step(
     With ``calculate_per_token_loss`` Megatron divides the gradients by the global token count.
     chunk_size: as for ``make_log_prob_step``.
     """
+    is_cut = parallel_state.get_context_parallel_world_size() > 1
 
     def loss_func(batch: DeviceSlice, model: torch.nn.Module, logits: torch.Tensor) -> tuple:
         draw, record = _draw(batch, model, replay, temperature, chunk_size)
@@ -210,7 +210,7 @@ def make_train_step(
                 if teacher_log_probs
                 else batch.teacher_log_probs
             ),
-            over_ranks=_over_context_ranks,
+            over_ranks=_over_context_ranks if is_cut else on_this_rank,
             ages=batch.ages.clamp(max=num_ages - 1),
             num_ages=num_ages,
         )

@@ -1,5 +1,6 @@
 import math
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ from tests.unit.algo.rollouts import loss_rows
 from r3train.algo.divergence import k3_kl, kl_estimate
 from r3train.algo.losses.cispo import cispo
 from r3train.algo.losses.dppo import dppo_kl, dppo_tv
+from r3train.algo.losses.held import HeldLoss
 from r3train.algo.losses.ppo import gspo, ppo
 from r3train.algo.losses.registry import check_policy_loss, configured_loss, get_policy_loss
 from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
@@ -549,6 +551,67 @@ def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
         ValueError, match=rf"^--policy-loss {HERE}:exits_on_values: raised SystemEx"
     ):
         microbatch_loss(configured_loss(algorithm), rows, algorithm)
+
+
+def held(name, limit_s=60.0):
+    algorithm = AlgorithmSection(policy_loss=f"{HERE}:{name}", entropy_coef=0.01)
+    loss = configured_loss(algorithm)
+    return HeldLoss(loss, algorithm.policy_loss, metric_names(loss, algorithm), limit_s), algorithm
+
+
+def with_entropy(rows, algorithm):
+    found = ppo(rows, algorithm)
+    return replace(found, loss=found.loss + rows.log_probs.exp() * rows.entropy)
+
+
+def test_a_users_loss_that_is_held_has_the_gradients_that_it_has_alone():
+    for loss in (held("with_entropy")[0], with_entropy):
+        new, entropy = leaf(-1.0, -2.0, -3.0), leaf(0.5, 0.25, 0.125)
+        rows = loss_rows(new, vector(-1.1, -1.9, -3.0), vector(1.0, -2.0, 0.5))
+        out = microbatch_loss(loss, replace(rows, entropy=entropy), held("with_entropy")[1])
+        out.loss.backward()
+        found = [new.grad, entropy.grad, out.loss.detach()]
+        if loss is with_entropy:
+            assert all(map(torch.equal, found, before))
+        before = found
+
+
+_calls = []
+
+
+def fails_on_values(rows, algorithm):
+    if rows.log_probs.device.type != "meta":
+        _calls.append(1)
+        raise KeyError("gold")
+    return ppo(rows, algorithm)
+
+
+def test_a_users_loss_that_has_failed_is_named_once_and_not_called_again():
+    loss, algorithm = held("fails_on_values")
+    _calls.clear()
+    for _ in range(2):
+        rows = loss_rows(leaf(-1.0), vector(-1.0), vector(1.0))
+        out = microbatch_loss(loss, rows, algorithm)
+        assert out.loss.isnan() and out.sums["clipped"].isnan()
+    assert loss.errors == [f"--policy-loss {HERE}:fails_on_values: raised KeyError: 'gold'"]
+    assert len(_calls) == 1
+
+
+def takes_half_a_second(rows, algorithm):
+    time.sleep(0.5 * (rows.log_probs.device.type != "meta"))
+    return ppo(rows, algorithm)
+
+
+def test_the_calls_of_a_users_loss_in_one_step_have_one_limit():
+    loss, algorithm = held("takes_half_a_second", limit_s=1.3)
+    rows = loss_rows(leaf(-1.0), vector(-1.0), vector(1.0))
+    for _ in range(2):
+        loss.begin_step()
+        loss(rows, algorithm)
+        loss(rows, algorithm)
+        assert not loss.errors
+    loss(rows, algorithm)
+    assert "it took longer than" in loss.errors[0]
 
 
 @pytest.mark.parametrize(
