@@ -10,11 +10,11 @@ if TYPE_CHECKING:  # an audit of evidence needs ``chance_levels`` alone
 
 
 def shared_experts(own: torch.Tensor, replayed: torch.Tensor) -> torch.Tensor:
-    """Count the experts that two top-k choices share in each row, int64[m].
+    """Count the experts that two top-k choices share in each row, int64[..., m].
 
-    own, replayed: int64[m, K], distinct within a row.
+    own, replayed: int64[..., m, K], distinct within a row.
     """
-    return (own[:, :, None] == replayed[:, None, :]).sum((1, 2))
+    return (own[..., :, None] == replayed[..., None, :]).sum((-1, -2))
 
 
 def overlap_counts(
@@ -22,12 +22,12 @@ def overlap_counts(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Count the rows in which two top-k choices are equal sets, share some experts, share none.
 
-    shared: int64[m] of ``shared_experts``; counted: bool[m].
-    Returns three int64 scalars on the device; they add up to counted.sum().
+    shared: int64[..., m] of ``shared_experts``; counted: bool[..., m].
+    Returns three times int64[...] on the device; they add up to counted.sum(-1).
     """
-    equal = ((shared == topk) & counted).sum()
-    none = ((shared == 0) & counted).sum()
-    return equal, counted.sum() - equal - none, none
+    equal = ((shared == topk) & counted).sum(-1)
+    none = ((shared == 0) & counted).sum(-1)
+    return equal, counted.sum(-1) - equal - none, none
 
 
 def drift_of_layer(

@@ -113,14 +113,20 @@ def _xor_shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     return x ^ ((x >> bits) & ((1 << (64 - bits)) - 1))
 
 
-def route_hashes(uids: torch.Tensor, experts: torch.Tensor, layer_number: int) -> torch.Tensor:
+def route_hashes(
+    uids: torch.Tensor, experts: torch.Tensor, layer_number: int | torch.Tensor
+) -> torch.Tensor:
     """Hash every (token, layer, expert) on the device.
 
-    uids: int64[m]; experts: int64[m, K].  Returns int64[m, K] with the bits of the uint64 hash.
-    int64 products wrap on CPU and CUDA alike.
+    uids: int64[m]; experts: int64[m, K] of one layer, or int64[l, m, K] of layers int64[l].  Returns the
+    bits of the uint64 hash as int64, shaped as experts.  int64 products wrap on CPU and CUDA alike.
     """
+    if isinstance(layer_number, torch.Tensor):
+        layer_part = (layer_number * _signed(_LAYER))[:, None]
+    else:
+        layer_part = _signed(layer_number * _LAYER)
     x = (experts + 1) * _signed(_EXPERT)
-    x = x + (uids * _signed(_UID) + _signed(layer_number * _LAYER))[:, None]
+    x = x + (uids * _signed(_UID) + layer_part)[..., None]
     x = _xor_shift(x, 30) * _signed(_MIX1)
     x = _xor_shift(x, 27) * _signed(_MIX2)
     return _xor_shift(x, 31)

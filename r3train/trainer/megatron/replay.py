@@ -54,6 +54,7 @@ class StagedRoutes:
     num_current: int
     missing_rows_per_layer: list[int]
     column: dict[int, int]  # layer_number -> index along l
+    layer_numbers: torch.Tensor  # int64[l]
 
     @classmethod
     def from_slice(
@@ -99,6 +100,7 @@ class StagedRoutes:
             num_current=int(current.sum()),
             missing_rows_per_layer=(original == marker).any(2).sum(0).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
+            layer_numbers=to_device(s.layer_numbers.astype(np.int64)),
         )
 
 
@@ -336,9 +338,9 @@ class RoutingReplayManager:
 
     def reset(self) -> None:
         """Drop routes and evidence after an exception."""
-        self.end_pass()
         if self.recorder is not None:
             self.recorder.clear()
+        self.end_pass()
 
     # -- served to routers -------------------------------------------------------------------
 
@@ -373,9 +375,14 @@ class RoutingReplayManager:
         staged = self.staged(self._vp_stage_of(router))
         if staged is not None:
             vp_stage = self._vp_stage_of(router)
+            probs, routing_map = output
+            if router.config.moe_token_dispatcher_type == "flex":
+                # DeepEP sends a row to the K largest of its probabilities, whatever the map says
+                largest = probs.topk(router.topk, dim=1).indices
+                routing_map = torch.zeros_like(routing_map).scatter(1, largest, True)
             self.recorder.record(
                 staged,
-                routing_map=output[1],
+                routing_map=routing_map,
                 vp_stage=vp_stage,
                 microbatch_id=self.current_microbatch(vp_stage),
                 layer_number=router.layer_number,

@@ -1,18 +1,19 @@
 """Counts of every router call and of every application of kept tokens, made on the device and read once a step.
 
-Nothing here forces a device synchronisation: each call leaves one int64 vector behind, and
-``collect`` stacks them all and copies them to the host at once.
+Nothing here forces a device synchronisation: the calls of a microbatch are counted some layers at a
+time, each leaves one int64 vector behind, and ``collect`` stacks them all and copies them to the host at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import is_checkpointing
 
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
@@ -28,6 +29,8 @@ _RECOMPUTE_TOLERANCE = 1e-3
 # Scores are kept until they are recomputed, as a projection on this many columns.  All columns of
 # every layer and microbatch of a step would be gigabytes.
 _SIGNATURE_COLUMNS = 4
+# Calls of one microbatch that are counted at once, by the same kernels as one.  Until then their maps are held.
+_TOGETHER = 16
 
 
 # (scores float[m, E], experts int64[m, k]) -> gate values at the experts, float[m, k]
@@ -49,7 +52,25 @@ class Choice:
 @dataclass
 class _Call:
     host: dict
-    counters: torch.Tensor  # int64[len(_COUNTERS)] on the device
+    counters: torch.Tensor | None = None  # int64[len(_COUNTERS)] on the device, once counted
+
+
+@dataclass
+class _Seen:
+    """A router call to be counted: tensors that it left, without a copy."""
+
+    call: _Call
+    column: int
+    routing_map: torch.Tensor  # bool[m, E]
+    experts: torch.Tensor | None = None  # int64[m, K]; None where the router chose for itself
+    own: torch.Tensor | None = None
+    let_go: torch.Tensor | None = None
+    # float32[m, 4] each: the forward's and the recomputation's
+    signatures: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def lacks(self) -> tuple[bool, ...]:
+        return tuple(x is None for x in (self.experts, self.let_go, self.signatures))
 
 
 _COUNTERS = (
@@ -91,6 +112,10 @@ class CallRecorder:
         self._counts_tokens = counts_tokens
         self._keep_score_ratio = keep_score_ratio
         self._calls: list[_Call] = []
+        self._seen: list[_Seen] = []
+        # what the calls in _seen share: their microbatch; pass, native, stage, and which tensors they lack
+        self._staged: StagedRoutes | None = None
+        self._kind: tuple = ()
         self._choice: Choice | None = None
         self._pass, self._native = "", False
         self._weight_version: int | None = None
@@ -110,13 +135,15 @@ class CallRecorder:
         self._weight_version = weight_version
 
     def end_pass(self) -> None:
-        """Drop the scores of the pass: they must not be compared with a later one's."""
+        """Count what is left of the pass, and drop its scores: they must not be compared with a later one's."""
+        self._count()
         self._signatures.clear()
         self._choice = None
 
     def clear(self) -> None:
         """Drop the calls that were not collected."""
         self._calls.clear()
+        self._seen, self._staged = [], None
 
     def note_choice(self, choice: Choice) -> None:
         """Keep the served experts; ``record`` compares the returned map with them."""
@@ -133,116 +160,152 @@ class CallRecorder:
         layer_number: int,
         stage: str,
     ) -> None:
-        """Count one call from the routing map that the router returned.
+        """Note one call and the routing map that the router returned; it is counted with its neighbours.
 
         routing_map: bool[m, E].  In a call without a served choice the router chose for itself.
         """
         choice, self._choice = self._choice, None
-        replayed = choice is not None and choice.layer_number == layer_number
+        if choice is not None and choice.layer_number != layer_number:
+            choice = None
+        replayed = choice is not None
         column = staged.column[layer_number]
         missing_rows = staged.missing_rows_per_layer[column]
-        # the K largest of a 0/1 row are its ones; if it has fewer, the others are masked out
-        ids = routing_map.to(torch.uint8).topk(self._topk, dim=1).indices
-        chosen = routing_map.gather(1, ids)
-        counted = chosen & staged.real[:, None]
-        zero = routing_map.new_zeros((), dtype=torch.int64)
-        hashes = route_hashes(staged.uids, ids, layer_number)
-        fingerprint = torch.where(counted, hashes, zero).sum()
-        values = dict.fromkeys(_COUNTERS, zero)
-        values["map_sum"] = routing_map.sum()
-        values["duplicate_rows"] = (~chosen).any(1).sum()
-        if replayed:
-            recorded = staged.routes[:, column] != staged.marker
-            whole = recorded.all(1) & staged.real
-            fingerprint = fingerprint - _filled_hashes(
-                staged, choice.experts, column, layer_number, zero
-            )
-            values["replay_idx_sum"] = choice.experts.sum()
-            replayed_routes = choice.experts
-            if choice.let_go is not None:
-                replayed_routes = torch.where(
-                    recorded, staged.routes[:, column].long(), choice.experts
-                )
-                let_go, off = self._let_go(staged, choice, recorded, routing_map, column, stage)
-                # the map has another expert there; the rollout has the recorded one
-                served = route_hashes(staged.uids, choice.experts, layer_number)
-                asked = route_hashes(staged.uids, replayed_routes, layer_number)
-                fingerprint = fingerprint + torch.where(let_go, asked - served, zero).sum()
-                values["slots_let_go"] = let_go.sum()
-                values["rows_let_go"] = (let_go.any(1) & whole).sum()
-                values["let_go_off"] = off
-            shared = shared_experts(choice.own, replayed_routes)
-            equal, overlap, none = overlap_counts(shared, self._topk, whole)
-            values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
-            if staged.num_current:
-                equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
-                values.update(rows_current_equal=equal, rows_current_mismatch=none)
-            if self._native and stage == "replay_forward":
-                values.update(_controls(staged, choice.own, replayed_routes, column, whole))
-            if self._pass == "train":
-                values["rows_recompute_differ"] = self._recompute_differ(
-                    choice, microbatch_id, stage, zero
-                )
-        values["fingerprint"] = fingerprint
-        self._calls.append(
-            _Call(
-                host=dict(
-                    replay_pass=self._pass,
-                    stage=stage,
-                    vp_stage=vp_stage,
-                    microbatch_id=microbatch_id,
-                    layer_number=layer_number,
-                    num_rows=staged.num_rows,
-                    rows_replayed=staged.num_real - missing_rows if replayed else 0,
-                    rows_filled=missing_rows if replayed else 0,
-                    rows_padding=staged.num_rows - staged.num_real,
-                    rows_native=0 if replayed else staged.num_real,
-                    rows_current=staged.num_current if replayed else 0,
-                ),
-                counters=_vector(values),
+        call = _Call(
+            host=dict(
+                replay_pass=self._pass,
+                stage=stage,
+                vp_stage=vp_stage,
+                microbatch_id=microbatch_id,
+                layer_number=layer_number,
+                num_rows=staged.num_rows,
+                rows_replayed=staged.num_real - missing_rows if replayed else 0,
+                rows_filled=missing_rows if replayed else 0,
+                rows_padding=staged.num_rows - staged.num_real,
+                rows_native=0 if replayed else staged.num_real,
+                rows_current=staged.num_current if replayed else 0,
             )
         )
+        seen = _Seen(call, column, routing_map)
+        if choice is not None:
+            seen.experts, seen.own = choice.experts, choice.own
+            if choice.let_go is not None:
+                seen.let_go = self._let_go(staged, choice, column, stage)
+            if self._pass == "train":
+                seen.signatures = self._signatures_of(choice, microbatch_id, stage)
+        self._calls.append(call)
+        kind = self._pass, self._native, stage, seen.lacks
+        if self._staged is not staged or self._kind != kind:
+            self._count()
+        self._staged, self._kind = staged, kind
+        self._seen.append(seen)
+        if len(self._seen) == _TOGETHER:
+            self._count()
+
+    @torch.no_grad()
+    def _count(self) -> None:
+        """Count the calls that were noted: of one microbatch, alike in all but their layers."""
+        seen, staged = self._seen, self._staged
+        self._seen, self._staged = [], None
+        if not seen:
+            return
+        columns = [s.column for s in seen]
+        layers = torch.stack([staged.layer_numbers[column] for column in columns])
+        maps = torch.stack([s.routing_map for s in seen])  # [l, m, E]
+        # the K largest of a 0/1 row are its ones; if it has fewer, the others are masked out
+        ids = maps.to(torch.uint8).topk(self._topk).indices
+        chosen = maps.gather(2, ids)
+        hashes = route_hashes(staged.uids, ids, layers) * (chosen & staged.real[:, None])
+        values = {
+            "map_sum": maps.sum((1, 2)),
+            "duplicate_rows": (~chosen).any(2).sum(1),
+            "fingerprint": hashes.sum((1, 2)),
+        }
+        if seen[0].experts is not None:
+            self._count_served(seen, staged, columns, layers, maps, values)
+        counters = _vector(values)
+        for i, one in enumerate(seen):
+            one.call.counters = counters[i]
+
+    def _count_served(
+        self,
+        seen: list[_Seen],
+        staged: StagedRoutes,
+        columns: list[int],
+        layers: torch.Tensor,
+        maps: torch.Tensor,
+        values: dict[str, torch.Tensor],
+    ) -> None:
+        """Add the counters of calls that were served, and take from the fingerprint what is not the rollout's."""
+        experts = torch.stack([s.experts for s in seen])  # [l, m, K]
+        own = torch.stack([s.own for s in seen])
+        routes = _of_layers(staged, columns)
+        recorded = routes != staged.marker
+        whole = recorded.all(2) & staged.real
+        if (rows := staged.rows_with_missing) is not None:
+            # slots that the trainer filled: the map holds them, the rollout does not
+            filled = route_hashes(staged.uids[rows], experts[:, rows], layers)
+            values["fingerprint"] -= (filled * ~recorded[:, rows]).sum((1, 2))
+        values["replay_idx_sum"] = experts.sum((1, 2))
+        replayed = experts
+        if seen[0].let_go is not None:
+            replayed = torch.where(recorded, routes.long(), experts)
+            of_rollout = recorded & staged.real[:, None]
+            let_go = torch.stack([s.let_go for s in seen]) & of_rollout
+            # the map has another expert there; the rollout has the recorded one
+            asked = route_hashes(staged.uids, replayed, layers)
+            served = route_hashes(staged.uids, experts, layers)
+            values["fingerprint"] += ((asked - served) * let_go).sum((1, 2))
+            gone = of_rollout & ~maps.gather(2, routes.long().masked_fill(~recorded, 0))
+            values["slots_let_go"] = let_go.sum((1, 2))
+            values["rows_let_go"] = (let_go.any(2) & whole).sum(1)
+            values["let_go_off"] = (let_go != gone).sum((1, 2))
+        shared = shared_experts(own, replayed)
+        equal, overlap, none = overlap_counts(shared, self._topk, whole)
+        values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
+        if staged.num_current:
+            equal, _, none = overlap_counts(shared, self._topk, whole & staged.current)
+            values.update(rows_current_equal=equal, rows_current_mismatch=none)
+        if self._kind[1:3] == (True, "replay_forward"):
+            values.update(_controls(staged, own, replayed, columns, whole))
+        if seen[0].signatures is not None:
+            first, again = map(torch.stack, zip(*(s.signatures for s in seen)))
+            scale = first.abs().amax(2).clamp_min(1.0)
+            differ = (first - again).abs().amax(2) > _RECOMPUTE_TOLERANCE * scale
+            values["rows_recompute_differ"] = differ.sum(1)
 
     def _let_go(
-        self,
-        staged: StagedRoutes,
-        choice: Choice,
-        recorded: torch.Tensor,
-        routing_map: torch.Tensor,
-        column: int,
-        stage: str,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the slots that the rule lets go, and count those that the map treats otherwise.
+        self, staged: StagedRoutes, choice: Choice, column: int, stage: str
+    ) -> torch.Tensor:
+        """Find the slots that the rule lets go, bool[m, K]; of those without a route anything.
 
         The rule is applied here anew, to the scores that the router had.  A recomputation must repeat
-        its forward's decision, which was checked there.  recorded: bool[m, K], slots with a route.
+        its forward's decision, which was checked there.
         """
-        routes = staged.routes[:, column].long().masked_fill(~recorded, 0)
-        recorded = recorded & staged.real[:, None]
-        rule = choice.let_go
-        if stage == "replay_forward":
-            gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
-            rule = let_go_slots(*gates, self._keep_score_ratio) & recorded
-        gone = recorded & ~routing_map.gather(1, routes)
-        return rule, (rule != gone).sum()
+        if stage != "replay_forward":
+            return choice.let_go
+        routes = staged.routes[:, column].long()
+        routes = routes.masked_fill(routes == staged.marker, 0)
+        gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
+        return let_go_slots(*gates, self._keep_score_ratio)
 
-    def _recompute_differ(
-        self, choice: _Choice, microbatch_id: int, stage: str, zero: torch.Tensor
-    ) -> torch.Tensor:
-        """Count rows whose recomputed scores differ from those of the microbatch's own forward.
+    def _signatures_of(
+        self, choice: Choice, microbatch_id: int, stage: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keep a forward's scores that will be recomputed; of a recomputation return them and its own.
 
-        This check alone ties a recomputation to its microbatch.  Routes and uids come from the same
-        staged record: they would agree with each other even if both were another microbatch's.
+        They alone tie a recomputation to its microbatch.  Routes and uids come from the same staged
+        record: they would agree with each other even if both were another microbatch's.
         """
-        key, signature = (microbatch_id, choice.layer_number), self._signature(choice.scores)
+        key = microbatch_id, choice.layer_number
         if stage == "replay_forward":
-            self._signatures[key] = signature
-            return zero
+            if is_checkpointing():
+                self._signatures[key] = self._signature(choice.scores)
+            return None
+        again = self._signature(choice.scores)
         first = self._signatures.pop(key, None)
-        if first is None or first.shape != signature.shape:
-            return zero + signature.shape[0]
-        scale = first.abs().amax(1).clamp_min(1.0)
-        return ((first - signature).abs().amax(1) > _RECOMPUTE_TOLERANCE * scale).sum()
+        if first is None or first.shape != again.shape:  # no row is the forward's
+            return torch.zeros_like(again), torch.full_like(again, torch.inf)
+        return first, again
 
     def _signature(self, scores: torch.Tensor) -> torch.Tensor:
         """Project scores [m, E] on four fixed directions, float32[m, 4]."""
@@ -341,6 +404,7 @@ class CallRecorder:
         """Return the calls since the last ``collect``.  This is the one device read of a step."""
         if not self._calls:
             return []
+        self._count()
         table = torch.stack([c.counters for c in self._calls]).cpu().tolist()
         records = []
         for call, row in zip(self._calls, table):
@@ -361,31 +425,24 @@ class CallRecorder:
 
 
 def _vector(values: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The counters of a call in one int64 vector."""
-    return torch.stack([values[name].to(torch.int64) for name in _COUNTERS])
+    """The counters of one call as int64[len(_COUNTERS)], or of l calls as int64[l, len(_COUNTERS)].
+
+    values: int64 numbers, or int64[l]; what is not counted is 0.
+    """
+    zero = torch.zeros_like(values["map_sum"])
+    return torch.stack([values.get(name, zero) for name in _COUNTERS], dim=-1)
 
 
-def _filled_hashes(
-    staged: StagedRoutes,
-    experts: torch.Tensor,
-    column: int,
-    layer_number: int,
-    zero: torch.Tensor,
-) -> torch.Tensor:
-    """Sum the hashes of slots that the trainer filled: the map holds them, the rollout does not."""
-    if staged.rows_with_missing is None:
-        return zero
-    rows = staged.rows_with_missing
-    holes = staged.routes[rows, column] == staged.marker
-    hashes = route_hashes(staged.uids[rows], experts[rows], layer_number)
-    return torch.where(holes, hashes, zero).sum()
+def _of_layers(staged: StagedRoutes, columns: Sequence[int]) -> torch.Tensor:
+    """Stack the routes of some layers, [l, m, K]."""
+    return torch.stack([staged.routes[:, column] for column in columns])
 
 
 def _controls(
     staged: StagedRoutes,
     own: torch.Tensor,
     replayed: torch.Tensor,
-    column: int,
+    columns: Sequence[int],
     whole: torch.Tensor,
 ) -> dict[str, torch.Tensor]:
     """Count rows that agree if the routes are moved by one token or one layer on purpose.
@@ -394,10 +451,10 @@ def _controls(
     """
     num_layers, topk = staged.routes.shape[1:]
     variants = {
-        "control_token_minus": replayed.roll(1, 0),
-        "control_token_plus": replayed.roll(-1, 0),
-        "control_layer_minus": staged.routes[:, (column - 1) % num_layers].long(),
-        "control_layer_plus": staged.routes[:, (column + 1) % num_layers].long(),
+        "control_token_minus": replayed.roll(1, 1),
+        "control_token_plus": replayed.roll(-1, 1),
+        "control_layer_minus": _of_layers(staged, [(c - 1) % num_layers for c in columns]),
+        "control_layer_plus": _of_layers(staged, [(c + 1) % num_layers for c in columns]),
     }
     return {
         name: overlap_counts(shared_experts(own, v), topk, whole)[0] for name, v in variants.items()
