@@ -38,6 +38,7 @@ class Case:
     last_phase: int = 5
     bf16: bool = False
     order_seed: int | None = None
+    attention_backend: str = "auto"
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,7 @@ class CaseRun:
         config = RunConfig(
             model=ModelSection(
                 hf_checkpoint=self.case.checkpoint,
+                attention_backend=self.case.attention_backend,
                 bf16=self.case.bf16,
                 transformer_overrides=overrides,
                 **model,
