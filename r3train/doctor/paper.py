@@ -6,13 +6,13 @@ the numbers say what cannot fit and which part will be long, not how fast a run 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
-from r3train.config.hf_facts import HfModelFacts
+from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.doctor.finding import amount
 from r3train.doctor.memory import (
     StageRanks,
@@ -39,6 +39,8 @@ BROADCAST_GB_S = 40.0
 # a server's GPU beside weights and pool: CUDA graphs, activations of a prefill
 _SERVER_BYTES = 4 << 30
 _MOST_TP = 64
+# tokens in SGLang's pool of a sliding window's layers for one in that of the others (--sglang-swa-full-tokens-ratio)
+_WINDOW_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -114,8 +116,9 @@ def server_on_paper(
         gpus, is_given = 1, False
         while weights / gpus > budget * 2 / 3 and gpus < _MOST_TP:
             gpus *= 2
-    latent = _rows(kinds, ("kv_a_proj_with_mqa",))
-    keys = _rows(kinds, ("k_proj", "v_proj"))
+    held = _held_shares(rollout.sglang, hf)
+    latent = _rows(kinds, ("kv_a_proj_with_mqa",), held)
+    keys = _rows(kinds, ("k_proj", "v_proj"), held)
     split = min(gpus, hf.num_key_value_heads)
     token_bytes = (latent + keys / split) * value
     pool = max(0, int((budget - weights / gpus) / token_bytes)) if token_bytes else 0
@@ -135,9 +138,31 @@ def server_on_paper(
     )
 
 
-def _rows(kinds: Mapping[str, TensorKind], modules: tuple[str, ...]) -> int:
-    ends = tuple(f"self_attn.{module}.weight" for module in modules)
-    return sum(kind.shape[0] for name, kind in kinds.items() if name.endswith(ends))
+def _held_shares(sglang: Mapping[str, object], hf: HfModelFacts) -> list[float]:
+    """Tokens that the pool holds in each layer for one token in the layers of full attention.
+
+    Source: SGLang 0.5.23, ``HybridSWAPoolConfigurator``: layers of a sliding window have a smaller pool.
+    """
+    types = load_model_config(hf.path).get("layer_types") or []
+    of_window = sglang.get("swa_full_tokens_ratio") or _WINDOW_SHARE
+    if sglang.get("disable_hybrid_swa_memory") or type(of_window) is not float:
+        of_window = 1.0
+    slides = [
+        "sliding" in types[i] if i < len(types) else False for i in range(hf.num_hidden_layers)
+    ]
+    return [of_window if one and not all(slides) else 1.0 for one in slides]
+
+
+def _rows(
+    kinds: Mapping[str, TensorKind], modules: tuple[str, ...], shares: Sequence[float]
+) -> float:
+    """Sum the outputs of these modules of attention over layers, each as often as its share."""
+    found = 0.0
+    for name, kind in kinds.items():
+        if name.endswith(tuple(f"self_attn.{module}.weight" for module in modules)):
+            layer = int(name.partition(".layers.")[2].partition(".")[0])
+            found += kind.shape[0] * shares[layer]
+    return found
 
 
 def step_on_paper(

@@ -83,6 +83,18 @@ def test_a_pool_is_what_weights_leave_of_the_servers_memory(tiny, qwen3):
     assert told.pool_tokens == 5000
 
 
+@pytest.mark.parametrize(
+    "flags, share",
+    [({}, 0.8), ({"swa_full_tokens_ratio": 0.1}, 0.1), ({"disable_hybrid_swa_memory": True}, 1.0)],
+)
+def test_a_pool_holds_fewer_tokens_of_layers_with_a_sliding_window(tiny, tmp_path, flags, share):
+    """gpt-oss-20b: 12 of 24 layers slide; each has 8 key heads of 64 in bfloat16."""
+    write_checkpoint(tmp_path / "gpt", "gpt-oss-20b")
+    config = with_server(config_of(tiny, bf16=True), tp_size=1, **flags)
+    server = paper.server_on_paper(config, read_hf_facts(tmp_path / "gpt"), 8, 80e9)
+    assert server.token_bytes == pytest.approx(12 * (1 + share) * 2 * 8 * 64 * 2)
+
+
 def test_seconds_of_training_follow_the_arithmetic_and_its_ranks(tiny, qwen3):
     config = config_of(
         tiny,
