@@ -148,9 +148,44 @@ def test_a_server_is_told_its_number_on_its_node(tmp_path):
     assert after(words, "--host") == "node15" and after(words, "--address-file") == "/there/5.addr"
 
 
+def test_servers_over_two_nodes_each_meet_at_their_first_node(tmp_path):
+    """Each task runs ``slurm/server.sh``: its server's number, its place in it, one address a server."""
+    given = {"NODES_PER_SERVER": "2", "GPUS_PER_SERVER": "8", "TRAIN_NODES": "2"}
+    done, (servers, _) = render(tmp_path, "train_multi_node", nodes=6, **given)
+    assert done.returncode == 0, done.stderr
+    assert "--ntasks=4" in servers and "--ntasks-per-node=1" in servers
+    program = tmp_path / "r3train"
+    program.write_text('#!/bin/sh\nprintf "%s " "$@"\n')
+    program.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "R3TRAIN_ROOT": str(ROOT), "BIN": str(tmp_path)}
+    found = []
+    for task in range(4):
+        environment |= {"SLURM_PROCID": str(task), "SLURMD_NODENAME": f"node{task + 3:02d}"}
+        said = subprocess.run(
+            servers[servers.index("env") :],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        words = said.stdout.split()
+        assert after(words, "--num-gpus") == "8" and after(words, "--sglang-nnodes") == "2"
+        assert after(words, "--address-file").endswith(f"/{task // 2}.addr")
+        flags = ("--index", "--sglang-node-rank", "--sglang-dist-init-addr")
+        found.append([after(words, flag) for flag in flags])
+    first, second = "node03:14711", "node05:14711"
+    assert found == [["0", "0", first], ["0", "1", first], ["1", "0", second], ["1", "1", second]]
+
+
 @pytest.mark.parametrize(
     "given, said",
     [
+        ({"NODES_PER_SERVER": "2", "GPUS_PER_SERVER": "8"}, "1 nodes serve: they do not divide by"),
+        ({"NODES_PER_SERVER": "2"}, "GPUS_PER_SERVER must say how many GPUs it takes of each node"),
+        (
+            {"NODES_PER_SERVER": "2", "SERVERS_PER_NODE": "2", "GPUS_PER_SERVER": "4"},
+            "a server over 2 nodes has them alone",
+        ),
         ({"SERVERS_PER_NODE": "2"}, "SERVERS_PER_NODE is 2 on nodes of 8 GPUs: GPUS_PER_SERVER"),
         (
             {"SERVERS_PER_NODE": "2", "GPUS_PER_SERVER": "8"},
