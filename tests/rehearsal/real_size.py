@@ -69,8 +69,10 @@ def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -
             misfits.append(f"{tuple(part.shape)} for {tuple(out.shape)}")
 
     SafeTensorIO.load_some_hf_weight, dist.scatter = load, scatter
+    dist.broadcast = lambda *_, **__: None
     dist.init_process_group("fake", rank=rank, world_size=recipe.num_gpus, store=FakeStore())
     place = topology.init_model_parallel(config.parallel, config.trainer.seed)
+    reads_experts = parallel_state.get_expert_data_parallel_rank() == 0
     built = model.build_model(config, hf, META)
     own = {n: p.numel() for chunk in built.unwrapped for n, p in chunk.named_parameters()}
     parallel_state.destroy_model_parallel()
@@ -79,7 +81,7 @@ def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -
         "rank": rank,
         "stage": place.pp_rank,
         "ep_rank": place.ep_rank,
-        "tp_rank": place.tp_rank,
+        "reads_experts": reads_experts,
         "names": names,
         "misfits": misfits,
         "dense": sum(size for n, size in own.items() if ".experts." not in n),

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
 
 from r3train.hf_checkpoint import read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
@@ -176,16 +178,40 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 @torch.no_grad()
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
-    bridge.load_weights([_OneState(as_te_names(c)) for c in chunks], str(path))
+    """Load the chunks' parameters from a checkpoint's safetensors; a collective.
+
+    The first data-parallel rank of a parameter reads it and sends it to the others.
+    """
+    adapted = [as_te_names(c) for c in chunks]
+    bridge.load_weights([_OneState(a, _reads) for a in adapted], str(path))
+    for one in adapted:
+        for name, tensor in _OneState(one).state_dict().items():
+            group = _replicas(name)
+            if group.size() > 1:
+                dist.broadcast(tensor, group=group, group_src=0)
+
+
+def _replicas(name: str) -> dist.ProcessGroup:
+    """Return the ranks that hold the same part of a parameter."""
+    if EXPERT in name:
+        return ps.get_expert_data_parallel_group()
+    return ps.get_data_parallel_group(with_context_parallel=True)
+
+
+def _reads(name: str) -> bool:
+    return _replicas(name).rank() == 0
 
 
 class _OneState:
-    """A chunk as ``as_te_names`` gives it, whose state is read once: mbridge asks once a parameter."""
+    """A chunk as ``as_te_names`` gives it, whose state is read once: mbridge asks once a parameter.
 
-    def __init__(self, adapted: Any):
+    Of the parameters alone that are ``wanted``, and without Transformer Engine's state of no checkpoint.
+    """
+
+    def __init__(self, adapted: Any, wanted: Callable[[str], bool] = lambda name: True):
         self.decoder, self.config = adapted.decoder, adapted.config
-        self._state = adapted.state_dict()
+        state = adapted.state_dict().items()
+        self._state = {n: t for n, t in state if "_extra_state" not in n and wanted(n)}
 
     def state_dict(self) -> dict[str, Any]:
         return self._state
@@ -212,7 +238,6 @@ class _Compared(_OneState):
         self._state = {
             name: tensor.detach().as_subclass(_Held) if torch.is_tensor(tensor) else tensor
             for name, tensor in {**self._state, **values}.items()
-            if "_extra_state" not in name  # Transformer Engine's, of no checkpoint
         }
 
     def other(self) -> list[str]:
