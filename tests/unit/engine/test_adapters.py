@@ -177,6 +177,24 @@ def test_versions_are_loaded_unloaded_when_too_old_and_loaded_again_after_a_rest
     assert adapters.versions == [3, 4]
 
 
+def test_a_version_whose_server_was_lost_before_unloading_it_leaves_the_disk_too(glm, tmp_path):
+    class Lost(Recorded):
+        def unload_adapter(self, name):
+            raise EngineDied("connection broke")
+
+    engine, weights = Lost(), tmp_path / "weights"
+    publisher = AdapterPublisher(
+        *(engine, Adapters()), directory=weights, settings=LORA, hf=glm, max_weight_staleness=0
+    )
+    publisher.publish(factors(glm), version=0)
+    with pytest.raises(EngineDied):
+        publisher.publish(factors(glm), version=1)
+    publisher.reconnect()
+    publisher.publish(factors(glm), version=1)
+    assert engine.calls[-1] == "load v000001"
+    assert [p.name for p in weights.iterdir()] == ["v000001"]
+
+
 def test_a_server_is_told_rank_targets_and_slots_for_every_version_in_use(glm):
     flags = adapter_flags(LORA, glm, max_weight_staleness=3)
     assert flags["enable_lora"] is True and flags["max_lora_rank"] == 4
