@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, load_json_object
-from r3train.config.lora import LoraSection
+from r3train.config.lora import linear_of, LoraSection
 from r3train.hf_checkpoint import MARKER, read_header, read_headers
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def write_adapter(
     """
     from safetensors.torch import save_file
 
+    assert _without_name(settings, hf) is None
     expected = _expected(settings, hf)
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -138,23 +139,33 @@ def _packed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return packed
 
 
-def lost_by_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
-    """Return what PEFT would drop of an adapter of these settings without a word, or None.
+def _without_name(settings: LoraSection, hf: HfModelFacts) -> str | None:
+    """Return why an adapter's files could not hold one of these settings, or None."""
+    whole_layers = [n for n in settings.targets(tensor_names(hf)) if not n.endswith(_SUFFIX)]
+    if not whole_layers:
+        return None
+    return f"PEFT's files have no name for one expert's part of {min(whole_layers)}"
+
+
+def not_in_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
+    """Return why PEFT would not read an adapter of these settings, or drop a part of it; or None.
 
     Source: peft 0.21.2 with transformers 5.19: where a model has fused experts and they are among the
     targets, it takes every gate_proj, up_proj and down_proj for theirs; in some models in any case.
     """
     targets = settings.targets(tensor_names(hf))
     routed = hf.model_type in _ALWAYS_FUSED or any(".experts." in name for name in targets)
-    others = [n for n in targets if n.split(".")[-2] in _OF_EXPERTS and ".experts." not in n]
-    return min(others).rpartition(".")[0] if others and routed else None
+    others = [n for n in targets if linear_of(n) in _OF_EXPERTS and ".experts." not in n]
+    if others and routed:
+        return f"PEFT drops the adapter of {min(others).removesuffix(_SUFFIX)}"
+    return _without_name(settings, hf)
 
 
 def saved_forms(settings: LoraSection, hf: HfModelFacts) -> tuple[bool, bool]:
     """Return (is a merged checkpoint written, is a PEFT adapter) by --save-hf."""
     if not settings.enabled:
         return True, False
-    form = "merged" if lost_by_peft(settings, hf) else settings.lora_save_hf
+    form = "merged" if not_in_peft(settings, hf) else settings.lora_save_hf
     return form != "adapter", form != "merged"
 
 
@@ -166,6 +177,8 @@ def check_adapter(settings: LoraSection, hf: HfModelFacts) -> None:
     directory = settings.lora_adapter_path
     if directory is None:
         return
+    if (reason := _without_name(settings, hf)) is not None:
+        raise ValueError(f"--lora-adapter-path: {reason}; add --exclude-modules experts")
     file = directory / CONFIG
     _check_config(file, load_json_object(file), settings)
     found = {name: kind.shape for name, kind in read_header(directory / TENSORS).items()}

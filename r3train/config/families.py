@@ -320,7 +320,7 @@ FAMILIES: dict[str, Family] = {
         rope_types=("yarn",),
         alone={"expert_tensor_parallel_size": "its experts have biases"},
         log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
-        lora=True,  # of attention alone: its experts are one tensor on disk
+        lora=True,
         conflicts=_gpt_oss_conflicts,
     ),
     "deepseek_v2": replace(

@@ -16,7 +16,13 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 # latent attention's: queries and keys are compressed by the first of each two, and spread by the second
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 # Mixtral's experts have w1 (gate), w3 (up) and w2 (down)
-LINEARS = (*FUSED[0], *LATENT, "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2")
+# gpt-oss has gate_up_proj, and all experts of a layer in one tensor
+LINEARS = (*FUSED[0], *LATENT, "o_proj", *FUSED[1], "down_proj", *FUSED[2], "w2", "gate_up_proj")
+
+
+def linear_of(name: str) -> str:
+    """Return the last part of a linear's name, given its weight's; of a tensor of experts there is no more."""
+    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 class LoraSection(Section):
@@ -58,9 +64,8 @@ class LoraSection(Section):
         return frozenset(name for name in names if self._is_target(name))
 
     def _is_target(self, name: str) -> bool:
-        path, _, kind = name.rpartition(".")
-        leaf = path.rpartition(".")[2]
+        path, leaf = name.removesuffix(".weight"), linear_of(name)
         wanted = leaf in (LINEARS if ALL_LINEAR in self.target_modules else self.target_modules)
-        if kind != "weight" or leaf not in LINEARS or not wanted:
+        if leaf not in LINEARS or not wanted:
             return False
         return not any(f".{module}." in f".{path}." for module in self.exclude_modules)

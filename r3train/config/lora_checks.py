@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from r3train.config.families import FAMILIES, has_fused_experts, sent_together, tensor_names
+from r3train.config.families import FAMILIES, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import ALL_LINEAR, FUSED, LINEARS, LoraSection
+from r3train.config.lora import ALL_LINEAR, FUSED, linear_of, LINEARS, LoraSection
 from r3train.config.run import RunConfig
 
 
@@ -96,7 +96,7 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
         )
     names = tensor_names(hf)
     targets = lora.targets(names)
-    leaves = {name.split(".")[-2] for name in names}
+    leaves = {linear_of(name) for name in names}
     for leaf in (n for n in lora.target_modules if n in LINEARS and n not in leaves):
         has = ", ".join(n for n in LINEARS if n in leaves)
         yield f"target_modules: {hf.path} has no {leaf}; it has {has}"
@@ -107,13 +107,6 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if not targets:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
-    of_experts = {ALL_LINEAR, "gate_proj", "up_proj", "down_proj"} & set(lora.target_modules)
-    left_out = {"experts", "mlp.experts", "mlp"} & set(lora.exclude_modules)
-    if has_fused_experts(hf.path) and of_experts and not left_out:
-        yield (
-            f"--lora-rank: all experts of a layer of {hf.model_type} are one tensor on disk, and an"
-            " adapter of one expert has no name there; add --exclude-modules experts"
-        )
     yield from _parts_of_a_matrix(targets, names)
     if config.lora.lora_serving == "merged":
         yield from _apart(targets, hf)

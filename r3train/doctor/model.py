@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
@@ -145,7 +146,8 @@ def count_weights(
     expert = sum(size for name, size in sizes.items() if ".experts." in name)
     adapters = {True: 0, False: 0}  # by: is it an expert's
     for name in lora.targets(kinds) if lora.enabled else ():
-        adapters[".experts." in name] += lora.lora_rank * sum(kinds[name].shape)
+        *experts, rows, columns = kinds[name].shape
+        adapters[".experts." in name] += lora.lora_rank * math.prod(experts) * (rows + columns)
     dense = sum(sizes.values()) - expert
     return Weights(dense, expert, num_bytes, num_files, adapters[False], adapters[True])
 

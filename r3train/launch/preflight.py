@@ -61,7 +61,7 @@ from r3train.launch.other_models import (
 from r3train.launch.resume import resume_point
 from r3train.launch.run_dir import check_can_be_made, check_fresh
 from r3train.observe.sinks import check_trackers
-from r3train.peft_files import check_adapter, lost_by_peft
+from r3train.peft_files import check_adapter, not_in_peft
 from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
 from r3train.trainer.megatron.freezing import check_freezing
@@ -349,11 +349,9 @@ def _model_warnings(
     lora, form = config.lora, config.lora.lora_save_hf
     known = hf.model_type in FAMILIES  # or it is refused
     if config.checkpoint.save_hf is not None and lora.enabled and form != "merged" and known:
-        lost = lost_by_peft(lora, hf)
-        if lost is not None:
-            text = (
-                f"--save-hf will be the merged checkpoint alone: PEFT drops the adapter of {lost}"
-            )
+        reason = not_in_peft(lora, hf)
+        if reason is not None:
+            text = f"--save-hf will be the merged checkpoint alone: {reason}"
             yield JobWarning(
                 "configuration", text, "docs/lora.md says which targets PEFT reads whole"
             )

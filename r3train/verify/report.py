@@ -171,7 +171,7 @@ A threshold is ten times the noise measured in the same run (microbatches permut
 float64), and at most 1e-5 forward, 1e-6 loss, 1e-4 gradients, 1e-3 deltas. *routes sent* is the largest
 share of the batch's routes that any rank is sent. A planted bug must miss the threshold of the phase
 it names by ten times. The learning rule's settings are held in whole jobs, and their bugs planted there:
-`tests/oracle/test_algorithm.py`.
+`tests/oracle/test_algorithm.py`; LoRA by `pytest -m '' tests/oracle/test_lora.py`, see [adapters.md](adapters.md).
 
     r3train verify --topology tp2ep2 --topology cp2     # these
     r3train verify --from RUN --ci                      # with a rollout that a run of yours dumped

@@ -13,7 +13,7 @@ from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import read_headers
-from r3train.peft_files import lost_by_peft, write_adapter
+from r3train.peft_files import not_in_peft, write_adapter
 from r3train.tiny_families import TINY_FAMILIES
 from r3train.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
@@ -106,7 +106,7 @@ def test_peft_gives_the_trainers_log_probs_exactly_where_it_drops_no_tensors(tmp
             cases.append((f"{family} without experts", lora(exclude_modules=["experts"]), {}))
     found = gaps(tmp_path, 1, cases)
     for name, targets, _ in cases:
-        lost = lost_by_peft(LoraSection(**targets), read_hf_facts(tmp_path / name.split()[0]))
+        lost = not_in_peft(LoraSection(**targets), read_hf_facts(tmp_path / name.split()[0]))
         assert (found[name] < 1e-4) if lost is None else (found[name] > 1e-2), (name, lost, found)
     whole = {name for name, gap in found.items() if gap < 1e-4}
     assert whole >= {"qwen3_moe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe without experts"}

@@ -184,6 +184,19 @@ def test_what_peft_would_drop_is_saved_merged(base):
     assert forms(**attention, lora_save_hf="merged") == (True, False)
 
 
+def test_adapters_of_experts_of_one_tensor_a_layer_are_in_no_file_of_peft(tmp_path):
+    build(tmp_path, TinyOptions(family="gpt_oss"))
+    hf = read_hf_facts(tmp_path / "model")
+    begun = LoraSection(lora_rank=4, lora_adapter_path=tmp_path / "adapter")
+    assert saved_forms(begun, hf) == (True, False)
+    name = r"no name for one expert's part of model.layers.0.mlp.experts.down_proj"
+    with pytest.raises(ValueError, match=f"--lora-adapter-path: .* {name}; .*--exclude-modules ex"):
+        check_adapter(begun, hf)
+    with pytest.raises(AssertionError):
+        write_adapter([], tmp_path / "adapter", begun, hf)
+    assert saved_forms(LoraSection(lora_rank=4, exclude_modules=["experts"]), hf) == (True, True)
+
+
 @pytest.mark.parametrize(
     "family, without_experts",
     [("moonlight", False), ("glm4_moe_lite", False), ("deepseek_v2", False), ("qwen2_moe", True)],

@@ -62,7 +62,7 @@ def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) ->
     from r3train.trainer.megatron.hf_bridge import hf_names
 
     for chunk in chunks:
-        for names, parameter in hf_names(bridge, chunk):
+        for _, names, parameter in hf_names(bridge, chunk):
             matched = [n for n in names if any(re.search(r, n) for r in trainer.freeze_params)]
             if matched and matched != names:
                 rest = ", ".join(n for n in names if n not in matched)

@@ -161,12 +161,15 @@ def as_te_names(chunk: torch.nn.Module) -> Any:
     return _TENames(chunk) if local_spec else chunk
 
 
-def hf_names(bridge: Any, chunk: torch.nn.Module) -> Iterator[tuple[list[str], torch.nn.Parameter]]:
-    """Yield the chunk's parameters, each with the names of the tensors in it, as on disk."""
+def hf_names(
+    bridge: Any, chunk: torch.nn.Module
+) -> Iterator[tuple[str, list[str], torch.nn.Parameter]]:
+    """Yield the chunk's parameters: global TE name, names of the tensors in it as on disk, itself."""
     adapted = as_te_names(chunk)
     global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted)
     for name, parameter in adapted.named_parameters():
-        yield bridge._weight_name_mapping_mcore_to_hf(global_names[name]), parameter
+        name = global_names[name]
+        yield name, bridge._weight_name_mapping_mcore_to_hf(name), parameter
 
 
 def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:

@@ -218,19 +218,30 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
         }
         chunk.requires_grad_(False)
         let_gradients_pass(chunk)
-        for names, parameter in list(hf_names(bridge, chunk)):
+        for name, names, parameter in list(hf_names(bridge, chunk)):
             targets = settings.targets(names)
             if not targets:
                 continue
             if id(parameter) not in linears or len(targets) < len(names):
                 raise ValueError(f"no adapter can be put on {', '.join(names)}")
-            _attach(linears[id(parameter)], names, settings, whole)
+            _attach(linears[id(parameter)], _paths(name, names), settings, whole)
     if not any(True for _ in adapters(chunks)):
         raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
 
 
-def _attach(linear: Any, names: list[str], settings: LoraSection, whole: Factors) -> None:
-    paths = [name.rpartition(".")[0] for name in names]
+def _paths(name: str, names: list[str]) -> list[str]:
+    """The linears' paths on disk; of experts that are one tensor there, each has its number put in.
+
+    name: the parameter's, a global TE name, which ends with the number.
+    """
+    paths = [on_disk.removesuffix(".weight") for on_disk in names]
+    if names[0].endswith(".weight"):
+        return paths
+    expert = name.rpartition(".weight")[2]
+    return [path.replace(".experts.", f".experts.{expert}.") for path in paths]
+
+
+def _attach(linear: Any, paths: list[str], settings: LoraSection, whole: Factors) -> None:
     rows, config, query_groups = linear.weight.shape[0], linear.config, 0
     widths = [rows // len(paths)] * len(paths)
     if paths[0].endswith(FUSED[0][0]) and len(paths) == len(FUSED[0]):
@@ -238,7 +249,7 @@ def _attach(linear: Any, names: list[str], settings: LoraSection, whole: Factors
         assert query_groups, "tensor ranks beyond the number of key-value heads"
         key = query_groups * config.kv_channels
         widths = [rows - 2 * key, key, key]
-    is_expert = _EXPERT_ID.search(names[0]) is not None
+    is_expert = _EXPERT_ID.search(paths[0]) is not None
     adapter = Lora(linear, paths, widths, settings, is_expert=is_expert, query_groups=query_groups)
     adapter.fill(whole)
     linear.lora = adapter

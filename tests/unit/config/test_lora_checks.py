@@ -34,8 +34,8 @@ def glm(tmp_path_factory):
         ("--lora-save-hf has no effect without", dict(lora_save_hf="merged")),
         ("--lora-save-hf needs --save-hf", LORA | dict(lora_save_hf="merged")),
         (
-            "gate_up_proj is unknown; known: all-linear, q_proj",
-            LORA | dict(target_modules=["gate_up_proj"]),
+            "qkv_proj is unknown; known: all-linear, q_proj",
+            LORA | dict(target_modules=["qkv_proj"]),
         ),
         ("have no effect with --lora-rank", LORA | dict(freeze_moe_router=True)),
         ("have no effect with --lora-rank", LORA | dict(freeze_params=["norm"])),
@@ -153,11 +153,19 @@ def test_latent_attention_has_an_adapter_on_every_projection(family, attention, 
                 check_model(config(**LORA, **one), hf, 1)
 
 
-def test_experts_of_one_tensor_a_layer_have_no_adapters(tmp_path):
-    build(tmp_path / "tiny", TinyOptions(family="gpt_oss"))
+def test_experts_of_one_tensor_a_layer_are_targets_by_that_tensors_name(tmp_path):
+    build(tmp_path / "tiny", TinyOptions(family="gpt_oss", num_layers=1))
     hf = read_hf_facts(tmp_path / "tiny" / "model")
-    with pytest.raises(ValueError, match="of gpt_oss are one tensor on disk.*--exclude-modules ex"):
-        check_model(config(**LORA), hf, 1)
-    check_model(config(**LORA, exclude_modules=["experts"]), hf, 1)
-    check_model(config(**LORA, exclude_modules=["mlp.experts"]), hf, 1)
-    check_model(config(**LORA, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"]), hf, 1)
+    names, experts = tensor_names(hf), "model.layers.0.mlp.experts"
+    check_model(config(**LORA), hf, 1)
+    targets = LoraSection(**LORA).targets(names)
+    assert {n for n in targets if ".mlp." in n} == {
+        f"{experts}.{n}_proj" for n in ("gate_up", "down")
+    }
+    alone = LoraSection(**LORA, target_modules=["gate_up_proj"]).targets(names)
+    assert alone == {f"{experts}.gate_up_proj"}
+    for module in ("experts", "mlp.experts", "mlp"):
+        left = LoraSection(**LORA, exclude_modules=[module]).targets(names)
+        assert len(left) == 4 and all(".self_attn." in n for n in left)
+    with pytest.raises(ValueError, match="has no gate_proj; it has .*gate_up_proj"):
+        check_model(config(**LORA, target_modules=["gate_proj"]), hf, 1)

@@ -12,11 +12,14 @@ from safetensors.numpy import save_file
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.lora import LoraSection
 from r3train.doctor import command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import estimate
 from r3train.doctor.model import read_weights
+from r3train.tiny import build
+from r3train.tiny_families import TinyOptions
 from tests.unit.doctor_setups import config_of, diagnose
 from tests.unit.hf_model import facts
 
@@ -160,6 +163,12 @@ def test_lora_trains_the_adapters_and_keeps_the_weights_alone(tiny):
     assert e.rank == (weights.dense + weights.expert / 2) * 4 + adapters
     assert e.checkpoint == (weights.adapter_dense + weights.adapter_expert) * (4 + 8)
     assert e.reference == 0  # the adapters switched off
+
+
+def test_adapters_of_experts_that_are_one_tensor_a_layer_are_counted_one_an_expert(tmp_path):
+    build(tmp_path, TinyOptions(family="gpt_oss"))
+    weights = read_weights(read_hf_facts(tmp_path / "model"), LoraSection(lora_rank=8))
+    assert weights.adapter_expert == 4 * 8 * 8 * ((64 + 2 * 32) + (32 + 64))
 
 
 @pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp.layers.0."])
