@@ -14,16 +14,15 @@ import torch.nn.functional as F
 
 def torch_native_backend(runner: Any) -> Any:
     """Make SGLang's torch_native attention, after the model and before its first forward."""
-    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
-
     from r3train.engine import cpu_memory
+    from r3train.engine.cpu_attention import BatchedAttention
 
     cpu_memory.runner = runner
     _gated_shared_expert()
     _norm_over_all_heads()
     _gated_delta_net()
     _gates_of_qwen3_5()
-    return TorchNativeAttnBackend(runner)
+    return BatchedAttention(runner)
 
 
 def sinks_backend(runner: Any) -> Any:
