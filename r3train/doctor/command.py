@@ -147,7 +147,7 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
         yield from machine.check_open_files(config.rollout.most_in_flight)
     yield from memory.check_room(config, hf, weights, node)
     if hf is not None and weights is not None and config.run.estimate:
-        if prompt is None or config.learns_conversations:
+        if prompt is None:
             prompt = memory.longest_prompt(config, hf)
         try:
             for line in paper.paper(config, hf, node.world_size, prompt, node.gpu_bytes):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
@@ -16,6 +16,7 @@ from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.doctor.finding import amount
 from r3train.doctor.memory import (
     StageRanks,
+    check_evidence_room,
     longest_sample,
     route_estimate,
     server_fraction,
@@ -73,7 +74,7 @@ def paper(
     longest_prompt: int,
     gpu_bytes: float = 0.0,
 ) -> Iterator[str]:
-    """Yield the lines; longest_prompt: its tokens.  gpu_bytes: of the GPUs here, 0 where there are none.
+    """Yield the lines; longest_prompt: its tokens, or a conversation's.  gpu_bytes: of the GPUs here, 0 where there are none.
 
     Raises ValueError for a checkpoint that cannot be read.
     """
@@ -95,6 +96,9 @@ def paper(
             f"  assumed: every sample is as long as allowed; the buffer may hold {held:,} samples,"
             f" {held / config.samples_per_rollout:.2g} rollouts (--max-weight-staleness)"
         )
+    if config.r3_check_enabled and hf.is_moe:
+        evidence = check_evidence_room(config, hf, world_size, inf)
+        yield f"evidence on disk, below the run directory: {evidence.text}"
     server = None
     if config.has_engines:
         server = server_on_paper(config, hf, longest_prompt, gpu_bytes)
@@ -269,9 +273,12 @@ def _step_lines(
     step = step_on_paper(config, hf, world_size, longest, server)
     parts = f"training {step.train_s:,.1f} s"
     if server is not None:
-        parts = f"generation {step.generation_s:,.1f} s, {parts}, weights {step.update_s:,.1f} s"
-    order = "one after the other" if rollout.max_weight_staleness == 0 else "beside one another"
-    yield f"a rollout: {parts}; {step.total_s:,.1f} s, generation and training {order}"
+        order = "one after the other" if rollout.max_weight_staleness == 0 else "beside one another"
+        parts = (
+            f"generation {step.generation_s:,.1f} s, {parts}, weights {step.update_s:,.1f} s;"
+            f" {step.total_s:,.1f} s, generation and training {order}"
+        )
+    yield f"a rollout: {parts}"
     assumed = (
         f"  assumed: {config.samples_per_rollout:,} samples of {longest:,} tokens, the longest there"
         f" can be; training at {TRAIN_SHARE:.0%} of {config.trainer.peak_tflops or PEAK_TFLOPS:,.0f}"

@@ -66,9 +66,16 @@ class Job:
         return tuple(dict.fromkeys((*own, *rollout.rollout_stop_token_ids, *named)))
 
     @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt of the rollouts, or of each conversation where these are learned."""
+        if self.conversations:
+            return [sample.num_tokens for sample in self.conversations]
+        return [len(prompt.token_ids) for prompt in self.prompts]
+
+    @property
     def longest_prompt(self) -> int:
-        """Tokens of the longest prompt of the rollouts."""
-        return max(len(prompt.token_ids) for prompt in self.prompts)
+        """Tokens of the longest prompt of the rollouts, or conversation."""
+        return max(self.lengths)
 
     def close(self) -> None:
         """End the helpers of all rewards."""
@@ -91,7 +98,7 @@ class JobWarning:
 
 def would_run(job: Job, world_size: int) -> list[str]:
     """Lines that say what a run of the job would do, for its dry run."""
-    config, lengths = job.config, sorted(len(prompt.token_ids) for prompt in job.prompts)
+    config, lengths = job.config, sorted(job.lengths)
     rollout, num, steps = config.rollout, len(lengths), config.steps_per_rollout
     kind = "conversations" if config.learns_conversations else "prompts"
     per_epoch = num / rollout.rollout_batch_size

@@ -89,7 +89,8 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
         *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
         *("--sglang-tp-size", "1", "--rollout-max-context-len", "60"),
     )
-    flags = ("--dry-run", "--estimate", "--use-rollout-routing-replay", *pipeline)
+    checked = ("--use-rollout-routing-replay", "--enable-r3-correctness-check")
+    flags = ("--dry-run", "--estimate", *checked, *pipeline)
     result = start(tiny, *flags, "--gpu-memory-gb", "40")
     assert result.exit_code == 0, result.output
     lines = [line for line in result.stdout.splitlines() if line.startswith("# ")]
@@ -100,6 +101,7 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
     for text in (
         "a GPU of 40 GB is 37.3 GiB",
         "routes on the host of rank 0: 8 B a token",
+        "evidence on disk, below the run directory: at most ",
         "each server, of 1 GPU: weights",
         "a pool of 8,192 tokens; 128 requests",
         "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
@@ -645,6 +647,12 @@ def test_conversations_that_are_too_long_are_dropped_with_a_warning(tiny, tmp_pa
     result = CliRunner().invoke(train_async.main, flags, env=environment)
     assert result.exit_code == 0, result.output
     assert "warning: " + str(path) + ": dropped 1 of 2 conversations" in words(result)
+    estimated = CliRunner().invoke(train_async.main, [*flags, "--estimate"], env=environment)
+    lines = estimated.stdout.splitlines()
+    assert "# 1 conversations of 6 to 6 tokens, median 6" in lines
+    (rollout,) = (line for line in lines if line.startswith("# a rollout: "))
+    assert rollout.endswith(" s") and "generation" not in rollout  # nothing is generated
+    assert any("32 samples of 6 tokens, the longest there can be" in line for line in lines)
     flags += ["--overlong-prompts", "error"]
     result = CliRunner().invoke(train_async.main, flags, env=environment)
     assert result.exit_code == 2 and "at most 16 fit (rollout_max_response_len)" in words(result)
