@@ -92,7 +92,7 @@ class Family:
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
     ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
     that tensor ranks must divide, each with the reason; ``lora`` tells that adapters were verified too, and
-    ``adapters_served`` that SGLang serves them right.
+    ``adapters_served`` that SGLang serves them right (of latent attention with compressed queries).
     ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
     The rest are names of tensors: what all but the output layer's begin with, those of a layer's
     attention, of the router, of one expert {e} or of all, and of a layer with experts beside these.
@@ -219,6 +219,7 @@ _DEEPSEEK = Family(
     rope_types=("yarn",),
     conflicts=_deepseek_conflicts,
     lora=True,
+    adapters_served=True,
 )
 
 _QWEN3_NEXT = Family(
@@ -335,6 +336,7 @@ FAMILIES: dict[str, Family] = {
             "routed_scaling_factor": (1.0, 1.0),
         },
         moe_layer=_SHARED,
+        adapters_served=False,
     ),
     "deepseek_v3": _DEEPSEEK,
     "kimi_k2": replace(_DEEPSEEK, read_as="deepseek_v3"),

@@ -97,6 +97,12 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     names = tensor_names(hf)
     targets = lora.targets(names)
     leaves = {linear_of(name) for name in names}
+    if config.serves_adapters and "kv_a_proj_with_mqa" in leaves and "q_a_proj" not in leaves:
+        yield (
+            "--lora-serving adapter: SGLang looks for the adapters of q_proj and kv_a_proj_with_mqa in"
+            f" joined linears, and {hf.path}, whose queries are not compressed, has none; use"
+            " --lora-serving merged"
+        )
     for leaf in (n for n in lora.target_modules if n in LINEARS and n not in leaves):
         has = ", ".join(n for n in LINEARS if n in leaves)
         yield f"target_modules: {hf.path} has no {leaf}; it has {has}"
@@ -108,8 +114,7 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
         yield "--target-modules and --exclude-modules leave no linear with an adapter"
         return
     yield from _parts_of_a_matrix(targets, names)
-    if config.lora.lora_serving == "merged":
-        yield from _apart(targets, hf)
+    yield from _apart(targets, hf)
     tp, heads = config.parallel.tensor_model_parallel_size, hf.num_key_value_heads
     if heads % tp and any(name.split(".")[-2] == "k_proj" for name in targets):
         yield (

@@ -1,11 +1,12 @@
 """LoRA adapters in SGLang's server without an accelerator: plain twins of what needs one.
 
 SGLang 0.5.23 asks for pinned memory in its LoRA layers whatever the device, and computes adapters of
-routed experts by triton kernels alone.
+routed experts, and of latent attention's kv_b_proj, by triton kernels alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class _PlainTorch:
 
 def serve_adapters() -> None:
     """Let SGLang's ``torch_native`` LoRA backend run here, adapters of routed experts included."""
-    from sglang.srt.lora import layers, lora_manager
+    from sglang.srt.lora import deepseek_mla_correction, layers, lora_manager
     from sglang.srt.lora.backend import torch_backend
 
     layers.torch = torch_backend.torch = _PlainTorch()
@@ -38,6 +39,44 @@ def serve_adapters() -> None:
     backend._add_moe_lora_info = lambda self, forward_batch, info: info
     backend.init_cuda_graph_moe_buffers = lambda self, *_, **__: None
     layers.FusedMoEWithLoRA = lora_manager.FusedMoEWithLoRA = _experts(layers)
+    deepseek_mla_correction.apply_q_correction = _add_to_queries
+    deepseek_mla_correction.apply_v_correction = _add_to_values
+
+
+def _add_to_queries(attention: Any, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add the adapter of kv_b_proj where keys are folded into queries [n, heads, nope]; returns ``out``."""
+    for rows, a, b in _of_kv_b(attention):
+        low = torch.einsum("nhi,hir->nhr", q[rows], b[:, : attention.qk_nope_head_dim])
+        out[rows] += low @ a
+    return out
+
+
+def _add_to_values(attention: Any, latent: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Add the adapter of kv_b_proj to the values of [n, heads, latent]; returns ``out``."""
+    values = out.view(-1, attention.num_local_heads, attention.v_head_dim)
+    for rows, a, b in _of_kv_b(attention):
+        b = b[:, attention.qk_nope_head_dim :]
+        values[rows] += torch.einsum("nhr,hir->nhi", latent[rows] @ a.T, b)
+    return out
+
+
+def _of_kv_b(attention: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield each adapter of the batch: its rows, A [r, latent], scaled B [heads, nope + value, r]."""
+    linear = attention.kv_b_proj
+    info = linear.lora_backend.batch_info
+    if info is None or not hasattr(linear, "A_buffer"):
+        return
+    slots = _slots(info)
+    for slot in slots.unique().tolist():
+        if rank := int(info.lora_ranks_cpu[slot]):
+            b = linear.B_buffer[slot, :, :rank] * info.scalings_cpu[slot]
+            by_head = b.unflatten(0, (attention.num_local_heads, -1))
+            yield torch.where(slots == slot)[0], linear.A_buffer[slot, :rank], by_head
+
+
+def _slots(info: Any) -> torch.Tensor:
+    """The place of each row's adapter in SGLang's pool, int64[n]."""
+    return torch.repeat_interleave(info.weight_indices_cpu.long(), info.seg_lens_cpu.long())
 
 
 def _experts(layers: Any) -> type:
@@ -57,6 +96,13 @@ def _experts(layers: Any) -> type:
             layers.BaseLayerWithLoRA.__init__(self, base_layer, lora_backend)
             lora_backend.is_moe_lora = True
             self.experts_shared_outer_loras = False
+            # DeepSeek's layers read these
+            self.moe_runner_config = base_layer.moe_runner_config
+            self.moe_runner_config.inplace = False
+            self.quant_method = base_layer.quant_method
+            self.should_fuse_routed_scaling_factor_in_topk = (
+                base_layer.should_fuse_routed_scaling_factor_in_topk
+            )
             self.tp_size, self.tp_rank = base_layer.moe_tp_size, base_layer.moe_tp_rank
             self.intermediate_size_per_partition = base_layer.intermediate_size_per_partition
             self._uses_interleaved_gate_up = False
@@ -66,9 +112,7 @@ def _experts(layers: Any) -> type:
             info, base = self.lora_backend.batch_info, self.base_layer
             if info is None or not info.has_active_lora:
                 return base.forward(hidden_states, topk_output, **options)
-            slots = torch.repeat_interleave(
-                info.weight_indices_cpu.long(), info.seg_lens_cpu.long()
-            )
+            slots = _slots(info)
             weights, experts, _ = topk_output
             ranks, out = info.lora_ranks_cpu.tolist(), torch.zeros_like(hidden_states)
             for slot in slots.unique().tolist():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.families import tensor_names
+from r3train.config.families import FAMILIES, tensor_names
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
@@ -62,8 +62,15 @@ def prompt(hf, seed: int, length: int) -> Prompt:
 
 
 # a family may be served when this passes: Family.adapters_served; glm4_moe has dense layers and a shared
-# expert beside routed ones
-@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_moe"])
+# expert beside routed ones, those behind it latent attention too
+FAMILIES_SERVED = ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite")
+
+
+def test_every_family_whose_adapters_are_served_is_held_here():
+    assert {name for name, f in FAMILIES.items() if f.adapters_served} == {*FAMILIES_SERVED}
+
+
+@pytest.mark.parametrize("family", FAMILIES_SERVED)
 def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, tmp_path):
     build(tmp_path / "tiny", TinyOptions(family=family, vocab_size=512))
     model = tmp_path / "tiny" / "model"

@@ -89,6 +89,19 @@ def test_adapters_that_sglang_does_not_serve_right_are_refused(tmp_path):
         check_model(config(**given, **ADAPTER), hf, 1)
 
 
+def test_latent_attention_whose_queries_are_not_compressed_is_not_served_as_adapters(tmp_path):
+    for family in ("moonlight", "deepseek_v3"):
+        build(tmp_path / family, TinyOptions(family=family))
+    whole, compressed = (
+        read_hf_facts(tmp_path / family / "model") for family in ("moonlight", "deepseek_v3")
+    )
+    check_model(config(**ADAPTER), compressed, 1)
+    with pytest.raises(ValueError, match="adapters of q_proj and kv_a_proj_with_mqa in joined"):
+        check_model(config(**ADAPTER), whole, 1)
+    with pytest.raises(ValueError, match="q_a_proj and kv_a_proj_with_mqa as one tensor"):
+        check_model(config(**ADAPTER, exclude_modules=["q_a_proj"]), compressed, 1)
+
+
 @pytest.mark.parametrize(
     "message, fields",
     [
