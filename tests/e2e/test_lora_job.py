@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from r3train.config.checkpoint import rollout_path
 from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import MARKER, read_headers
 from r3train.peft_files import CONFIG, packed_name, TENSORS
@@ -20,7 +21,7 @@ from r3train.tiny import build
 from r3train.tiny_families import TinyOptions
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once, dumped_samples
-from tests.e2e.live_jobs import output, running, scheduler, steps_done, wait_for
+from tests.e2e.live_jobs import output, running, scheduler, wait_for
 
 pytestmark = pytest.mark.e2e
 
@@ -140,10 +141,13 @@ def versions_of(run_dir, steps) -> list[np.ndarray]:
     return [np.unique(s.weight_versions[s.loss_mask]) for s in samples]
 
 
-def proved(metrics: list[dict], gap: float = 1e-4) -> None:
+def proved(metrics: list[dict], gap: float = 1e-4, unaudited: int = 0) -> None:
+    """unaudited: rollouts that may have no sample that was computed again, as a kill can leave them."""
+    audited = [m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0 for m in metrics]
+    assert audited.count(True) >= len(metrics) - unaudited
     for m in metrics:
         assert m["r3/passed"] is True and m["r3/rows_replayed"] > 0
-        assert m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0
+        assert m["r3_audit/passed"] is not False
         # from the second update on B is not zero: a server without the adapter would not agree
         assert m["train/weight_probe_gap"] <= gap, m
 
@@ -212,13 +216,14 @@ def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(
     flags += ["--lora-serving", serving]
     flags += ["--max-engine-restarts", "1", "--rollout-segment-len", "8"]
     with running(run_dir, *flags, "--num-rollout", "6") as job:
-        wait_for(lambda: steps_done(run_dir) >= 3, job, run_dir)
+        # the rollout is trained, and the loss found by the update that follows
+        wait_for(rollout_path(run_dir / "rollouts", 3).exists, job, run_dir)
         os.kill(scheduler(job).pid, signal.SIGKILL)
         assert job.wait(timeout=500) == 0, output(run_dir)
     assert "restart 1 of 1" in output(run_dir)
     resumed = jobs.run(tmp_path / "resumed", *flags, "--num-rollout", "8")
     assert resumed.code == 0, resumed.output
-    proved(jobs.Job(0, "", run_dir).metrics() + resumed.metrics())
+    proved(jobs.Job(0, "", run_dir).metrics() + resumed.metrics(), unaudited=2)
     all_trained_once([run_dir, resumed.run_dir], 8)
     if serving == "adapter":
         for of_sample in versions_of(run_dir, 6) + versions_of(resumed.run_dir, 8):
@@ -227,4 +232,4 @@ def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(
         kinds = read_headers(tiny / "model")
         whole, adapted = len(kinds), len(LORA.targets(kinds))
         sent = [m["perf/published_tensors"] for m in jobs.Job(0, "", run_dir).metrics()]
-        assert sent[0] == whole and set(sent[1:]) <= {whole, adapted} and adapted in sent
+        assert sent == [whole, adapted, adapted, whole, adapted, adapted]
