@@ -100,3 +100,22 @@ def test_steps_and_resumes_are_the_same_with_the_state_on_the_host(tmp_path):
     }.items():
         for tensor, weight in found[expected].items():
             assert torch.equal(found[name][tensor], weight), (name, tensor)
+
+
+def test_weights_that_leave_cuda_go_to_pinned_memory(monkeypatch):
+    """Those of a reference, of the actor meanwhile, and of a rank in turns with its servers."""
+    from r3train.trainer.megatron.offload import on_host
+
+    weight, asked, make = torch.arange(6.0), [], torch.empty_like
+
+    def empty_like(tensor: torch.Tensor, *, pin_memory: bool, **how: Any) -> torch.Tensor:
+        asked.append(pin_memory)
+        return make(tensor, **how)
+
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    with on_cuda([weight]):
+        away = on_host(weight)
+    here = on_host(weight)
+    assert asked == [True, False]
+    for copy in (away, here):
+        assert torch.equal(copy, weight) and copy.data_ptr() != weight.data_ptr()

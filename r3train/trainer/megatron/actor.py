@@ -31,7 +31,7 @@ from r3train.trainer.megatron.forward_step import (
 )
 from r3train.trainer.megatron.metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
-from r3train.trainer.megatron.offload import DeviceMemory
+from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
 from r3train.trainer.megatron.replay import RoutingReplayManager, decoder_routers
 from r3train.trainer.megatron.route_drift import RouteDrift
@@ -412,7 +412,7 @@ class MegatronActor:
 
     def _copy_weights(self) -> dict[str, torch.Tensor]:
         self.gather_parameters()
-        return {name: tensor.to("cpu", copy=True) for name, tensor in self._weights()}
+        return {name: on_host(tensor) for name, tensor in self._weights()}
 
     def _write_weights(self, weights: dict[str, torch.Tensor]) -> None:
         for name, tensor in self._weights():

@@ -19,6 +19,11 @@ Part = Literal["weights", "gradients", "optimizer"]
 PARTS: tuple[Part, ...] = ("weights", "gradients", "optimizer")
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor to the host: one of CUDA to pinned memory, which is several times as fast both ways."""
+    return torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor)
+
+
 class DeviceMemory:
     """The large tensors of a rank: parameters, gradient buffers, moments and main weights.
 
@@ -65,9 +70,7 @@ class DeviceMemory:
     ) -> tuple[torch.UntypedStorage, int, torch.Tensor | None]:
         num_bytes, copy = storage.nbytes(), None
         if part != "gradients":
-            pinned = self._device.type == "cuda"
-            copy = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-            copy.copy_(_bytes_of(storage))
+            copy = on_host(_bytes_of(storage))
         storage.resize_(0)
         return storage, num_bytes, copy
 
