@@ -1,4 +1,4 @@
-"""What replay and its check launch in a router call of a recipe's model, and that they read nothing back.
+"""Kernels that replay and its check launch in a router call of a recipe's model; they read nothing back.
 
 Kernels are counted as operations that are no views; the routers' modules are stand-ins.
 """
