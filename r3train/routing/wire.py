@@ -52,6 +52,8 @@ def decode_routed_experts(
     if len(payload_b64) != -(-num_bytes // 3) * 4:
         got = len(_decoded(payload_b64, sample))
         raise _wrong_size(got, num_bytes, shape, sample)
+    if isinstance(payload_b64, bytes):
+        payload_b64 = memoryview(payload_b64)  # its parts are no copies
     routes = np.empty(num_ids, dtype=route_shape.dtype)
     quads = _BLOCK_IDS * _WIRE_DTYPE.itemsize // 3 * 4
     at = 0
@@ -61,14 +63,15 @@ def decode_routed_experts(
             got = at * _WIRE_DTYPE.itemsize + len(raw)
             raise _wrong_size(got, num_bytes, shape, sample)
         ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
-        # as unsigned numbers, -1 + 1 is 0 and every id below -1 is huge: one comparison for both ends
-        if (ids.view("<u4") + np.uint32(1)).max() > route_shape.num_experts:
-            bad = int(np.argmax((ids < -1) | (ids >= route_shape.num_experts)))
+        # as unsigned numbers, negative ids are huge: one comparison for both ends; -1 + 1 is 0
+        numbers, num_experts = ids.view("<u4"), route_shape.num_experts
+        if numbers.max() >= num_experts and (numbers + np.uint32(1)).max() > num_experts:
+            bad = int(np.argmax((ids < -1) | (ids >= num_experts)))
             row, layer, slot = np.unravel_index(at + bad, shape)
             raise ValueError(
                 f"sample {sample}: routed_experts row {int(row) + start}, layer {int(layer)}, slot "
                 f"{int(slot)} holds expert {int(ids[bad])}, "
-                f"expected -1 to {route_shape.num_experts - 1}"
+                f"expected -1 to {num_experts - 1}"
             )
         # the cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker
         routes[at : at + ids.size] = ids
@@ -87,13 +90,18 @@ def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sam
     if route_shape.topk == 1 or not layer_ids:
         return
     step = max(1, _CHECKED_ROWS // len(layer_ids))
+    spare_bit = route_shape.missing // 2 + 1
+    tags = None
+    if route_shape.num_experts <= spare_bit:
+        pair = np.repeat(np.array([0, spare_bit], routes.dtype), route_shape.topk)
+        num_rows = min(step, len(routes)) * len(layer_ids)
+        tags = np.tile(pair, num_rows // 2 + 1).reshape(-1, route_shape.topk)
     for first in range(0, len(routes), step):
         chunk = routes[first : first + step]
         if route_shape.dense_layer_ids:
             chunk = chunk[:, layer_ids]
-        # slot by slot: each comparison is one of two long arrays
-        slots = np.ascontiguousarray(chunk.reshape(-1, route_shape.topk).T)
-        if not any((slots[by:] == slots[:-by]).any() for by in range(1, route_shape.topk)):
+        rows = chunk.reshape(-1, route_shape.topk)
+        if not _may_repeat(rows, None if tags is None else tags[: len(rows)]):
             continue
         ordered = np.sort(chunk, axis=-1)
         twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != route_shape.missing)
@@ -104,6 +112,22 @@ def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sam
                 f"{layer_ids[layer]} names expert {ordered[row, layer, slot]} twice, "
                 f"expected {route_shape.topk} different experts"
             )
+
+
+def _may_repeat(rows: np.ndarray, tags: np.ndarray | None) -> bool:
+    """Tell whether a row [n, K] of ids and markers may hold a number twice; False is certain.
+
+    Long arrays are compared, not rows: the ids with those of the next slot, of the next but one, and so
+    on.  Tags, [n, K], make the ids of neighbouring rows different.  Without them each slot is moved to an
+    array of its own first, which costs as much as the comparisons.
+    """
+    num_rows, topk = rows.shape
+    if tags is not None:
+        ids, pace = (rows ^ tags).reshape(-1), 1
+    else:
+        ids, pace = rows.T.reshape(-1), num_rows
+    moved = range(pace, topk * pace, pace)
+    return any((ids[by:] ^ ids[:-by]).min() == 0 for by in moved)
 
 
 def _decoded(chars: str | bytes | memoryview, sample: str) -> bytes:

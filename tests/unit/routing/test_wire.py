@@ -94,12 +94,13 @@ def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
         decode(payload([]), 5, start=5, sample="7")
 
 
-@pytest.mark.parametrize("topk, experts", [(2, 8), (3, 300), (8, 128)])
-def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts):
+@pytest.mark.parametrize("missing", [0.5, 0.0])
+@pytest.mark.parametrize("topk, experts", [(2, 8), (3, 300), (8, 128), (8, 129), (4, 255)])
+def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts, missing):
     """In any two slots, and in a row of zeros alone; many missing slots are no repeated expert."""
     rng = np.random.default_rng(1)
     ids = different(rng, experts, (9000, 3, topk))
-    ids[rng.random(ids.shape) < 0.5] = -1
+    ids[rng.random(ids.shape) < missing] = -1
     ids[8000] = different(rng, experts, (1, 3, topk))
     shape = RouteShape(3, topk, experts)
     decode_routed_experts(payload(ids), shape, num_tokens=9006, start=5, sample="7")
