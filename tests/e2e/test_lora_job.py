@@ -6,6 +6,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +39,7 @@ def merged_job(tmp_path_factory, tiny_flags) -> jobs.Job:
         *(run_dir, *tiny_flags, *ADAPTERS, "--save-hf", str(run_dir.with_name("hf"))),
         *("--num-rollout", "4", "--max-weight-staleness", "0", "--lr", "5e-3"),
         *("--kl-loss-coef", "0.01", "--entropy-coef", "0.05", "--dump-rollouts"),
+        *("--save", str(run_dir.with_name("checkpoints"))),
         *(*jobs.R3_FLAGS, "--ci-test", "--check-weight-update-equal"),
     )
 
@@ -94,11 +97,25 @@ def test_a_job_begins_with_the_adapter_that_another_saved_and_writes_the_merged_
         ranks=1,
     )
     assert job.code == 0, job.output
-    places = (saved, exported(merged_job))
-    ours, theirs = (load_file(file) for place in places for file in place.glob("*.safetensors"))
-    assert ours.keys() == theirs.keys()
-    assert all((weight == theirs[name]).all() for name, weight in ours.items())
+    same_tensors(saved, exported(merged_job))
     assert not (saved / "adapter").exists()
+
+
+def same_tensors(one: Path, other: Path) -> None:
+    ours, theirs = (
+        load_file(file) for place in (one, other) for file in place.glob("*.safetensors")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all((tensor == theirs[name]).all() for name, tensor in ours.items())
+
+
+def test_a_checkpoint_of_adapters_is_converted_to_what_the_job_exported(merged_job, tmp_path):
+    places = [str(exported(merged_job).with_name("checkpoints")), str(tmp_path / "converted")]
+    command = [sys.executable, "-m", "r3train.cli", "convert", *places]
+    done = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for form in (".", "adapter"):
+        same_tensors(tmp_path / "converted" / form, exported(merged_job) / form)
 
 
 @pytest.mark.slow
