@@ -248,6 +248,7 @@ FAMILIES: dict[str, Family] = {
         router="block_sparse_moe.gate.weight",
         expert=_W123,
         lora=True,
+        adapters_served=True,
     ),
     "minimax_m2": Family(
         _SILU
@@ -266,6 +267,7 @@ FAMILIES: dict[str, Family] = {
         whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
         conflicts=_minimax_conflicts,
         lora=True,
+        adapters_served=True,
     ),
     "olmoe": Family(
         _SILU
@@ -279,6 +281,7 @@ FAMILIES: dict[str, Family] = {
         attention=_heads(*_QK_NORM),
         conflicts=_olmoe_conflicts,
         lora=True,
+        adapters_served=True,
     ),
     "glm4_moe": Family(
         _SILU
