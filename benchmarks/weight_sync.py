@@ -34,6 +34,7 @@ from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, Published, flatten
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.engine.server import SGLangServer
 from r3train.trainer.megatron.actor import MegatronActor
 
@@ -73,6 +74,12 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
             hf_checkpoint=tiny / "model",
             bucket_bytes=BUCKET_BYTES,
         )
+        memory = SharedMemoryPublisher(
+            control,
+            directory=tiny / "weights_in_memory",
+            hf_checkpoint=tiny / "model",
+            bucket_bytes=BUCKET_BYTES,
+        )
         reference = DiskPublisher(
             control,
             directory=tiny / "weight_check",
@@ -97,11 +104,13 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
             "gather": lambda: [t for _, t in actor.hf_weights()],
             "broadcast": lambda: network.publish(actor.hf_weights(), version=next(versions)),
             "disk": lambda: disk.publish(actor.hf_weights(), version=next(versions)),
+            "memory": lambda: memory.publish(actor.hf_weights(), version=next(versions)),
             "checked": checked,
         }
         seconds = in_turns(arms, rounds)  # the first round makes the process group
         network.close()
         disk.close()
+        memory.close()
     return {
         "gigabytes": round(flat.nbytes / 1e9, 3),
         "tensors": len(weights),

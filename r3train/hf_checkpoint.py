@@ -79,6 +79,7 @@ def kind_of(tensor: torch.Tensor) -> TensorKind:
 # names of dtypes in safetensors headers; others do not occur among weights that are trained
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _TRAINED_DTYPES = tuple(_DTYPES.values())
+SAFETENSORS_DTYPES = {dtype: name for name, dtype in _DTYPES.items()}  # of weights that are trained
 _DTYPES |= {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "U8": "uint8", "I8": "int8"}
 _DTYPES |= {"I16": "int16", "I32": "int32", "I64": "int64", "BOOL": "bool"}
 

@@ -55,8 +55,9 @@ class TrainerSection(Section):
     """Gradients are scaled down to this norm; 0 is off."""
     seed: int = Field(default=1234, ge=0)
     """Seed of the actor's random numbers."""
-    update_weight_transfer_mode: Literal["distributed", "disk"] = "distributed"
-    """Transport of new weights to SGLang: a process group (distributed), or files (disk)."""
+    update_weight_transfer_mode: Literal["distributed", "disk", "shared_memory"] = "distributed"
+    """Transport of new weights to SGLang: a process group (distributed), files (disk), or memory that
+    servers on rank 0's node map (shared_memory)."""
     update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
     """Bytes of weights that are sent at once."""
     update_weight_master_address: str | None = Field(default=None, min_length=1)

@@ -150,10 +150,12 @@ def stages(config: RunConfig, hf: HfModelFacts, world_size: int) -> list[StageRa
             f"world size {world_size} does not divide by pipeline_model_parallel_size {pp}"
         )
     each, by_stage = world_size // pp, read_stages(config, hf)
-    update = 0.0  # two buckets, and the tensors of a third
-    if config.has_engines and config.trainer.update_weight_transfer_mode == "distributed":
+    # distributed: two buckets, and the tensors of a third
+    held = {"distributed": 3.0, "disk": 0.0, "shared_memory": 1.0}
+    update = held[config.trainer.update_weight_transfer_mode] if config.has_engines else 0.0
+    if update:
         whole = sum(kind.num_elements for kinds in by_stage for kind in kinds.values()) * value
-        update = min(3.0 * config.trainer.update_weight_buffer_size, whole)
+        update = min(update * config.trainer.update_weight_buffer_size, whole)
     found = []
     for number, (chunks, kinds) in enumerate(zip(layers_by_stage(config.parallel, hf), by_stage)):
         found.append(
@@ -326,6 +328,8 @@ def check_room(
     }
     if not node.num_gpus:
         host["ranks"], host["SGLang"] = fullest.total * node.num_ranks, 2 * weights.num_bytes
+    if config.trainer.update_weight_transfer_mode == "shared_memory":
+        host["weights for the servers"] = weights.num_bytes
     yield check_host_memory(psutil.virtual_memory().available, host)
     text = (
         f"{amount(fullest.held.rank)} a rank for weights, gradients and optimizer,"

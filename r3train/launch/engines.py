@@ -36,6 +36,7 @@ from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.engine.publish import DistributedPublisher, WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
 from r3train.types import Prompt
 
@@ -256,6 +257,14 @@ class Engines:
                 )
             elif trainer.update_weight_transfer_mode == "disk":
                 self._publisher = DiskPublisher(
+                    self._control,
+                    directory=self._run_dir / "weights",
+                    hf_checkpoint=self.job.config.model.hf_checkpoint,
+                    bucket_bytes=trainer.update_weight_buffer_size,
+                    flush_cache=self._flush_cache,
+                )
+            elif trainer.update_weight_transfer_mode == "shared_memory":
+                self._publisher = SharedMemoryPublisher(
                     self._control,
                     directory=self._run_dir / "weights",
                     hf_checkpoint=self.job.config.model.hf_checkpoint,

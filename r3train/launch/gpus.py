@@ -69,10 +69,10 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
         )
     if elsewhere or not config.has_engines or not _on_gpus(flags, num_visible):
         return []
-    # NCCL refuses one GPU twice in a group; the disk transport does not, where the user asks for it
-    by_disk = config.trainer.update_weight_transfer_mode == "disk"
+    # NCCL refuses one GPU twice in a group; the other transports have none, where the user asks for one
+    has_group = config.trainer.update_weight_transfer_mode == "distributed"
     colocate = config.rollout.colocate
-    may_share = colocate or (by_disk and bool(_given(flags, _BASE)))
+    may_share = colocate or (not has_group and bool(_given(flags, _BASE)))
     first = _number(flags, _BASE, 0 if colocate else num_ranks, least=0)
     found = [_gpus(flags, first, index) for index in range(config.rollout.rollout_num_engines)]
     for index, gpus in enumerate(found):

@@ -25,6 +25,7 @@ from r3train.cuda_environment import visible_gpus
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
+from r3train.engine.addresses import host_of, interface_of
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags
@@ -375,6 +376,12 @@ def _model_warnings(
 
 def check_external_server(config: RunConfig, address: str, api_key: str | None) -> None:
     """Raise ValueError for a server that does not answer, or that the run refuses."""
+    in_memory = config.trainer.update_weight_transfer_mode == "shared_memory"
+    if in_memory and interface_of(host_of(address)) is None:
+        raise ValueError(
+            f"{address}: this server is on another node, and --update-weight-transfer-mode shared_memory is"
+            " for servers on rank 0's: use distributed or disk"
+        )
     try:
         with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
             control.model_info()

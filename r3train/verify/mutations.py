@@ -35,7 +35,7 @@ from r3train import types
 from r3train.algo import policy_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.engine import adapters, client, publish, publish_disk
+from r3train.engine import adapters, client, publish, publish_disk, publish_memory
 from r3train.engine.backend import Request, Segment
 from r3train.generation import conversation
 from r3train.generation.rescoring import NOISE_IDS
@@ -1062,8 +1062,11 @@ def changes_transport(change: Callable) -> Patch:
 
     @wraps(change)
     def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
-        disk = config.trainer.update_weight_transfer_mode == "disk"
-        owner, name = (publish_disk, "write_shards") if disk else (publish, "buckets")
+        owner, name = {
+            "distributed": (publish, "buckets"),
+            "disk": (publish_disk, "write_shards"),
+            "shared_memory": (publish_memory, "buckets"),
+        }[config.trainer.update_weight_transfer_mode]
         return patched(owner, name, lambda original, t, *a, **k: original(change(hf, t), *a, **k))
 
     return patch

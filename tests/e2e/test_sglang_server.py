@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from types import SimpleNamespace
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +25,7 @@ from r3train.engine.server import SGLangServer
 from r3train.engine.teacher import ServedTeacher
 from r3train.engine.publish import DistributedPublisher, flatten
 from r3train.engine.publish_disk import DiskPublisher
+from r3train.engine.publish_memory import SharedMemoryPublisher
 
 pytestmark = pytest.mark.e2e
 
@@ -157,12 +159,13 @@ def trainer_group(tmp_path):
 def publishers(kind, engine, models, tmp_path):
     if kind == "distributed":
         return DistributedPublisher(engine, bucket_bytes=50_000)
-    return DiskPublisher(
+    made = {"disk": DiskPublisher, "shared_memory": SharedMemoryPublisher}[kind]
+    return made(
         engine, directory=tmp_path / "weights", hf_checkpoint=models[0], bucket_bytes=200_000
     )
 
 
-@pytest.mark.parametrize("kind", ["distributed", "disk"])
+@pytest.mark.parametrize("kind", ["distributed", "disk", "shared_memory"])
 def test_an_update_changes_every_weight_and_its_label(
     kind, server, engine, models, references, at_version_zero, tmp_path, monkeypatch, trainer_group
 ):
@@ -191,6 +194,21 @@ def test_an_update_changes_every_weight_and_its_label(
     assert abs(before - references[1](probe)[0]).max() > 0.1, "the two models must differ"
     if kind == "disk":
         assert [path.name for path in (tmp_path / "weights").iterdir()] == ["v000003"]
+    if kind == "shared_memory":
+        assert not list((tmp_path / "weights").glob("*.safetensors"))
+
+
+def test_what_a_server_has_loaded_stays_when_the_memory_is_written_again(
+    engine, models, references, at_version_zero, tmp_path
+):
+    publisher = publishers("shared_memory", engine, models, tmp_path)
+    publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
+    publisher._engine = SimpleNamespace(update_weights_from_disk=lambda *_, **__: None)
+    publisher.publish(checkpoint_tensors(models[0]).items(), version=2)
+    probe = prompt_of(9, 64).token_ids
+    found = engine.probe_log_probs(probe)
+    np.testing.assert_allclose(found, references[1](probe)[0], atol=1e-4)
+    publisher.close()
 
 
 def test_one_missing_tensor_shows_in_the_probe(engine, models, references, at_version_zero):

@@ -90,6 +90,11 @@ def checkpoint(tmp_path_factory) -> Path:
     return directory
 
 
+KINDS = ("distributed", "disk", "shared_memory")
+# those that are no checkpoint on disk
+OTHERS = ("distributed", "shared_memory")
+
+
 @pytest.fixture(
     scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
 )
@@ -126,7 +131,7 @@ def run(request, checkpoint, tmp_path_factory):
         loops, engines = {}, []
         try:
             actor = None
-            for kind in ("distributed", "disk"):
+            for kind in KINDS:
                 reward = SimpleNamespace(close=lambda: None)
                 job = Job(config(kind), hf, [PROMPT], None, reward, None)
                 actor = actor or build_actor(job, DEVICE, ResumePoint())
@@ -152,9 +157,6 @@ def run(request, checkpoint, tmp_path_factory):
             topology.shutdown()
 
 
-KINDS = ("distributed", "disk")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sound_update_passes_and_the_check_leaves_nothing_behind(run, kind):
     for _ in range(2):
@@ -165,7 +167,7 @@ def test_a_sound_update_passes_and_the_check_leaves_nothing_behind(run, kind):
     assert not list((run.run_dir / "weight_check").iterdir())
 
 
-# what says so: the checksums of the servers for the transport that is no checkpoint on disk; for the one
+# what says so: the checksums of the servers for transports that are no checkpoint on disk; for the one
 # that is, whose files the check reads too, the actor that loads them back
 SERVERS, ACTOR = (
     r"(\d+) of 51 tensors of engine 0 are not",
@@ -175,12 +177,12 @@ EXPERT = r"model\.layers\.3\.mlp\.experts\.7\."
 CAUGHT = {
     "expert_never_sent": [(KINDS, rf"{EXPERT}down_proj.weight, .* was not sent", None)],
     "tensor_of_last_version": [
-        (("distributed",), SERVERS + r".* rank 0 model.layers.3.mlp.experts.w2_weight", 1),
+        (OTHERS, SERVERS + r".* rank 0 model.layers.3.mlp.experts.w2_weight", 1),
         (("disk",), ACTOR + r".*experts.*linear_fc2", 1),
     ],
-    "weights_frozen": [(("distributed",), SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
+    "weights_frozen": [(OTHERS, SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
     "export_frozen": [(KINDS, ACTOR, PARAMETERS)],
-    "probe_of_itself": [(("distributed",), SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
+    "probe_of_itself": [(OTHERS, SERVERS, TENSORS), (("disk",), ACTOR, PARAMETERS)],
     "expert_bias_not_exported": [(KINDS, r"e_score_correction_bias was not sent", None)],
     "version_with_first_bucket": [(("distributed",), "last bucket carried no version", None)],
     "cache_not_flushed": [(KINDS, "still had 31 of 32 probe tokens", None)],

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import signal
 import socket
 import threading
 import time
@@ -22,6 +23,7 @@ from r3train.engine.backend import EngineDied
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher, buckets, flatten
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
+from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.config.hf_facts import read_hf_facts
 from r3train.hf_checkpoint import WeightIndex, check_name, kind_of, write_shards
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
@@ -251,6 +253,60 @@ def test_the_disk_transport_leaves_one_whole_version(tmp_path, checkpoint):
     assert names[:1] == ["config.json"] and "tokenizer.json" in names
     assert "model.safetensors" not in names and "pytorch_model.bin" not in names
     assert read_checkpoint(directory / "v000002")[1].keys() == {"w0", "w1"}
+
+
+def in_memory(engine, tmp_path, checkpoint, bucket_bytes=40):
+    return SharedMemoryPublisher(
+        engine, directory=tmp_path / "m", hf_checkpoint=checkpoint, bucket_bytes=bucket_bytes
+    )
+
+
+def read_memory(directory):
+    return {n: t for file in directory.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def test_the_memory_transport_writes_every_version_over_the_last_one(tmp_path, checkpoint):
+    engine, directory = Engine(), tmp_path / "m"
+    publisher = in_memory(engine, tmp_path, checkpoint)
+    files = []
+    for version in (1, 2):
+        named = [*tensors(4, 9), ("half", torch.full((3, 1), version, dtype=torch.bfloat16))]
+        named.append(("across", torch.arange(6.0).reshape(2, 3).T * version))
+        done = publisher.publish(iter(named), version=version)
+        assert (done.num_tensors, done.num_buckets, done.num_bytes) == (4, 4, 82)
+        assert done.sent == {name: kind_of(tensor) for name, tensor in named}
+        got = read_memory(directory)
+        assert got.keys() == done.sent.keys()
+        assert all(torch.equal(got[name], tensor) for name, tensor in named)
+        files.append([(file.name, file.stat().st_ino) for file in sorted(directory.iterdir())])
+    assert files[0] == files[1] and len(files[0]) == 6  # with config.json and tokenizer.json
+    assert [call[1] for call in engine.calls] == [1, 2]
+    publisher.publish(tensors(3), version=3)
+    assert {name: t.tolist() for name, t in read_memory(directory).items()} == {"w0": [1, 2, 3]}
+    publisher.close()
+    assert sorted(file.name for file in directory.iterdir()) == ["config.json", "tokenizer.json"]
+
+
+def test_of_a_killed_job_no_memory_stays_and_its_directory_can_be_used_again(tmp_path, checkpoint):
+    in_job = os.fork()
+    if in_job == 0:  # pragma: no cover
+        in_memory(Engine(), tmp_path, checkpoint).publish(tensors(4), version=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(in_job, 0)[1]) == -signal.SIGKILL
+    (link,) = (tmp_path / "m").glob("*.safetensors")
+    assert not link.exists()
+    publisher = in_memory(Engine(), tmp_path, checkpoint)
+    publisher.publish(tensors(4), version=1)
+    assert read_memory(tmp_path / "m").keys() == {"w0"}
+    publisher.close()
+
+
+def test_the_memory_transport_refuses_what_a_server_would_ignore(tmp_path, checkpoint):
+    publisher = in_memory(Engine(), tmp_path, checkpoint)
+    with pytest.raises(ValueError, match="no weight to publish"):
+        publisher.publish([], version=1)
+    with pytest.raises(ValueError, match="fused expert tensor"):
+        publisher.publish([("mlp.experts.down_proj", torch.ones(2))], version=1)
 
 
 class Holding(Fake):
@@ -519,10 +575,10 @@ def test_gloo_gets_the_interface_of_the_address_unless_one_is_named(monkeypatch)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
 
 
-@pytest.mark.parametrize("kind", ["distributed", "disk"])
+@pytest.mark.parametrize("kind", [DistributedPublisher, DiskPublisher, SharedMemoryPublisher])
 def test_a_bucket_of_no_bytes_is_refused(kind, tmp_path):
     with pytest.raises(ValueError, match="update_weight_buffer_size is 0"):
-        if kind == "distributed":
-            DistributedPublisher(Engine(), bucket_bytes=0)
-        else:
-            DiskPublisher(Engine(), directory=tmp_path, hf_checkpoint=tmp_path, bucket_bytes=0)
+        files = (
+            {} if kind is DistributedPublisher else dict(directory=tmp_path, hf_checkpoint=tmp_path)
+        )
+        kind(Engine(), bucket_bytes=0, **files)

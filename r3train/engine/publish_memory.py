@@ -1,0 +1,138 @@
+"""The shared-memory transport: one checkpoint in memory, over which every version is written.
+
+Its files have no name but that of this process's descriptors, so they end with it however it ends, and
+no limit of /dev/shm holds for them.  Servers must be on this node and of this user.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from r3train.config.families import has_fused_experts
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import Published, buckets
+from r3train.hf_checkpoint import SAFETENSORS_DTYPES, NamedTensors, TensorKind, kind_of
+from r3train.hf_checkpoint import copy_all_but_weights
+
+_ALIGNED = 64
+
+
+class SharedMemoryPublisher:
+    """Write every version into the same memory, and let every server load it as a checkpoint.
+
+    ``directory`` gets links to the memory and the other files of ``hf_checkpoint``.  A server maps what it
+    loads, and copies it into its own tensors before it answers.
+    """
+
+    def __init__(
+        self,
+        engine: EngineControl,
+        *,
+        directory: str | Path,
+        hf_checkpoint: str | Path,
+        bucket_bytes: int,
+        flush_cache: bool = True,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
+        self._engine = engine
+        self._directory = Path(directory).resolve()
+        self._fused_experts = has_fused_experts(Path(hf_checkpoint))
+        self._bucket_bytes = bucket_bytes
+        self._flush_cache = flush_cache
+        self._files: list[_MemoryFile] = []
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for stale in self._directory.glob("*.safetensors"):
+            stale.unlink()  # a killed job's: its memory went with it
+        copy_all_but_weights(Path(hf_checkpoint), self._directory)
+
+    def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
+        """Write one version over the last one, and let every server load it.
+
+        Raises EngineError from the engine and ValueError for a fused expert name or no tensor.
+        """
+        began = time.monotonic()
+        sent: dict[str, TensorKind] = {}
+        num_bytes = num_buckets = 0
+        grouped = buckets(named_tensors, self._bucket_bytes, fused_experts=self._fused_experts)
+        for bucket in grouped:
+            if num_buckets == len(self._files):
+                link = self._directory / f"model-{num_buckets:05d}.safetensors"
+                self._files.append(_MemoryFile(link))
+            self._files[num_buckets].write(bucket)
+            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
+            sent |= {name: kind_of(tensor) for name, tensor in bucket}
+            num_buckets += 1
+        if not sent:
+            raise ValueError("there was no weight to publish")
+        while len(self._files) > num_buckets:
+            self._files.pop().close()
+        self._engine.update_weights_from_disk(
+            str(self._directory), weight_version=version, flush_cache=self._flush_cache
+        )
+        return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
+
+    def reconnect(self) -> None:
+        """Do nothing: no connection to the servers is kept."""
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+        while self._files:
+            self._files.pop().close()
+
+
+class _MemoryFile:
+    """A safetensors file in memory that nobody else has a name for; ``link`` leads to it while it is open."""
+
+    def __init__(self, link: Path) -> None:
+        self._link = link
+        self._file = os.memfd_create(link.name)
+        link.symlink_to(f"/proc/{os.getpid()}/fd/{self._file}")
+        self._kinds: list[tuple[str, TensorKind]] = []
+        self._places: list[torch.Tensor] = []
+
+    def write(self, bucket: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Write tensors of one dtype; the file is laid out anew only where names or kinds have changed."""
+        kinds = [(name, kind_of(tensor)) for name, tensor in bucket]
+        if kinds != self._kinds:
+            self._places, self._kinds = [], []
+            self._places = self._laid_out(kinds)
+            self._kinds = kinds
+        for (_, tensor), place in zip(bucket, self._places, strict=True):
+            place.copy_(tensor.detach())
+
+    def _laid_out(self, kinds: list[tuple[str, TensorKind]]) -> list[torch.Tensor]:
+        """Write the header; returns a view of the file for each tensor.
+
+        Raises OSError where there is not so much memory.
+        """
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, kind in kinds:
+            begin, end = end, end + kind.num_bytes
+            dtype = SAFETENSORS_DTYPES[kind.dtype]
+            header[name] = dict(dtype=dtype, shape=list(kind.shape), data_offsets=[begin, end])
+        text = json.dumps(header).encode()
+        text += b" " * (-(len(text) + 8) % _ALIGNED)
+        first = 8 + len(text)
+        os.ftruncate(self._file, 0)
+        os.posix_fallocate(self._file, 0, first + end)
+        os.pwrite(self._file, len(text).to_bytes(8, "little") + text, 0)
+        memory = torch.frombuffer(mmap.mmap(self._file, first + end), dtype=torch.uint8)
+        sizes = [kind.num_bytes for _, kind in kinds]
+        return [
+            part.view(getattr(torch, kind.dtype)).view(kind.shape)
+            for (_, kind), part in zip(kinds, memory[first:].split(sizes), strict=True)
+        ]
+
+    def close(self) -> None:
+        self._places = []
+        self._link.unlink(missing_ok=True)
+        os.close(self._file)
