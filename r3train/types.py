@@ -345,7 +345,8 @@ class RankSlice:
     advantages: np.ndarray  # float32[n]
     token_uids: np.ndarray  # int64[n], -1 = padding
     layer_numbers: np.ndarray  # int32[l], 1-based
-    routes: np.ndarray | None  # uint8 or uint16 [m, l, K]; None without R3
+    # uint8 or uint16 [m, l, K], in memory layer by layer; None without R3.  Staging fills padding rows
+    routes: np.ndarray | None
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
     route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
     # with rollout_top_k, on the last pipeline stage alone: tokens among which the label was drawn

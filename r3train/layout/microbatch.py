@@ -11,8 +11,8 @@ from r3train.layout.rows import (
     cp_rows,
     pack_layout,
     sp_rows,
-    take_layers,
     take_ragged,
+    take_routes,
     take_rows,
 )
 from r3train.routing.fingerprint import PADDING_UID, token_uids
@@ -203,8 +203,8 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     sequences = len(layout.cu_seqlens_padded) - 1
     routes = None
     if microbatch.routes is not None:
-        own = take_layers(microbatch.routes, _layer_numbers(topology))
-        routes = take_rows(own, route_rows, missing_marker(own.dtype))
+        marker = missing_marker(microbatch.routes.dtype)
+        routes = take_routes(microbatch.routes, _layer_numbers(topology), route_rows, marker)
     kept_counts = kept_ids = kept_versions = None
     if microbatch.kept_counts is not None and topology.is_last_stage:
         kept_counts, kept_ids = take_ragged(microbatch.kept_counts, microbatch.kept_ids, rows)

@@ -14,6 +14,7 @@ from r3train.types import TokenLayout
 PADDING = -1
 # runs must hold this many rows on average for one copy a run to be faster
 _LONG_RUN = 16
+_BLOCK_ROWS = 128  # rows of routes turned at a time: some tens of kilobytes, which stay in the core's own cache
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -90,23 +91,61 @@ def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) ->
     dtype, ``fill`` in padding rows.
     """
     out = np.empty((rows.shape[0], *stream.shape[1:]), dtype=stream.dtype)
-    # a sample is one run of rows (two under context parallelism), and a run is one copy
-    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
-    bounds = [0, *breaks.tolist(), rows.shape[0]]
-    if len(bounds) > 2 + rows.shape[0] // _LONG_RUN:
+    runs = _runs(rows)
+    if runs is None:
         if stream.shape[0]:
             # clip, then overwrite: -1 would otherwise read the last token
             np.take(stream, rows, axis=0, out=out, mode="clip")
         out[rows == PADDING] = fill
         return out
+    for begin, end, row in runs:
+        out[begin:end] = fill if row == PADDING else stream[row : row + end - begin]
+    return out
+
+
+def _runs(rows: np.ndarray) -> list[tuple[int, int, int]] | None:
+    """Split rows into (begin, end, first row), each a single copy; None if they are short.
+
+    A sample is one run of rows (two under context parallelism).
+    """
+    breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+    bounds = [0, *breaks.tolist(), rows.shape[0]]
+    if len(bounds) > 2 + rows.shape[0] // _LONG_RUN:
+        return None
+    runs = []
     for begin, end in zip(bounds, bounds[1:]):
-        if begin == end:
-            continue
-        row = int(rows[begin])
+        row = int(rows[begin]) if begin < end else 0
         if row == PADDING:  # -1, 0, 1, ... counts up too: the padding is its first row alone
-            out[begin] = fill
+            runs.append((begin, begin + 1, PADDING))
             begin, row = begin + 1, 0
-        out[begin:end] = stream[row : row + end - begin]
+        if begin < end:
+            runs.append((begin, end, row))
+    return runs
+
+
+def take_routes(
+    routes: np.ndarray, layer_numbers: np.ndarray, rows: np.ndarray, fill: int
+) -> np.ndarray:
+    """Gather the routes of some layers (numbers from 1) into padded rows, in one copy.
+
+    routes: [F, L, K]; rows: as for ``take_rows``.  Returns [m, l, K], which lies in memory layer by
+    layer, as the routers read it.
+    """
+    own = take_layers(routes, layer_numbers)
+    runs = _runs(rows)
+    if runs is None:
+        own, runs = take_rows(own, rows, fill), [(0, rows.shape[0], 0)]
+    out = np.empty((own.shape[1], rows.shape[0], own.shape[2]), own.dtype).swapaxes(0, 1)
+    source, target = own, out
+    if (row_bytes := own.shape[2] * own.itemsize) in (2, 4, 8) and own.strides[2] == own.itemsize:
+        source, target = own.view(f"u{row_bytes}"), out.view(f"u{row_bytes}")  # a row is one number
+    for begin, end, row in runs:
+        if row == PADDING:
+            out[begin:end] = fill
+            continue
+        for first in range(begin, end, _BLOCK_ROWS):
+            last = min(first + _BLOCK_ROWS, end)
+            target[first:last] = source[row + first - begin : row + last - begin]
     return out
 
 

@@ -24,7 +24,8 @@ _RECORDS = {record.__name__: record for record in (RankSlice, MicroBatch, TokenL
 def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
     """Encode records as uint8[bytes]: 8 bytes of header length, the JSON header, the arrays.
 
-    Header and arrays are filled up to a multiple of 8 bytes, so that each begins aligned.
+    Header and arrays are filled up to a multiple of 8 bytes, so that each begins aligned.  An array lies in
+    the message as it does in memory, whatever the order of its axes.
     """
     payload: list[np.ndarray] = []
     text = json.dumps([_packed(record, payload) for record in records])
@@ -40,9 +41,11 @@ def _aligned(num_bytes: int) -> int:
 def _packed(value: Any, payload: list[np.ndarray]) -> Any:
     """A value's place in the header; its arrays are added to the payload."""
     if isinstance(value, np.ndarray):
-        data = np.ascontiguousarray(value).view(np.uint8).reshape(-1)
+        axes = sorted(range(value.ndim), key=lambda axis: -value.strides[axis])
+        laid = np.ascontiguousarray(value.transpose(axes))
+        data = laid.view(np.uint8).reshape(-1)
         payload += [data, np.zeros(_aligned(data.size) - data.size, dtype=np.uint8)]
-        return {"dtype": value.dtype.str, "shape": value.shape}
+        return {"dtype": value.dtype.str, "shape": laid.shape, "axes": axes}
     if is_dataclass(value):
         own = {f.name: _packed(getattr(value, f.name), payload) for f in fields(value)}
         return {"record": type(value).__name__, "fields": own}
@@ -65,7 +68,8 @@ def unpack_records(message: np.ndarray) -> list[Any]:
         dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
         start, num_bytes = offset, dtype.itemsize * int(np.prod(shape))
         offset += _aligned(num_bytes)
-        return message[start : start + num_bytes].view(dtype).reshape(shape)
+        laid = message[start : start + num_bytes].view(dtype).reshape(shape)
+        return laid.transpose(np.argsort(entry["axes"]))
 
     records = [unpacked(entry) for entry in header]
     assert offset == message.shape[0], (offset, message.shape)

@@ -30,15 +30,14 @@ from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
 
-_BLOCK_ROWS = 128  # rows turned at a time: some tens of kilobytes
-
 
 @dataclass
 class StagedRoutes:
     """One microbatch's routes of this rank, on the device.
 
     routes: uint8 or int32 [m, l, K], in memory layer by layer: a router call reads one layer of it.
-    Padding rows are filled, missing slots of real rows hold ``marker``.  rows_with_missing: int64[q], real rows with a missing slot in any layer.
+    Padding rows are filled, missing slots of real rows hold ``marker``.  rows_with_missing: int64[q], real
+    rows with a missing slot in any layer.
     real: bool[m], False on padding.  uids: int64[m].  current: bool[m], True on real rows whose routes
     the weights of the actor's own version computed.  missing_rows_per_layer: l counts, on the host.
     """
@@ -64,8 +63,9 @@ class StagedRoutes:
         device: torch.device,
         weight_version: int | None = None,
     ) -> StagedRoutes:
-        """Copy a slice's routes to the device; padding rows are spread evenly over the experts.
+        """Bring a slice's routes to the device; padding rows are spread evenly over the experts.
 
+        On a CPU the memory stays the slice's own, and its padding rows are filled too.
         weight_version: the version that the actor holds; None if no server ever held its weights.
         """
         assert s.routes is not None, "replay needs routes"
@@ -74,11 +74,12 @@ class StagedRoutes:
         current = np.zeros_like(real)
         if weight_version is not None:
             current = real & (s.route_versions == weight_version)
-        # the marker is the dtype's largest value: a row's maximum shows it, without a mask of all slots
-        highest = s.routes.reshape(len(s.routes), -1).max(axis=1, initial=0)
-        rows_with_missing = np.flatnonzero((highest == marker) & real)
-        original = s.routes[rows_with_missing]
-        routes = _layer_by_layer(s.routes)
+        routes = np.ascontiguousarray(s.routes.swapaxes(0, 1))  # [l, m, K], as it lies in memory
+        # the marker is the dtype's largest value: a maximum over layers shows it, without a mask of all slots
+        slots = np.flatnonzero(routes.max(axis=0, initial=0) == marker)
+        rows = np.unique(slots // routes.shape[2])
+        rows_with_missing = rows[real[rows]]
+        original = routes[:, rows_with_missing]
         num_padding = int((~real).sum())
         if num_padding:
             routes[:, ~real] = padding_routes(num_padding, routes.shape[2], num_experts)
@@ -98,24 +99,10 @@ class StagedRoutes:
             num_rows=len(real),
             num_real=int(real.sum()),
             num_current=int(current.sum()),
-            missing_rows_per_layer=(original == marker).any(2).sum(0).tolist(),
+            missing_rows_per_layer=(original == marker).any(2).sum(1).tolist(),
             column={int(n): i for i, n in enumerate(s.layer_numbers)},
             layer_numbers=to_device(s.layer_numbers.astype(np.int64)),
         )
-
-
-def _layer_by_layer(routes: np.ndarray) -> np.ndarray:
-    """Copy routes [m, l, K] as [l, m, K], in blocks that stay in the core's own cache."""
-    num_rows, num_layers, topk = routes.shape
-    by_layer = np.empty((num_layers, num_rows, topk), routes.dtype)
-    source, target = routes, by_layer
-    if topk * routes.itemsize in (2, 4, 8) and routes.flags.c_contiguous:  # one number a slot of K
-        number = f"u{topk * routes.itemsize}"
-        source, target = routes.view(number), by_layer.view(number)
-    for first in range(0, num_rows, _BLOCK_ROWS):
-        block = source[first : first + _BLOCK_ROWS]
-        target[:, first : first + _BLOCK_ROWS] = block.swapaxes(0, 1)
-    return by_layer
 
 
 class RouterReplay:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, slice_microbatch
-from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_layers, take_rows
+from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_routes, take_rows
 from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=0, max_size=8)
@@ -90,13 +90,15 @@ def test_rows_and_layers_are_the_ones_named_whether_copied_in_runs_or_one_by_one
     lengths, cp_size, tp_size, numbers
 ):
     layout = pack_layout(np.array(lengths, np.int32), cp_size=cp_size, tp_size=tp_size)
-    stream = np.arange(sum(lengths) * 4 * 2).reshape(-1, 4, 2)
     layers = np.array(numbers, dtype=np.int32)
-    for rows in (layout.rows, layout.rows[::-1], np.repeat(layout.rows, 40)):
-        taken = take_rows(take_layers(stream, layers), rows, fill=-7)
-        wanted = np.full((len(rows), len(numbers), 2), -7)
-        wanted[rows >= 0] = stream[rows[rows >= 0]][:, layers - 1]
-        np.testing.assert_array_equal(taken, wanted)
+    for dtype, topk in ((np.int64, 2), (np.uint8, 8), (np.uint16, 3)):
+        stream = np.arange(sum(lengths) * 4 * topk).astype(dtype).reshape(-1, 4, topk)
+        for rows in (layout.rows, layout.rows[::-1], np.repeat(layout.rows, 40)):
+            wanted = np.full((len(rows), len(numbers), topk), 7, dtype)
+            wanted[rows >= 0] = stream[rows[rows >= 0]][:, layers - 1]
+            taken = take_routes(stream, layers, rows, fill=7)
+            np.testing.assert_array_equal(taken, wanted)
+            assert all(taken[:, i].flags.c_contiguous for i in range(len(numbers)))
 
 
 def test_taking_rows_fills_padding_and_keeps_the_dtype():
