@@ -58,7 +58,7 @@ routes do not move:
 [0.0, -0.5, -0.25, 0.0]
 >>> batch.advantages.tolist()
 [0.0, 2.0, 2.0, 0.0]
->>> batch.routes[:, 1].tolist()  # of layer 2; the last token has none
+>>> np.concatenate(batch.routes)[:, 1].tolist()  # of layer 2; the last token has none
 [[2, 3], [3, 0], [1, 2], [255, 255]]
 >>> batch.kept_counts.tolist(), batch.kept_ids.tolist()
 ([0, 2, 1, 0], [7, 9, 1])
@@ -289,7 +289,8 @@ class MicroBatch:
     ages: (
         np.ndarray
     )  # int32[F], rollouts by which the weights that drew the label were behind, else 0
-    routes: np.ndarray | None  # uint8 or uint16 [F, L, K]; None without R3
+    # uint8 or uint16 [f, L, K], end to end [F, L, K]: the samples' own arrays; None without R3
+    routes: tuple[np.ndarray, ...] | None
     # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
     kept_counts: np.ndarray | None = None  # int32[F]
     kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]

@@ -52,9 +52,7 @@ def build_microbatch(
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
     routes = None
     if route_shape is not None:
-        routes, places = route_places(lengths, route_shape)
-        for place, s in zip(places, samples):
-            place[:] = checked_routes(s, route_shape)
+        routes = route_parts([checked_routes(s, route_shape) for s in samples], route_shape)
     kept_counts = kept_ids = None
     versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
@@ -160,18 +158,15 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
     return versions[np.minimum.accumulate(known[::-1])[::-1]]
 
 
-def route_places(
-    lengths: np.ndarray, route_shape: RouteShape
-) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Make a microbatch's empty routes, [F, L, K], and a view [T-1, L, K] for each sample.
+def route_parts(
+    of_samples: Sequence[np.ndarray], route_shape: RouteShape
+) -> tuple[np.ndarray, ...]:
+    """Lay the samples' routes, [T-1, L, K] each, end to end: parts of [F, L, K], without a copy.
 
-    lengths: int[B], F is their sum.  A sample's last token was never an input: its row is marked
-    missing.
+    A sample's last token was never an input: its row is marked missing.
     """
-    routes = np.empty((int(lengths.sum()), *route_shape.row), dtype=route_shape.dtype)
-    ends = np.cumsum(lengths)
-    routes[ends - 1] = route_shape.missing
-    return routes, [routes[end - n : end - 1] for end, n in zip(ends.tolist(), lengths.tolist())]
+    last = np.full((1, *route_shape.row), route_shape.missing, dtype=route_shape.dtype)
+    return tuple(part for routes in of_samples for part in (routes, last)) or (last[:0],)
 
 
 def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray:
@@ -203,7 +198,7 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     sequences = len(layout.cu_seqlens_padded) - 1
     routes = None
     if microbatch.routes is not None:
-        marker = missing_marker(microbatch.routes.dtype)
+        marker = missing_marker(microbatch.routes[0].dtype)
         routes = take_routes(microbatch.routes, _layer_numbers(topology), route_rows, marker)
     kept_counts = kept_ids = kept_versions = None
     if microbatch.kept_counts is not None and topology.is_last_stage:

@@ -7,6 +7,8 @@ Packing, context-parallel zigzag and sequence-parallel chunking all act on one i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from r3train.types import TokenLayout
@@ -67,10 +69,13 @@ def cp_rows(
             f"padded lengths {lengths.tolist()} must divide by 2*cp = {2 * cp_size} "
             "to be split over context-parallel ranks"
         )
-    chunk = np.repeat(lengths // (2 * cp_size), lengths)
-    offset = np.arange(rows.shape[0]) - np.repeat(starts, lengths)
-    chunk_id = offset // chunk
-    return rows[(chunk_id == cp_rank) | (chunk_id == 2 * cp_size - 1 - cp_rank)]
+    chunks = lengths // (2 * cp_size)
+    own = np.stack(
+        [starts + cp_rank * chunks, starts + (2 * cp_size - 1 - cp_rank) * chunks], axis=1
+    )
+    return np.concatenate(
+        [rows[at : at + n] for pair, n in zip(own.tolist(), chunks.tolist()) for at in pair]
+    )
 
 
 def sp_rows(rows: np.ndarray, tp_size: int, tp_rank: int) -> np.ndarray:
@@ -124,29 +129,39 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int, int]] | None:
 
 
 def take_routes(
-    routes: np.ndarray, layer_numbers: np.ndarray, rows: np.ndarray, fill: int
+    parts: Sequence[np.ndarray], layer_numbers: np.ndarray, rows: np.ndarray, fill: int
 ) -> np.ndarray:
     """Gather the routes of some layers (numbers from 1) into padded rows, in one copy.
 
-    routes: [F, L, K]; rows: as for ``take_rows``.  Returns [m, l, K], which lies in memory layer by
-    layer, as the routers read it.
+    parts: at least one [f, L, K], end to end a stream [F, L, K]; rows: as for ``take_rows``.  Returns
+    [m, l, K], which lies in memory layer by layer, as the routers read it.
     """
-    own = take_layers(routes, layer_numbers)
+    own = [take_layers(part, layer_numbers) for part in parts]
     runs = _runs(rows)
     if runs is None:
-        own, runs = take_rows(own, rows, fill), [(0, rows.shape[0], 0)]
-    out = np.empty((own.shape[1], rows.shape[0], own.shape[2]), own.dtype).swapaxes(0, 1)
-    source, target = own, out
-    if (row_bytes := own.shape[2] * own.itemsize) in (2, 4, 8) and own.strides[2] == own.itemsize:
-        source, target = own.view(f"u{row_bytes}"), out.view(f"u{row_bytes}")  # a row is one number
+        own, runs = [take_rows(np.concatenate(own), rows, fill)], [(0, rows.shape[0], 0)]
+    starts = np.cumsum([0, *map(len, own)])
+    num_layers, topk = own[0].shape[1:]
+    out = np.empty((num_layers, rows.shape[0], topk), own[0].dtype).swapaxes(0, 1)
     for begin, end, row in runs:
         if row == PADDING:
             out[begin:end] = fill
             continue
-        for first in range(begin, end, _BLOCK_ROWS):
-            last = min(first + _BLOCK_ROWS, end)
-            target[first:last] = source[row + first - begin : row + last - begin]
+        part = int(np.searchsorted(starts, row, side="right")) - 1
+        while begin < end:
+            source = own[part][row - starts[part] :][: end - begin]
+            _turn(source, out[begin : begin + len(source)])
+            begin, row, part = begin + len(source), row + len(source), part + 1
     return out
+
+
+def _turn(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy routes [n, l, K] to such that lie in memory layer by layer, in blocks of rows."""
+    row_bytes = source.shape[2] * source.itemsize
+    if row_bytes in (2, 4, 8) and source.strides[2] == source.itemsize:  # a row is one number
+        source, target = source.view(f"u{row_bytes}"), target.view(f"u{row_bytes}")
+    for first in range(0, len(source), _BLOCK_ROWS):
+        target[first : first + _BLOCK_ROWS] = source[first : first + _BLOCK_ROWS]
 
 
 def take_ragged(

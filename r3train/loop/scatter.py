@@ -49,6 +49,8 @@ def _packed(value: Any, payload: list[np.ndarray]) -> Any:
     if is_dataclass(value):
         own = {f.name: _packed(getattr(value, f.name), payload) for f in fields(value)}
         return {"record": type(value).__name__, "fields": own}
+    if isinstance(value, tuple):
+        return {"tuple": [_packed(each, payload) for each in value]}
     return value
 
 
@@ -65,6 +67,8 @@ def unpack_records(message: np.ndarray) -> list[Any]:
         if "record" in entry:
             values = {name: unpacked(value) for name, value in entry["fields"].items()}
             return _RECORDS[entry["record"]](**values)
+        if "tuple" in entry:
+            return tuple(unpacked(each) for each in entry["tuple"])
         dtype, shape = np.dtype(entry["dtype"]), tuple(entry["shape"])
         start, num_bytes = offset, dtype.itemsize * int(np.prod(shape))
         offset += _aligned(num_bytes)

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -126,12 +127,13 @@ class RouteExchange:
 
     def _with_rows(self, microbatches: Sequence[MicroBatch]) -> Iterator[dict[int, MicroBatch]]:
         """A leader's microbatches in turn, each with its routes once they have come."""
-        coming = deque(self._node.fetch(m.routes) for m in microbatches[:_AHEAD])
+        tickets = [np.concatenate(m.routes) for m in microbatches]
+        coming = deque(self._node.fetch(t) for t in tickets[:_AHEAD])
         for i, microbatch in enumerate(microbatches):
             routes, fetched = coming.popleft()
             fetched.result()
-            yield {self._mine.dp_rank: replace(microbatch, routes=routes)}
-            coming += [self._node.fetch(m.routes) for m in microbatches[i + _AHEAD :][:1]]
+            yield {self._mine.dp_rank: replace(microbatch, routes=(routes,))}
+            coming += [self._node.fetch(t) for t in tickets[i + _AHEAD :][:1]]
 
     def _record(self, kept: Sequence[Sequence[int]]) -> Recorded:
         recorded = Recorded(len(self._leaders), self._moe_layers)

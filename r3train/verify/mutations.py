@@ -364,8 +364,9 @@ def contiguous_cp_routes(original, batch, t):
     out = original(batch, t)
     n = len(batch.layout.rows) // t.cp_size
     rows = batch.layout.rows[n * t.cp_rank : n * (t.cp_rank + 1)]
-    own = batch.routes[:, out.layer_numbers - 1]
-    return replace(out, routes=microbatch.take_rows(own, rows, types.missing_marker(own.dtype)))
+    marker = types.missing_marker(out.routes.dtype)
+    own = microbatch.take_routes(batch.routes, out.layer_numbers, rows, marker)
+    return replace(out, routes=own)
 
 
 @mutation(

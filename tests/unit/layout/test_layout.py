@@ -96,9 +96,10 @@ def test_rows_and_layers_are_the_ones_named_whether_copied_in_runs_or_one_by_one
         for rows in (layout.rows, layout.rows[::-1], np.repeat(layout.rows, 40)):
             wanted = np.full((len(rows), len(numbers), topk), 7, dtype)
             wanted[rows >= 0] = stream[rows[rows >= 0]][:, layers - 1]
-            taken = take_routes(stream, layers, rows, fill=7)
-            np.testing.assert_array_equal(taken, wanted)
-            assert all(taken[:, i].flags.c_contiguous for i in range(len(numbers)))
+            for parts in ([stream], np.split(stream, [1, 2, 2, len(stream) // 2 + 2])):
+                taken = take_routes(parts, layers, rows, fill=7)
+                np.testing.assert_array_equal(taken, wanted)
+                assert all(taken[:, i].flags.c_contiguous for i in range(len(numbers)))
 
 
 def test_taking_rows_fills_padding_and_keeps_the_dtype():
@@ -133,7 +134,8 @@ def test_what_belongs_to_the_next_token_never_comes_from_the_next_sample():
     assert batch.labels.tolist() == [101, 102, 103, 0, 201, 202, 0]
     assert batch.loss_mask.tolist() == [False, True, True, False, False, True, False]
     assert batch.rollout_log_probs.tolist() == [-1, -2, -3, 0, -1, -2, 0]
-    assert (batch.routes[[3, 6]] == 255).all() and (batch.routes[[0, 1, 2, 4, 5]] == 0).all()
+    routes = np.concatenate(batch.routes)
+    assert (routes[[3, 6]] == 255).all() and (routes[[0, 1, 2, 4, 5]] == 0).all()
 
 
 def test_a_teachers_log_probs_move_with_their_tokens_and_are_refused_where_they_lack():

@@ -105,11 +105,12 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
     dispatched, rows = dict.fromkeys(LAYERS, 0), 0
     for microbatch in ready.microbatches[0]:
         uids = torch.from_numpy(microbatch.row_uids)
+        routes = np.concatenate(microbatch.routes)
         for layer in LAYERS:
-            experts = torch.from_numpy(microbatch.routes[:, layer - 1].astype(np.int64))
+            experts = torch.from_numpy(routes[:, layer - 1].astype(np.int64))
             hashes = route_hashes(uids, experts, layer)
             dispatched[layer] += int(hashes[experts != ROUTES.missing].sum())
-        rows += int((microbatch.routes[:, 0] != ROUTES.missing).all(axis=1).sum())
+        rows += int((routes[:, 0] != ROUTES.missing).all(axis=1).sum())
     data_rank_of = data_rank_of_samples(ready.steps)
     expectation = ready.expectation(record_samples(samples, data_rank_of, 1, LAYERS))
     return (

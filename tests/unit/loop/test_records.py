@@ -26,6 +26,10 @@ def microbatch_of(lengths: list[int], routes: bool) -> MicroBatch:
     return build_microbatch(5, samples, cp_size=1, tp_size=2, route_shape=shape)
 
 
+def same_array(x: np.ndarray, y: np.ndarray) -> bool:
+    return x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
+
+
 def differences(a: Any, b: Any) -> list[str]:
     """Names of the fields of two records that are not the same to the byte."""
     assert type(a) is type(b)
@@ -35,8 +39,9 @@ def differences(a: Any, b: Any) -> list[str]:
         if is_dataclass(x):
             found += [f"{f.name}.{name}" for name in differences(x, y)]
         elif isinstance(x, np.ndarray):
-            same = x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
-            found += [] if same else [f.name]
+            found += [] if same_array(x, y) else [f.name]
+        elif isinstance(x, tuple):
+            found += [] if len(x) == len(y) and all(map(same_array, x, y)) else [f.name]
         else:
             found += [] if x == y and type(x) is type(y) else [f.name]
     return found
@@ -56,6 +61,9 @@ def test_every_field_comes_out_as_it_went_in(lengths, routes):
     # the comparison can fail, in a nested field too
     other = replace(microbatch, layout=replace(microbatch.layout, rows=microbatch.layout.rows + 1))
     assert differences(other, came[0]) == ["layout.rows"]
+    if routes:
+        other = replace(microbatch, routes=(*microbatch.routes[:-1], microbatch.routes[-1] - 1))
+        assert differences(other, came[0]) == ["routes"]
 
 
 def test_a_message_that_ends_early_or_goes_on_is_no_message():
