@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,12 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
 
 
 def rank_context() -> Any:
-    """multiprocessing's way to start ranks: forks of one process that has imported what they need."""
-    if torch.cuda.is_available():  # it does not survive a fork
+    """multiprocessing's way to start ranks: forks of one process that has imported what they need.
+
+    New processes where CUDA would not survive a fork, and where Transformer Engine is to be found: that process
+    may be older than the path to it.
+    """
+    if torch.cuda.is_available() or find_spec("transformer_engine"):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.oracle.imported"])

@@ -148,6 +148,10 @@ TOPOLOGIES = {
         ),
     ),
 }
+TE = "TP2 TE"  # with Transformer Engine's layers, on plain torch
+TOPOLOGIES[TE] = 2, TOPOLOGIES["TP2"][1] | dict(attention_backend="te")
+LOCAL_ALONE = ("qwen3_next", "qwen3_5_moe")
+STAND_INS = Path(__file__).parents[1] / "rehearsal/stand_ins"
 # what the delta rule's decay is made of: an exponent of sums over many tokens, of less precision
 DECAY = ("A_log", "dt_bias", "in_proj_a.", "in_proj_ba.")
 # the topology in which most of what is wrong shows
@@ -155,7 +159,9 @@ FAST = "TP2"
 
 
 def is_taken(checkpoint: Path, parallel: dict) -> bool:
-    """Return whether the dry run takes the model in the topology."""
+    """Return whether a run takes the model in the topology."""
+    if "attention_backend" in parallel and read_hf_facts(checkpoint).model_type in LOCAL_ALONE:
+        return False
     fields = {k: v for k, v in parallel.items() if k in ParallelSection.model_fields}
     return not list(topology_conflicts(read_hf_facts(checkpoint), ParallelSection(**fields)))
 
@@ -228,15 +234,17 @@ def forced(tmp_path_factory) -> tuple[Path, dict[str, tuple[dict, dict]]]:
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     "topology",
-    [pytest.param(t, marks=() if t == FAST else pytest.mark.slow) for t in TOPOLOGIES],
+    [pytest.param(t, marks=() if t in (FAST, TE) else pytest.mark.slow) for t in TOPOLOGIES],
 )
 def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
-    topology, forced, tmp_path, request
+    topology, forced, tmp_path, request, monkeypatch
 ):
     directory, expected = forced
     world_size, parallel = TOPOLOGIES[topology]
+    if topology == TE:
+        monkeypatch.syspath_prepend(STAND_INS)
     taken = [name for name in SPARSE if is_taken(directory / name, parallel)]
-    assert len(taken) >= len(SPARSE) - 2  # two refuse CP2
+    assert len(taken) >= len(SPARSE) - 2  # two refuse CP2 and TE
     ranks = in_ranks(
         world_size, tmp_path, replayed, [str(directory / name) for name in taken], parallel
     )
@@ -293,10 +301,11 @@ HEAD = """<!-- written by: pytest tests/oracle/test_families.py -m '' -k replaye
 
 Every family's production actor, in every topology that its dry run takes, against transformers in float32 that is
 forced to the same random routes. On a CPU, from a tiny checkpoint with every bias and norm random, of the models in
-[models.md](../models.md). TP2 is with sequence parallelism, PP2 with full recomputation. *log-probs*: the
-largest error, in nats; at most 2e-5. *gradients*: the largest error of a tensor's gradient of the policy loss, as a
-part of its norm, and that tensor; at most 1e-4, or 3e-4 where a delta net's decay is made. No row had experts
-of the router's own, and after the backward pass every exported tensor was bit for bit the checkpoint's.
+[models.md](../models.md). TP2 is with sequence parallelism, PP2 with full recomputation; TE is Megatron's
+Transformer Engine specification, with plain torch in the place of its kernels. *log-probs*: the largest error, in
+nats; at most 2e-5. *gradients*: the largest error of a tensor's gradient of the policy loss, as a part of its norm, and
+that tensor; at most 1e-4, or 3e-4 where a delta net's decay is made. No row had experts of the router's own, and
+after the backward pass every exported tensor was bit for bit the checkpoint's.
 
 | family | topology | log-probs | gradients | worst tensor |
 |---|---|---|---|---|

@@ -4,8 +4,8 @@
 
 ``build_model`` is production's.  It loads through mbridge from tensors that have the checkpoint's names
 and shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
-Layers are the local ones: Transformer Engine's have the same shapes, and need it.  KEY of config.json gets
-another NUMBER for the actor alone.
+Layers are those that run on CUDA, of ``stand_ins/transformer_engine.py`` on PYTHONPATH.  KEY of config.json
+gets another NUMBER for the actor alone.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def rehearse(recipe: Recipe, ranks: list[int], changes: dict[str, int]) -> list[
         file = directory / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
         config = RunConfig.from_toml(
-            recipe.path, {"hf_checkpoint": str(directory), "attention_backend": "local"}
+            recipe.path, {"hf_checkpoint": str(directory), "attention_backend": "te"}
         )
         return [_rank(recipe, rank, config, hf, shapes) for rank in ranks or [0]]
 

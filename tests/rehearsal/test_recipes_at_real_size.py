@@ -17,6 +17,7 @@ from r3train.doctor.memory import stages
 from tests.published import RECIPES, Recipe, write_checkpoint, write_config
 
 ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = Path(__file__).parent / "stand_ins"
 pytestmark = pytest.mark.ranks
 
 
@@ -24,7 +25,7 @@ def rehearsed(directory: Path, *words: str) -> dict[str, list[dict]]:
     """Facts of the named ranks, by word."""
     report = directory / "report.json"
     command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.real_size", str(report)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(STAND_INS)}
     done = subprocess.run(
         [*command, *words], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
     )

@@ -38,8 +38,8 @@ PLANTED = {
         "self.layer_norm_weight, 2 * self.eps",
     ),
     "the order of the experts": (
-        'weights = (getattr(self, f"weight{i}") for i in range(self.num_gemms))',
-        'weights = (getattr(self, f"weight{i}") for i in reversed(range(self.num_gemms)))',
+        'weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]',
+        'weights = [getattr(self, f"weight{i}") for i in reversed(range(self.num_gemms))]',
     ),
 }
 

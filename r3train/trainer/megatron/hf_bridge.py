@@ -143,6 +143,7 @@ class _TENames:
             )
         # an expert's bias as a weight: mbridge and the export split names at ".weight"
         name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.bias", r".\2_bias.weight\1", name)
+        name = re.sub(r"\.experts\.(linear_fc\d)\.bias(\d+)$", r".experts.\1_bias.weight\2", name)
         return re.sub(r"\.local_experts\.(\d+)\.(linear_fc\d)\.weight", r".\2.weight\1", name)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -156,9 +157,7 @@ class _TENames:
 
 def as_te_names(chunk: torch.nn.Module) -> Any:
     """Return a chunk as mbridge needs it: unwrapped, with names of Transformer Engine's spec."""
-    chunk = unwrap(chunk)
-    local_spec = any(".local_experts." in n or ".input_layernorm." in n for n in chunk.state_dict())
-    return _TENames(chunk) if local_spec else chunk
+    return _TENames(unwrap(chunk))
 
 
 def hf_names(

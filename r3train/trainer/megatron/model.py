@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
@@ -56,7 +57,10 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
         # moved first: the bridge scatters weights over the device's groups, and Megatron makes the
         # router's on the host
-        chunks.append(_build_chunk(bridge, vp_stage, use_te).to(device))
+        chunk = _build_chunk(bridge, vp_stage, use_te).to(device)
+        if use_te:
+            _mark_tensor_parallel(chunk)
+        chunks.append(chunk)
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
     freeze(config, bridge, chunks)
     if config.lora.enabled:
@@ -103,6 +107,26 @@ def _in_bf16(config: TransformerConfig, chunk: torch.nn.Module) -> Float16Module
     for router, bias in biases:
         router.expert_bias.data = bias
     return wrapped
+
+
+def _mark_tensor_parallel(chunk: torch.nn.Module) -> None:
+    """Mark what tensor ranks hold in parts, for the export and the norm of the gradients.
+
+    Transformer Engine marks every matrix so, also those that each rank holds whole (MLA's down projections), and
+    no sinks.
+    """
+    for module in chunk.modules():
+        if isinstance(module, te.TEDotProductAttention):
+            if isinstance(sinks := module.softmax_offset, torch.nn.Parameter):
+                sinks.tensor_model_parallel, sinks.partition_dim, sinks.partition_stride = (
+                    True,
+                    0,
+                    1,
+                )
+        elif isinstance(module, te.TELinear) and not isinstance(
+            module, (te.TEColumnParallelLinear, te.TERowParallelLinear)
+        ):
+            module.weight.tensor_model_parallel = False
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:

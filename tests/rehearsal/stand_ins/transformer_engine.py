@@ -182,19 +182,25 @@ class GroupedLinear(_Module):
     ):
         super().__init__()
         # tokens cross ranks in Megatron's dispatcher, never here
-        assert not (fuse_wgrad_accumulation or bias or return_bias) and tp_size == 1
-        self.num_gemms, self.use_bias = num_gemms, bias
+        assert not fuse_wgrad_accumulation and tp_size == 1
+        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.parallel_mode = parallel_mode
         self.in_features, self.out_features = in_features, out_features
         for i in range(num_gemms):
             self._matrix(f"weight{i}", init_method, device, params_dtype)
+            if bias:
+                zeros = torch.zeros(out_features, device=device, dtype=params_dtype)
+                self.register_parameter(f"bias{i}", torch.nn.Parameter(zeros))
 
     def forward(
         self, inp: torch.Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
+    ) -> Any:
         assert isinstance(m_splits, list) and len(m_splits) == self.num_gemms, m_splits
-        weights = (getattr(self, f"weight{i}") for i in range(self.num_gemms))
-        return torch.cat([F.linear(x, w) for x, w in zip(inp.split(m_splits), weights)])
+        weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+        biases = [getattr(self, f"bias{i}", None) for i in range(self.num_gemms)]
+        added = [None] * self.num_gemms if self.return_bias else biases
+        out = torch.cat([F.linear(*own) for own in zip(inp.split(m_splits), weights, added)])
+        return (out, biases) if self.return_bias else out
 
 
 class DotProductAttention(torch.nn.Module):
@@ -220,6 +226,7 @@ class DotProductAttention(torch.nn.Module):
         cp_stream: Any = None,
         cp_comm_type: str = "p2p",
         softmax_scale: float | None = None,
+        softmax_type: str = "vanilla",
     ):
         super().__init__()
         from r3train.trainer.megatron.cpu_attention import PackedCoreAttention
@@ -227,7 +234,10 @@ class DotProductAttention(torch.nn.Module):
         groups = SimpleNamespace(cp=cp_group)
         self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
         self.heads = num_attention_heads // tp_size, num_gqa_groups // tp_size
-        # not a child: it has no parameters
+        self.softmax_offset = None
+        if softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
+        # not a child: its parameters are of other names
         kernel = PackedCoreAttention(
             self.config,
             layer_number,
@@ -262,6 +272,7 @@ class DotProductAttention(torch.nn.Module):
         assert query.shape[1:] == (heads, self.channels[0]), query.shape
         assert key.shape[1:] == (groups, self.channels[0]), key.shape
         assert value.shape[1:] == (groups, self.channels[1]), value.shape
+        self.kernel.softmax_offset = self.softmax_offset
         lengths = SimpleNamespace(cu_seqlens_q=cu_seqlens_q)
         return self.kernel(query, key, value, packed_seq_params=lengths)
 
