@@ -405,16 +405,10 @@ def check_export_directories(config: RunConfig) -> None:
 
 def check_layers_here(config: RunConfig) -> None:
     """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
-    on_cuda = bool(visible_gpus())
-    if on_cuda:  # a login node without a device is no reason to refuse
+    if visible_gpus():  # a login node without a device is no reason to refuse
         from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 
         uses_transformer_engine(config.model.attention_backend, on_cuda=True)
-    if config.lora.enabled and (on_cuda or config.model.attention_backend not in ("auto", "local")):
-        raise ValueError(
-            "--lora-rank: adapters are built on Megatron's own layers, which run on a CPU alone; those"
-            " of Transformer Engine, which a CUDA device needs, have none yet"
-        )
 
 
 def check_memory_history(config: RunConfig) -> None:

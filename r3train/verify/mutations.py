@@ -921,6 +921,23 @@ def b_in_a_list(adapter):
     adapter.held = torch.nn.ParameterList(held)
 
 
+@of_adapters(
+    "Transformer Engine's norm stays in the linear behind it: the adapter's input is not normed"
+)
+@contextmanager
+def norm_left_in_the_linear(config, hf):
+    fused = lora.te.TELayerNormColumnParallelLinear
+    with patched(lora, "norms_apart", lambda original, layers: None):
+        with mock.patch.object(lora, "_COLUMN", (*lora._COLUMN, fused)):
+            yield
+
+
+@of_adapters("the experts of one linear take one another's rows")
+@replaces(lora, "_add_deltas")
+def rows_of_another_expert(original, linear, args, output):
+    return original(linear, (args[0], args[1][::-1]), output)
+
+
 @of_adapters("every tensor rank's copy of a factor is exported")
 @replaces(lora, "_whole_factors")
 def replicas_exported_twice(original, chunks, value_of):

@@ -30,6 +30,7 @@ from tests.oracle.test_families import make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
+STAND_INS = Path(__file__).parents[1] / "rehearsal/stand_ins"
 LORA: dict[str, Any] = dict(lora_rank=4, lora_alpha=8.0)
 SCALE = 2.0
 LENGTHS = [(3, 9), (5, 14), (2, 6), (4, 11)]
@@ -57,6 +58,7 @@ TOPOLOGIES: dict[int, dict[str, dict[str, Any]]] = {
     },
     2: {
         "tp2": TP2 | dict(expert_tensor_parallel_size=1),
+        "tp2_recompute": TP2 | RECOMPUTE | dict(expert_tensor_parallel_size=1),
         "tp2etp2": TP2 | dict(expert_tensor_parallel_size=2),
         "tp2ep2": TP2 | dict(expert_model_parallel_size=2, expert_tensor_parallel_size=1),
         "etp2": dict(expert_tensor_parallel_size=2),
@@ -84,6 +86,26 @@ TOPOLOGIES: dict[int, dict[str, dict[str, Any]]] = {
         "vpp2pp2dp2": VPP2,
     },
 }
+
+
+# over Transformer Engine's layers too, on plain torch
+TE_SHAPED = {
+    1: ("one", "recompute"),
+    2: (
+        "tp2",
+        "tp2_recompute",
+        "tp2etp2",
+        "tp2ep2",
+        "dp2_sharded",
+        "dp2_overlap",
+        "cp2",
+        "pp2_uneven",
+    ),
+}
+for size, names in TE_SHAPED.items():
+    TOPOLOGIES[size] |= {
+        f"{name}_te": TOPOLOGIES[size][name] | dict(attention_backend="te") for name in names
+    }
 
 
 def settings(directory: Path, family: str, **fields: Any):
@@ -360,7 +382,8 @@ class Worlds:
 
 
 def of_one_rank(case: str) -> str:
-    return f"{case.split()[0]} one{'_bf16' if case.endswith('bf16') else ''}"
+    kind = next((kind for kind in ("_bf16", "_te") if case.endswith(kind)), "")
+    return f"{case.split()[0]} one{kind}"
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +465,7 @@ OTHERS = [
 
 
 def halves(family: str, world_size: int) -> list[tuple[int, list[str]]]:
-    cases = [f"{family} {topology}" for topology in TOPOLOGIES[world_size]]
+    cases = [f"{family} {t}" for t in TOPOLOGIES[world_size] if not t.endswith("_te")]
     middle = len(cases) // 2
     return [(world_size, cases[:middle]), (world_size, cases[middle:])]
 
@@ -465,6 +488,36 @@ def test_adapters_are_the_same_in_every_topology(world_size, cases, worlds, tmp_
     check(worlds.run(world_size, tmp_path, cases), request)
 
 
+@pytest.fixture(scope="module")
+def te_worlds(tmp_path_factory) -> Iterator[Worlds]:
+    """Worlds whose ranks find Transformer Engine's layers on plain torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(STAND_INS)
+        yield Worlds(tmp_path_factory.mktemp("lora_te"))
+
+
+TE_CASES = [
+    (size, [f"{family} {topology}_te" for topology in names])
+    for family in WHOLE
+    for size, names in TE_SHAPED.items()
+] + [(1, [f"{family} one_te" for family in HELD if family not in WHOLE])]
+
+
+@pytest.mark.parametrize(
+    "world_size, cases",
+    [
+        (1, ["glm4_moe one_te", "gpt_oss one_te"]),
+        (2, ["glm4_moe tp2etp2_te", "moonlight tp2ep2_te"]),
+        *(pytest.param(*group, marks=pytest.mark.slow) for group in TE_CASES),
+    ],
+    ids=lambda value: value[0] + " and on" if isinstance(value, list) else str(value),
+)
+def test_adapters_of_transformer_engines_layers_are_the_same_in_every_topology(
+    world_size, cases, te_worlds, tmp_path, request
+):
+    check(te_worlds.run(world_size, tmp_path, cases), request)
+
+
 # -- the page's table ------------------------------------------------------------------------------
 
 PAGE = Path(__file__).parents[2] / "docs/internals/adapters.md"
@@ -479,8 +532,9 @@ loss against the same, as a part of its norm. *SGD*, *Adam*: the same of what th
 one rank (`one` is that rank itself). Bounds: 2e-5, 1e-4, 1e-3,
 1e-3; with `bf16`, which rounds weights and activations to eight bits, 0.4 and 0.4, and steps are not compared. TP is
 with sequence parallelism, `overlap` with a sharded optimizer, overlapped reductions and gathers in several buckets;
-`pp2_uneven` recomputes all layers. Adam's epsilon is 1e-4 here: at 1e-8 its first step moves an element whose gradient
-is rounding alone as far as any other, and one factor of `qwen2_moe` was off by 2.4e-3.
+`pp2_uneven` recomputes all layers. `_te` is the actor on Megatron's Transformer Engine specification, with plain
+torch in the place of its kernels, against one rank of the same. Adam's epsilon is 1e-4 here: at 1e-8 its first step
+moves an element whose gradient is rounding alone as far as any other, and one factor of `qwen2_moe` was off by 2.4e-3.
 
 | family | topology | log-probs | gradients | SGD | Adam |
 |---|---|---|---|---|---|
@@ -492,7 +546,7 @@ Rows = dict[tuple[str, str], tuple[str, ...]]
 def rows_of_the_page() -> list[tuple[str, str]]:
     """Every case that a test here holds, in the order of the page."""
     cases = {f"{family} one" for family in HELD} | {f"glm4_moe {t}" for t in TOPOLOGIES[1]}
-    cases |= {case for _, group in SLOW for case in group}
+    cases |= {case for _, group in SLOW + TE_CASES for case in group}
     order = [topology for of_size in TOPOLOGIES.values() for topology in of_size]
     pairs = [tuple(case.split()) for case in cases]
     return sorted(pairs, key=lambda pair: (HELD.index(pair[0]), order.index(pair[1])))
@@ -553,20 +607,33 @@ CAUGHT = {
     "divided_by_dp": ("dp2", "gradients"),
     # the distributed optimizer's, and with SGD there is none
     "b_in_a_list": ("dp2_overlap", "adam"),
+    # of Transformer Engine's layers alone
+    "norm_left_in_the_linear": ("one_te", "log_probs"),
+    "rows_of_another_expert": ("one_te", "log_probs"),
 }
 ELSEWHERE = (
     "replicas_drawn_by_rank",
     "shards_saved_as_replicas",
     "replicas_saved_by_every_rank",
 )
-SIZES = {"one": 1, "recompute": 1}  # the others need two ranks
+SIZES = {"one": 1, "recompute": 1, "one_te": 1}  # the others need two ranks
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_planted_bug_is_caught_by_name(world_size, worlds, tmp_path):
-    bugs = {b: c for b, c in CAUGHT.items() if SIZES.get(c[0], 2) == world_size}
+@pytest.mark.parametrize(
+    "world_size, layers",
+    [(1, "local"), (1, "te"), pytest.param(2, "local", marks=pytest.mark.slow)],
+)
+def test_every_planted_bug_is_caught_by_name(world_size, layers, request, tmp_path):
+    worlds = request.getfixturevalue("te_worlds" if layers == "te" else "worlds")
+    bugs = {
+        bug: case
+        for bug, case in CAUGHT.items()
+        if SIZES.get(case[0], 2) == world_size and case[0].endswith("_te") == (layers == "te")
+    }
     cases = [(f"glm4_moe {topology}", bug) for bug, (topology, _) in bugs.items()]
-    worlds.run(1, tmp_path, ["glm4_moe one"])
+    worlds.prepare(["glm4_moe"])
+    if any(what == "adam" for _, what in bugs.values()):
+        worlds.run(1, tmp_path, ["glm4_moe one"])
     ranks = in_ranks(world_size, tmp_path, trained, worlds.directory, cases)
     for bug, (_, what) in bugs.items():
         baseline = worlds.one["glm4_moe one"] if what == "adam" else None
@@ -574,7 +641,7 @@ def test_every_planted_bug_is_caught_by_name(world_size, worlds, tmp_path):
         found = complaints(of_bug, bf16=CAUGHT[bug][0].endswith("bf16"))
         assert what in found, (bug, found)
         print(bug, what, *found[what])
-    if 1 in ranks[0]:
+    if "embedding_asks_for_no_gradient" in bugs:
         assert "no gradient reached them" in ranks[0]["embedding_asks_for_no_gradient"]["error"]
 
 

@@ -17,6 +17,10 @@ whole, TP+SP   replicated, on the SP shard  replicated, on the shard   both: a s
 A whole linear is one that every tensor rank has: latent attention's down projections.  Only the rank-r
 result crosses tensor ranks, never the hidden state.  An expert's adapter communicates nothing: the
 dispatcher sums outputs and input gradients over expert-tensor ranks, and that is linear.
+
+A linear of Transformer Engine's is adapted as Megatron's own is.  One that holds the experts of a rank has an
+adapter for each.  One that holds the norm before it has none: ``norms_apart`` builds the two apart, for
+the adapter's input is normed.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state as ps
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.extensions import transformer_engine as te
 from megatron.core.post_training.modelopt.layers import Linear as WholeLinear
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import (
@@ -49,7 +54,13 @@ from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
 from r3train.trainer.megatron.hf_bridge import hf_names
 
-_Linear = ColumnParallelLinear | RowParallelLinear | WholeLinear
+_COLUMN: tuple[type, ...] = (ColumnParallelLinear,)
+_ROW: tuple[type, ...] = (RowParallelLinear,)
+_WHOLE: tuple[type, ...] = (WholeLinear,)
+if te.HAVE_TE:
+    _COLUMN += (te.TEColumnParallelLinear, te.TEColumnParallelGroupedLinear)
+    _ROW += (te.TERowParallelLinear, te.TERowParallelGroupedLinear)
+    _WHOLE += (te.TELinear,)  # the base of the two above, too
 # (name of a whole factor, as PEFT has it on disk; its shape) -> its values
 Factors = Callable[[str, tuple[int, int]], torch.Tensor]
 _EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
@@ -58,13 +69,15 @@ _EXPERT_ID = re.compile(r"\.experts\.(\d+)\.")
 class Lora(torch.nn.Module):
     """The adapter of one linear.
 
-    linear: one of this rank's.  paths: its projections' paths on disk, in Megatron's order
-    of rows.  query_groups: those of this rank, of a linear that joins query, key and value; else 0.
+    linear: one of this rank's.  weight: its matrix, or an expert's.  paths: its projections' paths on disk, in
+    Megatron's order of rows.  query_groups: those of this rank, of a linear that joins query, key and value;
+    else 0.
     """
 
     def __init__(
         self,
-        linear: _Linear,
+        linear: torch.nn.Module,
+        weight: torch.nn.Parameter,
         paths: Sequence[str],
         widths: Sequence[int],
         settings: LoraSection,
@@ -73,6 +86,7 @@ class Lora(torch.nn.Module):
         query_groups: int,
     ):
         super().__init__()
+        self.adapted = (weight,)  # in a tuple: it is no parameter of the adapter
         self.paths = tuple(paths)
         self.rank, self.scale = settings.lora_rank, settings.scale
         self.is_expert, self.query_groups = is_expert, query_groups
@@ -80,12 +94,13 @@ class Lora(torch.nn.Module):
         if is_expert:
             ranks = ps.get_expert_model_parallel_world_size()
             self._experts_per_rank = linear.config.num_moe_experts // ranks
-        self.is_column = isinstance(linear, ColumnParallelLinear)
-        self.is_whole = isinstance(linear, WholeLinear)
-        self.group = ps.get_tensor_model_parallel_group() if self.is_whole else linear.tp_group
+        self.is_column = isinstance(linear, _COLUMN)
+        self.is_whole = not self.is_column and not isinstance(linear, _ROW)
+        self.group = ps.get_tensor_model_parallel_group()
+        if is_expert:
+            self.group = ps.get_expert_tensor_parallel_group()
         self.enabled = True
         self.sequence_parallel = linear.config.sequence_parallel and not is_expert
-        weight = linear.weight
         self.a = self._parameter(weight, len(paths) * self.rank, weight.shape[1])
         is_row = not (self.is_column or self.is_whole)
         self._mark(self.a, weight, sharded_dim=1 if is_row else None)
@@ -212,9 +227,11 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
         whole = AdapterFile(settings.lora_adapter_path).whole
     for chunk in chunks:
         linears = {
-            id(m.weight): m
+            id(p): (m, name.removeprefix("weight"))
             for m in chunk.modules()
-            if isinstance(m, _Linear) and m.weight is not None
+            if isinstance(m, _COLUMN + _ROW + _WHOLE)
+            for name, p in m.named_parameters(recurse=False)
+            if name.startswith("weight")
         }
         chunk.requires_grad_(False)
         let_gradients_pass(chunk)
@@ -224,7 +241,10 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
                 continue
             if id(parameter) not in linears or len(targets) < len(names):
                 raise ValueError(f"no adapter can be put on {', '.join(names)}")
-            _attach(linears[id(parameter)], _paths(name, names), settings, whole)
+            linear, number = linears[id(parameter)]
+            adapter = _adapter(linear, parameter, _paths(name, names), settings)
+            adapter.fill(whole)
+            _attach(linear, adapter, number)
     if not any(True for _ in adapters(chunks)):
         raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
 
@@ -241,19 +261,32 @@ def _paths(name: str, names: list[str]) -> list[str]:
     return [path.replace(".experts.", f".experts.{expert}.") for path in paths]
 
 
-def _attach(linear: Any, paths: list[str], settings: LoraSection, whole: Factors) -> None:
-    rows, config, query_groups = linear.weight.shape[0], linear.config, 0
+def _adapter(
+    linear: Any, weight: torch.nn.Parameter, paths: list[str], settings: LoraSection
+) -> Lora:
+    rows, config, query_groups = weight.shape[0], linear.config, 0
     widths = [rows // len(paths)] * len(paths)
     if paths[0].endswith(FUSED[0][0]) and len(paths) == len(FUSED[0]):
-        query_groups = config.num_query_groups // linear.tp_group.size()
+        query_groups = config.num_query_groups // ps.get_tensor_model_parallel_world_size()
         assert query_groups, "tensor ranks beyond the number of key-value heads"
         key = query_groups * config.kv_channels
         widths = [rows - 2 * key, key, key]
     is_expert = _EXPERT_ID.search(paths[0]) is not None
-    adapter = Lora(linear, paths, widths, settings, is_expert=is_expert, query_groups=query_groups)
-    adapter.fill(whole)
-    linear.lora = adapter
-    linear.register_forward_hook(_add_delta)
+    return Lora(
+        linear, weight, paths, widths, settings, is_expert=is_expert, query_groups=query_groups
+    )
+
+
+def _attach(linear: torch.nn.Module, adapter: Lora, number: str) -> None:
+    """Hang an adapter on a linear; number: its place among the linear's experts, "" of one matrix."""
+    if not number:
+        linear.lora = adapter
+        linear.register_forward_hook(_add_delta)
+        return
+    if not hasattr(linear, "lora"):
+        linear.lora = torch.nn.ModuleDict()
+        linear.register_forward_hook(_add_deltas)
+    linear.lora[number] = adapter
 
 
 def _add_delta(linear: Any, args: tuple, output: tuple) -> tuple | None:
@@ -261,6 +294,34 @@ def _add_delta(linear: Any, args: tuple, output: tuple) -> tuple | None:
         return None
     out, bias = output
     return out + linear.lora(args[0]), bias
+
+
+def _add_deltas(linear: Any, args: tuple, output: tuple) -> tuple | None:
+    """Add each expert's delta to its rows."""
+    if not all(adapter.enabled for adapter in linear.lora.values()):
+        return None
+    (x, rows), (out, bias) = args, output
+    deltas = [
+        linear.lora[str(i)](own) if str(i) in linear.lora else own.new_zeros(len(own), out.shape[1])
+        for i, own in enumerate(x.split(rows))
+    ]
+    return out + torch.cat(deltas), bias
+
+
+def norms_apart(layers: Any) -> None:
+    """Change Transformer Engine's specification of a chunk's layers: no linear holds the norm before it."""
+    for layer in layers.layer_specs:
+        block = layer.submodules
+        attention, mlp = block.self_attention.submodules, block.mlp.submodules
+        for linears, linear, norms, norm in (
+            (attention, "linear_qkv", block, "input_layernorm"),
+            (attention, "linear_q_up_proj", attention, "q_layernorm"),
+            (attention, "linear_kv_up_proj", attention, "kv_layernorm"),
+            (mlp, "linear_fc1", block, "pre_mlp_layernorm"),
+        ):
+            if getattr(linears, linear, None) is te.TELayerNormColumnParallelLinear:
+                setattr(linears, linear, te.TEColumnParallelLinear)
+                setattr(norms, norm, te.TENorm)
 
 
 def drawn(seed: int) -> Factors:
@@ -331,12 +392,7 @@ def merged_weights(
 
     A shard of W needs the replicated factor and its own shard of the other: nothing is sent.
     """
-    owner = {
-        id(m.weight): m.lora
-        for chunk in chunks
-        for m in chunk.modules()
-        if isinstance(getattr(m, "lora", None), Lora)
-    }
+    owner = {id(weight): adapter for adapter in adapters(chunks) for weight in adapter.adapted}
 
     def value_of(p: torch.Tensor) -> torch.Tensor:
         adapter = owner.get(id(p))

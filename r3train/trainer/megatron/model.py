@@ -57,7 +57,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
         # moved first: the bridge scatters weights over the device's groups, and Megatron makes the
         # router's on the host
-        chunk = _build_chunk(bridge, vp_stage, use_te).to(device)
+        chunk = _build_chunk(bridge, vp_stage, use_te, adapted=config.lora.enabled).to(device)
         if use_te:
             _mark_tensor_parallel(chunk)
         chunks.append(chunk)
@@ -191,6 +191,8 @@ def _transformer_overrides(
         fields.update(_fusions(hf))
     if device.type == "cpu":
         fields["use_cpu_initialization"] = True
+    if config.lora.enabled:  # overlapped shared experts do without the collectives of their linears
+        fields["moe_shared_expert_overlap"] = False
     if (
         config.trainer.freeze_moe_router or config.lora.enabled
     ):  # the bias is no parameter, and moves by this rate
@@ -213,7 +215,9 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     }
 
 
-def _build_chunk(bridge: Any, vp_stage: int | None, use_te: bool) -> GPTModel:
+def _build_chunk(
+    bridge: Any, vp_stage: int | None, use_te: bool, *, adapted: bool = False
+) -> GPTModel:
     config = bridge.config
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
@@ -223,6 +227,8 @@ def _build_chunk(bridge: Any, vp_stage: int | None, use_te: bool) -> GPTModel:
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+    elif adapted:
+        lora.norms_apart(spec)
     first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
     bridge.adapt_layers(spec, bridge.hf_config, first_layer, use_te)
     return GPTModel(
