@@ -10,6 +10,7 @@ from r3train.layout.rows import (
     PADDING,
     cp_rows,
     pack_layout,
+    runs_of,
     sp_rows,
     take_ragged,
     take_routes,
@@ -195,39 +196,49 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
     """
     layout = microbatch.layout
     rows, route_rows = _rows_of(layout, topology)
+    runs, route_runs = runs_of(rows), runs_of(route_rows)
+
+    def of_tokens(stream: np.ndarray, fill: int | bool = 0) -> np.ndarray:
+        return take_rows(stream, rows, fill, runs)
+
+    def of_routes(stream: np.ndarray, fill: int) -> np.ndarray:
+        return take_rows(stream, route_rows, fill, route_runs)
+
     sequences = len(layout.cu_seqlens_padded) - 1
     routes = None
     if microbatch.routes is not None:
         marker = missing_marker(microbatch.routes[0].dtype)
-        routes = take_routes(microbatch.routes, _layer_numbers(topology), route_rows, marker)
+        routes = take_routes(
+            microbatch.routes, _layer_numbers(topology), route_rows, marker, route_runs
+        )
     kept_counts = kept_ids = kept_versions = None
     if microbatch.kept_counts is not None and topology.is_last_stage:
         kept_counts, kept_ids = take_ragged(microbatch.kept_counts, microbatch.kept_ids, rows)
-        kept_versions = take_rows(microbatch.row_versions, rows, -1)
+        kept_versions = of_tokens(microbatch.row_versions, -1)
     teacher_log_probs = None
     if microbatch.teacher_log_probs is not None:
-        teacher_log_probs = take_rows(microbatch.teacher_log_probs, rows, 0)
+        teacher_log_probs = of_tokens(microbatch.teacher_log_probs)
     return RankSlice(
         microbatch_id=microbatch.microbatch_id,
         cu_seqlens_padded=layout.cu_seqlens_padded,
         max_seqlen=int(np.diff(layout.cu_seqlens_padded).max()),
         loss_weights=np.pad(microbatch.loss_weights, (0, sequences - len(microbatch.loss_weights))),
-        tokens=take_rows(microbatch.tokens, rows, 0),
-        labels=take_rows(microbatch.labels, rows, 0),
-        positions=take_rows(microbatch.positions, rows, 0),
-        loss_mask=take_rows(microbatch.loss_mask, rows, False),
-        rollout_log_probs=take_rows(microbatch.rollout_log_probs, rows, 0),
-        advantages=take_rows(microbatch.advantages, rows, 0),
-        token_uids=take_rows(microbatch.row_uids, rows, PADDING_UID),
+        tokens=of_tokens(microbatch.tokens),
+        labels=of_tokens(microbatch.labels),
+        positions=of_tokens(microbatch.positions),
+        loss_mask=of_tokens(microbatch.loss_mask, False),
+        rollout_log_probs=of_tokens(microbatch.rollout_log_probs),
+        advantages=of_tokens(microbatch.advantages),
+        token_uids=of_tokens(microbatch.row_uids, PADDING_UID),
         layer_numbers=_layer_numbers(topology),
         routes=routes,
-        route_uids=take_rows(microbatch.row_uids, route_rows, PADDING_UID),
-        route_versions=take_rows(microbatch.row_versions, route_rows, -1),
+        route_uids=of_routes(microbatch.row_uids, PADDING_UID),
+        route_versions=of_routes(microbatch.row_versions, -1),
         kept_counts=kept_counts,
         kept_ids=kept_ids,
         kept_versions=kept_versions,
         teacher_log_probs=teacher_log_probs,
-        ages=take_rows(microbatch.ages, rows, 0),
+        ages=of_tokens(microbatch.ages),
     )
 
 

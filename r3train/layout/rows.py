@@ -18,6 +18,10 @@ PADDING = -1
 _LONG_RUN = 16
 _BLOCK_ROWS = 128  # rows of routes turned at a time: some tens of kilobytes, which stay in the core's own cache
 
+Runs = list[
+    tuple[int, int, int]
+]  # (begin, end, first row) of adjoining rows, or of one padding row
+
 
 def round_up(n: int, multiple: int) -> int:
     """Smallest multiple of ``multiple`` that is at least ``n``."""
@@ -89,15 +93,17 @@ def sp_rows(rows: np.ndarray, tp_size: int, tp_rank: int) -> np.ndarray:
     return rows[tp_rank * share : (tp_rank + 1) * share]
 
 
-def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) -> np.ndarray:
+def take_rows(
+    stream: np.ndarray, rows: np.ndarray, fill: int | float | bool, runs: Runs | None = None
+) -> np.ndarray:
     """Gather a flat stream into padded rows.
 
-    stream: [F, ...]; rows: int64[n] indices into it, -1 for padding.  Returns [n, ...] of the same
-    dtype, ``fill`` in padding rows.
+    stream: [F, ...]; rows: int64[n] indices into it, -1 for padding; runs: ``runs_of(rows)``, for who takes
+    several streams.  Returns [n, ...] of the same dtype, ``fill`` in padding rows.
     """
     out = np.empty((rows.shape[0], *stream.shape[1:]), dtype=stream.dtype)
-    runs = _runs(rows)
-    if runs is None:
+    runs = runs_of(rows) if runs is None else runs
+    if not runs:
         if stream.shape[0]:
             # clip, then overwrite: -1 would otherwise read the last token
             np.take(stream, rows, axis=0, out=out, mode="clip")
@@ -108,15 +114,15 @@ def take_rows(stream: np.ndarray, rows: np.ndarray, fill: int | float | bool) ->
     return out
 
 
-def _runs(rows: np.ndarray) -> list[tuple[int, int, int]] | None:
-    """Split rows into (begin, end, first row), each a single copy; None if they are short.
+def runs_of(rows: np.ndarray) -> Runs:
+    """Split rows into runs, each a single copy; no run where they are too short to be faster.
 
     A sample is one run of rows (two under context parallelism).
     """
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
     bounds = [0, *breaks.tolist(), rows.shape[0]]
     if len(bounds) > 2 + rows.shape[0] // _LONG_RUN:
-        return None
+        return []
     runs = []
     for begin, end in zip(bounds, bounds[1:]):
         row = int(rows[begin]) if begin < end else 0
@@ -129,16 +135,20 @@ def _runs(rows: np.ndarray) -> list[tuple[int, int, int]] | None:
 
 
 def take_routes(
-    parts: Sequence[np.ndarray], layer_numbers: np.ndarray, rows: np.ndarray, fill: int
+    parts: Sequence[np.ndarray],
+    layer_numbers: np.ndarray,
+    rows: np.ndarray,
+    fill: int,
+    runs: Runs | None = None,
 ) -> np.ndarray:
     """Gather the routes of some layers (numbers from 1) into padded rows, in one copy.
 
-    parts: at least one [f, L, K], end to end a stream [F, L, K]; rows: as for ``take_rows``.  Returns
-    [m, l, K], which lies in memory layer by layer, as the routers read it.
+    parts: at least one [f, L, K], end to end a stream [F, L, K]; rows, runs: as for ``take_rows``.
+    Returns [m, l, K], which lies in memory layer by layer, as the routers read it.
     """
     own = [take_layers(part, layer_numbers) for part in parts]
-    runs = _runs(rows)
-    if runs is None:
+    runs = runs_of(rows) if runs is None else runs
+    if not runs:
         own, runs = [take_rows(np.concatenate(own), rows, fill)], [(0, rows.shape[0], 0)]
     starts = np.cumsum([0, *map(len, own)])
     num_layers, topk = own[0].shape[1:]
