@@ -37,6 +37,10 @@ _LINES_BYTES, _LINES_COMPRESSED = 300, 12
 # CUDA's context, NCCL's buffers, the allocator's fragments
 _GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
+# of the rows that a layer's experts get, at its peak beside each matrix's input and output: counted at real size
+_ROUTED_COPIES = 1.5
+# results of a gated activation that is made of several steps, each of which is kept
+_UNFUSED_STEPS = {"gpt_oss": 9}
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,8 @@ def logits_bytes(config: RunConfig, vocab_size: int) -> float:
     rows, chunk = config.trainer.max_tokens_per_gpu, config.trainer.log_probs_chunk_size
     width = vocab_size / config.parallel.tensor_model_parallel_size
     at_once = min(rows, chunk) if chunk > 0 else rows
-    return width * (rows * (2 if config.model.bf16 else 4) + 3 * at_once * 4)
+    copies = 5 if config.algorithm.entropy_coef else 4
+    return width * (rows * (2 if config.model.bf16 else 4) + copies * at_once * 4)
 
 
 def stages(config: RunConfig, hf: HfModelFacts, world_size: int) -> list[StageRanks]:
@@ -182,16 +187,15 @@ def activation_bytes(
 
     Every matrix keeps its input and its output, split over the tensor ranks; an expert's for the top-k of
     a token, spread alike over experts.  A layer that is recomputed keeps its input alone, and the matrices
-    of one such layer at a time.  Attention keeps no scores.
+    of one such layer at a time, with what its backward pass makes.  Attention keeps no scores.
     """
     parallel, model = config.parallel, config.model
     value = 2 if model.bf16 else 4
     rows = config.trainer.max_tokens_per_gpu / parallel.tensor_model_parallel_size
     layer_input = rows * hf.hidden_size * value
-    whole = {layer: rows * _values(hf, layer, kinds) * value for chunk in chunks for layer in chunk}
-    if hf.is_moe:  # router logits, scores and probabilities in float32
-        scores = rows * hf.num_experts * 3 * 4
-        whole |= {layer: whole[layer] + scores for layer in whole if layer in hf.moe_layer_numbers}
+    sizes = {layer: layer_bytes(config, hf, layer, kinds) for chunk in chunks for layer in chunk}
+    whole = {layer: of_it for layer, (of_it, _) in sizes.items()}
+    made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
     kept, at_once = 0.0, 0.0
     for chunk in chunks:
         if model.recompute_granularity == "full":
@@ -205,7 +209,30 @@ def activation_bytes(
             at_once = max(at_once, max((whole[n] for n in again), default=0.0))
         else:  # modules that are recomputed (selective) are counted as if they were kept
             kept += sum(whole[n] for n in chunk)
-    return kept * _in_flight(config, stage) + at_once
+    return kept * _in_flight(config, stage) + at_once + made
+
+
+def layer_bytes(
+    config: RunConfig, hf: HfModelFacts, layer: int, kinds: Mapping[str, TensorKind]
+) -> tuple[float, float]:
+    """Bytes that one layer (1-based) keeps for its backward pass, and those that it makes in passing.
+
+    In passing: the gradient of gate and up, or copies of rows on their way to their experts and back.
+    """
+    value = 2 if config.model.bf16 else 4
+    rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
+    kept = rows * _values(hf, layer, kinds) * value
+    if layer in hf.moe_layer_numbers:  # router logits, scores and probabilities in float32
+        kept += rows * hf.num_experts * 3 * 4
+        routed = rows * hf.num_experts_per_tok * value
+        if steps := _UNFUSED_STEPS.get(hf.model_type):
+            kept += (
+                routed * steps * kinds[f"model.layers.{layer - 1}.mlp.experts.down_proj"].shape[1]
+            )
+        return kept, routed * _ROUTED_COPIES * hf.hidden_size
+    ends = tuple(f".layers.{layer - 1}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    widths = (kind.shape[0] for name, kind in kinds.items() if name.endswith(ends))
+    return kept, rows * sum(widths) * value
 
 
 def _values(hf: HfModelFacts, layer: int, kinds: Mapping[str, TensorKind]) -> float:

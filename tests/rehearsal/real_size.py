@@ -13,6 +13,8 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,19 @@ def rehearse(recipe: Recipe, ranks: list[int], changes: dict[str, int]) -> list[
 
 
 def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -> dict[str, Any]:
+    with built_rank(recipe, rank, config, hf, shapes) as (built, found):
+        own = {n: p.numel() for chunk in built.unwrapped for n, p in chunk.named_parameters()}
+    return found | {
+        "dense": sum(size for n, size in own.items() if ".experts." not in n),
+        "expert": sum(size for n, size in own.items() if ".experts." in n),
+    }
+
+
+@contextmanager
+def built_rank(
+    recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Build a rank's model; yields it with what it loaded."""
     names: list[str] = []
     misfits: list[str] = []
 
@@ -74,24 +89,22 @@ def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -
     place = topology.init_model_parallel(config.parallel, config.trainer.seed)
     reads_experts = parallel_state.get_expert_data_parallel_rank() == 0
     built = model.build_model(config, hf, META)
-    own = {n: p.numel() for chunk in built.unwrapped for n, p in chunk.named_parameters()}
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    return {
+    yield built, {
         "rank": rank,
         "stage": place.pp_rank,
         "ep_rank": place.ep_rank,
         "reads_experts": reads_experts,
         "names": names,
         "misfits": misfits,
-        "dense": sum(size for n, size in own.items() if ".experts." not in n),
-        "expert": sum(size for n, size in own.items() if ".experts." in n),
     }
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
+
+torch.cuda.current_device = lambda: META
+torch.Tensor.normal_ = lambda self, *_, **__: self  # slow on the meta device
 
 if __name__ == "__main__":
-    torch.cuda.current_device = lambda: META
-    torch.Tensor.normal_ = lambda self, *_, **__: self  # slow on the meta device
     found = {}
     for word in sys.argv[2:]:
         place, _, change = word.partition("?")

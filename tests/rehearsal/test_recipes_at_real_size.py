@@ -13,8 +13,10 @@ import pytest
 from r3train.config import RunConfig
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.doctor.memory import stages
+from r3train.doctor.memory import layer_bytes, logits_bytes, stages
+from r3train.doctor.model import read_stages
 from tests.published import RECIPES, Recipe, write_checkpoint, write_config
+from tests.rehearsal.test_memory_of_the_loss import GIB, peaks
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -89,16 +91,13 @@ def test_the_first_rank_of_every_recipe_holds_its_part_of_the_model(first_ranks,
             check_rank(rank, recipe, hf)
 
 
-def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, tmp_path):
+def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, checkpoints):
     """Weights, gradients and optimizer of the parameters that were built, each within a tenth."""
     ratios = {}
     for recipe in RECIPES:
         config = RunConfig.from_toml(recipe.path)
         p = config.parallel
-        checkpoint = tmp_path / recipe.model
-        if not checkpoint.exists():
-            write_checkpoint(checkpoint, recipe.model)
-        on_paper = stages(config, read_hf_facts(checkpoint), recipe.num_gpus)
+        on_paper = stages(config, read_hf_facts(checkpoints[recipe.model]), recipe.num_gpus)
         ways = recipe.num_gpus // (p.tensor_model_parallel_size * p.pipeline_model_parallel_size)
         expert_ways = recipe.num_gpus // p.expert_ranks
         for rank in first_ranks[ranks_of(recipe)]:
@@ -116,6 +115,58 @@ def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, tmp_path
             for what, size in held.items():
                 ratios[recipe.file, rank["rank"], what] = getattr(stage.held, what) / size
     assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> dict[str, Path]:
+    """A directory for each recipe's model, as far as its headers."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    found = {recipe.model: directory / recipe.model for recipe in RECIPES}
+    for model, path in found.items():
+        write_checkpoint(path, model)
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_a_layer_on_paper_is_what_it_takes_at_its_peak(checkpoints, tmp_path):
+    """A layer of each kind, forward and backward, on Transformer Engine's shape: within a tenth."""
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.layer_memory", str(report)]
+    stand_ins = str(Path(__file__).parent / "stand_ins")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": stand_ins}
+    files = [recipe.file for recipe in RECIPES]
+    done = subprocess.run([*command, *files], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    counted, ratios = json.loads(report.read_text()), {}
+    for recipe in RECIPES:
+        config = RunConfig.from_toml(recipe.path)
+        hf = read_hf_facts(checkpoints[recipe.model])
+        kinds = {n: kind for stage in read_stages(config, hf) for n, kind in stage.items()}
+        layers = {"experts": hf.moe_layer_numbers[0]}
+        if 1 not in hf.moe_layer_numbers:
+            layers["dense"] = 1
+        assert counted[recipe.file].keys() == layers.keys()
+        for kind, layer in layers.items():
+            on_paper = sum(layer_bytes(config, hf, layer, kinds))
+            ratios[recipe.file, kind] = on_paper / counted[recipe.file][kind]
+    assert 0.9 < min(ratios.values()) and max(ratios.values()) < 1.1, ratios
+
+
+def test_logits_on_paper_are_what_the_loss_takes_at_its_peak(checkpoints, tmp_path):
+    """Of the recipes with the fewest and the most logits, without and with entropy: within a tenth."""
+    logits = {}
+    for recipe in RECIPES:
+        config = RunConfig.from_toml(recipe.path)
+        vocab = read_hf_facts(checkpoints[recipe.model]).vocab_size
+        logits[logits_bytes(config, vocab)] = config, vocab
+    for config, vocab in (logits[min(logits)], logits[max(logits)]):
+        tp, rows = config.parallel.tensor_model_parallel_size, config.trainer.max_tokens_per_gpu
+        counted = peaks(tmp_path, tp, rows, vocab, config.trainer.log_probs_chunk_size)
+        for entropy, names in ((0.0, ("log-probs", "loss")), (0.01, ("loss with entropy",))):
+            most = max(cases[name] for cases in counted.values() for name in names)
+            algorithm = config.algorithm.model_copy(update={"entropy_coef": entropy})
+            on_paper = logits_bytes(config.model_copy(update={"algorithm": algorithm}), vocab) / GIB
+            assert 0.9 < on_paper / most < 1.1, (rows, vocab, names, on_paper, most)
 
 
 def test_a_tensor_of_another_shape_is_found(first_ranks):

@@ -1,0 +1,200 @@
+"""Peak bytes of one layer's forward and backward at a recipe's real size, counted of tensors without content.
+
+    PYTHONPATH=tests/rehearsal/stand_ins python -m tests.rehearsal.layer_memory REPORT RECIPE ...
+
+The layers are Megatron's on Transformer Engine's shape, on the meta device, as a checkpoint computes one of them
+again.  Kernels that are fused on CUDA are one step here too: they keep what those keep for the backward pass, and
+make no copies in between.  Experts get equally many rows.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.rehearsal.real_size import META, built_rank  # first: it adapts Megatron to a CPU
+
+import torch
+from megatron.core.transformer import mlp
+from megatron.core.transformer.moe import experts
+from transformer_engine import pytorch as te
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from tests.published import RECIPES, Recipe, shapes_of, write_config
+from tests.rehearsal.loss_memory import Account
+
+
+class Kernel(torch.autograd.Function):
+    """A kernel of one output; for the backward pass it keeps some inputs, and tensors of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Any, dtype: Any, kept: tuple, scratch: tuple, *inputs: Any) -> Any:
+        made = [torch.empty(s, dtype=d, device=META) for s, d in kept]
+        given = [x for x in inputs if x is not None]
+        ctx.save_for_backward(*given, *made)
+        ctx.given, ctx.scratch, ctx.present = len(given), scratch, [x is not None for x in inputs]
+        for size in scratch:
+            torch.empty(size, dtype=dtype, device=META)
+        return torch.empty(shape, dtype=dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        for size in ctx.scratch:
+            torch.empty(size, dtype=gradient.dtype, device=META)
+        given = iter(ctx.saved_tensors[: ctx.given])
+        found = [torch.empty_like(next(given)) if there else None for there in ctx.present]
+        return None, None, None, None, *found
+
+
+def linear(self: Any, x: torch.Tensor, *_: Any, norm: torch.Tensor | None = None, **__: Any) -> Any:
+    """Transformer Engine's linear: a fused norm keeps its output, a gathered input is gathered again."""
+    rows, whole = x.shape[0], x.shape[0]
+    if self.sequence_parallel and self.parallel_mode == "column":
+        whole = rows * self.tp_size
+    out_rows = (
+        whole // self.tp_size if self.parallel_mode == "row" and self.sequence_parallel else whole
+    )
+    gathered = ((whole, *x.shape[1:]),) if whole != rows else ()
+    kept = ((x.shape, x.dtype),) if norm is not None else ()
+    shape = (out_rows, *x.shape[1:-1], self.out_features)
+    out = Kernel.apply(shape, x.dtype, kept, gathered, x, self.weight, norm)
+    bias = getattr(self, "bias", None) if self.use_bias else None
+    if self.return_bias:
+        return out, bias
+    return out if bias is None else out + bias
+
+
+def grouped(self: Any, x: torch.Tensor, splits: list[int], *_: Any, **__: Any) -> Any:
+    weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
+    out = Kernel.apply((x.shape[0], self.out_features), x.dtype, (), (), x, *weights)
+    biases = [getattr(self, f"bias{i}", None) for i in range(self.num_gemms)]
+    return (out, biases) if self.return_bias else out
+
+
+def attention(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
+    """Flash attention: it keeps its output and a number a row and head."""
+    shape = (*query.shape[:-2], query.shape[-2] * value.shape[-1])
+    kept = ((shape, query.dtype), (query.shape[:-1], torch.float32))
+    return Kernel.apply(shape, query.dtype, kept[1:], (), query, key, value)
+
+
+def activated(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gated activation, with the weights of the rows where it is an expert's."""
+    probs = rest[1] if len(rest) > 1 and torch.is_tensor(rest[1]) else None
+    return Kernel.apply((*x.shape[:-1], x.shape[-1] // 2), x.dtype, (), (), x, probs)
+
+
+def normed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return Kernel.apply(x.shape, x.dtype, (), (), x, self.weight)
+
+
+def moved(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """Rows that a permutation or an exchange moved: nothing of them is kept."""
+    return _Moved.apply(x, rows)
+
+
+class _Moved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: int) -> torch.Tensor:
+        ctx.shape = x.shape
+        return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return torch.empty(ctx.shape, dtype=gradient.dtype, device=META), None
+
+
+class Dispatcher:
+    """The all-to-all dispatcher with equally many rows for each expert, and fused permutations."""
+
+    def __init__(self, config: Any, num_local: int):
+        self.config, self.num_local = config, num_local
+        self.shared_experts = None
+
+    def dispatch_preprocess(self, hidden: torch.Tensor, routing_map: Any, probs: Any) -> Any:
+        self.shape = hidden.shape
+        hidden = hidden.view(-1, hidden.shape[-1])
+        self.rows = hidden.shape[0] * self.config.moe_router_topk
+        return moved(hidden, self.rows), moved(probs.sum(-1), self.rows)
+
+    def token_dispatch(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        return moved(hidden, self.rows), moved(probs, self.rows)
+
+    def dispatch_postprocess(self, hidden: torch.Tensor, probs: torch.Tensor) -> Any:
+        sizes = [self.rows // self.num_local] * self.num_local
+        sizes[0] += self.rows - sum(sizes)
+        return moved(hidden, self.rows), torch.tensor(sizes), moved(probs, self.rows)
+
+    def combine_preprocess(self, hidden: torch.Tensor) -> torch.Tensor:
+        return moved(hidden, self.rows)
+
+    token_combine = combine_preprocess
+
+    def combine_postprocess(self, hidden: torch.Tensor) -> torch.Tensor:
+        return moved(hidden, self.shape[:-1].numel()).view(self.shape)
+
+
+def install() -> None:
+    te.Linear.forward = linear
+    te.LayerNormLinear.forward = lambda self, x, *_, **__: linear(
+        self, x, norm=self.layer_norm_weight
+    )
+    te.GroupedLinear.forward, te.RMSNorm.forward = grouped, normed
+    te.DotProductAttention.forward = attention
+    experts.weighted_bias_swiglu_impl = experts.weighted_bias_quick_geglu_impl = activated
+    mlp.bias_swiglu_impl = activated
+
+
+def peak(layer: torch.nn.Module, rows: int, config: Any) -> int:
+    """Bytes at the peak beside the layer's weights and its input."""
+    shape = rows, 1, config.hidden_size
+    hidden = torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True)
+    with Account() as account:
+        out = layer(hidden, attention_mask=None)
+        out = out[0] if isinstance(out, tuple) else out
+        gradient = torch.empty_like(out)
+        out.backward(gradient)
+    return account.peak
+
+
+def measure(recipe: Recipe) -> dict[str, Any]:
+    """Peaks by kind of layer, of rank 0."""
+    with tempfile.TemporaryDirectory() as scratch:
+        directory = Path(scratch) / recipe.model
+        write_config(directory, recipe.model)
+        shapes, hf = shapes_of(directory), read_hf_facts(directory)
+        alone = {"overlap_param_gather": False, "overlap_grad_reduce": False}
+        given = {"hf_checkpoint": str(directory), "attention_backend": "te", **alone}
+        config = RunConfig.from_toml(recipe.path, given)
+        found = {}
+        with built_rank(recipe, 0, config, hf, shapes) as (built, _):
+            p = config.parallel
+            rows = config.trainer.max_tokens_per_gpu // p.tensor_model_parallel_size
+            for layer in built.unwrapped[0].decoder.layers:
+                kind = "experts" if hasattr(layer.mlp, "router") else "dense"
+                if kind in found:
+                    continue
+                if kind == "experts":
+                    local = hf.num_experts // p.expert_model_parallel_size
+                    layer.mlp.token_dispatcher = Dispatcher(built.config, local)
+                for parameter in layer.parameters():
+                    parameter.register_post_accumulate_grad_hook(let_go)
+                found[kind] = peak(layer, rows, built.config)
+        return found
+
+
+def let_go(parameter: torch.nn.Parameter) -> None:
+    parameter.grad = None
+
+
+if __name__ == "__main__":
+    install()
+    found = {}
+    for word in sys.argv[2:]:
+        (recipe,) = (r for r in RECIPES if r.file == word)
+        found[word] = measure(recipe)
+    Path(sys.argv[1]).write_text(json.dumps(found))
