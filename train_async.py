@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,11 @@ from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here, torchruns_number
+from r3train.launch.own_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 
 if TYPE_CHECKING:
+    from r3train.engine.server import SGLangServer
     from r3train.launch.job import Job
 
 PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
@@ -60,19 +63,25 @@ def main(config: RunConfig) -> None:
         job.close()
         return
     with ExitStack() as claims:
-        run_dir = None
+        run_dir, servers = None, []
         if rank == 0:
             raise_file_limit()
             with usage_errors():
                 server_gpus_here(config)
                 run_dir = claim_directories(config, claims)
-        sys.exit(run(job, rank, run_dir))
+                if not config.rollout.colocate:  # before torch is imported
+                    servers = start_servers(job, run_dir)
+        try:
+            sys.exit(run(job, rank, run_dir, servers))
+        finally:
+            for server in servers:
+                server.stop()
 
 
-def run(job: Job, rank: int, run_dir: Path | None) -> int:
+def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServer] = ()) -> int:
     """Join the ranks, train, close everything; returns the exit code.
 
-    run_dir: the run's directory, on rank 0.
+    run_dir: the run's directory, on rank 0.  servers: those that it has started.
     """
     began = time.monotonic()
     from r3train.loop.stop import StopSignal
@@ -100,7 +109,7 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
                     log = setup_logging(
                         run_dir, rank, config.run.log_level, in_parts=config.sums_evidence
                     )
-                train(job, device, rank, run_dir, display, stop, parts)
+                train(job, device, rank, run_dir, display, stop, parts, servers)
             if rank == 0:
                 display.summary(finish(config, run_dir, began))
         except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)
@@ -112,7 +121,9 @@ def run(job: Job, rank: int, run_dir: Path | None) -> int:
     return stop.exit_code(saved=config.checkpoint.save is not None)
 
 
-def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
+def train(
+    job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers
+) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.host_group import host_barrier, rank_zero_alone
     from r3train.launch.actor import build_actor, build_keeper, export_hf
@@ -135,7 +146,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
 
         plant = parts.enter_context(planted_in_job(config, job.hf))
     if config.checkpoint.debug_rollout_only:
-        generate(job, rank, run_dir, display, stop, parts)
+        generate(job, rank, run_dir, display, stop, parts, servers)
         return
     resume = resume_point(job)
     engines = rank_zero = evidence = None
@@ -149,10 +160,8 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
             display.note(line)
         if resume.checkpoint is not None:
             display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
-        engines = build_engines(job, run_dir, display, resume, routes)
+        engines = build_engines(job, run_dir, display, resume, routes, servers)
         parts.callback(engines.close)
-        if not config.rollout.colocate:
-            engines.start_server()  # it starts while the actor is built
     with display.phase("building the Megatron actor"):
         actor = build_actor(job, device, resume)
     routes.open(actor.topology)
@@ -161,8 +170,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         host_barrier()
     with rank_zero_alone():
         if engines is not None:
-            if config.rollout.colocate:
-                engines.start_server()
+            engines.start_server()  # with --colocate not earlier
             engines.wait_ready()
             sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
             metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
@@ -191,7 +199,7 @@ def train(job: Job, device, rank: int, run_dir: Path, display, stop, parts: Exit
         export_hf(job, actor, trained)
 
 
-def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack) -> None:
+def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers) -> None:
     """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
     from r3train.host_group import rank_zero_alone
     from r3train.launch.resume import ResumePoint
@@ -211,7 +219,7 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
         for warning in job.warnings:
             display.note(str(warning), style="yellow")
         routes = build_routes(job.config, job.hf)
-        engines = build_engines(job, run_dir, display, ResumePoint(), routes)
+        engines = build_engines(job, run_dir, display, ResumePoint(), routes, servers)
         parts.callback(engines.close)
         engines.start_server()
         engines.wait_ready()

@@ -3,7 +3,7 @@
     python -m benchmarks.start_up [--rounds 3]
 
 The demo's command with R3 and its check runs as anybody would run it; its own lines are timed as
-they appear.  The server starts while the actor is built, so the phases do not add up by accident:
+they appear.  The server starts before rank 0 imports torch, so the phases do not add up by accident:
 each is the time until the next line.
 """
 
@@ -28,7 +28,7 @@ from benchmarks.tiny_jobs import (
 PHASES = (
     ("joining the ranks ...", "interpreter, torchrun, checks of the configuration"),
     ("done: joining the ranks", "imports of torch and megatron-core, process group"),
-    ("building the Megatron actor ...", "server process started"),
+    ("building the Megatron actor ...", "parts of rank 0 built"),
     ("done: building the Megatron actor", "actor built, checkpoint read"),
     ("done: starting SGLang", "rest of the server's start"),
     ("step", "first rollout and step"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,13 +14,13 @@ from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
-from r3train.launch.gpus import server_gpus_here
+from r3train.launch.own_servers import start_servers
 from r3train.launch.data import chat_template
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
 from r3train.loop.routes import Routes
-from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
-from r3train.engine.addresses import LOOPBACK, address_for, host_of, interface_of, is_loopback
+from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
+from r3train.engine.addresses import address_for, host_of, interface_of, is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
@@ -56,6 +55,7 @@ class Engines:
         start_rollout: int,
         routes: Routes,
         buffer: ProducerState | None = None,
+        servers: Sequence[SGLangServer] = (),
     ):
         self.job = job
         self._start_rollout = start_rollout
@@ -64,7 +64,7 @@ class Engines:
         self._route_shape = None
         if config.replay.use_rollout_routing_replay:
             self._route_shape = job.hf.route_shape
-        self._servers: list[SGLangServer] = []
+        self._servers = list(servers)
         self._producer: Producer | None = None
         self._control: EngineControl | None = None
         self._publisher: WeightPublisher | None = None
@@ -81,56 +81,12 @@ class Engines:
         self._api_key = engine_api_key(os.environ)
 
     def start_server(self, num_ranks: int | None = None) -> None:
-        """Start this run's servers and return at once; ``wait_ready`` waits for them.
+        """Start this run's servers unless they were; ``wait_ready`` waits for them.
 
         num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
         """
-        config = self.job.config
-        if self._addrs:
-            return
-        count = config.rollout.rollout_num_engines
-        gpus = server_gpus_here(config, num_ranks)
-        for i in range(count):
-            name = "sglang.log" if count == 1 else f"sglang_{i}.log"
-            args = self._server_args(i, gpus)
-            host = str(args.pop("host", LOOPBACK))
-            # one key for all servers, which only this job knows: every user of the node reaches loopback
-            self._api_key = self._api_key or secrets.token_hex(16)
-            server = SGLangServer(
-                config.model.hf_checkpoint,
-                self._run_dir / "logs" / name,
-                dtype=config.model.dtype_name,
-                server_args=args,
-                host=host,
-                port=args.pop("port", None),
-                return_routed_experts=self._route_shape is not None,
-                # with equal seeds, servers would give equal answers
-                seed=config.rollout.rollout_seed + i,
-                start_timeout_s=config.rollout.rollout_server_start_timeout_s,
-                api_key=self._api_key,
-                env_names=config.rollout.rollout_server_env,
-                adapter_flags=self._adapter_flags(),
-            )
-            self._servers.append(server)
-            server.start()
-
-    def _server_args(self, index: int, gpus: list[range]) -> dict[str, object]:
-        """Return a server's flags, with its own port and its own GPUs."""
-        given: dict[str, object] = dict(self.job.config.rollout.sglang)
-        if "port" in given:
-            given["port"] = int(given["port"]) + index
-        if gpus:
-            given["base_gpu_id"] = gpus[index].start
-        if self.job.config.rollout.colocate:
-            given["enable_memory_saver"] = True
-        return given
-
-    def _adapter_flags(self) -> dict[str, object] | None:
-        """Return the flags of servers that get adapters; None if they get merged weights."""
-        if self._adapters is None:
-            return None
-        staleness = self.job.config.rollout.max_weight_staleness
-        return adapter_flags(self.job.config.lora, self.job.hf, staleness)
+        if not self._servers:
+            self._servers = start_servers(self.job, self._run_dir, num_ranks)
 
     def route_wire_bytes(self) -> int:
         """Base64 bytes of routes that this process's client has received."""
@@ -201,6 +157,7 @@ class Engines:
                 for server in self._servers:
                     server.wait_ready()
             self._addrs = [server.addr for server in self._servers]
+            self._api_key = self._servers[0].api_key
             if self._adapters is None:  # else none holds an adapter yet
                 started = self._servers[0].weight_version
             faults = self.job.config.faults

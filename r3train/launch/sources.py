@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
@@ -18,14 +20,22 @@ from r3train.hf_checkpoint import NamedTensors
 
 
 def build_engines(
-    job: Job, run_dir: Path, display: RunDisplay, resume: ResumePoint, routes: Routes
+    job: Job,
+    run_dir: Path,
+    display: RunDisplay,
+    resume: ResumePoint,
+    routes: Routes,
+    servers: Sequence[SGLangServer] = (),
 ) -> Engines | Replayed:
-    """Build the engines, or where nothing is generated the reader of what takes its place."""
+    """Build the engines, or where nothing is generated the reader of what takes its place.
+
+    servers: those of this run that were started already.
+    """
     if not job.config.has_engines:
         return Replayed(job)
     buffer = resume.buffer()
     state = ProducerState(*buffer) if buffer is not None else None
-    return Engines(job, run_dir, display, resume.start_rollout_id, routes, state)
+    return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
 
 
 class Replayed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 import socket
@@ -129,6 +130,33 @@ train_async.main(sys.argv[1:])
     command = [sys.executable, "-c", code, *recipe]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.stdout == "False checking the settings, the checkpoint and the data ...\n", done
+
+
+@pytest.mark.parametrize("colocate", [False, True])
+def test_rank_0_starts_its_servers_before_it_imports_torch_unless_they_share_its_memory(
+    colocate, tiny, tmp_path
+):
+    code = """
+import sys
+from r3train.engine.server import SGLangServer
+def start(self):
+    print("a server starts, torch is imported:", "torch" in sys.modules, flush=True)
+    sys.exit(0)
+SGLangServer.start = start
+import train_async
+train_async.run = lambda *_: print("ranks join")
+train_async.main(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", code, *RECIPE, "--hf-checkpoint", str(tiny / "model")]
+    command += ["--prompt-data", str(tiny / "prompts.jsonl"), "--run-dir", str(tmp_path / "run")]
+    command += ["--colocate", "--max-weight-staleness", "0"] if colocate else []
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    environment = os.environ | ranks
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    first = "ranks join" if colocate else "a server starts, torch is imported: False"
+    assert done.stdout.splitlines()[:1] == [first], done
 
 
 @pytest.mark.parametrize(

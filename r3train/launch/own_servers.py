@@ -1,0 +1,69 @@
+"""The servers that a run starts on rank 0's node; importing this imports no torch, so they start before it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from r3train.engine.addresses import LOOPBACK
+from r3train.engine.key import engine_api_key
+from r3train.engine.server import SGLangServer
+from r3train.launch.gpus import server_gpus_here
+from r3train.launch.job import Job
+
+
+def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list[SGLangServer]:
+    """Start this run's servers and return at once; none where others generate, or nobody does.
+
+    num_ranks: ranks of this node, which take the first GPUs; None means as torchrun says.
+    Raises ValueError for a server's flags or GPUs; then none is started.
+    """
+    config = job.config
+    if not config.has_engines or config.rollout.rollout_external_engine_addrs:
+        return []
+    count = config.rollout.rollout_num_engines
+    gpus = server_gpus_here(config, num_ranks)
+    # one key for all servers, which only this job knows: every user of the node reaches loopback
+    api_key = engine_api_key(os.environ) or secrets.token_hex(16)
+    servers = []
+    for i in range(count):
+        args = _server_args(job, i, gpus)
+        server = SGLangServer(
+            config.model.hf_checkpoint,
+            run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
+            dtype=config.model.dtype_name,
+            host=str(args.pop("host", LOOPBACK)),
+            port=args.pop("port", None),
+            server_args=args,
+            return_routed_experts=config.replay.use_rollout_routing_replay,
+            # with equal seeds, servers would give equal answers
+            seed=config.rollout.rollout_seed + i,
+            start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+            api_key=api_key,
+            env_names=config.rollout.rollout_server_env,
+            adapter_flags=_adapter_flags(job),
+        )
+        servers.append(server)
+    return [server.start() for server in servers]
+
+
+def _server_args(job: Job, index: int, gpus: list[range]) -> dict[str, object]:
+    """Return a server's flags, with its own port and its own GPUs."""
+    given: dict[str, object] = dict(job.config.rollout.sglang)
+    if "port" in given:
+        given["port"] = int(given["port"]) + index
+    if gpus:
+        given["base_gpu_id"] = gpus[index].start
+    if job.config.rollout.colocate:
+        given["enable_memory_saver"] = True
+    return given
+
+
+def _adapter_flags(job: Job) -> dict[str, object] | None:
+    """Return the flags of servers that get adapters; None if they get merged weights."""
+    if not job.config.serves_adapters:
+        return None
+    from r3train.engine.adapters import adapter_flags
+
+    return adapter_flags(job.config.lora, job.hf, job.config.rollout.max_weight_staleness)
