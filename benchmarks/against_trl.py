@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -35,41 +36,49 @@ from r3train.tiny import TinyOptions
 
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 WARM_UP = 2
-PROMPTS, GROUP = 16, 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One size of the task."""
+    """One size of the task: a step takes ``prompts`` prompts, and ``group`` responses to each."""
 
     model: TinyOptions
     response: int
     steps: int
+    prompts: int = 16
+    group: int = 8
+    prompt_words: int = 0  # 0: the task's own prompts, of about ten words
+
+    @property
+    def samples(self) -> int:
+        return self.prompts * self.group
 
 
+LONGER = TinyOptions(
+    num_layers=4,
+    hidden_size=256,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=32,
+    num_experts=16,
+    topk=4,
+    moe_intermediate_size=256,
+    max_position_embeddings=1024,
+)
 SHAPES = {
     "demo": Shape(TinyOptions(), response=8, steps=14),
-    "longer": Shape(
-        TinyOptions(
-            num_layers=4,
-            hidden_size=256,
-            num_heads=8,
-            num_kv_heads=4,
-            head_dim=32,
-            num_experts=16,
-            topk=4,
-            moe_intermediate_size=256,
-        ),
-        response=32,
-        steps=5,
-    ),
+    "longer": Shape(LONGER, response=32, steps=6),
+    "long": Shape(LONGER, response=256, steps=5, prompts=2, prompt_words=150),
 }
-ASYNC = ("--max-weight-staleness", "1", "--pause-generation-mode", "in_place")
-# ranks of the actor and flags
+ASYNC = (
+    *("--max-weight-staleness", "1", "--pause-generation-mode", "in_place"),
+    *("--update-weight-transfer-mode", "shared_memory"),
+)
+# threads of the only rank, and flags
 OURS = {
-    "r3train, asynchronous": (1, ASYNC),
-    "r3train, synchronous": (1, ("--max-weight-staleness", "0")),
-    "r3train, asynchronous, 2 ranks": (2, ASYNC),
+    "r3train, 1 thread": (1, ASYNC),
+    "r3train, 2 threads": (2, ASYNC),
+    "r3train, 2 threads, again": (2, ASYNC),
 }
 TRL = {"TRL, 1 thread": 1, "TRL, 2 threads": 2}
 # of a step of ours; the log-prob pass is part of train
@@ -85,6 +94,8 @@ def main() -> None:
         shape = SHAPES[name]
         steps = arguments.steps or shape.steps
         with tiny_model(shape.model) as tiny:
+            if shape.prompt_words:
+                lengthen(tiny / "prompts.jsonl", shape.prompt_words)
             result["shapes"][name], result["trl"] = measure(shape, steps, tiny, arguments.rounds)
     write_result(arguments.output, result)
 
@@ -96,15 +107,15 @@ def measure(shape: Shape, steps: int, tiny: Path, rounds: int) -> tuple[dict[str
     generating: dict[str, list[float]] = {name: [] for name in TRL}
 
     def note(name: str, step_s: float) -> None:
-        rates[name].append(PROMPTS * GROUP / step_s)
+        rates[name].append(shape.samples / step_s)
         print(f"{name}: {rates[name][-1]:.1f} samples/s", file=sys.stderr, flush=True)
 
     with SGLangServer(tiny / "model", tiny / "sglang.log", return_routed_experts=True) as server:
         for number in range(rounds):
-            for i, (name, (ranks, ours)) in enumerate(OURS.items()):
+            for i, (name, (threads, ours)) in enumerate(OURS.items()):
                 run_dir = tiny / f"run-{number}-{i}"
-                given = (*ours, "--rollout-external-engine-addrs", server.addr)
-                parts[name].append(run_ours(shape, steps, tiny, run_dir, ranks, given))
+                measured = run_job(tiny, run_dir, server.addr, shape, steps, ours, threads=threads)
+                parts[name].append({k: mean(step[k] for step in measured) for k in STEP_PARTS})
                 note(name, parts[name][-1]["perf/step_s"])
             for name, threads in TRL.items():
                 step_s, generate_s, version = run_trl(shape, steps, tiny, threads)
@@ -113,8 +124,9 @@ def measure(shape: Shape, steps: int, tiny: Path, rounds: int) -> tuple[dict[str
     best = [max(pair) for pair in zip(*(rates[name] for name in TRL))]
     found = {
         "model": describe(shape.model),
-        "prompts": PROMPTS,
-        "group": GROUP,
+        "prompts": shape.prompts,
+        "group": shape.group,
+        "prompt_words": shape.prompt_words,
         "response": shape.response,
         "steps": steps - WARM_UP,
         "samples_per_s": spreads(rates),
@@ -128,28 +140,42 @@ def measure(shape: Shape, steps: int, tiny: Path, rounds: int) -> tuple[dict[str
     return found, version
 
 
-def run_ours(
-    shape: Shape, steps: int, tiny: Path, run_dir: Path, ranks: int, given: tuple[str, ...]
-) -> dict[str, float]:
-    """Mean seconds of the parts of a step after the warm-up."""
+def lengthen(prompts: Path, words: int) -> None:
+    """Repeat every prompt's text until it has so many words."""
+    lines = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        own = line["input"].split()
+        line["input"] = " ".join((own * words)[:words])
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+
+
+def run_job(
+    tiny: Path,
+    run_dir: Path,
+    addr: str,
+    shape: Shape,
+    steps: int,
+    given: Sequence[str],
+    *,
+    ranks: int = 1,
+    threads: int = 1,
+) -> list[dict[str, Any]]:
+    """Run a job of ours against a server; the metrics of its steps behind the warm-up."""
     settings = {
+        "rollout-external-engine-addrs": addr,
         "expert-model-parallel-size": ranks,
-        "rollout-batch-size": PROMPTS,
-        "n-samples-per-prompt": GROUP,
+        "rollout-batch-size": shape.prompts,
+        "n-samples-per-prompt": shape.group,
         "rollout-max-response-len": shape.response,
         "num-rollout": steps + 1,
         "max-tokens-per-gpu": 16384,
         "lr": 1e-5,
         "lr-warmup-iters": 0,
-        "rollout-max-concurrency": PROMPTS * GROUP,
+        "rollout-max-concurrency": shape.samples,
     }
-    run(
-        torchrun(
-            ranks, *job_flags(tiny, run_dir, *R3, "--rollout-ignore-eos", *words(settings), *given)
-        )
-    )
-    measured = step_metrics(run_dir)[WARM_UP:-1]  # the last step does not publish
-    return {part: mean(step[part] for step in measured) for part in STEP_PARTS}
+    flags = job_flags(tiny, run_dir, *R3, "--rollout-ignore-eos", *words(settings), *given)
+    run(torchrun(ranks, *flags), threads=threads)
+    return step_metrics(run_dir)[WARM_UP:-1]  # the last step does not publish
 
 
 def run_trl(shape: Shape, steps: int, tiny: Path, threads: int) -> tuple[float, float, str]:
@@ -161,8 +187,8 @@ def run_trl(shape: Shape, steps: int, tiny: Path, threads: int) -> tuple[float, 
         "prompts": tiny / "prompts.jsonl",
         "threads": threads,
         "lr": 1e-5,
-        "prompts-a-step": PROMPTS,
-        "group": GROUP,
+        "prompts-a-step": shape.prompts,
+        "group": shape.group,
         "response": shape.response,
         "steps": steps,
     }

@@ -37,6 +37,7 @@ def main() -> None:
 def measure(rounds: int) -> dict[str, Any]:
     """Seconds of the base, and every grown shape's ratio to it."""
     grown = [(name, value) for name, values in GROWN.items() for value in values]
+    grown.insert(0, ("tokens", BASE.tokens))  # the base again
     shapes = [BASE, *(replace(BASE, **{name: value}) for name, value in grown)]
     payloads = [shape.payload() for shape in shapes]
     seconds: list[list[float]] = [[] for _ in shapes]

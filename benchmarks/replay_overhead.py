@@ -1,6 +1,7 @@
 """Cost of replay and its check in a train step: each over a step without replay, and check over replay.
 
-The last arm skips the old-log-prob pass (--reuse-log-probs), over a step that makes it.
+Further arms are replay a second time, which shows what equal actors differ by; AdamW in several passes over
+the memory; and a step that skips the old-log-prob pass (--reuse-log-probs).
 
 All actors hold the same weights and take turns in one process, so that whatever else the machine
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
@@ -117,6 +118,10 @@ def measure(
         "all": make_actor(checkpoint, place, replay=True, check=True, drift=True),
     }
     skips = make_actor(checkpoint, place, replay=True)
+    unfused = make_actor(checkpoint, place, replay=True)
+    for part in unfused.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"] = False
     slices = make_slices(actors["native"], model, arguments.samples, arguments.tokens)
 
     def step_of(actor: MegatronActor, *, reuse: bool = False) -> Callable[[], None]:
@@ -133,9 +138,15 @@ def measure(
         return step
 
     arms = {name: step_of(actor) for name, actor in actors.items()}
-    arms["replay, old pass skipped"] = step_of(skips, reuse=True)
+    arms |= {
+        "replay, again": step_of(skips),
+        "replay, AdamW in several passes": step_of(unfused),
+        "replay, old pass skipped": step_of(skips, reuse=True),
+    }
     seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
-    native, replay, drift, check, everything, skipped = (seconds[name] for name in arms)
+    native, replay, drift, check, everything, again, several, skipped = (
+        seconds[name] for name in arms
+    )
     return dict(
         device=torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu, 1 thread",
         model=f"{describe(model)} experts x {model.moe_intermediate_size}",
@@ -150,7 +161,10 @@ def measure(
         check_over_native=ratios(check, native),
         drift_over_replay=ratios(drift, replay),
         drift_and_check_over_check=ratios(everything, check),
+        again_over_replay=ratios(again, replay),
+        several_over_replay=ratios(several, replay),
         skipped_over_replay=ratios(skipped, replay) | {"aim": 0.8},
+        several_over_skipped=ratios(several, skipped),
     )
 
 

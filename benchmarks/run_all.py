@@ -38,13 +38,14 @@ REPLAY_SHAPES = (
 BENCHMARKS: dict[str, list[str]] = {
     "route_path": [],
     "growth": ["--rounds", "15"],
-    "replay_overhead": ["--rounds", "15"],
-    "replay_growth": ["--rounds", "4"],
+    "replay_overhead": ["--rounds", "9"],
+    "replay_growth": ["--rounds", "3"],
     "rollout_rate": ["--rounds", "5", "--response", "96"],
     "weight_sync": [],
     "async_overlap": [],
     "start_up": [],
-    "against_trl": [],
+    "against_trl": ["--rounds", "2"],
+    "job_growth": [],
     "agreement": ["--seeds", "3"],
 }
 QUICK = {
@@ -56,6 +57,7 @@ QUICK = {
     "async_overlap": ["--rounds", "1"],
     "start_up": ["--rounds", "1"],
     "against_trl": ["--rounds", "1", "--steps", "5", "--shape", "demo"],
+    "job_growth": ["--rounds", "1", "--steps", "5", "--run-steps", "3"],
     "agreement": ["--seeds", "1"],
 }
 TIMEOUT_S = 1200
