@@ -127,10 +127,10 @@ def check_devices(node: Node, cores: int) -> Findings:
             yield problem("devices", text, f"torchrun --nproc-per-node {gpus}, or more nodes")
         return
     yield fact("devices", f"no GPU: Megatron and SGLang run on {cores} CPU cores, {here}")
-    threads = os.environ.get("OMP_NUM_THREADS", "unset")
-    if not threads.isdigit() or int(threads) * ranks > max(cores, ranks):
+    threads = os.environ.get("OMP_NUM_THREADS", "")  # unset, ranks share the cores
+    if threads.isdigit() and int(threads) * ranks > max(cores, ranks):
         text = f"OMP_NUM_THREADS is {threads}: {ranks} ranks would fight over {cores} cores"
-        yield warning("devices", text, "export OMP_NUM_THREADS=1")
+        yield warning("devices", text, "unset it")
 
 
 def existing_parent(path: Path) -> Path:

@@ -86,3 +86,18 @@ def test_the_learning_rate_reported_is_the_one_that_the_step_used(steps):
 def test_a_step_with_a_nan_moves_nothing_and_the_others_move_biases_too(steps):
     assert steps["biases_moved"] == [True, True, False, True]
     assert steps["moved"] == [True, True, False, True]
+
+
+def of_adam(checkpoint: Path) -> list[bool]:
+    config = configuration(
+        checkpoint, optimizer="adam", transformer_overrides=VARIANTS["glm"].overrides
+    )
+    with actor_of(config) as actor:
+        parts = [part.optimizer for part in actor.optimizer.chained_optimizers]
+        return [group["fused"] for part in parts for group in part.param_groups]
+
+
+def test_adam_goes_over_a_cpus_memory_once(tmp_path):
+    checkpoint = write_checkpoint(VARIANTS["glm"], tmp_path / "model")
+    [fused] = in_ranks(1, tmp_path / "ranks", of_adam, checkpoint)
+    assert fused and all(fused)

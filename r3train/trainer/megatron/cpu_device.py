@@ -13,7 +13,8 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,11 +38,29 @@ def prepare_device() -> torch.device:
     global _installed
     if not _installed:
         _installed = True
+        threads = own_threads(os.environ)
+        if threads is not None:
+            torch.set_num_threads(threads)
         with warnings.catch_warnings():
             # at import, megatron-core warns that a CPU machine lacks apex and Transformer Engine
             warnings.simplefilter("ignore")
             _install()
     return torch.device("cpu")
+
+
+def own_threads(environ: Mapping[str, str]) -> int | None:
+    """A rank's share of the cores; None for a single rank, and where the user has set OMP_NUM_THREADS.
+
+    torchrun sets it to 1 for several ranks on whatever machine; what it was started with shows who did.
+    """
+    ranks = int(environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        given = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+    except OSError:  # no Linux
+        return None
+    if ranks == 1 or any(entry.startswith(b"OMP_NUM_THREADS=") for entry in given):
+        return None
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
 
 
 def uses_transformer_engine(attention_backend: str, *, on_cuda: bool) -> bool:

@@ -272,8 +272,12 @@ def test_open_files_that_the_hard_limit_does_not_allow_are_a_problem(monkeypatch
 
 
 def test_threads_that_fight_over_cores_are_found(monkeypatch):
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    assert [f.level for f in machine.check_devices(machine.Node(0, 0, 2, 2), 2)] == [FACT, WARNING]
+    node = machine.Node(0, 0, 2, 2)
+    for threads, levels in (("1", [FACT]), ("2", [FACT, WARNING])):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        assert [f.level for f in machine.check_devices(node, 2)] == levels
+    monkeypatch.delenv("OMP_NUM_THREADS")  # then ranks share the cores
+    assert [f.level for f in machine.check_devices(node, 2)] == [FACT]
 
 
 GOOD = {

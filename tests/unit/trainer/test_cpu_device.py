@@ -1,8 +1,13 @@
 """The start of a rank on a CPU."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from r3train.engine.server import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -20,3 +25,26 @@ print(wandb.__name__)
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["False", "wandb"], done
+
+
+RANK = """
+import os
+os.sched_getaffinity = lambda _: range(6)  # of a machine of six cores
+from r3train.trainer.megatron.cpu_device import prepare_device
+prepare_device()
+import torch
+print("threads", torch.get_num_threads(), flush=True)
+"""
+
+
+@pytest.mark.parametrize("given, threads", [(None, "3"), ("1", "1"), ("2", "2")])
+def test_ranks_share_the_cores_unless_the_user_says_how_many_threads_each_takes(
+    given, threads, tmp_path
+):
+    (tmp_path / "rank.py").write_text(RANK)
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    environment |= {"PYTHONPATH": str(ROOT)} | ({"OMP_NUM_THREADS": given} if given else {})
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    launcher += ["--master-port", str(free_port("127.0.0.1")), str(tmp_path / "rank.py")]
+    done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == 2 * ["threads", threads], done
