@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.types import Prompt, RankSlice, RolloutSample, TrainSample
+
+SEARCHED: list[str] = []  # directories in which ranks look for packages first
 
 
 def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any) -> list[Any]:
@@ -33,8 +35,12 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
         context.Process(target=_rank, args=(rank, world_size, str(scratch), function, arguments))
         for rank in range(world_size)
     ]
+    sys.path[:0] = (
+        SEARCHED  # new processes take it over; this one, with transformers in it, must not see it
+    )
     for process in ranks:
         process.start()
+    del sys.path[: len(SEARCHED)]
     for process in ranks:
         process.join(timeout=300)
     codes = [process.exitcode for process in ranks]
@@ -48,10 +54,9 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
 def rank_context() -> Any:
     """multiprocessing's way to start ranks: forks of one process that has imported what they need.
 
-    New processes where CUDA would not survive a fork, and where Transformer Engine is to be found: that process
-    may be older than the path to it.
+    New processes where CUDA would not survive a fork, and where ranks are to find other packages.
     """
-    if torch.cuda.is_available() or find_spec("transformer_engine"):
+    if torch.cuda.is_available() or SEARCHED:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.oracle.imported"])

@@ -25,6 +25,7 @@ from r3train.peft_files import write_adapter
 from r3train.routing.fingerprint import token_uids
 from r3train.tiny_families import TINY_FAMILIES
 from tests.hf_reference import HfReference
+from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 from tests.oracle.test_families import make
 
@@ -492,7 +493,7 @@ def test_adapters_are_the_same_in_every_topology(world_size, cases, worlds, tmp_
 def te_worlds(tmp_path_factory) -> Iterator[Worlds]:
     """Worlds whose ranks find Transformer Engine's layers on plain torch."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(STAND_INS)
+        patch.setattr(actors, "SEARCHED", [str(STAND_INS)])
         yield Worlds(tmp_path_factory.mktemp("lora_te"))
 
 
