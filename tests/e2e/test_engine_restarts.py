@@ -7,6 +7,7 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
@@ -42,14 +43,18 @@ def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(
     monkeypatch.setenv("WANDB_API_KEY", "somebody's")
     monkeypatch.setenv("NAMED", "by --rollout-server-env")
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "4", "--max-engine-restarts", "1"]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--max-engine-restarts", "1"]
     flags += ["--rollout-max-response-len", "160", "--rollout-ignore-eos"]
     flags += ["--rollout-segment-len", "32", "--max-tokens-per-gpu", "4096", "--dump-rollouts"]
-    flags += ["--rollout-server-env", "NAMED"]
+    flags += ["--rollout-server-env", "NAMED", "--update-weight-transfer-mode", "shared_memory"]
     with running(run_dir, *flags, "--check-weight-update-equal") as job:
         wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
         require_closed_to_strangers(server(job))
         wait_for(lambda: steps_done(run_dir) >= 2, job, run_dir)
+        [link] = (run_dir / "weights").glob("*.safetensors")
+        assert os.readlink(link).startswith("/proc/")
+        # the server keeps nothing of the memory that the next version overwrites
+        assert "memfd:" not in Path(f"/proc/{scheduler(job).pid}/maps").read_text()
         # the next answers have just been asked for, and take about a step
         time.sleep(0.4 * jobs.Job(0, "", run_dir).metrics()[1]["perf/step_s"])
         os.kill(scheduler(job).pid, signal.SIGKILL)
@@ -63,8 +68,8 @@ def test_a_killed_server_comes_back_and_its_requests_go_on_from_their_tokens(
     kept, again = (metrics[-1][f"faults/{n}"] for n in ("resumed_tokens", "resubmitted_requests"))
     assert again > 0 and kept > 0 and kept % 32 == 0
     # and they have the rows that came with them: none is missing, or was guessed
-    all_trained_once([run_dir], 4)
-    for sample in dumped_samples(run_dir, range(4)).values():
+    all_trained_once([run_dir], 6)
+    for sample in dumped_samples(run_dir, range(6)).values():
         assert sample.response_len == 160
         assert len(sample.routed_experts) == 159 + sample.prompt_len
         assert (sample.routed_experts != 255).all()
