@@ -128,10 +128,7 @@ def _apart(targets: frozenset[str], hf: HfModelFacts) -> Iterator[str]:
     for pair in sent_together(hf):
         if len(targets.intersection(pair)) == 1:
             names = " and ".join(name.split(".")[-2] for name in pair)
-            yield (
-                f"target_modules: SGLang loads {names} as one tensor, and an update would bring one of"
-                " them alone: target both or none"
-            )
+            yield (f"target_modules: SGLang holds {names} as one tensor: target both or none")
             return
 
 

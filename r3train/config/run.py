@@ -193,6 +193,14 @@ class RunConfig(Section):
         return (sft or self.steps_per_rollout == 1) and self.trainer.reuse_log_probs != "off"
 
     @property
+    def may_send_targets_alone(self) -> bool:
+        """True if servers that hold a LoRA run's base may get the adapted tensors alone.
+
+        One that reads files reads a whole checkpoint, and may lay out all of its tensors anew.
+        """
+        return self.lora.enabled and self.trainer.update_weight_transfer_mode == "distributed"
+
+    @property
     def replay_passes(self) -> tuple[str, ...]:
         """The passes of a rollout that replay its routes, in their order."""
         old = () if self.reuses_log_probs else ("old_log_prob",)

@@ -575,12 +575,7 @@ class AsyncLoop:
         are not those of the checkpoint.
         """
         adapters = self._config.serves_adapters
-        # by disk a server reads a whole checkpoint, and may lay out all of its tensors anew
-        targets_alone = (
-            self._config.lora.enabled
-            and self._servers_hold_base
-            and self._config.trainer.update_weight_transfer_mode == "distributed"
-        )
+        targets_alone = self._servers_hold_base and self._config.may_send_targets_alone
         if adapters:
             weights = self._actor.adapter_weights()
         else:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from r3train.config.checkpoint import rollout_path
 from r3train.config.lora import LoraSection
 from r3train.hf_checkpoint import MARKER, read_headers
+from r3train.observe.metrics import eval_rows_path
 from r3train.peft_files import CONFIG, packed_name, TENSORS
 from r3train.tiny import build
 from r3train.tiny_families import TinyOptions
@@ -188,6 +189,9 @@ def test_versions_are_adapters_side_by_side_and_every_answer_ends_on_its_own(
     # no row of a version that an answer lacks, or of an adapter that a server does not hold
     evaluated = [json.loads(line) for line in (job.run_dir / "eval/metrics.jsonl").open()]
     assert [row["step"] for row in evaluated] == [0, 2, 4]
+    for version in (0, 2, 4):
+        rows = eval_rows_path(job.run_dir, version, "words").read_text().splitlines()
+        assert {json.loads(row)["version"] for row in rows} == {version}
     assert max(m["rollout/staleness_max"] for m in metrics) == 1
     versions = versions_of(job.run_dir, 4)
     assert len(versions) == 64 and all(len(of_sample) == 1 for of_sample in versions)

@@ -35,12 +35,13 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
         context.Process(target=_rank, args=(rank, world_size, str(scratch), function, arguments))
         for rank in range(world_size)
     ]
-    sys.path[:0] = (
-        SEARCHED  # new processes take it over; this one, with transformers in it, must not see it
-    )
-    for process in ranks:
-        process.start()
-    del sys.path[: len(SEARCHED)]
+    # new processes take it over; this one, with transformers in it, must not see it
+    sys.path[:0] = SEARCHED
+    try:
+        for process in ranks:
+            process.start()
+    finally:
+        del sys.path[: len(SEARCHED)]
     for process in ranks:
         process.join(timeout=300)
     codes = [process.exitcode for process in ranks]

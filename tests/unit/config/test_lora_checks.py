@@ -182,3 +182,11 @@ def test_experts_of_one_tensor_a_layer_are_targets_by_that_tensors_name(tmp_path
         assert len(left) == 4 and all(".self_attn." in n for n in left)
     with pytest.raises(ValueError, match="has no gate_proj; it has .*gate_up_proj"):
         check_model(config(**LORA, target_modules=["gate_proj"]), hf, 1)
+
+
+@pytest.mark.parametrize(
+    "mode, alone", [("distributed", True), ("disk", False), ("shared_memory", False)]
+)
+def test_adapted_tensors_go_out_alone_only_where_a_server_reads_no_files(mode, alone):
+    assert config(lora_rank=4, update_weight_transfer_mode=mode).may_send_targets_alone is alone
+    assert not config(update_weight_transfer_mode=mode).may_send_targets_alone
