@@ -178,7 +178,8 @@ def make_actor(
     lora: LoraSection = LoraSection(),
 ) -> MegatronActor:
     config = RunConfig(
-        model=ModelSection(hf_checkpoint=checkpoint),
+        # on CUDA as recipes are: Transformer Engine has its fast attention in bfloat16 alone
+        model=ModelSection(hf_checkpoint=checkpoint, bf16=DEVICE.type == "cuda"),
         lora=lora,
         data=DataSection(prompt_data="none"),
         rollout=RolloutSection(num_rollout=1000, rollout_batch_size=1, rollout_max_response_len=1),

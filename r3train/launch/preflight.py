@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +171,10 @@ def preflight(
     if hf is not None:
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
+        if hf.model_type == "gpt_oss" and visible_gpus():
+            is_cut = config.parallel.context_parallel_size > 1
+            with suppress(PackageNotFoundError):  # which check_layers_here has said
+                attempt(settings, check_sinks, version("transformer_engine"), is_cut)
         attempt(settings, check_adapter, config.lora, hf)
         # reads the headers of all weights, of which a large checkpoint has hundreds of files
         names = attempt("checkpoint", check_trainable, hf) or () if for_node else ()
@@ -405,10 +411,32 @@ def check_export_directories(config: RunConfig) -> None:
 
 def check_layers_here(config: RunConfig) -> None:
     """Raise ValueError where a visible CUDA device lacks what the actor's layers need there."""
-    if visible_gpus():  # a login node without a device is no reason to refuse
-        from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+    if not visible_gpus():  # a login node without a device is no reason to refuse
+        return
+    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 
-        uses_transformer_engine(config.model.attention_backend, on_cuda=True)
+    uses_transformer_engine(config.model.attention_backend, on_cuda=True)
+    if config.parallel.context_parallel_size > 1 and not config.model.bf16:
+        raise ValueError(
+            "--context-parallel-size above 1 on a CUDA device needs --bf16: Transformer Engine has no attention"
+            " of cut sequences in float32"
+        )
+
+
+def check_sinks(transformer_engine: str, is_cut: bool) -> None:
+    """Raise ValueError where this Transformer Engine has no attention with gpt-oss's sinks; is_cut: over ranks.
+
+    Source: ``get_attention_backend`` of 2.11 and 2.12: with sinks and packed sequences 2.11 leaves none.
+    """
+    number = tuple(int(part) for part in transformer_engine.split(".")[:2])
+    if number < (2, 12) or is_cut:
+        lack = (
+            "of cut sequences (--context-parallel-size)" if number >= (2, 12) else "of packed ones"
+        )
+        raise ValueError(
+            f"gpt_oss: Transformer Engine {transformer_engine} has no attention with sinks {lack};"
+            " 2.12 is the first with any, which megatron-core 0.16.1 was not tested with"
+        )
 
 
 def check_memory_history(config: RunConfig) -> None:

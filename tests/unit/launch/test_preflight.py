@@ -13,7 +13,7 @@ import sys
 import tomllib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ from r3train.config.options import parse_train_flags
 from r3train.data.tokenizer import load_tokenizer
 from r3train.hf_checkpoint import identity
 from r3train.launch.other_models import check_other_model, served_teacher
-from r3train.launch.preflight import preflight
+from r3train.launch.preflight import check_sinks, preflight
 from r3train.launch.limits import server_ports
 from r3train.launch.resume import resume_point, run_facts
 from r3train.tiny import build
@@ -350,6 +350,25 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     assert result.exit_code == 2, result.output
     named = "hide the device" if backend == "local" else "transformer_engine.pytorch"
     assert f"--attention-backend {backend}" in result.output and named in result.output
+
+
+def test_attention_that_transformer_engine_lacks_on_a_cuda_device_is_refused(tiny, monkeypatch):
+    for version, is_cut in (("2.11.0", False), ("2.11.0", True), ("2.12.0", True)):
+        with pytest.raises(
+            ValueError, match=r"gpt_oss: Transformer Engine 2.1\d.0 has no attention"
+        ):
+            check_sinks(version, is_cut=is_cut)
+    check_sinks("2.12.0", is_cut=False)
+    check_sinks("2.20.2+abc", is_cut=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
+    cut = ("--dry-run", "--world-size", "2", "--context-parallel-size", "2")
+    refused = start(tiny, *cut)
+    assert refused.exit_code == 2
+    assert "--context-parallel-size above 1 on a CUDA device needs --bf16" in words(refused)
+    assert "needs --bf16" not in words(start(tiny, *cut, "--bf16"))
 
 
 def words(result) -> str:
