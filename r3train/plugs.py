@@ -152,6 +152,23 @@ def _within(limit_s: float) -> Iterator[None]:
             faulthandler.dump_traceback_later(left + _HELD_S, exit=True, file=2)
 
 
+@contextmanager
+def clock_stopped() -> Iterator[None]:
+    """Do not count the time of this block to the guest that is running: it waits for other processes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    left, again = signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if left:
+        faulthandler.cancel_dump_traceback_later()
+    try:
+        yield
+    finally:
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, left, again)
+            faulthandler.dump_traceback_later(left + _HELD_S, exit=True, file=2)
+
+
 def quoted(value: Any, write: Callable[[Any], str] = repr) -> str:
     """``value``, or an error, in a message: what ``write`` makes of it, or a part of a long text."""
     try:

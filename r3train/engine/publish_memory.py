@@ -111,7 +111,7 @@ class _MemoryFile:
     def _laid_out(self, kinds: list[tuple[str, TensorKind]]) -> list[torch.Tensor]:
         """Write the header; returns a view of the file for each tensor.
 
-        Raises OSError where there is not so much memory.
+        No limit of a file system holds for it: where memory runs out, the kernel ends a process.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from r3train.algo.losses.registry import FLAG
+from r3train.algo.policy_loss import rows_without_values
 from r3train.algo.rows import LossRows, RowLoss, on_this_rank
 from r3train.config.algorithm import AlgorithmSection
-from r3train.plugs import GuestFailed, guest
+from r3train.plugs import GuestFailed, clock_stopped, guest
 
 
 class HeldLoss:
@@ -34,13 +35,15 @@ class HeldLoss:
     def __init__(
         self,
         loss: Callable[..., RowLoss],
-        name: str,
+        algorithm: AlgorithmSection,
         metrics: Sequence[Sequence[str]],
         limit_s: float,
     ):
         self.errors: list[str] = []  # what it raised on this rank
         self._loss = loss
-        self._name = name
+        self._name = algorithm.policy_loss
+        on_trial = loss(rows_without_values(algorithm), algorithm)
+        self._own = on_trial.sums.keys(), on_trial.maxima.keys()
         self._metrics = [[m for m in names if m != "num_tokens"] for names in metrics]
         self._limit_s = self._left_s = limit_s
         self._failed = False  # here, or on a rank with the same samples
@@ -58,11 +61,11 @@ class HeldLoss:
             return bool(rows.over_ranks(flag, "max")) if is_cut else here
 
         def over_ranks(values: Tensor, operation: str) -> Tensor:
-            if not self._failed and one_failed(False):
-                self._failed = True
-            if self._failed:
-                raise GuestFailed("it failed on another rank that holds rows of these samples")
-            return rows.over_ranks(values, operation)
+            with self._waiting():
+                self._failed = self._failed or one_failed(False)
+                if not self._failed:
+                    return rows.over_ranks(values, operation)
+            raise GuestFailed("it failed on another rank that holds rows of these samples")
 
         if self._failed:
             one_failed(True)
@@ -76,6 +79,8 @@ class HeldLoss:
         try:
             with self._timed():
                 found = self._loss(own, algorithm, limit_s=self._left_s)
+            with guest(f"{FLAG} {self._name}"):
+                self._check(found)
         except GuestFailed as error:
             if not self._failed:
                 self.errors.append(str(error))
@@ -87,10 +92,20 @@ class HeldLoss:
             return self._nothing(rows)
         return replace(found, loss=self._with_gradients(found.loss, leaves, rows))
 
+    def _check(self, found: RowLoss) -> None:
+        """Raise ValueError for another result than that of the trial: one rank alone would go on with it."""
+        names = found.sums.keys(), found.maxima.keys()
+        if names != self._own:
+            got, expected = ([*map(sorted, each)] for each in (names, self._own))
+            raise ValueError(f"returned sums and maxima {got}, and on trial {expected}")
+        for name, value in (found.sums | found.maxima).items():
+            if not torch.is_tensor(value) or value.shape != () or value.requires_grad:
+                raise ValueError(f"returned {value!r} as {name}, expected a detached scalar")
+        if not found.loss.requires_grad:
+            raise ValueError("returned a loss without gradient")
+
     def _with_gradients(self, loss: Tensor, leaves: Sequence[Tensor], rows: LossRows) -> Tensor:
         """The same loss of the step's own tensors; NaN gradients where its backward pass fails."""
-        if not loss.requires_grad:
-            return loss
 
         def gradients(of_loss: Tensor) -> list[Tensor | None]:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
@@ -109,6 +124,14 @@ class HeldLoss:
     def _nothing(self, rows: LossRows) -> RowLoss:
         nan = rows.log_probs.detach().new_full((), math.nan)
         return RowLoss(rows.log_probs * math.nan, *(dict.fromkeys(m, nan) for m in self._metrics))
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Wait for other ranks inside the loss: it is not the loss that takes this time."""
+        began = time.monotonic()
+        with clock_stopped():
+            yield
+        self._left_s += time.monotonic() - began  # which ``_timed`` subtracts
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

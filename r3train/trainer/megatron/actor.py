@@ -62,9 +62,7 @@ class MegatronActor:
         if is_users(config.algorithm):
             # one that hangs on one rank is named before the others give that rank up
             limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
-            loss = self._held_loss = HeldLoss(
-                loss, config.algorithm.policy_loss, self._metric_names, limit_s
-            )
+            loss = self._held_loss = HeldLoss(loss, config.algorithm, self._metric_names, limit_s)
         self._policy_loss = loss
         self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
         self.model = build_model(config, hf, device)
@@ -266,7 +264,9 @@ class MegatronActor:
             teacher_log_probs,
             self._num_ages,
         )
-        with self._pass("train", slices, weight_version, native=old_log_probs is None):
+        # a user's backward pass is bounded in the main thread alone, where a CPU's runs by itself
+        in_main = torch.autograd.set_multithreading_enabled(self._held_loss is None)
+        with in_main, self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:

@@ -556,7 +556,7 @@ def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
 def held(name, limit_s=60.0):
     algorithm = AlgorithmSection(policy_loss=f"{HERE}:{name}", entropy_coef=0.01)
     loss = configured_loss(algorithm)
-    return HeldLoss(loss, algorithm.policy_loss, metric_names(loss, algorithm), limit_s), algorithm
+    return HeldLoss(loss, algorithm, metric_names(loss, algorithm), limit_s), algorithm
 
 
 def with_entropy(rows, algorithm):
@@ -595,6 +595,53 @@ def test_a_users_loss_that_has_failed_is_named_once_and_not_called_again():
         assert out.loss.isnan() and out.sums["clipped"].isnan()
     assert loss.errors == [f"--policy-loss {HERE}:fails_on_values: raised KeyError: 'gold'"]
     assert len(_calls) == 1
+
+
+def on_values(change):
+    def loss(rows, algorithm):
+        found = ppo(rows, algorithm)
+        return found if rows.log_probs.device.type == "meta" else change(found)
+
+    return loss
+
+
+lacks_a_metric = on_values(lambda found: replace(found, sums={}))
+gives_a_number = on_values(lambda found: replace(found, sums={**found.sums, "clipped": 1.0}))
+loses_the_gradient = on_values(lambda found: replace(found, loss=found.loss.detach()))
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("lacks_a_metric", "returned sums and maxima"),
+        ("gives_a_number", "returned 1.0 as clipped"),
+        ("loses_the_gradient", "returned a loss without gradient"),
+    ],
+)
+def test_a_users_loss_that_returns_other_things_on_values_than_on_trial_is_named(name, message):
+    loss, algorithm = held(name)
+    out = microbatch_loss(loss, loss_rows(leaf(-1.0), vector(-1.0), vector(1.0)), algorithm)
+    assert out.loss.isnan()
+    assert loss.errors[0].startswith(f"--policy-loss {HERE}:{name}: {message}")
+
+
+def asks_its_neighbours(rows, algorithm):
+    rows.sample_sum(rows.log_probs)
+    return ppo(rows, algorithm)
+
+
+def test_a_users_loss_is_not_to_blame_for_the_time_that_it_waits_for_other_ranks():
+    loss, algorithm = held("asks_its_neighbours", limit_s=0.5)
+
+    def slow(values, operation):
+        time.sleep(0.4 * (operation == "max"))  # the question whether one has failed, twice
+        return values
+
+    rows = loss_rows(leaf(-1.0), vector(-1.0), vector(1.0))
+    found = loss(replace(rows, over_ranks=slow), algorithm)
+    assert not loss.errors and not found.loss.isnan().any()
+    loss(replace(rows, over_ranks=slow), algorithm)
+    assert not loss.errors
 
 
 def takes_half_a_second(rows, algorithm):
