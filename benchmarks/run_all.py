@@ -105,7 +105,7 @@ def run_benchmark(name: str, flags: Sequence[str], directory: Path) -> dict[str,
         return run_script(name, flags, directory)
     shapes = []
     for shape in REPLAY_SHAPES:
-        result = run_script("replay_overhead", [*flags, *shape], directory)
+        result = run_script("replay_overhead", ["--growth", *flags, *shape], directory)
         if "error" in result:
             return result
         shapes.append(result)

@@ -4,7 +4,8 @@
 
 The demo's command with R3 and its check runs as anybody would run it; its own lines are timed as
 they appear.  The server starts before rank 0 imports torch, so the phases do not add up by accident:
-each is the time until the next line.
+each is the time until the next line.  Each round also starts a server alone, before the job and after it: the
+floor of a job's start, and the noise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.measure import flags, spread, write_result
+from benchmarks.measure import flags, ratios, spread, write_result
 from benchmarks.tiny_jobs import (
     R3,
     ROOT,
@@ -23,6 +24,7 @@ from benchmarks.tiny_jobs import (
     tiny_model,
     torchrun,
 )
+from r3train.engine.server import SGLangServer
 
 # the line that ends a phase, and the phase's name
 PHASES = (
@@ -40,12 +42,20 @@ def main() -> None:
     arguments = flags(__doc__, rounds=3, ranks=2)
     with tiny_model() as tiny:
         run_dirs = [tiny / f"run{i}" for i in range(arguments.rounds)]
-        phases = [time_phases(tiny, run_dir, arguments.ranks) for run_dir in run_dirs]
+        alone, again, phases = [], [], []
+        for run_dir in run_dirs:
+            alone.append(time_server(tiny))
+            phases.append(time_phases(tiny, run_dir, arguments.ranks))
+            again.append(time_server(tiny))
         steps = [step_metrics(run_dir) for run_dir in run_dirs]
+    totals = [sum(run.values()) for run in phases]
     result = {
         "ranks": arguments.ranks,
+        "server_alone_s": spread(alone),
+        "over_server_alone": ratios(totals, alone),
+        "server_alone_again": ratios(again, alone),
         "phases_s": {name: spread([run[name] for run in phases]) for _, name in PHASES},
-        "total_s": spread([sum(run.values()) for run in phases]),
+        "total_s": spread(totals),
         "first_step": {key: spread([first[key] for first, *_ in steps]) for key in STEP_KEYS},
         "later_steps": {  # the last step does not publish
             key: spread([min(step[key] for step in later) for _, *later, _ in steps])
@@ -53,6 +63,13 @@ def main() -> None:
         },
     }
     write_result(arguments.output, result)
+
+
+def time_server(tiny: Path) -> float:
+    """Seconds from a server's start until it answers."""
+    began = time.perf_counter()
+    with SGLangServer(tiny / "model", tiny / "sglang.log", return_routed_experts=True):
+        return time.perf_counter() - began
 
 
 def time_phases(tiny: Path, run_dir: Path, ranks: int) -> dict[str, float]:
