@@ -141,6 +141,7 @@ class Soak:
         self.key = secrets.token_hex(16)
         self.problems: list[str] = []
         self.injected: list[str] = []
+        self.retraction_counted = False
         self.seen: set[psutil.Process] = set()
         self.server_ports: set[int] = set()
         self.listening = ListeningSockets()
@@ -167,7 +168,8 @@ class Soak:
                 processes = self._processes(job)
                 self._measure(processes)
                 planned = self.plan[len(self.injected) :]
-                if planned and planned[0].step <= self._trained() < self.steps:
+                due = planned and planned[0].step <= self._trained() < self.steps
+                if due and not self._retraction_uncounted():
                     self._inject(processes, planned[0].fault)
                 time.sleep(SAMPLE_EVERY_S)
         finally:
@@ -229,6 +231,15 @@ class Soak:
                 handles.update({THREADS: threads, SHARED: len(shared)})
                 trace.add(age_s, step, memory, handles)
 
+    def _retraction_uncounted(self) -> bool:
+        """True while a retraction is in no step's metrics: a fault would take its count along."""
+        if self.retraction_counted or RETRACT not in self.injected:
+            return False
+        self.retraction_counted = any(
+            s.get("rollout/retracted") for s in step_metrics(self.run_dir)
+        )
+        return not self.retraction_counted
+
     def _inject(self, processes: dict[str, psutil.Process], fault: str) -> None:
         """Do the fault, or leave it for another time if its victim is not there."""
         done = f"{time.strftime('%H:%M:%S')} step {self._trained()}: {fault}"
@@ -267,9 +278,7 @@ class Soak:
             self.problems.append("the groups trained are not 0, 1, 2, ... in order")
         not_done = [fault for _, fault in self.plan[len(self.injected) :]]
         not_done += [order.name for order in self.orders.iterdir()]
-        if RETRACT in self.injected and not any(
-            step.get("rollout/retracted") for step in step_metrics(self.run_dir)
-        ):
+        if self._retraction_uncounted():
             not_done.append(RETRACT)
         if not_done:
             self.problems.append(f"faults that did not happen: {', '.join(not_done)}")

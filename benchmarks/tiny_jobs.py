@@ -72,6 +72,6 @@ def run(command: list[str], *, threads: int = 1) -> None:
 
 
 def step_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The metrics of each step of a finished job."""
-    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    """The metrics of each step that a job has written whole."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
