@@ -23,10 +23,13 @@ REHEARSED = ("-m", "tests.rehearsal.device_alone")
 SPLITS = {
     "tensors": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
     "layers": ("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+    "data": ("--expert-model-parallel-size", "1", "--use-distributed-optimizer"),
 }
 
 
-@pytest.fixture(scope="module", params=["tensors", pytest.param("layers", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["tensors", "data", pytest.param("layers", marks=pytest.mark.slow)]
+)
 def rehearsed(request, tmp_path_factory) -> tuple[jobs.Job, list[dict]]:
     """One rollout from a file through two ranks, a checkpoint, an export; what each rank sent."""
     directory = tmp_path_factory.mktemp("device_alone")
