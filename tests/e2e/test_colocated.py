@@ -17,6 +17,7 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
+from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once
 from tests.e2e.live_jobs import (
@@ -29,6 +30,7 @@ from tests.e2e.live_jobs import (
     wait_for,
 )
 from tests.e2e.sglang_support import checkpoint_tensors, prompt_of, Reference
+from tests.e2e.test_demo_learns import learns
 
 pytestmark = pytest.mark.e2e
 
@@ -112,6 +114,15 @@ def proved(run_dir: Path, steps: int) -> None:
     assert all(m["train/log_prob_gap_mean"] < 1e-5 for m in metrics)
 
 
+def released_its_pool(job: jobs.Job, expected: list[str]) -> None:
+    """Hold what the server did with its KV cache; from the second time on it had pages to release."""
+    done = turns(job.run_dir / "logs" / "sglang.log")
+    kv = [(what, growth) for what, tag, growth in done if tag == "kv_cache"]
+    assert [what for what, _ in kv] == expected
+    pool = 4 * 2 * 2 * 16 * 4 * 8192
+    assert all(growth < -0.9 * pool for what, growth in kv[1:] if what == "released"), kv
+
+
 def test_a_colocated_job_takes_turns_and_learns_what_another_learns_from_its_rollouts(
     tmp_path, tiny_flags
 ):
@@ -121,14 +132,7 @@ def test_a_colocated_job_takes_turns_and_learns_what_another_learns_from_its_rol
     assert job.code == 0, job.output
     proved(job.run_dir, 4)
     assert held(job.run_dir) == [("the actor", "nothing"), *(3 * ONE_TURN), *ONE_TURN[:2]]
-    kv = [
-        (what, growth)
-        for what, tag, growth in turns(job.run_dir / "logs" / "sglang.log")
-        if tag == "kv_cache"
-    ]
-    assert [what for what, _ in kv] == 3 * ["released", "resumed"] + ["released"]
-    pool = 4 * 2 * 2 * 16 * 4 * 8192
-    assert all(growth < -0.9 * pool for what, growth in kv[1:] if what == "released"), kv
+    released_its_pool(job, [*(3 * ["released", "resumed"]), "released"])
     flags = [
         *tiny_flags,
         *jobs.R3_FLAGS,
@@ -157,6 +161,27 @@ def test_servers_of_a_colocated_job_hold_the_actors_weights_bit_for_bit_and_a_ch
         metrics = job.metrics()
         assert [m["step"] for m in metrics] == [rollouts - 2, rollouts - 1]
         assert all(m["r3/passed"] and m["train/weight_probe_gap"] <= 1e-4 for m in metrics)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
+def test_the_demo_learns_in_turns_with_weights_equal_bit_for_bit_and_memory_released(
+    seed, tmp_path
+):
+    build(tmp_path / "tiny", TinyOptions(seed=seed))
+    job = jobs.run(
+        tmp_path / "run",
+        *COLOCATED,
+        *("--num-rollout", "50", "--check-weight-update-equal"),
+        *("--hf-checkpoint", str(tmp_path / "tiny/model")),
+        *("--prompt-data", str(tmp_path / "tiny/prompts.jsonl")),
+        *("--seed", str(seed), "--rollout-seed", str(seed)),
+    )
+    learns(job, steps=50)
+    proved(job.run_dir, 50)
+    assert all(m["train/weight_probe_gap"] <= 1e-4 for m in job.metrics())
+    # the last version is published too: it is compared
+    released_its_pool(job, 50 * ["released", "resumed"])
 
 
 @pytest.mark.slow
