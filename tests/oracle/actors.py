@@ -95,7 +95,9 @@ def configuration(checkpoint: Path, **fields: Any) -> RunConfig:
 
 
 @contextmanager
-def actor_of(config: RunConfig, checkpoint: Path | None = None) -> Iterator[Any]:
+def actor_of(
+    config: RunConfig, checkpoint: Path | None = None, device: str = "cpu"
+) -> Iterator[Any]:
     """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
     from r3train.config.hf_facts import read_hf_facts
     from r3train.launch.actor import build_actor
@@ -105,7 +107,7 @@ def actor_of(config: RunConfig, checkpoint: Path | None = None) -> Iterator[Any]
 
     hf = read_hf_facts(config.model.hf_checkpoint)
     job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
-    actor = build_actor(job, torch.device("cpu"), ResumePoint(checkpoint))
+    actor = build_actor(job, torch.device(device), ResumePoint(checkpoint))
     try:
         yield actor
     finally:

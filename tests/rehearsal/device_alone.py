@@ -120,7 +120,7 @@ def install(mode: DeviceAlone) -> None:
 
     to_host = token_dispatcher.maybe_move_tensor_to_cpu
     token_dispatcher.maybe_move_tensor_to_cpu = lambda value, *how, **more: to_host(
-        value.cpu() if torch.is_tensor(value) else value, *how, **more
+        value.to("cpu", non_blocking=True) if torch.is_tensor(value) else value, *how, **more
     )
 
     def placing(factory: Any) -> Any:

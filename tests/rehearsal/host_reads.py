@@ -1,14 +1,17 @@
-"""Reads of tensors by the host, in a log-prob pass and a train pass of the actor on Transformer Engine's shape.
+"""Waits of the host for the device, in a log-prob pass and a train pass of the actor on Transformer Engine's shape.
 
-    PYTHONPATH=tests/rehearsal/stand_ins python -m tests.rehearsal.host_reads REPORT MODEL
+    PYTHONPATH=tests/rehearsal/stand_ins torchrun -m tests.rehearsal.host_reads REPORT MODEL
 
-MODEL is a checkpoint.  On a device each read waits for all work before it.  Those of the adaptations to a CPU are
-not counted: they are not there on CUDA.
+MODEL is a checkpoint; experts are spread over the ranks.  The device is that of ``device_alone``.  A read of one of
+its tensors waits for all work before it, and so does a copy to the host that is not asked to go on beside it; what
+such a copy gave is read without waiting, behind the event that is waited for.  Those of the adaptations to a CPU are
+not counted: they are not there on CUDA.  Writes REPORT.RANK.json.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 from collections import Counter
@@ -18,51 +21,67 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from tests.rehearsal.device_alone import DEVICE, DeviceAlone, install
 
-prepare_device()
+DEVICE_ALONE = DeviceAlone()
+install(DEVICE_ALONE)
 
 import torch  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
+from megatron.core.transformer.moe import moe_layer  # noqa: E402
 
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
+from r3train.trainer.megatron import cpu_device  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, samples, slices_of  # noqa: E402
 
-READS = ("tolist", "item", "__bool__", "cpu", "numpy", "__int__", "__float__", "nonzero")
+# of a tensor of the device; the first two are copies
+READS = ("to", "cpu", "tolist", "item", "__bool__", "numpy", "__int__", "__float__", "nonzero")
 WATCHED = ("/megatron/core/", "/r3train/")
 CPU_ALONE = ("cpu_device.py", "cpu_attention.py")
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Count the reads in the block by the file that asks."""
+    """Count the waits in the block by the file that asks."""
     found: Counter[str] = Counter()
-    real = {name: getattr(torch.Tensor, name) for name in READS}
+    event = cpu_device._Event
+    real = {name: (torch.Tensor, getattr(torch.Tensor, name)) for name in READS}
+    real["synchronize"] = event, event.synchronize
+
+    def waits(name: str, tensor: Any, out: Any, non_blocking: bool = False, **_: Any) -> bool:
+        if name == "synchronize":
+            return True
+        copied = name in READS[:2]
+        return DEVICE_ALONE.holds(tensor) and not (
+            copied and (non_blocking or DEVICE_ALONE.holds(out))
+        )
 
     def noting(name: str) -> Any:
-        def read(self: torch.Tensor, *args: Any, **named: Any) -> Any:
+        def read(self: Any, *args: Any, **named: Any) -> Any:
+            out = real[name][1](self, *args, **named)
             files = [f.filename for f in traceback.extract_stack()[:-1]]
             asking = [f for f in files if any(part in f for part in WATCHED)]
-            if asking and not asking[-1].endswith(CPU_ALONE):
+            if asking and not asking[-1].endswith(CPU_ALONE) and waits(name, self, out, **named):
                 found[Path(asking[-1]).name] += 1
-            return real[name](self, *args, **named)
+            return out
 
         return read
 
-    for name in READS:
-        setattr(torch.Tensor, name, noting(name))
+    for name, (kind, _) in real.items():
+        setattr(kind, name, noting(name))
     try:
         yield found
     finally:
-        for name in READS:
-            setattr(torch.Tensor, name, real[name])
+        for name, (kind, function) in real.items():
+            setattr(kind, name, function)
 
 
 def reads(checkpoint: Path) -> dict[str, Any]:
     hf = read_hf_facts(checkpoint)
     config = configuration(
         checkpoint,
+        expert_model_parallel_size=torch.distributed.get_world_size(),
         attention_backend="te",
         use_rollout_routing_replay=True,
         enable_r3_correctness_check=True,
@@ -72,7 +91,7 @@ def reads(checkpoint: Path) -> dict[str, Any]:
     )
     found: dict[str, Any] = {"layers": hf.num_hidden_layers}
     rope_utils.fused_apply_rotary_pos_emb_thd = lambda t, *_, **__: t  # the kernel reads nothing
-    with actor_of(config) as actor:
+    with actor_of(config, device=str(DEVICE)) as actor:
         slices, _ = slices_of(actor, config, hf, samples(hf, [(4, 19), (4, 13)]))
         for fused in (False, True):
             actor.model.config.apply_rope_fusion = fused
@@ -81,10 +100,32 @@ def reads(checkpoint: Path) -> dict[str, Any]:
                 old = actor.compute_log_probs(slices, None)
             with counted() as found[f"{kind} train"]:
                 actor.train_step(slices, old, None)
+        with second_read(), counted() as found["planted"]:
+            actor.compute_log_probs(slices, None)
     return found
 
 
+@contextmanager
+def second_read() -> Iterator[None]:
+    """Let every layer of experts copy a number to the host."""
+    real = moe_layer.MoELayer.route
+
+    def route(self: Any, *args: Any) -> Any:
+        probs, routing_map = real(self, *args)
+        probs.sum().to("cpu")
+        return probs, routing_map
+
+    moe_layer.MoELayer.route = route
+    try:
+        yield
+    finally:
+        moe_layer.MoELayer.route = real
+
+
 if __name__ == "__main__":
-    store = torch.distributed.HashStore()
-    join_ranks("gloo", store, 0, 1, timeout=timedelta(minutes=1))
-    Path(sys.argv[1]).write_text(json.dumps(reads(Path(sys.argv[2]))))
+    report, rank, ranks = Path(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = torch.distributed.FileStore(str(report.with_suffix(".store")), ranks)
+    with DEVICE_ALONE:
+        join_ranks("nccl", store, rank, ranks, timeout=timedelta(minutes=1))
+        found = reads(Path(sys.argv[2]))
+    report.with_suffix(f".{rank}.json").write_text(json.dumps(found))

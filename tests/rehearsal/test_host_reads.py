@@ -1,4 +1,4 @@
-"""In a layer the host reads from the device once: how many rows each of its experts got."""
+"""In a layer the host waits for the device once: how many rows each expert gets, and each rank."""
 
 from __future__ import annotations
 
@@ -10,39 +10,52 @@ from pathlib import Path
 
 import pytest
 
+from r3train.engine.server import free_port
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
-EXPERTS, ROTARY = "experts.py", "rope_utils.py"
+DISPATCHER, ROTARY = "token_dispatcher.py", "rope_utils.py"
 
 
-def test_the_host_reads_once_a_layer_and_rotary_positions_that_are_not_fused_read_four_times(
-    tmp_path,
-):
-    model, report = write_checkpoint(VARIANTS["moe4"], tmp_path / "model"), tmp_path / "report.json"
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": "0",
-        "PYTHONPATH": str(Path(__file__).parent / "stand_ins"),
-    }
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.host_reads"]
+@pytest.fixture(scope="module", params=[1, 2], ids=lambda ranks: f"{ranks} ranks")
+def waits(request, tmp_path_factory) -> list[dict]:
+    """Waits of each rank, with the experts of a layer spread over all."""
+    directory = tmp_path_factory.mktemp("host_reads")
+    model = write_checkpoint(VARIANTS["moe4"], directory / "model")
+    stand_ins = str(Path(__file__).parent / "stand_ins")
     done = subprocess.run(
-        [*command, str(report), str(model)],
+        [
+            *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
+            *("--master-port", str(free_port("127.0.0.1"))),
+            *("--nproc-per-node", str(request.param)),
+            *("-m", "tests.rehearsal.host_reads", str(directory / "report"), str(model)),
+        ],
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": stand_ins},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(report.read_text())
-    layers = found["layers"]
-    for kind, rotary in (("unfused", 4), ("fused", 0)):
-        for name, forwards in (("forward", 1), ("train", 2)):  # of a train pass: recomputation
-            by_file = found[f"{kind} {name}"]
-            assert by_file.pop(EXPERTS) == forwards * layers
-            assert by_file.pop(ROTARY, 0) == forwards * layers * rotary
-            # once a step, not once a layer
-            assert sum(by_file.values()) < (1 if name == "forward" else 2 * layers), by_file
+    found = [json.loads(file.read_text()) for file in directory.glob("report.*.json")]
+    assert len(found) == request.param
+    return found
+
+
+def test_the_host_waits_once_a_layer_and_for_rotary_positions_if_they_are_not_fused(waits):
+    for found in waits:
+        layers = found["layers"]
+        for kind, rotary in (("unfused", 4 if len(waits) == 1 else 6), ("fused", 0)):
+            for name, forwards in (("forward", 1), ("train", 2)):  # of a train pass: recomputation
+                by_file = found[f"{kind} {name}"]
+                assert by_file.pop(DISPATCHER) == forwards * layers
+                assert by_file.pop(ROTARY, 0) == forwards * layers * rotary
+                # once a step, not once a layer
+                assert sum(by_file.values()) < (1 if name == "forward" else 2 * layers), by_file
+
+
+def test_a_second_read_in_a_layer_is_seen(waits):
+    for found in waits:
+        layers = found["layers"]
+        assert found["planted"] == {DISPATCHER: layers, "moe_layer.py": layers}
