@@ -50,10 +50,10 @@ CONFLICTS: dict[str, tuple[Callable[[str], bool], Callable[..., Finding], str, s
         "give it an environment of its own",
     ),
     "transformer-engine": (
-        lambda version: _major_minor(version) >= (2, 12),
+        lambda version: _major_minor(version) != (2, 12),
         problem,
-        "megatron-core 0.16.1 asks for Transformer Engine below 2.12",
-        "pip install transformer-engine==2.11.0",
+        "2.11 has no attention with sinks for packed sequences, and what 2.12 chooses was read, no newer one",
+        "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.12.0'",
     ),
     "numpy": (
         lambda version: _major_minor(version) < (2, 0),

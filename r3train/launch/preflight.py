@@ -172,9 +172,8 @@ def preflight(
         attempt(settings, check_model, config, hf, world_size)
         attempt(settings, check_freezing, config, hf)
         if hf.model_type == "gpt_oss" and visible_gpus():
-            is_cut = config.parallel.context_parallel_size > 1
             with suppress(PackageNotFoundError):  # which check_layers_here has said
-                attempt(settings, check_sinks, version("transformer_engine"), is_cut)
+                attempt(settings, check_sinks, version("transformer_engine"), config)
         attempt(settings, check_adapter, config.lora, hf)
         # reads the headers of all weights, of which a large checkpoint has hundreds of files
         names = attempt("checkpoint", check_trainable, hf) or () if for_node else ()
@@ -423,19 +422,22 @@ def check_layers_here(config: RunConfig) -> None:
         )
 
 
-def check_sinks(transformer_engine: str, is_cut: bool) -> None:
-    """Raise ValueError where this Transformer Engine has no attention with gpt-oss's sinks; is_cut: over ranks.
+def check_sinks(transformer_engine: str, config: RunConfig) -> None:
+    """Raise ValueError where this Transformer Engine has no attention with gpt-oss's sinks.
 
-    Source: ``get_attention_backend`` of 2.11 and 2.12: with sinks and packed sequences 2.11 leaves none.
+    Source: ``get_attention_backend`` of 2.11 and 2.12: with sinks and packed sequences 2.11 leaves none, and
+    2.12 over context-parallel ranks the fused one alone, with all-to-all.
     """
-    number = tuple(int(part) for part in transformer_engine.split(".")[:2])
-    if number < (2, 12) or is_cut:
-        lack = (
-            "of cut sequences (--context-parallel-size)" if number >= (2, 12) else "of packed ones"
-        )
+    if tuple(int(part) for part in transformer_engine.split(".")[:2]) < (2, 12):
         raise ValueError(
-            f"gpt_oss: Transformer Engine {transformer_engine} has no attention with sinks {lack};"
-            " 2.12 is the first with any, which megatron-core 0.16.1 was not tested with"
+            f"gpt_oss: Transformer Engine {transformer_engine} has no attention with sinks for packed"
+            " sequences; expected 2.12.0, as in requirements/gpu.txt"
+        )
+    exchange = config.model.transformer_overrides.get("cp_comm_type", "p2p")
+    if config.parallel.context_parallel_size > 1 and exchange != "a2a":
+        raise ValueError(
+            f"gpt_oss: --context-parallel-size above 1 with cp_comm_type {exchange!r}: Transformer Engine has"
+            " attention with sinks over ranks for --transformer-override cp_comm_type=a2a alone"
         )
 
 

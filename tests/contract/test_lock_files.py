@@ -9,6 +9,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from r3train.config import RunConfig
+from r3train.doctor.machine import CONFLICTS
+from r3train.launch.preflight import check_sinks
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -70,6 +75,15 @@ def test_the_lock_for_gpus_is_of_one_cuda():
     assert not [
         name for name in names if re.search(r"^(nvidia-\w+|transformer-engine)-cu12$", name)
     ]
+
+
+def test_the_doctor_takes_the_transformer_engine_of_the_lock_which_has_sinks_for_packed_sequences():
+    locked = pins("gpu.txt")["transformer-engine"]
+    is_bad, *_ = CONFLICTS["transformer-engine"]
+    assert not is_bad(locked)
+    check_sinks(locked, RunConfig.from_toml(ROOT / "configs/gpt_oss_20b.toml"))
+    # without which 2.12 computes scores of packed sequences with sinks as a square
+    assert Version(pins("gpu.txt")["nvidia-cudnn-cu13"]) >= Version("9.18")
 
 
 def test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there():

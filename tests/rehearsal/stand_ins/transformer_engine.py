@@ -1,7 +1,7 @@
 """Transformer Engine's layers on plain torch: a stand-in under the package's name, for CPU ranks.
 
 Megatron finds it on PYTHONPATH and builds its own Transformer Engine specification of it.  Classes, names of
-parameters, their attributes, arguments and results are those of transformer_engine 2.11, as far as
+parameters, their attributes, arguments and results are those of transformer_engine 2.12, as far as
 ``megatron.core.extensions.transformer_engine`` asks for them; its own kernels are all that is replaced.
 What is not here cannot be imported, as with a version that lacks it.  The package itself is no help on a
 CPU: without its compiled library its import raises an error that Megatron does not catch.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-__version__ = "2.11.0"
+__version__ = "2.12.0"
 
 
 class _Module(torch.nn.Module):

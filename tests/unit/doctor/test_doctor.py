@@ -303,7 +303,8 @@ GOOD = {
         ({}, True, "torch", PROBLEM),
         ({"torchvision": "0.28.0+cpu"}, False, "torchvision", PROBLEM),
         ({"vllm": "0.12.0"}, False, "vllm", WARNING),
-        ({"transformer-engine": "2.12.0"}, False, "transformer-engine", PROBLEM),
+        ({"transformer-engine": "2.11.0"}, False, "transformer-engine", PROBLEM),
+        ({"transformer-engine": "2.13.0"}, False, "transformer-engine", PROBLEM),
         ({"numpy": "1.26.4"}, False, "numpy", PROBLEM),
     ],
 )

@@ -352,19 +352,28 @@ def test_a_cuda_device_without_transformer_engines_torch_part_is_refused(
     assert f"--attention-backend {backend}" in result.output and named in result.output
 
 
+CUT = ["--context-parallel-size", "2"]
+
+
 def test_attention_that_transformer_engine_lacks_on_a_cuda_device_is_refused(tiny, monkeypatch):
-    for version, is_cut in (("2.11.0", False), ("2.11.0", True), ("2.12.0", True)):
-        with pytest.raises(
-            ValueError, match=r"gpt_oss: Transformer Engine 2.1\d.0 has no attention"
-        ):
-            check_sinks(version, is_cut=is_cut)
-    check_sinks("2.12.0", is_cut=False)
-    check_sinks("2.20.2+abc", is_cut=False)
+    recipe = ["--config", str(ROOT / "configs/gpt_oss_20b.toml")]
+    exchange = ["--transformer-override", "cp_comm_type=a2a"]
+    whole, by_p2p, by_a2a = (
+        parse_train_flags([*recipe, *more], prog_name="train_async.py")
+        for more in ([], CUT, [*CUT, *exchange])
+    )
+    for config in (whole, by_a2a):
+        with pytest.raises(ValueError, match="2.11.0 has no attention with sinks for packed"):
+            check_sinks("2.11.0", config)
+        check_sinks("2.12.0", config)
+        check_sinks("2.20.2+abc", config)
+    with pytest.raises(ValueError, match="'p2p'.*--transformer-override cp_comm_type=a2a alone"):
+        check_sinks("2.12.0", by_p2p)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", ModuleType("pytorch"))
-    cut = ("--dry-run", "--world-size", "2", "--context-parallel-size", "2")
+    cut = ("--dry-run", "--world-size", "2", *CUT)
     refused = start(tiny, *cut)
     assert refused.exit_code == 2
     assert "--context-parallel-size above 1 on a CUDA device needs --bf16" in words(refused)
