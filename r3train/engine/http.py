@@ -236,25 +236,9 @@ def parse_answer(raw: bytes) -> Any:
 
     Nearly all of an answer is that one base64 string.  A parser would copy it through a buffer and
     look for escapes, which base64 has none of.  So the string is cut out, and the small rest is
-    parsed.  Other JSON (the field twice, or elsewhere) is parsed as a whole.
+    parsed.  The same text inside another string has escaped quotes and is not found; other JSON (the
+    field twice, or elsewhere) is parsed as a whole.
     Raises orjson.JSONDecodeError.
-    """
-    found = _payload(raw)
-    if found is None:
-        return orjson.loads(raw)
-    start, end = found
-    answer = orjson.loads(b"".join((raw[:start], raw[end:])))
-    meta = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta, dict) or meta.get(_ROUTES) != "":
-        return orjson.loads(raw)
-    meta[_ROUTES] = memoryview(raw)[start:end]
-    return answer
-
-
-def _payload(raw: bytes) -> tuple[int, int] | None:
-    """Return (start, end) of the string in the only routed_experts field, or None.
-
-    The same text inside another string has escaped quotes and is not found.
     """
     for key in _ROUTES_KEYS:
         at = raw.find(key)
@@ -264,6 +248,11 @@ def _payload(raw: bytes) -> tuple[int, int] | None:
         end = raw.find(b'"', start)
         # a string with a backslash is no base64: parsed as JSON, and refused by the decoder
         if end < 0 or raw.find(key, end) >= 0 or raw.find(b"\\", start, end) >= 0:
-            return None
-        return start, end
-    return None
+            break
+        answer = orjson.loads(b"".join((raw[:start], raw[end:])))
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        if not isinstance(meta, dict) or meta.get(_ROUTES) != "":
+            break
+        meta[_ROUTES] = memoryview(raw)[start:end]
+        return answer
+    return orjson.loads(raw)

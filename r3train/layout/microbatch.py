@@ -53,7 +53,7 @@ def build_microbatch(
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
     routes = None
     if route_shape is not None:
-        routes = route_parts([checked_routes(s, route_shape) for s in samples], route_shape)
+        routes = route_parts([s.sample for s in samples], route_shape)
     kept_counts = kept_ids = None
     versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
@@ -160,32 +160,27 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
 
 
 def route_parts(
-    of_samples: Sequence[np.ndarray], route_shape: RouteShape
+    samples: Sequence[RolloutSample], route_shape: RouteShape
 ) -> tuple[np.ndarray, ...]:
     """Lay the samples' routes, [T-1, L, K] each, end to end: parts of [F, L, K], without a copy.
 
     A sample's last token was never an input: its row is marked missing.
+    Raises ValueError naming the sample whose routes are absent or misshapen.
     """
     last = np.full((1, *route_shape.row), route_shape.missing, dtype=route_shape.dtype)
-    return tuple(part for routes in of_samples for part in (routes, last)) or (last[:0],)
-
-
-def checked_routes(s: TrainSample, route_shape: RouteShape) -> np.ndarray:
-    """Return the sample's routes; raise ValueError naming it if they are absent or misshapen."""
-    sample = s.sample
-    expected = (sample.num_tokens - 1, *route_shape.row)
-    if sample.routed_experts is None:
-        raise ValueError(
-            f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) came without routed "
-            f"experts; R3 needs {expected} of them"
-        )
-    if sample.routed_experts.shape != expected or sample.routed_experts.dtype != route_shape.dtype:
-        raise ValueError(
-            f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id}) has routed experts "
-            f"{sample.routed_experts.shape} {sample.routed_experts.dtype}, expected {expected} "
-            f"{route_shape.dtype}"
-        )
-    return sample.routed_experts
+    parts: list[np.ndarray] = []
+    for sample in samples:
+        name = f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})"
+        routes, expected = sample.routed_experts, (sample.num_tokens - 1, *route_shape.row)
+        if routes is None:
+            raise ValueError(f"{name} came without routed experts; R3 needs {expected} of them")
+        if routes.shape != expected or routes.dtype != route_shape.dtype:
+            raise ValueError(
+                f"{name} has routed experts {routes.shape} {routes.dtype}, expected {expected} "
+                f"{route_shape.dtype}"
+            )
+        parts += [routes, last]
+    return tuple(parts) or (last[:0],)
 
 
 def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlice:

@@ -28,7 +28,22 @@ def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
     the message as it does in memory, whatever the order of its axes.
     """
     payload: list[np.ndarray] = []
-    text = json.dumps([_packed(record, payload) for record in records])
+
+    def packed(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            axes = sorted(range(value.ndim), key=lambda axis: -value.strides[axis])
+            laid = np.ascontiguousarray(value.transpose(axes))
+            data = laid.view(np.uint8).reshape(-1)
+            payload.extend((data, np.zeros(_aligned(data.size) - data.size, dtype=np.uint8)))
+            return {"dtype": value.dtype.str, "shape": laid.shape, "axes": axes}
+        if is_dataclass(value):
+            own = {f.name: packed(getattr(value, f.name)) for f in fields(value)}
+            return {"record": type(value).__name__, "fields": own}
+        if isinstance(value, tuple):
+            return {"tuple": [packed(each) for each in value]}
+        return value
+
+    text = json.dumps([packed(record) for record in records])
     head = text.ljust(_aligned(len(text))).encode()
     size = np.frombuffer(len(head).to_bytes(8, "little"), dtype=np.uint8)
     return np.concatenate([size, np.frombuffer(head, dtype=np.uint8), *payload])
@@ -36,22 +51,6 @@ def pack_records(records: Sequence[RankSlice | MicroBatch]) -> np.ndarray:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // 8) * 8
-
-
-def _packed(value: Any, payload: list[np.ndarray]) -> Any:
-    """A value's place in the header; its arrays are added to the payload."""
-    if isinstance(value, np.ndarray):
-        axes = sorted(range(value.ndim), key=lambda axis: -value.strides[axis])
-        laid = np.ascontiguousarray(value.transpose(axes))
-        data = laid.view(np.uint8).reshape(-1)
-        payload += [data, np.zeros(_aligned(data.size) - data.size, dtype=np.uint8)]
-        return {"dtype": value.dtype.str, "shape": laid.shape, "axes": axes}
-    if is_dataclass(value):
-        own = {f.name: _packed(getattr(value, f.name), payload) for f in fields(value)}
-        return {"record": type(value).__name__, "fields": own}
-    if isinstance(value, tuple):
-        return {"tuple": [_packed(each, payload) for each in value]}
-    return value
 
 
 def unpack_records(message: np.ndarray) -> list[Any]:
