@@ -48,3 +48,33 @@ def test_ranks_share_the_cores_unless_the_user_says_how_many_threads_each_takes(
     launcher += ["--master-port", str(free_port("127.0.0.1")), str(tmp_path / "rank.py")]
     done = subprocess.run(launcher, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == 2 * ["threads", threads], done
+
+
+ONE_RANK = """
+from r3train.trainer.megatron.cpu_device import prepare_device
+prepare_device()
+import torch, torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer as buffers
+from torch.utils._python_dispatch import TorchDispatchMode
+
+class Messages(TorchDispatchMode):
+    count = 0
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+gradients = torch.arange(6.0)
+elsewhere = torch.zeros(6)
+for collective in (buffers.dist_reduce_scatter_func, buffers.dist_all_gather_func):
+    for output in (gradients[:], elsewhere):
+        with Messages() as messages:
+            collective(output, gradients, group=dist.group.WORLD, async_op=False)
+        print(messages.count, output.tolist() == gradients.tolist())
+"""
+
+
+def test_gradients_of_one_rank_are_sent_to_nobody():
+    command = [sys.executable, "-W", "ignore", "-c", ONE_RANK]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == 2 * ["0", "True", "1", "True"], done
