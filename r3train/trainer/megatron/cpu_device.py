@@ -322,7 +322,8 @@ def _patch_distributed_optimizer_checkpoint() -> None:
     def load_with_own_steps(self, state_dict):
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
-            state["step"] = state["step"].clone()
+            if "step" in state:  # of torch's AdamW
+                state["step"] = state["step"].clone()
 
     DistributedOptimizer._set_main_param_and_optimizer_states = set_main_state
     DistributedOptimizer.load_state_dict = load_with_own_steps

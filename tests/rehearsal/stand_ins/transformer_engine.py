@@ -277,6 +277,138 @@ class DotProductAttention(torch.nn.Module):
         return self.kernel(query, key, value, packed_seq_params=lengths)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW with moments and main weights of given dtypes: its states, its checks and what it holds during a step.
+
+    Of a bfloat16 weight it may keep the half of a float32 beside it, as Transformer Engine does: the bits of the
+    two add up.  Moments of other dtypes are float32 for the time of a group's step, all of them at once.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+    ):
+        assert bias_correction and adam_w_mode
+        given = dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(params, given)
+        self.master_weights, self.use_decoupled_grad = master_weights, use_decoupled_grad
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        assert set(self.name_to_dtype_map.values()) <= {torch.float32, torch.bfloat16}
+        self.store_param_remainders = (
+            store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        )
+
+    def _is_remainder(self, p: torch.Tensor, name: str) -> bool:
+        return self.store_param_remainders and name == "master_param" and p.dtype == torch.bfloat16
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str) -> torch.Tensor:
+        state = self.state[param][state_name]
+        if self._is_remainder(param, state_name):
+            assert state.dtype == torch.int16
+            return state
+        assert state.dtype == self.name_to_dtype_map[state_name]
+        return state.float()
+
+    def set_scaled_state(
+        self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor
+    ) -> None:
+        is_half = self._is_remainder(param, state_name)
+        assert unscaled_state.dtype == (torch.int16 if is_half else torch.float32)
+        if state_name not in self.state[param]:
+            self._make(param, state_name, is_half)
+        self.state[param][state_name].copy_(unscaled_state)
+
+    def _make(self, param: torch.Tensor, name: str, is_half: bool = False) -> None:
+        dtype = torch.int16 if is_half else self.name_to_dtype_map[name]
+        self.state[param][name] = torch.zeros_like(param, dtype=dtype)
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool) -> None:
+        self._make(param, "exp_avg")
+        self._make(param, "exp_avg_sq")
+        if self.master_weights:
+            self._make(param, "master_param", store_param_remainders)
+            if not store_param_remainders:
+                self.set_scaled_state(param, "master_param", param.clone().detach().float())
+
+    def _numbered(self, saved: dict[str, Any]) -> Any:
+        """Parameters of a saved state, each with its own."""
+        ours = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in saved["param_groups"] for n in group["params"]]
+        return [(n, p) for n, p in zip(numbers, ours, strict=True) if n in saved["state"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        saved = super().state_dict()
+        for n, p in self._numbered(saved):
+            states = {name: self.get_unscaled_state(p, name) for name in saved["state"][n]}
+            saved["state"][n] = states
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for n, p in self._numbered(state_dict):
+            self.state[p] = {}
+            for name, value in state_dict["state"][n].items():
+                is_half = self._is_remainder(p, name)
+                self.set_scaled_state(p, name, value if is_half else value.float())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None, grad_scaler: Any = None) -> None:
+        for group in (group for group in self.param_groups if group["params"]):
+            group["step"] = group.get("step", 0) + 1
+            at_once = []
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.initialize_state(p, self._is_remainder(p, "master_param"))
+                grad = getattr(p, "decoupled_grad", None) if self.use_decoupled_grad else p.grad
+                if grad is not None:
+                    moments = [self.get_unscaled_state(p, n) for n in ("exp_avg", "exp_avg_sq")]
+                    at_once.append((p, grad, *moments))
+            for p, grad, *moments in at_once:
+                self._update(group, p, grad.float(), *moments)
+
+    def _update(
+        self, group: dict, p: torch.Tensor, grad: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        (beta1, beta2), steps = group["betas"], group["step"]
+        m.lerp_(grad, 1 - beta1)
+        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        self.set_scaled_state(p, "exp_avg", m)
+        self.set_scaled_state(p, "exp_avg_sq", v)
+        is_half, main = self._is_remainder(p, "master_param"), p
+        if self.master_weights:
+            main = self.get_unscaled_state(p, "master_param")
+        if is_half:
+            main = ((p.view(torch.int16).int() << 16) + main).view(torch.float32)
+        denominator = (v / (1 - beta2**steps)).sqrt_().add_(group["eps"])
+        main.mul_(1 - group["lr"] * group["weight_decay"])
+        main.addcdiv_(m, denominator, value=-group["lr"] / (1 - beta1**steps))
+        if is_half:
+            bits = main.view(torch.int32)
+            rounded = (bits + (1 << 15)) >> 16
+            self.set_scaled_state(p, "master_param", (bits - (rounded << 16)).to(torch.int16))
+            p.view(torch.int16).copy_(rounded)
+        elif self.master_weights:
+            self.set_scaled_state(p, "master_param", main)
+            p.copy_(main)
+
+
 class _Absent:
     """Something that Megatron imports and no run of ours may use."""
 
@@ -315,6 +447,7 @@ _module(
     "pytorch.distributed",
     **_unused("CudaRNGStatesTracker", "activation_recompute_forward", "checkpoint"),
 )
+_module("pytorch.optimizers", FusedAdam, FusedSGD=torch.optim.SGD)
 _module("pytorch.ops", **_unused("Sequential", "FusibleOperation"))
 _module(
     "pytorch.router",
