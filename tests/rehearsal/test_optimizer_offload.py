@@ -1,9 +1,10 @@
-"""Optimizer state on the host: the same steps and checkpoints as without, where memory is said to be CUDA's."""
+"""Optimizers of less memory: steps and checkpoints of those without, where memory is said to be CUDA's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,25 @@ import torch
 from r3train.config.checkpoint import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.verify.model_zoo import write_checkpoint
+from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
+from tests.oracle.test_offload import both
 from tests.oracle.test_optimizer_resume import MODEL
 
 pytestmark = pytest.mark.ranks
+STAND_INS = Path(__file__).parent / "stand_ins"
 OFFLOAD = {
     "optimizer_cpu_offload": True,
     "optimizer_offload_fraction": 1.0,
     "use_precision_aware_optimizer": True,
     "pin_cpu_grads": False,
 }
-# source -> target of a resume
-OPTIMIZERS: dict[str, dict[str, Any]] = {"plain": {}, "offload": OFFLOAD}
-RESUMES = (("plain", "plain"), ("offload", "offload"), ("plain", "offload"), ("offload", "plain"))
+SHARDED: dict[str, Any] = dict(use_distributed_optimizer=True, bf16=True)
+OVERLAPS = SHARDED | dict(overlap_grad_reduce=True, overlap_param_gather=True)
+# those of Transformer Engine's Adam: half of each float32 weight, and moments in bfloat16 too
+HALVES: dict[str, Any] = {"use_precision_aware_optimizer": True}
+WHOLE = HALVES | {"store_param_remainders": False}
+SHORT = HALVES | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
 @contextmanager
@@ -41,16 +48,14 @@ def on_cuda(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
         torch.Tensor.is_cuda, torch.Tensor.pin_memory = of_class, pin
 
 
-def trained(model: Path, scratch: Path) -> dict[str, Any]:
-    """Weights after two steps of each optimizer, and after a third one that resumed from another."""
+def build_as_on_cuda() -> None:
+    """Let Megatron take this process's parameters for CUDA's while it builds optimizers."""
     from megatron.core.optimizer import optimizer_config
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 
     from r3train.trainer.megatron import actor as actors
-    from r3train.trainer.megatron.checkpoint import Checkpointer
 
-    build, found, hf = actors.build_optimizer, {}, read_hf_facts(model)
-    split = HybridDeviceOptimizer._init_sub_optimizers
+    build, split = actors.build_optimizer, HybridDeviceOptimizer._init_sub_optimizers
     optimizer_config.is_te_min_version = lambda version: True
 
     def build_on_cuda(config: Any, chunks: Any) -> Any:
@@ -62,6 +67,23 @@ def trained(model: Path, scratch: Path) -> dict[str, Any]:
             split(self)
 
     HybridDeviceOptimizer._init_sub_optimizers = split_on_cuda
+    actors.build_optimizer = build_on_cuda
+
+
+def resumes(optimizers: dict[str, Any]) -> list[tuple[str, str]]:
+    """Each to itself, and from the first to each and back."""
+    first = next(iter(optimizers))
+    return [(a, b) for a, b in product(optimizers, optimizers) if a == b or first in (a, b)]
+
+
+def trained(
+    model: Path, scratch: Path, fields: dict[str, Any], optimizers: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Weights after two steps of each optimizer, and after a third one that resumed from each."""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    build_as_on_cuda()
+    found, hf = {}, read_hf_facts(model)
 
     def steps(actor: Any, config: Any, number: int) -> dict[str, torch.Tensor]:
         slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12)]))
@@ -69,37 +91,81 @@ def trained(model: Path, scratch: Path) -> dict[str, Any]:
             actor.train_step(slices, actor.compute_log_probs(slices, None), None)
         return {name: tensor.clone() for name, tensor in actor.hf_weights()}
 
-    actors.build_optimizer = build_on_cuda
     configs = {
-        name: configuration(
-            model, use_distributed_optimizer=True, bf16=True, optimizer_overrides=overrides
-        )
-        for name, overrides in OPTIMIZERS.items()
+        name: configuration(model, **fields, optimizer_overrides=overrides)
+        for name, overrides in optimizers.items()
     }
     for name, config in configs.items():
         with actor_of(config) as actor:
+            unmoved = Checkpointer(actor, CheckpointSection(save=scratch / f"{name} at 0"))
+            unmoved.save(0, {})
             found[name] = steps(actor, config, 2)
             inner = actor.optimizer.chained_optimizers[0].optimizer
             found[f"{name} on host"] = len(getattr(inner, "cpu_copys_map_gpu_param", ()))
             Checkpointer(actor, CheckpointSection(save=scratch / name)).save(2, {})
-    for source, target in RESUMES:
+            found[f"{name} + 1"] = steps(actor, config, 1)
+    for source, target in resumes(optimizers):
         with actor_of(configs[target], scratch / source / "iter_0000002") as actor:
             found[f"{source} -> {target}"] = steps(actor, configs[target], 1)
+    for name, config in configs.items():
+        with actor_of(config, scratch / f"{name} at 0" / "iter_0000000") as actor:
+            found[f"{name} from 0"] = steps(actor, config, 2)
     return found
 
 
-def test_steps_and_resumes_are_the_same_with_the_state_on_the_host(tmp_path):
+def unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The part of all weights that are not the same to the bit."""
+    assert one.keys() == other.keys()
+    differing = sum(int((one[name] != other[name]).sum()) for name in one)
+    return differing / sum(tensor.numel() for tensor in one.values())
+
+
+@pytest.mark.parametrize("ranks, fields", [(1, SHARDED), (2, OVERLAPS)])
+def test_steps_and_resumes_are_the_same_with_the_state_on_the_host(tmp_path, ranks, fields):
     model = write_checkpoint(MODEL, tmp_path / "model")
-    (found,) = in_ranks(1, tmp_path / "ranks", trained, model, tmp_path)
+    optimizers = {"plain": {}, "offload": OFFLOAD}
+    given = trained, model, tmp_path, fields, optimizers
+    found, *_ = in_ranks(ranks, tmp_path / "ranks", *given)
     assert found["offload on host"] > 0 and found["plain on host"] == 0
-    for name, expected in {
-        "offload": "plain",
-        "offload -> plain": "plain -> plain",
-        "plain -> offload": "plain -> plain",
-        "offload -> offload": "plain -> plain",
-    }.items():
-        for tensor, weight in found[expected].items():
-            assert torch.equal(found[name][tensor], weight), (name, tensor)
+    for name in ("plain from 0", "offload", "offload from 0"):
+        assert unlike(found[name], found["plain"]) == 0, name
+    for name in ("offload + 1", *(f"{a} -> {b}" for a, b in resumes(optimizers))):
+        assert unlike(found[name], found["plain + 1"]) == 0, name
+
+
+@pytest.fixture
+def transformer_engine(monkeypatch):
+    """Ranks that find its stand-in."""
+    monkeypatch.setattr(actors, "SEARCHED", [str(STAND_INS)])
+
+
+def test_an_adam_of_less_memory_steps_and_resumes_as_one_without(tmp_path, transformer_engine):
+    """Weights are the same but for those in the middle of two; with bfloat16 moments most of them are."""
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    bounds = {"plain": 0.0, "whole": 0.0, "halves": 1e-3, "short": 0.1}
+    given = {"plain": {}, "whole": WHOLE, "halves": HALVES, "short": SHORT}
+    found, _ = in_ranks(2, tmp_path / "ranks", trained, model, tmp_path, OVERLAPS, given)
+    for name, bound in bounds.items():
+        assert unlike(found[name], found["plain"]) <= bound, name
+        assert unlike(found[f"{name} from 0"], found[name]) == 0, name
+        assert unlike(found[f"{name} + 1"], found[name]) > 0.2, name
+    for source, target in resumes(given):
+        bound = 0.0 if source == target else max(bounds[source], bounds[target])
+        assert unlike(found[f"{source} -> {target}"], found[f"{source} + 1"]) <= bound
+
+
+def away(model: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    build_as_on_cuda()
+    return both(model, settings)
+
+
+def test_an_adam_of_less_memory_leaves_the_device_and_comes_back(tmp_path, transformer_engine):
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    settings = {"short": SHARDED | dict(optimizer_overrides=SHORT)}
+    (found,) = in_ranks(1, tmp_path / "ranks", away, model, settings)
+    assert found["short"]["unlike"] == 0 and found["short"]["moved"] > 10
+    for before, weights, nothing, after in found["short"]["held"][1:]:
+        assert nothing == 0 < weights < before == after
 
 
 def test_weights_that_leave_cuda_go_to_pinned_memory(monkeypatch):

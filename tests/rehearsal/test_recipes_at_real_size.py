@@ -113,6 +113,13 @@ def test_the_estimate_is_what_the_ranks_of_each_stage_hold(first_ranks, checkpoi
     assert not off(first_ranks, checkpoints)
 
 
+def test_a_step_of_the_optimizer_makes_less_in_passing_than_a_microbatch(first_ranks, checkpoints):
+    for recipe in RECIPES:
+        for rank in first_ranks[ranks_of(recipe)]:
+            paper = on_paper(rank, recipe, checkpoints[recipe.model])
+            assert rank["step"] < paper.total - paper.held.rank, (recipe.file, rank["step"])
+
+
 @pytest.mark.parametrize("wrong", [(2, 0, 2), (0, 2, 0), (0, 0, 4)])
 def test_wrong_bytes_of_a_parameter_are_seen(wrong, first_ranks, checkpoints, monkeypatch):
     """Of its gradient, of its state, and of its state on the host."""

@@ -7,6 +7,7 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
+from r3train.trainer.megatron import fused_adam
 from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
 
 _DTYPES = {
@@ -47,6 +48,8 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         **overrides,
     )
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
+    for part in optimizer.chained_optimizers:
+        fused_adam.mend(part)
     if not on_cuda:
         for part in optimizer.chained_optimizers:
             if isinstance(part.optimizer, torch.optim.AdamW):

@@ -24,6 +24,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from r3train.trainer.megatron import fused_adam
+
 # can be loaded with other TP, PP and DP sizes; Megatron's default type needs Transformer Engine
 METADATA = {  # to be copied: Megatron adds its process groups
     "singleton_local_shards": False,
@@ -196,7 +198,7 @@ def _has_moments(optimizer: MegatronOptimizer) -> bool:
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state of torch's Adam, as its first step would; Megatron expects it to be there.
+    """Create the state of an Adam, as its first step would; Megatron expects it to be there.
 
     Of an optimizer with state on the host, that of its parts, which may be Transformer Engine's Adam.
     """
@@ -206,6 +208,8 @@ def _create_moments(optimizer: torch.optim.Optimizer) -> None:
         optimizer._sync_sub_optimizers_state_to_hdo()
     elif isinstance(optimizer, torch.optim.Adam):
         _create_moments_of(optimizer)
+    elif hasattr(optimizer, "initialize_state"):  # Transformer Engine's
+        fused_adam.create_state(optimizer)
 
 
 def _create_moments_of(adam: torch.optim.Optimizer) -> None:
