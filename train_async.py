@@ -8,6 +8,7 @@ Parse, check, build, run, close; the parts are built in r3train/launch.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
@@ -140,6 +141,8 @@ def train(
     from r3train.observe.sinks import open_sinks
     from r3train.proof.writer import EvidenceWriter
 
+    gc.freeze()
+    gc.enable()
     config, plant = job.config, None
     if config.replay.plant_bug is not None or config.faults.plant_fault is not None:
         from r3train.verify.mutations import planted_in_job
@@ -252,4 +255,5 @@ def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
 
 
 if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again
+    gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that
     main()

@@ -8,6 +8,7 @@ but for the world: that is joined once, because the imports of a rank take longe
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import traceback
@@ -54,6 +55,7 @@ def main() -> None:
             error = run_job(job["flags"], job["bug"])
             if torch.distributed.get_rank() == 0:
                 (Path(job["directory"]) / "ended.json").write_text(json.dumps({"error": error}))
+            gc.collect()  # the next job freezes what is left
     topology.shutdown()
 
 

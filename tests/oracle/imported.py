@@ -1,5 +1,7 @@
 """Imports of a rank, in the order of a job: the process that imports this is forked into ranks."""
 
+import gc
+
 import torch
 
 from r3train.trainer.megatron.cpu_device import prepare_device
@@ -9,3 +11,5 @@ prepare_device()
 
 import r3train.launch.actor  # noqa: E402, F401
 import r3train.verify.worker  # noqa: E402, F401
+
+gc.freeze()  # ranks do not search these imports for garbage

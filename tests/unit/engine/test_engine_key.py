@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import multiprocessing
 import os
@@ -68,6 +69,7 @@ def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypat
     try:
         launch_server.main()
         assert ENGINE_KEY_VARIABLE not in os.environ, "workers would inherit it"
+        assert gc.isenabled(), "workers would keep their garbage"
     finally:
         logging.setLogRecordFactory(before)
     words = ["launch_server", "--port", "5", "--api-key", KEY]
