@@ -314,7 +314,6 @@ class RankTopology:
     vpp_size: int = 1
     ep_rank: int = 0
     ep_size: int = 1
-    etp_rank: int = 0
     etp_size: int = 1
     sequence_parallel: bool = False
     # 1-based numbers of the MoE layers that this rank holds, one tuple a model chunk

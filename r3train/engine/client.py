@@ -123,8 +123,6 @@ class SGLangClient:
         health_timeout_s: float = 60.0,
         adapters: Adapters | None = None,
     ) -> None:
-        if max_concurrency < 1:
-            raise ValueError(f"max_concurrency is {max_concurrency}, expected at least 1")
         self.http = SGLangHTTP(
             addrs,
             api_key=api_key,

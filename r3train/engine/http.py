@@ -151,7 +151,6 @@ class SGLangHTTP:
         *,
         what: str,
         method: str = "POST",
-        timeout_s: float | None = None,
     ) -> list[Any]:
         """Make the same request to every server at once, or with one body each.
 
@@ -160,9 +159,7 @@ class SGLangHTTP:
         each = bodies if isinstance(bodies, Sequence) else [bodies] * len(self.urls)
         assert len(each) == len(self.urls), f"{len(each)} bodies for {len(self.urls)} servers"
         tasks = [
-            asyncio.ensure_future(
-                self.call(i, path, body, what=what, method=method, timeout_s=timeout_s)
-            )
+            asyncio.ensure_future(self.call(i, path, body, what=what, method=method))
             for i, body in enumerate(each)
         ]
         try:

@@ -155,8 +155,6 @@ class DistributedPublisher:
         together: Sequence[tuple[str, str]] = (),
         fused_experts: bool = False,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
         self._engine = engine
         self._bucket_bytes = bucket_bytes
         self._together = together

@@ -40,8 +40,6 @@ class SharedMemoryPublisher:
         bucket_bytes: int,
         flush_cache: bool = True,
     ) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(f"update_weight_buffer_size is {bucket_bytes}, expected at least 1")
         self._engine = engine
         self._directory = Path(directory).resolve()
         self._fused_experts = has_fused_experts(Path(hf_checkpoint))

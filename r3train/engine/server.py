@@ -137,7 +137,6 @@ class SGLangServer:
         host: str = "127.0.0.1",
         port: int | None = None,
         device: str | None = None,
-        weight_version: int = 0,
         api_key: str | None = None,
         env_names: Collection[str] = (),
         adapter_flags: Mapping[str, object] | None = None,
@@ -155,7 +154,6 @@ class SGLangServer:
         self.host = host
         self.port = port or free_port(host)
         self.device = device
-        self.weight_version = weight_version
         self.api_key = api_key
         self.env_names = env_names
         self.adapter_flags = adapter_flags
@@ -185,7 +183,7 @@ class SGLangServer:
         args: dict[str, object] = {
             "dtype": self.dtype,
             "random_seed": self.seed,
-            "weight_version": str(self.weight_version),
+            "weight_version": "0",
             # The trainer owns the tokenizer; servers get tokens and return tokens.
             "skip_tokenizer_init": True,
             # With overlap the version label of the token at a weight update is off by one.

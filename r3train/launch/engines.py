@@ -159,7 +159,7 @@ class Engines:
             self._addrs = [server.addr for server in self._servers]
             self._api_key = self._servers[0].api_key
             if self._adapters is None:  # else none holds an adapter yet
-                started = self._servers[0].weight_version
+                started = 0
             faults = self.job.config.faults
             self._supervisor = EngineSupervisor(
                 self._servers,
@@ -212,16 +212,9 @@ class Engines:
                     hf=self.job.hf,
                     max_weight_staleness=self.job.config.rollout.max_weight_staleness,
                 )
-            elif trainer.update_weight_transfer_mode == "disk":
-                self._publisher = DiskPublisher(
-                    self._control,
-                    directory=self._run_dir / "weights",
-                    hf_checkpoint=self.job.config.model.hf_checkpoint,
-                    bucket_bytes=trainer.update_weight_buffer_size,
-                    flush_cache=self._flush_cache,
-                )
-            elif trainer.update_weight_transfer_mode == "shared_memory":
-                self._publisher = SharedMemoryPublisher(
+            elif trainer.update_weight_transfer_mode != "distributed":
+                on_disk = trainer.update_weight_transfer_mode == "disk"
+                self._publisher = (DiskPublisher if on_disk else SharedMemoryPublisher)(
                     self._control,
                     directory=self._run_dir / "weights",
                     hf_checkpoint=self.job.config.model.hf_checkpoint,

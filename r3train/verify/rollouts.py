@@ -85,7 +85,7 @@ class RolloutBatch:
         return cls(**fields)
 
 
-def make_rollouts(variant: ModelVariant, kind: str, seed: int = 0) -> RolloutBatch:
+def make_rollouts(variant: ModelVariant, kind: str) -> RolloutBatch:
     """Draw a batch; log-prob streams are zero until ``with_log_probs`` sets them.
 
     Holes: one slot, a whole row, a row of one layer, and the last four rows of an aborted sample.
@@ -93,7 +93,7 @@ def make_rollouts(variant: ModelVariant, kind: str, seed: int = 0) -> RolloutBat
     lengths, budget = BATCHES[kind]
     lengths = np.array(lengths, dtype=np.int64)
     total = int(lengths.sum())
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     tokens = generator.permutation(np.arange(1, VOCAB_SIZE))[:total].astype(np.int32)
     scores = generator.random((total, variant.num_layers, variant.num_experts))
     routes = np.argsort(scores, axis=-1)[..., : variant.topk].astype(np.int32)
@@ -119,7 +119,7 @@ def make_rollouts(variant: ModelVariant, kind: str, seed: int = 0) -> RolloutBat
 
 
 def with_log_probs(
-    batch: RolloutBatch, log_probs: np.ndarray, *, old_spread: float = 0.2, seed: int = 1
+    batch: RolloutBatch, log_probs: np.ndarray, *, old_spread: float = 0.2
 ) -> RolloutBatch:
     """Old, reference and rollout log-probs scattered round the model's own.
 
@@ -127,7 +127,7 @@ def with_log_probs(
     importance weights' bounds are all at work; with a small ``old_spread`` no ratio is clipped, for
     runs too coarse to say on which side of the clip a token falls.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(1)
     inner = batch.inner_rows
 
     def near(centre: np.ndarray, spread: float) -> np.ndarray:

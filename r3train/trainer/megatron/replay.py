@@ -234,7 +234,6 @@ class RoutingReplayManager:
             self.recorder = CallRecorder(
                 rank=rank,
                 topk=topk,
-                num_experts=num_experts,
                 counts_tokens=counts_tokens,
                 keep_score_ratio=keep_score_ratio,
             )

@@ -102,13 +102,11 @@ class CallRecorder:
         *,
         rank: int,
         topk: int,
-        num_experts: int,
         counts_tokens: bool,
         keep_score_ratio: float = 0.0,
     ):
         self._rank = rank
         self._topk = topk
-        self._num_experts = num_experts
         self._counts_tokens = counts_tokens
         self._keep_score_ratio = keep_score_ratio
         self._calls: list[_Call] = []

@@ -57,7 +57,6 @@ def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:
         vpp_size=parallel.virtual_pipeline_model_parallel_size or 1,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),
         ep_size=parallel_state.get_expert_model_parallel_world_size(),
-        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         etp_size=parallel_state.get_expert_tensor_parallel_world_size(),
         sequence_parallel=parallel.sequence_parallel,
     )

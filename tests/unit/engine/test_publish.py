@@ -573,12 +573,3 @@ def test_gloo_gets_the_interface_of_the_address_unless_one_is_named(monkeypatch)
     with publish._gloo_on("eth7"):
         assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
-
-
-@pytest.mark.parametrize("kind", [DistributedPublisher, DiskPublisher, SharedMemoryPublisher])
-def test_a_bucket_of_no_bytes_is_refused(kind, tmp_path):
-    with pytest.raises(ValueError, match="update_weight_buffer_size is 0"):
-        files = (
-            {} if kind is DistributedPublisher else dict(directory=tmp_path, hf_checkpoint=tmp_path)
-        )
-        kind(Engine(), bucket_bytes=0, **files)

@@ -23,7 +23,7 @@ def test_the_progress_of_a_restart_never_says_starting(tmp_path):
     config = SimpleNamespace(rollout=rollout, replay=replay, serves_adapters=False)
     job = SimpleNamespace(config=config, hf=None)
     engines = Engines(job, tmp_path, display, 0, RoutesOnRank0(None, ()))
-    server = SimpleNamespace(on_progress=None, weight_version=0, addr="127.0.0.1:1")
+    server = SimpleNamespace(on_progress=None, addr="127.0.0.1:1")
 
     def loads() -> None:
         now[0] += 100.0

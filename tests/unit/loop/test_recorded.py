@@ -208,9 +208,7 @@ def failures_of_kept_tokens(
     place = RankTopology(moe_layer_numbers=(LAYERS,))
     trained = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
     ready = prepare(3, trained, config, HF, ROUTES, [place], passes=("train",))
-    recorder = replay_evidence.CallRecorder(
-        rank=0, topk=ROUTES.topk, num_experts=ROUTES.num_experts, counts_tokens=True
-    )
+    recorder = replay_evidence.CallRecorder(rank=0, topk=ROUTES.topk, counts_tokens=True)
     recorder.begin_pass("train", 3, native=True)
     for microbatch in ready.microbatches[0]:
         share = plant(slice_microbatch(microbatch, place))
