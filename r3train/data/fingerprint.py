@@ -26,8 +26,8 @@ class FileFingerprint:
         for path in paths:
             with path.open("rb") as file:
                 digests.append(hashlib.file_digest(file, "sha256").hexdigest())
-        whole = digests[0] if len(digests) == 1 else _sha256(" ".join(digests))
-        return cls(paths, whole, marks)
+        several = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+        return cls(paths, digests[0] if len(digests) == 1 else several, marks)
 
     def changed(self) -> bool:
         """True if the content has changed or the file is gone; read only if its marks changed."""
@@ -37,10 +37,6 @@ class FileFingerprint:
             return FileFingerprint.of(*self.paths).sha256 != self.sha256
         except OSError:
             return True
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _marks(path: Path) -> tuple[int, int, int]:

@@ -377,7 +377,10 @@ def require_messages(
             f"{record.where}: key {key} must be {or_else}a list of messages with role and content"
         )
     # parquet gives every message the fields of all
-    return [_without_nulls(message) for message in messages]
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in messages
+    ]
 
 
 def are_messages(value: Any) -> bool:
@@ -386,10 +389,6 @@ def are_messages(value: Any) -> bool:
         isinstance(message, dict) and "role" in message and "content" in message
         for message in value
     )
-
-
-def _without_nulls(message: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
 
 
 def _metadata(record: Record, key: str) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class Conversations(WithoutServer):
             on_wait(self.stats())
         start = rollout_id * self._num_groups
         drawn = self._order.indices(start, self._num_groups)
-        return [[(self._numbered(i, start + n), 0.0)] for n, i in enumerate(drawn)]
-
-    def _numbered(self, index: int, number: int) -> RolloutSample:
-        return replace(self._conversations[index], sample_id=number, group_id=number)
+        return [
+            [(replace(self._conversations[i], sample_id=number, group_id=number), 0.0)]
+            for number, i in enumerate(drawn, start)
+        ]

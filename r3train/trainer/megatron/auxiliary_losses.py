@@ -66,16 +66,14 @@ class AuxiliaryLosses:
         """Count the step's rows and loss tokens; a collective of the pipeline stage."""
         if not self._routers:
             return
-        rows = sum(self._num_rows(s) for s in slices)
+        real = self._without_padding
+        rows = sum(int((s.route_uids >= 0).sum()) if real else len(s.route_uids) for s in slices)
         # tensor ranks have rows of their own in the routers, and all the loss tokens
         tokens = sum(int(s.loss_mask.sum()) for s in slices) / self._topology.tp_size
         counts = torch.tensor([tokens, rows], dtype=torch.float64, device=self._device)
         group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(counts, group=group)
         self._loss_tokens_per_row = (counts[0] / counts[1].clamp_min(1)).float()
-
-    def _num_rows(self, s: RankSlice) -> int:
-        return int((s.route_uids >= 0).sum()) if self._without_padding else len(s.route_uids)
 
     def _attach(
         self,
