@@ -1,0 +1,115 @@
+"""A rank's whole peak, pipeline and loss and recomputed layers together, is what the estimate has for its stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import read_hf_facts
+from r3train.doctor import memory
+from tests.published import RECIPES, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_INS = Path(__file__).parent / "stand_ins"
+pytestmark = pytest.mark.ranks
+
+# stages of twelve layers, of which all but one or two are kept whole; and the same in eight chunks
+STAGED = {
+    "tensor_model_parallel_size": 1,
+    "sequence_parallel": False,
+    "expert_model_parallel_size": 2,
+    "pipeline_model_parallel_size": 4,
+    "recompute_method": "block",
+}
+INTERLEAVED = STAGED | {"virtual_pipeline_model_parallel_size": 2}
+# recipe, a rank of each stage that is counted, and settings beside the recipe's
+CASES = (
+    ("glm_4_5_air", (0, 16, 48), {}),
+    ("deepseek_v3", (0, 224), {}),
+    ("gpt_oss_20b_one_node", (0,), {}),
+    ("qwen3_30b_a3b_colocated", (0,), {}),
+    ("qwen3_30b_a3b", (0, 2, 6), STAGED),
+    ("qwen3_30b_a3b", (0, 2, 6), INTERLEAVED),
+)
+
+
+def word(file: str, ranks: tuple[int, ...], settings: dict) -> str:
+    return f"{file}:{','.join(map(str, ranks))}?{json.dumps(settings)}"
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
+    """Bytes of each case's ranks."""
+    report = tmp_path_factory.mktemp("peaks") / "report.json"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.rehearsal.rank_memory", str(report)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(STAND_INS)}
+    words = [word(*case) for case in CASES]
+    done = subprocess.run([*command, *words], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory) -> Path:
+    """A directory with each case's model, as far as its headers."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+    for model in {recipe.model for recipe in RECIPES if recipe.file in [case[0] for case in CASES]}:
+        write_checkpoint(directory / model, model)
+    return directory
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """The estimate over the count, of a rank's whole peak and of what passes take of it."""
+
+    whole: float
+    passes: float
+    has_logits: bool
+
+
+def ratios(counted: dict[str, list[dict[str, int]]], checkpoints: Path) -> list[list[Ratio]]:
+    """Those of each case's ranks."""
+    found = []
+    for file, ranks, settings in CASES:
+        (recipe,) = (recipe for recipe in RECIPES if recipe.file == file)
+        config = RunConfig.from_toml(recipe.path, settings)
+        stages = memory.stages(config, read_hf_facts(checkpoints / recipe.model), recipe.num_gpus)
+        of_case = []
+        for rank in counted[word(file, ranks, settings)]:
+            paper = stages[rank["stage"]]
+            assert rank["rank"] in paper.ranks and rank["step"] < rank["passes"]
+            passes = paper.activations + paper.logits
+            whole = (paper.held.rank + passes) / (rank["held"] + rank["passes"])
+            of_case.append(Ratio(whole, passes / rank["passes"], paper.logits > 0))
+        found.append(of_case)
+    return found
+
+
+def test_the_whole_peak_is_within_a_tenth_of_the_estimate(counted, checkpoints):
+    """Logits and the layer that is computed again are not there at once: the estimate has both."""
+    for ratio in sum(ratios(counted, checkpoints)[:-2], []):
+        assert 0.9 < ratio.whole < 1.1, ratio
+        assert 0.9 < ratio.passes < (1.7 if ratio.has_logits else 1.1), ratio
+
+
+def spread(of_stages: list[Ratio]) -> float:
+    """The largest of the stages' ratios over the least: 1 where the estimate knows each one's microbatches."""
+    passes = [ratio.passes for ratio in of_stages]
+    return max(passes) / min(passes)
+
+
+def test_a_stage_holds_as_many_microbatches_as_the_estimate_has(counted, checkpoints, monkeypatch):
+    staged, interleaved = ratios(counted, checkpoints)[-2:]
+    assert spread(staged) < 1.05 and spread(interleaved) < 1.05
+    assert min(ratio.passes for ratio in staged + interleaved) > 1
+    rule = memory._in_flight
+    monkeypatch.setattr(memory, "_in_flight", lambda *given: rule(*given) + 1)
+    staged, interleaved = ratios(counted, checkpoints)[-2:]
+    assert spread(staged) > 1.05 and spread(interleaved) > 1.05
