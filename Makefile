@@ -31,8 +31,8 @@ QUICK := not e2e and not ranks and not slow and not long
 ALSO ?=
 WHOLE := ((e2e or ranks) and not slow and not long) $(ALSO)
 # the longest files first, so that no process is left with one of them at the end
-LONGEST := tests/e2e/test_slurm.py tests/oracle
-WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/rehearsal tests/browser
+LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal
+WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
 
 BIN := .venv/bin
 # -qq: errors alone

@@ -1,6 +1,10 @@
 """Settings of every test."""
 
-from hypothesis import settings
+import gc
+
+gc.disable()  # while all is imported
+
+from hypothesis import settings  # noqa: E402
 
 # a busy machine is slow: an example has no time limit; the examples are the same in every run, so that
 # a change is judged by itself and not by luck
@@ -12,3 +16,9 @@ def pytest_addoption(parser):
     """Add what a test of a page's numbers asks for."""
     help = "write docs/internals/families.md, adapters.md from what the tests of tests/oracle saw"
     parser.addoption("--write-docs", action="store_true", help=help)
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of every search for garbage."""
+    gc.freeze()
+    gc.enable()

@@ -142,9 +142,10 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
             *(2, WITH_KL, "a rollout could not be trained", "raised KeyError: 'gold'"),
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(  # as in the test below, in a rollout's first step
             ("--policy-loss", f"{GUESTS}:loss_fails_later_on_rank_1"),
             *(2, (), "a rollout could not be trained", "raised KeyError: 'gold'"),
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             ("--policy-loss", f"{GUESTS}:loss_hangs_later_on_rank_1"),

@@ -11,7 +11,13 @@ import urllib.request
 
 import numpy as np
 import pytest
-from tests.e2e.sglang_support import checkpoint_tensors, MixedReference, prompt_of, ROUTES
+from tests.e2e.sglang_support import (
+    checkpoint_tensors,
+    MixedReference,
+    NUM_LAYERS,
+    prompt_of,
+    ROUTES,
+)
 
 from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import SamplingParams
@@ -20,6 +26,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
+from r3train.proof.rescored import compare_rollout, limit, rescored_failures
 from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e
@@ -134,3 +141,50 @@ def test_accepted_requests_have_rows_of_weights_that_their_tokens_do_not_claim(s
             break
     # tokens of both versions, and rows of the prompt that the first of them did not compute
     assert wrong and all(len(np.unique(s.weight_versions[s.loss_mask])) > 1 for s in wrong)
+
+
+def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, models):
+    rollout = RolloutSection(
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        num_rollout=1,
+        rollout_max_response_len=90,
+        rollout_max_concurrency=8,
+        pause_generation_mode="in_place",
+        retraction_policy="accept",
+    )
+    with EngineControl([server.addr]) as control:
+        control.update_weights_from_disk(str(models[0]), weight_version=0)
+        publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=False)
+
+        def client() -> SGLangClient:
+            return SGLangClient(
+                [server.addr],
+                routes=ROUTES,
+                versions=control.versions,
+                cache_per_version=True,
+            )
+
+        sampling = SamplingParams(90, ignore_eos=True)
+        with Producer(rollout, client, prompt_of, sampling, audit_share=1.0) as producer:
+            while producer.stats()["in_flight"] < 8:  # the noise is measured before
+                time.sleep(0.01)
+            wait_until_running(server.addr, 3)
+            time.sleep(0.02)
+            with producer.quiesced():
+                publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
+                producer.set_version(1)
+            groups = producer.next_batch(0)
+            rescored, stats = producer.rescored(), producer.stats()
+        publisher.close()
+    samples = [sample for group in groups for sample, _ in group]
+    layers = list(range(1, NUM_LAYERS + 1))
+    records = compare_rollout(0, rescored, samples, lambda s: s, layers, log_probs=True)
+    assert stats["retracted_answers"] > 0, stats
+    retracted = {s.sample_id for s in samples if s.num_retractions}
+    failed = [r for r in records if rescored_failures(r)]
+    assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
+    # prompt rows of the newer weights, under tokens that claim the older
+    margins = [min(r.rows_differ.values()) / limit(r.num_rows, 0.0) for r in failed]
+    print(f"accept: {len(failed)} samples, {min(margins):.1f} to {max(margins):.1f} times")
+    assert min(margins) >= 5, failed

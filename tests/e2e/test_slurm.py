@@ -98,7 +98,7 @@ def test_planted_routes_fail_the_job_and_name_step_and_layers(slurm, tmp_path, t
 def test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes(slurm, tmp_path, tiny_flags):
     """Both starts with a server of their own: rank 0's child under srun, and gone after the job."""
     run_dir = tmp_path / "run"
-    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "24"]
+    flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "12"]
     flags += ["--rollout-server-start-timeout-s", "600"]
     _, job_id = submit(slurm, "train_single_node.sbatch", run_dir, *flags)
     seen: set[psutil.Process] = set()
@@ -123,8 +123,8 @@ def test_a_job_that_is_told_to_stop_saves_goes_back_and_resumes(slurm, tmp_path,
     assert _fact(slurm, job_id, "JobState") == "COMPLETED", output
     assert "back into the queue" in output and "resuming from" in output
     # every step trained, none twice
-    assert sorted(_steps(run_dir)) == list(range(24)), output
-    assert "passed: 24 steps" in _verdict(run_dir)
+    assert sorted(_steps(run_dir)) == list(range(12)), output
+    assert "passed: 12 steps" in _verdict(run_dir)
     _wait(lambda: not any(map(_runs_still, seen)), "the last process of the job to end", 30)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -270,63 +269,3 @@ def test_without_a_key_of_its_own_a_text_would_get_the_rows_that_are_cached(
         same = (np.sort(cached.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
         other = (np.sort(own.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
         assert same.mean() > 0.5 > other.mean()
-
-
-@pytest.fixture(scope="module")
-def small_server(models, tmp_path_factory):
-    """Room for half of the tokens that eight answers need: the scheduler must retract some."""
-    log = tmp_path_factory.mktemp("log") / "sglang.log"
-    args = {"max_total_tokens": 400, "schedule_conservativeness": 0.01}
-    with pytest.MonkeyPatch.context() as patch:
-        # it admits requests as if they would end after 8 tokens
-        patch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "8")
-        server = SGLangServer(
-            models[0], log, return_routed_experts=True, start_timeout_s=200, server_args=args
-        )
-        with server:
-            yield server
-
-
-def test_rows_of_retracted_answers_are_found_where_they_are_accepted(small_server, models):
-    rollout = RolloutSection(
-        rollout_batch_size=2,
-        n_samples_per_prompt=4,
-        num_rollout=1,
-        rollout_max_response_len=90,
-        rollout_max_concurrency=8,
-        pause_generation_mode="in_place",
-        retraction_policy="accept",
-    )
-    with EngineControl([small_server.addr]) as control:
-        control.update_weights_from_disk(str(models[0]), weight_version=0)
-        publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=False)
-
-        def client() -> SGLangClient:
-            return SGLangClient(
-                [small_server.addr],
-                routes=ROUTES,
-                versions=control.versions,
-                cache_per_version=True,
-            )
-
-        sampling = SamplingParams(90, ignore_eos=True)
-        with Producer(rollout, client, prompt_of, sampling, audit_share=1.0) as producer:
-            while producer.stats()["in_flight"] < 8:  # the noise is measured before
-                time.sleep(0.01)
-            wait_until_running(small_server.addr, 3, then_s=0.02)
-            with producer.quiesced():
-                publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
-                producer.set_version(1)
-            groups = producer.next_batch(0)
-            rescored, stats = producer.rescored(), producer.stats()
-        publisher.close()
-    samples = [sample for group in groups for sample, _ in group]
-    records = compare_rollout(0, rescored, samples, lambda s: s, list(LAYERS), log_probs=True)
-    assert stats["retracted_answers"] > 0, stats
-    retracted = {s.sample_id for s in samples if s.num_retractions}
-    failed = [r for r in records if rescored_failures(r)]
-    assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
-    # prompt rows of the newer weights, under tokens that claim the older
-    margins = [min(r.rows_differ.values()) / limit(r.num_rows, 0.0) for r in failed]
-    print(f"accept: {len(failed)} samples, {min(margins):.1f} to {max(margins):.1f} times")
-    assert min(margins) >= 5, failed
