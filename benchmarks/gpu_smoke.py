@@ -27,8 +27,11 @@ PAGE = ROOT / "docs" / "gpu_results.md"
 BEGIN, END = "<!-- gpu-smoke: begin -->", "<!-- gpu-smoke: end -->"
 NOT_RUN = 3
 _TIMEOUT_S = 1800
-JOB = "runs/gpu/job"
 _TINY = "--config configs/tiny_cpu.toml --bf16 --use-rollout-routing-replay"
+_PROVED = (
+    "--num-rollout 3 --enable-r3-correctness-check --ci-test --check-weight-update-equal --run-dir"
+)
+_TURNS = "--colocate --max-weight-staleness 0"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class Step:
     num_gpus: int = 1
 
 
+def _job(name: str, flags: str, proves: str, num_gpus: int = 1, num_ranks: int = 1) -> Step:
+    """A short R3 job of the tiny model in ``runs/gpu/NAME``, in which every step is proved."""
+    launch = f"torchrun --nproc-per-node {num_ranks} --master-port 29500 train_async.py {_TINY}"
+    settings = f"--expert-model-parallel-size 1 {flags}".strip()
+    return Step(name, f"{launch} {settings} {_PROVED} runs/gpu/{name}", proves, num_gpus)
+
+
+# variants and figures behind what they are variants of; topologies last, whose bounds no device has met
 STEPS = (
     Step("model", "r3train make-tiny-model --output runs/tiny --force", "the package is installed"),
     Step("doctor", "r3train doctor", "versions go together; GPUs, shared memory"),
@@ -56,33 +67,61 @@ STEPS = (
         "log-probs and routes under Transformer Engine and SGLang's kernels, against Hugging Face's",
         2,
     ),
-    Step("topologies", "r3train verify", "R3 over topologies with NCCL, against two oracles", 2),
+    _job("job", "", "weights reach the server bit for bit, and every step is proved", 2),
     Step(
-        "job",
-        f"torchrun --nproc-per-node 1 --master-port 29500 train_async.py {_TINY}"
-        " --expert-model-parallel-size 1 --num-rollout 3 --enable-r3-correctness-check --ci-test"
-        f" --check-weight-update-equal --run-dir {JOB}",
-        "weights reach the server bit for bit, and every step is proved",
+        "evidence",
+        "r3train check-evidence runs/gpu/job",
+        "the evidence of that job holds, read alone",
         2,
     ),
+    _job("colocated", _TURNS, "server and rank on one GPU in turns, every step proved"),
     Step(
-        "evidence", f"r3train check-evidence {JOB}", "the evidence of that job holds, read alone", 2
+        "colocated_evidence",
+        "r3train check-evidence runs/gpu/colocated",
+        "the evidence of that job holds, read alone",
     ),
     Step(
         "replay_overhead",
         "python -m benchmarks.replay_overhead --rounds 15 --output runs/gpu/replay_overhead.json",
-        "what replay and its check cost of a step",
+        "what replay and its check cost of a step, in bfloat16",
     ),
     Step(
         "weight_sync",
         "python -m benchmarks.weight_sync --output runs/gpu/weight_sync.json",
-        "what an update costs",
+        "what an update costs, in bfloat16",
         2,
     ),
     Step(
         "rollout_rate",
         "python -m benchmarks.rollout_rate --output runs/gpu/rollout_rate.json",
         "tokens a second with routed experts and without",
+    ),
+    _job("adapters", f"{_TURNS} --lora-rank 8", "adapters on Transformer Engine's layers, merged"),
+    _job(
+        "optimizer",
+        f"{_TURNS} --optimizer-override use_precision_aware_optimizer=true"
+        " --optimizer-override exp_avg_dtype=bf16 --optimizer-override exp_avg_sq_dtype=bf16",
+        "Transformer Engine's FusedAdam with moments in bfloat16, which leave the GPU in turns",
+    ),
+    _job(
+        "tp2",
+        f"{_TURNS} --tensor-model-parallel-size 2 --sequence-parallel",
+        "a job over two tensor ranks",
+        2,
+        num_ranks=2,
+    ),
+    _job(
+        "cp2",
+        f"{_TURNS} --context-parallel-size 2",
+        "a job over two context-parallel ranks",
+        2,
+        num_ranks=2,
+    ),
+    Step(
+        "topologies",
+        "r3train verify --bf16",
+        "R3 over all topologies that the GPUs hold (with one GPU those of one rank), against two oracles:"
+        " in float32, and in bfloat16 within 5% forward and 30% in gradients; context parallelism in bfloat16 alone",
     ),
 )
 
@@ -139,9 +178,10 @@ def _outcome(step: Step, num_gpus: int, before: Sequence[Outcome], logs: Path) -
     log, began = logs / f"{step.name}.log", time.monotonic()
     bin_dir = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{bin_dir}{os.pathsep}{os.environ['PATH']}"}
-    if step.name == "job":  # a directory that holds a run is refused
-        shutil.rmtree(ROOT / JOB, ignore_errors=True)
-    code = run_logged(shlex.split(step.command), log, env, _TIMEOUT_S)
+    words = shlex.split(step.command)
+    if "--run-dir" in words:  # a directory that holds a run is refused
+        shutil.rmtree(ROOT / words[words.index("--run-dir") + 1], ignore_errors=True)
+    code = run_logged(words, log, env, _TIMEOUT_S)
     ended = f"not done after {_TIMEOUT_S} s" if code is None else f"exit code {code}"
     word, reason = ("passed", "") if code == 0 else ("failed", f"{ended}, see {log}")
     return Outcome(step, word, time.monotonic() - began, reason)

@@ -26,7 +26,7 @@ import psutil
 import torch
 
 from benchmarks.measure import flags, in_turns, ratios, spread, spreads, write_result
-from benchmarks.tiny_jobs import describe, tiny_model
+from benchmarks.tiny_jobs import DTYPE, describe, tiny_model
 from r3train.engine.backend import Request, SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -38,16 +38,19 @@ MODEL = TinyOptions(
 )
 RETURNED, AGAIN = "recorded and returned", "computed again"
 # three servers share a GPU
-ON_GPU = {"mem_fraction_static": 0.3} if torch.cuda.is_available() else {}
+ON_GPU = {
+    "dtype": DTYPE,
+    "server_args": {"mem_fraction_static": 0.3} if torch.cuda.is_available() else {},
+}
 
 
 def main() -> None:
     arguments = flags(__doc__, rounds=7, requests=64, response=128)
     with tiny_model(MODEL) as tiny, ExitStack() as running:
-        plain = SGLangServer(tiny / "model", tiny / "plain.log", server_args=ON_GPU)
-        another = SGLangServer(tiny / "model", tiny / "another.log", server_args=ON_GPU)
+        plain = SGLangServer(tiny / "model", tiny / "plain.log", **ON_GPU)
+        another = SGLangServer(tiny / "model", tiny / "another.log", **ON_GPU)
         records = SGLangServer(
-            tiny / "model", tiny / "records.log", return_routed_experts=True, server_args=ON_GPU
+            tiny / "model", tiny / "records.log", return_routed_experts=True, **ON_GPU
         )
         for server in (plain, another, records):
             running.callback(server.stop)

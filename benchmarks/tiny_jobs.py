@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from r3train.cuda_environment import visible_gpus
 from r3train.engine.server import free_port
 from r3train.tiny import TinyOptions, build
 
 ROOT = Path(__file__).resolve().parents[1]
+# of a server, as recipes have it on the same machine
+DTYPE = "bfloat16" if visible_gpus() else "float32"
 R3 = ("--use-rollout-routing-replay", "--enable-r3-correctness-check")
 
 

@@ -27,7 +27,7 @@ from benchmarks.replay_overhead import (  # first: it prepares the device
 import torch
 
 from benchmarks.measure import flags, in_turns, ratios, spreads, write_result
-from benchmarks.tiny_jobs import tiny_model
+from benchmarks.tiny_jobs import DTYPE, tiny_model
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
@@ -41,14 +41,19 @@ from r3train.trainer.megatron.actor import MegatronActor
 LORA = LoraSection(lora_rank=8)
 BUCKET_BYTES = 512 * 1024 * 1024  # the default of --update-weight-buffer-size
 # the actor has the first GPU, which no second process of one NCCL group can have; the servers share the next
-ON_GPUS = {"base_gpu_id": 1, "mem_fraction_static": 0.3} if torch.cuda.is_available() else {}
+ON_GPUS = {
+    "dtype": DTYPE,
+    "server_args": (
+        {"base_gpu_id": 1, "mem_fraction_static": 0.3} if torch.cuda.is_available() else {}
+    ),
+}
 
 
 def main() -> None:
     arguments = flags(__doc__, rounds=7)
     with (
         tiny_model(MODEL) as tiny,
-        SGLangServer(tiny / "model", tiny / "sglang.log", server_args=ON_GPUS) as server,
+        SGLangServer(tiny / "model", tiny / "sglang.log", **ON_GPUS) as server,
     ):
         with one_rank() as place:
             actor = make_actor(tiny / "model", place)
@@ -123,9 +128,7 @@ def measure_lora(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> di
     """Bytes, tensors and seconds of an update of adapters, by what is sent."""
     hf, versions = read_hf_facts(tiny / "model"), count(1)
     flags = adapter_flags(LORA, hf, max_weight_staleness=1)
-    server = SGLangServer(
-        tiny / "model", tiny / "sglang_lora.log", adapter_flags=flags, server_args=ON_GPUS
-    )
+    server = SGLangServer(tiny / "model", tiny / "sglang_lora.log", adapter_flags=flags, **ON_GPUS)
     with (
         server,
         EngineControl([addr]) as control,

@@ -168,8 +168,8 @@ class Verifier:
     # -- plan --------------------------------------------------------------------------------
 
     def _plan(self, case_id: str, topology: Topology, **options: object) -> None:
-        """Add a case and, before it, its baseline; nothing where it needs more ranks than fit."""
-        if case_id in self._cases or topology.world_size > self._max_world_size:
+        """Add a case and, before it, its baseline; nothing where it cannot run here."""
+        if case_id in self._cases or self._obstacle(topology):
             return
         first = baseline(topology)
         if case_id != first.name:
@@ -188,6 +188,15 @@ class Verifier:
             bf16=self._bf16,
             **options,
         )
+
+    def _obstacle(self, topology: Topology) -> str:
+        """The reason why a topology cannot run here; "" if it can."""
+        if topology.world_size > self._max_world_size:
+            return f"needs {topology.world_size} ranks, {self._max_world_size} can run here"
+        is_cut = topology.parallel_section().context_parallel_size > 1
+        if is_cut and not self._bf16 and torch.cuda.is_available():
+            return "Transformer Engine has no attention of cut sequences in float32: --bf16 runs it"
+        return ""
 
     def _prepare(self, topology: Topology) -> Given:
         key = (topology.variant, topology.batch)
@@ -269,7 +278,7 @@ class Verifier:
     def _judge_topology(self, t: Topology, thresholds: dict[int, float]) -> TopologyResult:
         result = TopologyResult(t.name, t.world_size)
         if t.name not in self._cases:
-            result.reason = f"needs {t.world_size} ranks, {self._max_world_size} can run here"
+            result.reason = self._obstacle(t)
             return result
         status, first = self._statuses[t.name], self._statuses[baseline(t).name]
         result.seconds = status.seconds
@@ -288,7 +297,7 @@ class Verifier:
         case_id = f"mutation-{m.name}"
         result = MutationResult(m.name, m.claim, m.topology, m.phase)
         if case_id not in self._cases:
-            result.detail = "needs more ranks than can run here"
+            result.detail = self._obstacle(TOPOLOGIES[m.topology])
             return result
         error = self._statuses[case_id].error
         if error:

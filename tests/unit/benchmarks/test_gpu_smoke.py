@@ -10,10 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+import train_async
 from benchmarks import gpu_smoke
 from r3train.cli import SUBCOMMANDS
 from r3train.config.options import parse_train_flags
+from r3train.launch.gpus import server_gpus
 
 PAGE = Path(__file__).parents[3] / "docs/gpu.md"
 
@@ -55,6 +58,21 @@ def test_nothing_runs_behind_a_step_that_failed(tmp_path, monkeypatch, capsys):
     assert gpu_smoke.main([]) == 0
 
 
+def test_a_job_finds_no_earlier_run_in_its_directory(tmp_path):
+    left = tmp_path / "job"
+    left.mkdir()
+    command = f"bash -c 'test ! -e {left}' --run-dir {left}"
+    job = replace(gpu_smoke.STEPS[0], name="another job", command=command)
+    assert [outcome.word for outcome in gpu_smoke.outcomes([job], 1, tmp_path)] == ["passed"]
+
+
+def test_one_gpu_runs_a_job_its_evidence_figures_variants_and_topologies(tmp_path):
+    steps = [replace(step, command="python --version") for step in gpu_smoke.STEPS]
+    ran = [o.step.name for o in gpu_smoke.outcomes(steps, 1, tmp_path) if o.word == "passed"]
+    assert ran[3:6] == ["colocated", "colocated_evidence", "replay_overhead"], ran
+    assert ran[6:] == ["rollout_rate", "adapters", "optimizer", "topologies"], ran
+
+
 def test_the_page_lists_the_steps_in_their_order():
     rows = [
         f"| {step.name} | {step.num_gpus} | `{step.command}` | {step.proves} |"
@@ -80,6 +98,24 @@ def test_a_step_is_a_command_that_is_there(step):
         assert (root / f"{words[1].replace('.', '/')}.py").is_file()
     if "--config" in words and program == "r3train":
         parse_train_flags([word for word in words[1:] if word != "--probe"], prog_name="doctor")
+
+
+JOBS = [step for step in gpu_smoke.STEPS if "train_async.py" in step.command]
+
+
+@pytest.mark.parametrize("step", JOBS, ids=lambda step: step.name)
+def test_a_job_is_taken_by_the_dry_run_and_needs_its_gpus_and_no_fewer(step, tiny, tmp_path):
+    words = shlex.split(step.command)
+    ranks = int(words[words.index("--nproc-per-node") + 1])
+    flags = words[words.index("train_async.py") + 1 :]
+    config = parse_train_flags(flags, prog_name="train_async.py")
+    servers = server_gpus(config, num_ranks=ranks, num_visible=step.num_gpus)
+    assert step.num_gpus == max(ranks, *(gpus.stop for gpus in servers))
+    model = ("--hf-checkpoint", str(tiny / "model"), "--prompt-data", str(tiny / "prompts.jsonl"))
+    elsewhere = ("--run-dir", str(tmp_path / "run"))  # runs/gpu may hold a run already
+    dry = [*flags, *model, *elsewhere, "--dry-run", "--world-size", str(ranks)]
+    result = CliRunner().invoke(train_async.main, dry, env={"RANK": None, "WORLD_SIZE": None})
+    assert result.exit_code == 0, result.output
 
 
 def test_a_step_that_is_too_slow_leaves_no_process(tmp_path, monkeypatch):
