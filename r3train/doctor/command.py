@@ -109,6 +109,7 @@ def diagnose(
     node = Node(num_gpus, gpu_bytes, world_size, num_ranks)
     yield from machine.check_versions(cuda=bool(num_gpus))
     yield from machine.check_devices(node, os.cpu_count() or 1)
+    yield from machine.check_capability(num_gpus)
     yield from machine.check_shared_memory(num_ranks)
     for port in ports:
         yield from machine.check_port("port", "127.0.0.1", port)

@@ -133,6 +133,23 @@ def check_devices(node: Node, cores: int) -> Findings:
         yield warning("devices", text, "unset it")
 
 
+def check_capability(num_gpus: int) -> Findings:
+    """The GPUs here against Transformer Engine 2.12's fused attention of packed sequences."""
+    if not num_gpus:
+        return
+    import torch
+
+    here = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    for major, minor in sorted(here):
+        if major < 9 or major == 12:
+            text = (
+                f"compute capability {major}.{minor}: Transformer Engine has no fused attention of packed sequences"
+                " there; the unfused one's scores grow with the square of a pack's tokens, in no estimate of memory,"
+                " and it takes no context parallelism"
+            )
+            yield warning("GPU", text, "an H100, H200 or B200, or a small --max-tokens-per-gpu")
+
+
 def existing_parent(path: Path) -> Path:
     """``path``, or its nearest parent that exists."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())

@@ -314,6 +314,24 @@ def test_version_conflicts_are_found(changes, cuda, subject, level):
     assert [(f.level, f.subject) for f in found] == [(level, subject)] and found[0].remedy
 
 
+@pytest.mark.parametrize(
+    ("capabilities", "worried"),
+    [
+        ([(9, 0), (9, 0)], []),
+        ([(10, 0)], []),
+        ([(9, 0), (8, 0)], ["8.0"]),
+        ([(12, 0)], ["12.0"]),
+    ],
+)
+def test_a_gpu_without_fused_attention_of_packs_is_named(capabilities, worried, monkeypatch):
+    monkeypatch.setattr(command, "gpus_here", lambda: (len(capabilities), 80 << 30))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
+    monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
+    found = [f for f in command.diagnose(None, 1) if f.subject == "GPU"]
+    assert [f.text.split(":")[0].split()[-1] for f in found] == worried
+    assert all(f.level == WARNING and f.remedy for f in found)
+
+
 def test_pinned_versions_are_fine_and_another_python_is_not():
     assert [f.level for f in machine.check_versions(GOOD.get, (3, 11))] == [OK]
     assert [f.subject for f in machine.check_versions(GOOD.get, (3, 13))] == ["Python"]
