@@ -69,7 +69,8 @@ def measure(job: Job, samples: Sequence) -> dict[str, Any]:
     """Gap and routing of one actor without and with replay, over the same tokens; a collective."""
     actor = build_actor(job, DEVICE, resume_point(job))
     topologies = gather_topologies(actor.topology)
-    prepared = prepare(0, samples, job.config, job.hf, topologies, passes=())
+    shape = job.hf.route_shape
+    prepared = prepare(0, samples, job.config, job.hf, shape, topologies, passes=())
     built = prepared.microbatches
     slices = [slice_microbatch(m, actor.topology) for m in built[actor.topology.dp_rank]]
     with watched_routers(actor, slices) as native:

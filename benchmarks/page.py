@@ -108,18 +108,6 @@ def rollouts_to(job: Result, reward: float) -> int | str:
     return next(reached, "never")
 
 
-def best_of_ours(shape: Result) -> str:
-    """The arm of r3train with most samples a second."""
-    over_trl = shape["over_best_trl"]
-    ours = [arm for arm in over_trl if arm.startswith("r3train")]
-    return max(ours, key=lambda arm: over_trl[arm]["median"])
-
-
-def quickest_of_trl(shape: Result) -> str:
-    """The arm of TRL with most samples a second."""
-    return max(shape["trl_generate_share"], key=lambda arm: shape["samples_per_s"][arm]["median"])
-
-
 def render(template: str, **values: Any) -> str:
     """A page from benchmarks/pages; a name that the values lack is an error."""
     environment = jinja2.Environment(
@@ -129,6 +117,6 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     filters = (number, figure, range_of, places, short, percent, over, median)
-    filters += (shares_of_time, best_of_ours, quickest_of_trl, mean_of, sum_of, rollouts_to)
+    filters += (shares_of_time, mean_of, sum_of, rollouts_to)
     environment.filters |= {each.__name__: each for each in filters}
     return environment.get_template(f"{template}.md.j2").render(values).rstrip() + "\n"
