@@ -144,8 +144,8 @@ def check_capability(num_gpus: int) -> Findings:
         if major < 9 or major == 12:
             text = (
                 f"compute capability {major}.{minor}: Transformer Engine has no fused attention of packed sequences"
-                " there; the unfused one's scores grow with the square of a pack's tokens, in no estimate of memory,"
-                " and it takes no context parallelism"
+                " there; the unfused one keeps scores, which grow with the square of a pack's tokens and are in no"
+                " estimate of memory, and it cannot run context parallelism"
             )
             yield warning("GPU", text, "an H100, H200 or B200, or a small --max-tokens-per-gpu")
 
