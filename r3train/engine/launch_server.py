@@ -73,6 +73,8 @@ def main() -> None:
 
     if not torch.cuda.is_available():
         sys.modules["torch_memory_saver"] = cpu_memory
+        # SGLang's dumper of tensors imports it where it is, for most of a second
+        sys.modules["megatron"] = None
         fork_workers()
     # as __main__ under its own name: spawned workers import it by that name
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

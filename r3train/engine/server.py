@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from r3train.config.families import model_type_of
-from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, load_json_object
 from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
@@ -90,6 +91,21 @@ def log_tail(path: Path, lines: int = _LOG_TAIL_LINES) -> str:
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
+
+
+def other_models(model: Path) -> str:
+    """Return the files of SGLang's models without the class of ``model``, as ``afmoe,apertus,...``.
+
+    Returns "" where the class is in none.  SGLang imports all 250 otherwise, for more than a second.
+    """
+    sglang, config = find_spec("sglang"), model / "config.json"
+    if sglang is None or not config.is_file():
+        return ""
+    names = load_json_object(config).get("architectures") or ["-"]
+    folder = Path(sglang.submodule_search_locations[0]) / "srt" / "models"
+    texts = {file.stem: file.read_text() for file in sorted(folder.glob("*.py"))}
+    others = [name for name, text in texts.items() if f"class {names[0]}(" not in text]
+    return ",".join(others) if len(others) < len(texts) else ""
 
 
 def server_flags(args: Mapping[str, object]) -> list[str]:
@@ -197,6 +213,7 @@ class SGLangServer:
                 "mem_fraction_static": 0.3,
                 "max_total_tokens": 32768,
                 "sleep_on_idle": True,  # without it an idle scheduler keeps a core busy
+                "skip_server_warmup": True,  # /health generates a token too
             }
             if model_type == "gpt_oss":
                 args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
@@ -231,6 +248,7 @@ class SGLangServer:
             env["OMP_NUM_THREADS"] = "1"
             # states of linear attention are bfloat16 otherwise, whatever the dtype
             env.setdefault("SGLANG_MAMBA_CONV_DTYPE", self.dtype)
+            env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", other_models(Path(self.model_path)))
         return env
 
     def start(self) -> SGLangServer:

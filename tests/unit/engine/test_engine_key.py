@@ -59,6 +59,8 @@ def test_the_process_of_a_server_adds_the_flag_and_hides_it_in_its_log(monkeypat
 
     monkeypatch.setattr(runpy, "run_module", run_module)
     monkeypatch.setattr(sys, "argv", ["launch_server", "--port", "5"])
+    for name in ("megatron", "torch_memory_saver"):  # put back afterwards
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name))
     monkeypatch.setenv(ENGINE_KEY_VARIABLE, KEY)
     # others that set up logging in this process may have silenced it
     logger = logging.getLogger("sglang")

@@ -3,7 +3,9 @@
 import pytest
 
 from r3train.engine.flags import check_server_flags, known_flags, server_fields
-from r3train.engine.server import SGLangServer, free_port, log_tail, server_flags
+from r3train.engine.server import SGLangServer, free_port, log_tail, other_models, server_flags
+
+NOT_IMPORTED = "SGLANG_DISABLED_MODEL_ARCHS"
 
 
 def value_of(command, flag):
@@ -21,6 +23,7 @@ def test_a_cpu_server_is_started_for_exact_versions_and_an_idle_core(tmp_path):
     for flag in (
         "--disable-overlap-schedule",
         "--sleep-on-idle",
+        "--skip-server-warmup",
         "--skip-tokenizer-init",
         "--enable-return-routed-experts",
     ):
@@ -44,9 +47,34 @@ def test_a_server_of_a_model_of_text_and_images_builds_no_vision_tower(
 
 def test_a_cuda_server_gets_generic_flags_alone(tmp_path):
     command = SGLangServer("m", tmp_path / "log", device="cuda").command()
-    for flag in ("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"):
+    for flag in (
+        *("--device", "--sleep-on-idle", "--max-total-tokens", "--mem-fraction-static"),
+        *("--skip-server-warmup", "--enable-return-routed-experts"),
+    ):
         assert flag not in command
-    assert "--enable-return-routed-experts" not in command
+
+
+@pytest.mark.parametrize(
+    "architecture, file",
+    [("Qwen3MoeForCausalLM", "qwen3_moe"), ("DeepseekV3ForCausalLM", "deepseek_v2")],
+)
+def test_a_cpu_server_imports_no_models_but_its_own(architecture, file, tmp_path, monkeypatch):
+    monkeypatch.delenv(NOT_IMPORTED, raising=False)
+    (tmp_path / "config.json").write_text(f'{{"architectures": ["{architecture}"]}}')
+    of = {
+        device: SGLangServer(tmp_path, tmp_path / "log", device=device).environment()
+        for device in ("cpu", "cuda")
+    }
+    left_out = of["cpu"][NOT_IMPORTED].split(",")
+    assert file not in left_out and {"llama", "grok"} <= set(left_out)
+    assert NOT_IMPORTED not in of["cuda"]
+
+
+@pytest.mark.parametrize("config", [None, "{}", '{"architectures": ["OfNobody"]}'])
+def test_a_model_that_sglang_does_not_have_by_name_leaves_no_file_out(config, tmp_path):
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    assert other_models(tmp_path) == ""
 
 
 def test_adapters_are_served_by_sglangs_own_backend_but_on_a_cpu(tmp_path):
