@@ -6,7 +6,7 @@ Servers are placed by the training command's own rule (``launch.gpus``): the two
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil
@@ -37,8 +37,10 @@ _LINES_BYTES, _LINES_COMPRESSED = 300, 12
 # CUDA's context, NCCL's buffers, the allocator's fragments
 _GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
-# of the rows that a layer's experts get, at its peak beside each matrix's input and output: counted at real size
-_ROUTED_COPIES = 1.5
+# of the rows that a layer's experts get, at its peak beside what is kept: counted at real size
+_ROUTED_COPIES = 3.5
+# of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
+_ON_THE_WAY = 3
 # results of a gated activation that is made of several steps, each of which is kept
 _UNFUSED_STEPS = {"gpt_oss": 9}
 
@@ -66,13 +68,18 @@ class StageRanks:
     ranks: range
     layers: tuple[int, ...]  # 1-based
     held: Estimate
-    activations: float
-    logits: float
-    update: float  # buckets of a weight update, when activations and logits are gone
+    activations: float  # of the microbatches in flight, all the time
+    layer: float  # one layer's backward pass, with its forward pass where it is computed again
+    logits: float  # and the loss, whose backward pass is over before that of a layer begins
+    update: float  # buckets of a weight update, when those of passes are gone
+
+    @property
+    def passes(self) -> float:
+        return self.activations + max(self.layer, self.logits)
 
     @property
     def total(self) -> float:
-        return self.held.rank + max(self.activations + self.logits, self.update)
+        return self.held.rank + max(self.passes, self.update)
 
 
 def estimate(
@@ -163,13 +170,16 @@ def stages(config: RunConfig, hf: HfModelFacts, world_size: int) -> list[StageRa
         update = min(update * config.trainer.update_weight_buffer_size, whole)
     found = []
     for number, (chunks, kinds) in enumerate(zip(layers_by_stage(config.parallel, hf), by_stage)):
+        has_head = number == pp - 1
+        kept, layer = activation_bytes(config, hf, number, chunks, kinds, has_head=has_head)
         found.append(
             StageRanks(
                 ranks=range(number * each, (number + 1) * each),
                 layers=tuple(layer for chunk in chunks for layer in chunk),
                 held=estimate(config, count_weights(kinds, config.lora), world_size, of_stage=True),
-                activations=activation_bytes(config, hf, number, chunks, kinds),
-                logits=logits_bytes(config, hf.vocab_size) if number == pp - 1 else 0.0,
+                activations=kept,
+                layer=layer,
+                logits=logits_bytes(config, hf.vocab_size) if has_head else 0.0,
                 update=update,
             )
         )
@@ -182,34 +192,54 @@ def activation_bytes(
     stage: int,
     chunks: Sequence[tuple[int, ...]],
     kinds: Mapping[str, TensorKind],
-) -> float:
-    """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, without logits.
+    *,
+    has_head: bool,
+) -> tuple[float, float]:
+    """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, and those of one layer.
 
-    Every matrix keeps its input and its output, split over the tensor ranks; an expert's for the top-k of
-    a token, spread alike over experts.  A layer that is recomputed keeps its input alone, and the matrices
-    of one such layer at a time, with what its backward pass makes.  Attention keeps no scores.
+    A layer that is recomputed keeps its input alone; its matrices' are there one such layer at a time, with what
+    its backward pass makes.  Attention keeps no scores.  The head's input is gathered from the tensor ranks.
     """
     parallel, model = config.parallel, config.model
     value = 2 if model.bf16 else 4
-    rows = config.trainer.max_tokens_per_gpu / parallel.tensor_model_parallel_size
-    layer_input = rows * hf.hidden_size * value
+    tokens = config.trainer.max_tokens_per_gpu
+    layer_input = tokens / parallel.tensor_model_parallel_size * hf.hidden_size * value
     sizes = {layer: layer_bytes(config, hf, layer, kinds) for chunk in chunks for layer in chunk}
     whole = {layer: of_it for layer, (of_it, _) in sizes.items()}
     made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
     kept, at_once = 0.0, 0.0
     for chunk in chunks:
+        kept += layer_input  # the output of its last layer
         if model.recompute_granularity == "full":
             count = model.recompute_num_layers or 1
             if model.recompute_method == "uniform":
                 kept += ceil(len(chunk) / count) * layer_input
                 at_once = max(at_once, count * max((whole[n] for n in chunk), default=0.0))
                 continue
-            again, others = chunk[:count], chunk[count:]
-            kept += len(again) * layer_input + sum(whole[n] for n in others)
-            at_once = max(at_once, max((whole[n] for n in again), default=0.0))
+            again, others = chunk[:count], [whole[n] for n in chunk[count:]]
+            kept += len(again) * layer_input + sum(others)
+            # behind the others, of which nothing is left then
+            at_once = max(at_once, max((whole[n] for n in again), default=0.0) - sum(others))
         else:  # modules that are recomputed (selective) are counted as if they were kept
             kept += sum(whole[n] for n in chunk)
-    return kept * _in_flight(config, stage) + at_once + made
+    kept = kept * _in_flight(config, stage) + _ON_THE_WAY * layer_input
+    if has_head and parallel.tensor_model_parallel_size > 1:
+        kept += tokens * hf.hidden_size * value
+    return kept + _positions(config, list(whole), kinds), at_once + made
+
+
+def _positions(config: RunConfig, layers: Sequence[int], kinds: Mapping[str, TensorKind]) -> float:
+    """Bytes of MLA's rotary positions: each layer (1-based) makes its own, and 32 of them stay.
+
+    Source: Megatron-Core 0.16.1, ``RotaryEmbedding.get_emb``.
+    """
+    total = 0.0
+    for layer in layers[:32]:
+        of = f"model.layers.{layer - 1}.self_attn.kv_a_"
+        if rows := kinds.get(f"{of}proj_with_mqa.weight"):
+            width = rows.shape[0] - kinds[f"{of}layernorm.weight"].shape[0]
+            total += config.trainer.max_tokens_per_gpu * width * 4
+    return total
 
 
 def layer_bytes(
@@ -221,10 +251,12 @@ def layer_bytes(
     """
     value = 2 if config.model.bf16 else 4
     rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
-    kept = rows * _values(hf, layer, kinds) * value
+    values = sum(_values(hf, name, kind) for name, kind in _matrices(layer, kinds))
+    kept = rows * (values + _attended(layer, kinds)) * value
     if layer in hf.moe_layer_numbers:  # router logits, scores and probabilities in float32
         kept += rows * hf.num_experts * 3 * 4
         routed = rows * hf.num_experts_per_tok * value
+        kept += routed * hf.hidden_size
         if steps := _UNFUSED_STEPS.get(hf.model_type):
             kept += (
                 routed * steps * kinds[f"model.layers.{layer - 1}.mlp.experts.down_proj"].shape[1]
@@ -235,19 +267,32 @@ def layer_bytes(
     return kept, rows * sum(widths) * value
 
 
-def _values(hf: HfModelFacts, layer: int, kinds: Mapping[str, TensorKind]) -> float:
-    """Numbers that the matrices of a layer (1-based) take and give for one token."""
-    total = 0.0
+def _matrices(layer: int, kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, TensorKind]]:
+    """Matrices of a layer (1-based), by name."""
     for name, kind in kinds.items():
-        if f".layers.{layer - 1}." not in name or len(kind.shape) < 2:
-            continue
-        if ".experts." not in name:
-            total += sum(kind.shape[:2])
-        elif len(kind.shape) == 3:  # of all experts
-            total += hf.num_experts_per_tok * sum(kind.shape[1:])
-        else:
-            total += hf.num_experts_per_tok / hf.num_experts * sum(kind.shape)
-    return total
+        if f".layers.{layer - 1}." in name and len(kind.shape) > 1 and not name.endswith("bias"):
+            yield name, kind
+
+
+def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
+    """Numbers that a matrix takes and gives for one token; of experts those that are as wide as an expert alone.
+
+    Rows as wide as the model, their experts' input is kept once; on their way back nothing is.
+    """
+    if ".experts." not in name:
+        return sum(kind.shape[:2])
+    *experts, rows, columns = kind.shape
+    held = experts[0] if experts else 1
+    return hf.num_experts_per_tok * held / hf.num_experts * (rows + columns - hf.hidden_size)
+
+
+def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
+    """Numbers of queries and keys that attention keeps beside its matrices' outputs; a norm of them keeps as many."""
+    of = f"model.layers.{layer - 1}.self_attn."
+    if f"{of}k_proj.weight" not in kinds:  # of MLA's low ranks
+        return 0
+    width = sum(kinds[f"{of}{name}_proj.weight"].shape[0] for name in "qk")
+    return width * (2 if f"{of}q_norm.weight" in kinds else 1)
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:
@@ -360,7 +405,7 @@ def check_room(
     yield check_host_memory(psutil.virtual_memory().available, host)
     text = (
         f"{amount(fullest.held.rank)} a rank for weights, gradients and optimizer,"
-        f" {amount(fullest.activations)} for activations and {amount(fullest.logits)} for the logits of"
+        f" {amount(fullest.passes)} for activations and logits of"
         f" {config.trainer.max_tokens_per_gpu:,} tokens; --dry-run --estimate lists every rank"
     )
     yield fact("memory estimate", text)

@@ -212,6 +212,7 @@ def _stage_line(stage: StageRanks, gpu_bytes: float) -> str:
         "gradients": held.gradients,
         "optimizer": held.optimizer,
         "activations": stage.activations,
+        "a layer's backward": stage.layer,
         "logits": stage.logits,
     }
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"each of ranks {ranks[0]} to {ranks[-1]}"
@@ -229,7 +230,7 @@ def _rank_assumptions(config: RunConfig, ranks: list[StageRanks]) -> Iterator[st
         " experts chosen alike, attention that keeps no scores; CUDA, NCCL and fragments on top,"
         " 2 to 6 GiB"
     )
-    if ranks[0].update > ranks[0].activations + ranks[0].logits:
+    if ranks[0].update > ranks[0].passes:
         yield (
             f"  an update of the servers' weights takes {amount(ranks[0].update)} (three of"
             " --update-weight-buffer-size), more than activations and logits"

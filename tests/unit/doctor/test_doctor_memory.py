@@ -189,7 +189,7 @@ def test_layers_of_multi_token_prediction_are_neither_held_nor_adapted(prefix, t
 def rank_of(gib: float) -> memory.StageRanks:
     """A rank that holds so much, and nothing of a microbatch."""
     held = memory.Estimate(gib * GIB, 0, 0, reference=0, offloaded=0, checkpoint=0)
-    return memory.StageRanks(range(8), (1,), held, activations=0, logits=0, update=0)
+    return memory.StageRanks(range(8), (1,), held, activations=0, layer=0, logits=0, update=0)
 
 
 @pytest.mark.parametrize("rank_gib, level", [(81, PROBLEM), (75, WARNING), (60, OK)])

@@ -42,13 +42,28 @@ def test_a_stage_keeps_a_microbatch_for_every_stage_behind_it(tiny):
     # what one layer makes in passing is there once
     kinds = {n: kind for stage in read_stages(config, hf) for n, kind in stage.items()}
     kept, made = memory.layer_bytes(config, hf, 1, kinds)
-    assert last.activations == pytest.approx(2 * kept + made)
-    assert first.activations == pytest.approx(4 * kept + made)
-    # the inputs of two layers, of two microbatches and of one, beside a layer that is computed again
-    again, least = memory.stages(config_of(tiny, **split, **FULL), hf, 4)
     layer_input = 1024 * 64 * 4
-    assert again.activations - least.activations == pytest.approx(2 * layer_input)
-    assert least.activations == pytest.approx(2 * layer_input + kept + made)
+    on_the_way = 3 * layer_input
+    assert last.activations == pytest.approx(2 * kept + layer_input + on_the_way)
+    assert first.activations == pytest.approx(2 * (2 * kept + layer_input) + on_the_way)
+    assert last.layer == first.layer == pytest.approx(made)
+    # the inputs of two layers, and what the stage gives, of two microbatches and of one
+    again, least = memory.stages(config_of(tiny, **split, **FULL), hf, 4)
+    assert again.activations == pytest.approx(2 * 3 * layer_input + on_the_way)
+    assert least.activations == pytest.approx(3 * layer_input + on_the_way)
+    assert least.layer == again.layer == pytest.approx(kept + made)
+    assert least.passes == least.activations + max(least.layer, least.logits)
+
+
+def test_layers_that_are_computed_again_come_when_those_kept_whole_are_gone(tiny):
+    hf = read_hf_facts(tiny / "model")
+    block = FULL | {"recompute_method": "block", "expert_model_parallel_size": 1}
+    (some,) = memory.stages(config_of(tiny, **block), hf, 1)
+    (every,) = memory.stages(config_of(tiny, **block | {"recompute_num_layers": 4}), hf, 1)
+    kinds = {n: kind for stage in read_stages(config_of(tiny), hf) for n, kind in stage.items()}
+    kept, made = memory.layer_bytes(config_of(tiny), hf, 1, kinds)
+    assert (some.layer, every.layer) == (pytest.approx(made), pytest.approx(kept + made))
+    assert some.activations - every.activations == pytest.approx(3 * (kept - 1024 * 64 * 4))
 
 
 def test_the_embedding_is_on_the_first_stage_and_the_head_on_the_last(tiny):
