@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.cli import main
+from r3train.proof import command
 from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import start_line
 from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
@@ -61,19 +62,31 @@ def put(value: Any, path: tuple, new: Any) -> None:
 
 
 def audit_of(run: Path) -> dict:
-    result = CliRunner().invoke(main, ["check-evidence", str(run), "--json"])
+    """The audit as JSON; the same one is printed for a terminal and written for a pull request too."""
+    audits = []
+
+    def printed(audit) -> str:
+        audits.append(audit)
+        return markdown_of(audit)
+
+    markdown_of = command._markdown_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "_markdown_of", printed)
+        result = CliRunner().invoke(main, ["check-evidence", str(run), "--json"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     out = json.loads(result.output)
     assert result.exit_code == CODES[out["verdict"]]
-    assert CliRunner().invoke(main, ["check-evidence", str(run)]).exit_code == result.exit_code
+    assert out["verdict"] in command._text_of(audits[0])
     return out["audits"][0]
 
 
-def damaged_copy(good: Path, name: str, change) -> tuple[Path, Any]:
-    """A copy of the run in which ``change`` was done to one file's lines."""
+def damaged(good: Path, name: str, change) -> tuple[Path, Any]:
+    """A copy of the run with ``change`` done to one file's lines; the others are as in ``good``."""
     run = good.parent / "damaged"
-    shutil.rmtree(run, ignore_errors=True)
-    shutil.copytree(good, run)
+    if not run.exists():
+        shutil.copytree(good, run)
+    for file in FILES:
+        shutil.copy(good / "evidence" / file, run / "evidence" / file)
     path = run / "evidence" / name
     lines = path.read_text().splitlines(keepends=True)
     told = change(lines)
@@ -106,7 +119,7 @@ def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, new):
             lines[at] = json.dumps(line) + "\n"
             return json.dumps(line) == before
 
-        run, same = damaged_copy(good, name, change)
+        run, same = damaged(good, name, change)
         audit = audit_of(run)
         if same or path[0] in UNJUDGED or (new is GONE and path in OPTIONAL):
             continue  # a verdict is all that can be asked for
@@ -127,8 +140,8 @@ def test_an_odd_value_in_any_field_of_any_record_gets_a_verdict(good, new):
 @settings(max_examples=100)
 @given(data=st.data(), garbage=st.binary(min_size=1, max_size=40))
 def test_torn_and_foreign_lines_get_a_verdict(good, data, garbage):
-    name = data.draw(st.sampled_from(["steps.jsonl", "rank_00000.jsonl"]))
-    run, _ = damaged_copy(good, name, lambda lines: None)
+    name = data.draw(st.sampled_from(FILES))
+    run, _ = damaged(good, name, lambda lines: None)
     path = run / "evidence" / name
     content = path.read_bytes()
     at = data.draw(st.integers(0, len(content) - 1))

@@ -5,23 +5,18 @@ from __future__ import annotations
 import os
 import re
 import resource
-import shlex
-import signal
 import stat
 import subprocess
 import sys
-import time
 import tomllib
 from contextlib import ExitStack
 from pathlib import Path
 
-import psutil
 import pytest
 
 from r3train.config.options import train_options
 from r3train.doctor.finding import PROBLEM, WARNING
 from r3train.doctor.model import check_job
-from r3train.engine.server import free_port
 from r3train.launch.run_dir import (
     claim_directories,
     open_run_dir,
@@ -41,18 +36,6 @@ with ExitStack() as claims:
     claim_directories(config, claims)
     print("held", flush=True)
     time.sleep(600)
-"""
-RANK = """
-import os, pathlib, sys, time
-from r3train.loop.stop import StopSignal
-
-directory = pathlib.Path(sys.argv[1])
-with StopSignal(60) as stop:
-    (directory / "pid").write_text(f"{os.getpid()}\\n")
-    while stop.received is None:
-        time.sleep(0.05)
-    time.sleep(1)  # it saves, and torchrun may pass a signal on
-    (directory / "saved").write_text(stop.received)
 """
 # tests run with torch's threads held to one
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -144,121 +127,6 @@ def test_the_settings_of_an_earlier_start_are_kept(tiny, tmp_path):
             open_run_dir(config, claim_directories(config, claims), lambda value: value)
     rates = {p.name: tomllib.loads(p.read_text())["trainer"]["lr"] for p in tmp_path.glob("*.toml")}
     assert rates == {"config.1.toml": 0.1, "config.2.toml": 0.2, "config.toml": 0.3}
-
-
-def _rank_that_wrote(pid: Path, torchrun: subprocess.Popen) -> psutil.Process:
-    """Wait for a rank that writes its process number to a file, in a line."""
-    while not (pid.exists() and pid.read_text().endswith("\n")):
-        assert torchrun.poll() is None
-        time.sleep(0.05)
-    return psutil.Process(int(pid.read_text()))
-
-
-@pytest.mark.parametrize("how", ["torchrun is killed", "Ctrl-C"])
-def test_a_rank_saves_and_ends_when_its_torchrun_is_killed_and_at_ctrl_c(how, tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
-    launcher += [str(free_port("127.0.0.1"))]
-    torchrun = subprocess.Popen(
-        [*launcher, str(tmp_path / "rank.py"), str(tmp_path)],
-        env=ENVIRONMENT,
-        cwd=ROOT,
-        start_new_session=True,
-        stderr=subprocess.DEVNULL,
-    )
-    pid = tmp_path / "pid"
-    try:
-        rank = _rank_that_wrote(pid, torchrun)
-        if how == "Ctrl-C":  # a terminal sends it to all processes of the group
-            os.killpg(torchrun.pid, signal.SIGINT)
-        else:
-            torchrun.send_signal(signal.SIGKILL)
-        psutil.wait_procs([rank], timeout=60)
-        left = rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE
-        if left:
-            rank.kill()
-        assert not left
-    finally:
-        torchrun.kill()
-        torchrun.wait()
-    assert (tmp_path / "saved").read_text() == ("SIGINT" if how == "Ctrl-C" else "SIGTERM")
-
-
-ORPHAN = """
-import os, pathlib, sys, time
-
-directory, parent = pathlib.Path(sys.argv[1]), os.getppid()
-(directory / "pid").write_text(f"{os.getpid()}\\n")
-while os.getppid() == parent:
-    time.sleep(0.01)
-from r3train.loop.stop import StopSignal  # as late as in a job, behind its checks
-
-with StopSignal(60, parent):
-    (directory / "lived").write_text("")
-    time.sleep(600)
-"""
-
-
-def test_a_rank_whose_torchrun_is_killed_before_it_has_anything_to_save_ends(tmp_path):
-    """The kernel tells of no parent that has ended already."""
-    (tmp_path / "rank.py").write_text(ORPHAN)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
-    launcher += [str(free_port("127.0.0.1")), str(tmp_path / "rank.py"), str(tmp_path)]
-    torchrun = subprocess.Popen(launcher, env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL)
-    pid = tmp_path / "pid"
-    try:
-        rank = _rank_that_wrote(pid, torchrun)
-    finally:
-        torchrun.kill()
-        torchrun.wait()
-    _, left = psutil.wait_procs([rank], timeout=30)
-    for process in left:
-        process.kill()
-    assert not left and not (tmp_path / "lived").exists()
-
-
-HELD_RANK = """
-import os, pathlib, re, sys, time
-import r3train.loop.stop as stop
-
-directory, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-stop._GUARD_S = 1.0
-with stop.StopSignal(1.0) as told:
-    (directory / f"pid{rank}").write_text(f"{os.getpid()} {told._guard.pid}\\n")
-    if rank == "1":
-        re.match("(a+)+$", "a" * 64 + "b")  # years, in which nothing of Python runs
-    time.sleep(600)  # a collective, which the other rank never joins
-"""
-
-
-def test_ranks_that_are_told_to_stop_all_end_though_one_holds_its_interpreter(tmp_path):
-    """As Slurm does, the signal goes to every process of the step: torchrun, ranks and their guards."""
-    (tmp_path / "rank.py").write_text(HELD_RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
-    launcher += [str(free_port("127.0.0.1")), "--nproc-per-node", "2"]
-    script = (
-        f'trap "" TERM; exec {shlex.join([*launcher, str(tmp_path / "rank.py"), str(tmp_path)])}'
-    )
-    torchrun = subprocess.Popen(  # slurm/ranks.sh has torchrun ignore it too
-        ["bash", "-c", script], env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    pids = [tmp_path / "pid0", tmp_path / "pid1"]
-    try:
-        while not all(pid.exists() and pid.read_text().endswith("\n") for pid in pids):
-            assert torchrun.poll() is None
-            time.sleep(0.05)
-        told = [psutil.Process(int(number)) for pid in pids for number in pid.read_text().split()]
-        time.sleep(1.0)  # until the interpreter is held
-        for process in told:
-            process.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(told, timeout=30)
-        for process in left:
-            process.kill()
-        assert not left
-        assert torchrun.wait(60) == 1
-    finally:
-        torchrun.kill()
-        torchrun.wait()
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_the_hard_one_left():
