@@ -99,7 +99,6 @@ TE_SHAPED = {
         "tp2ep2",
         "dp2_sharded",
         "dp2_overlap",
-        "cp2",
         "pp2_uneven",
     ),
 }

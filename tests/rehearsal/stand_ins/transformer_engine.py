@@ -234,6 +234,8 @@ class DotProductAttention(torch.nn.Module):
         groups = SimpleNamespace(cp=cp_group)
         self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2
         self.heads = num_attention_heads // tp_size, num_gqa_groups // tp_size
+        self.cp_size = 1 if cp_group is None else cp_group.size()
+        self.softmax_type, self.cp_comm_type = softmax_type, cp_comm_type
         self.softmax_offset = None
         if softmax_type == "learnable":
             self.softmax_offset = torch.nn.Parameter(torch.zeros(num_attention_heads // tp_size))
@@ -248,6 +250,24 @@ class DotProductAttention(torch.nn.Module):
             pg_collection=groups,
         )
         object.__setattr__(self, "kernel", kernel)
+
+    def _backends(self, dtype: torch.dtype) -> set[str]:
+        """Kernels that Transformer Engine has for packed sequences of this dtype on an H100.
+
+        Source: its ``get_attention_backend`` of 2.11 and 2.12, with a cuDNN of 9.18 or later.
+        """
+        found = {"flash", "fused", "unfused"}
+        if dtype not in (torch.bfloat16, torch.float16):
+            found -= {"flash", "fused"}
+        if self.cp_size > 1:
+            found -= {"unfused"}
+        if self.softmax_type != "vanilla":
+            found -= {"flash"}
+            if tuple(map(int, __version__.split(".")[:2])) < (2, 12):
+                found.clear()
+            if self.cp_size > 1 and self.cp_comm_type != "a2a":
+                found -= {"fused"}
+        return found
 
     def forward(
         self,
@@ -268,6 +288,7 @@ class DotProductAttention(torch.nn.Module):
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal"), attn_mask_type
         assert cu_seqlens_q.dtype == torch.int32 and torch.equal(cu_seqlens_q, cu_seqlens_kv)
         assert isinstance(max_seqlen_q, int) and max_seqlen_q == max_seqlen_kv
+        assert self._backends(query.dtype), "no attention backend is available"
         heads, groups = self.heads
         assert query.shape[1:] == (heads, self.channels[0]), query.shape
         assert key.shape[1:] == (groups, self.channels[0]), key.shape
