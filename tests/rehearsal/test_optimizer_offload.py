@@ -35,6 +35,7 @@ OVERLAPS = SHARDED | dict(
 # those of Transformer Engine's Adam: half of each float32 weight, and moments in bfloat16 too
 HALVES: dict[str, Any] = {"use_precision_aware_optimizer": True}
 WHOLE = HALVES | {"store_param_remainders": False}
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SHORT = HALVES | {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
 
 
@@ -169,6 +170,61 @@ def test_transformer_engines_adam_resumes_without_shards_and_in_float32(
     assert unlike(found["plain from 0"], found["plain"]) == 0
     assert unlike(found["plain -> plain"], found["plain + 1"]) == 0
     assert unlike(found["plain + 1"], found["plain"]) > 0.2
+
+
+def stepped(model: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of each: log-probs before the step, its metrics, and whole weights before and after."""
+    build_as_on_cuda()
+    found, hf = {}, read_hf_facts(model)
+    for name, fields in settings.items():
+        config = configuration(model, **fields)
+        with actor_of(config) as actor:
+            slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12)]))
+            before = {n: t.clone() for n, t in actor.hf_weights()}
+            log_probs = actor.compute_log_probs(slices, None)
+            metrics = actor.train_step(slices, log_probs, None)
+            found[name] = {
+                "log_probs": log_probs,
+                "norm": metrics["grad_norm"],
+                "before": before,
+                "after": {n: t.clone() for n, t in actor.hf_weights()},
+                "layers": sorted({type(m).__name__ for m in actor.model.chunks[0].modules()}),
+                "adam": type(actor.optimizer.chained_optimizers[0].optimizer).__module__,
+            }
+    return found
+
+
+def test_a_recipes_step_on_transformer_engines_layers_is_that_of_the_local_ones(
+    tmp_path, transformer_engine
+):
+    """In bfloat16, over tensor and expert ranks or stages: forward, backward, FusedAdam's step, export."""
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    topologies = {
+        "tp2ep2": dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        "pp2": dict(pipeline_model_parallel_size=2, expert_model_parallel_size=1),
+    }
+    settings = {
+        f"{name} {layers}": OVERLAPS
+        | FULL
+        | fields
+        | dict(attention_backend=layers, optimizer_overrides=SHORT)
+        for name, fields in topologies.items()
+        for layers in ("local", "te")
+    }
+    settings["tp2ep2 faster"] = settings["tp2ep2 te"] | dict(lr=1.1e-3)
+    found, _ = in_ranks(2, tmp_path / "ranks", stepped, model, settings)
+    for name in topologies:
+        te, local = found[f"{name} te"], found[f"{name} local"]
+        assert "TEDotProductAttention" in te["layers"] and te["adam"] == "transformer_engine"
+        assert "TEDotProductAttention" not in local["layers"]
+        assert te["log_probs"].keys() == local["log_probs"].keys()
+        for n, log_probs in te["log_probs"].items():
+            assert (log_probs - local["log_probs"][n]).abs().max() <= 1e-6
+        assert te["norm"] == pytest.approx(local["norm"], rel=1e-3)
+        assert unlike(te["before"], local["before"]) == 0 < 0.5 < unlike(te["after"], te["before"])
+        assert unlike(te["after"], local["after"]) < 5e-3
+    # a step of another size is seen
+    assert unlike(found["tp2ep2 te"]["after"], found["tp2ep2 faster"]["after"]) > 0.1
 
 
 def away(model: Path, settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
