@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -12,14 +13,16 @@ import torch.distributed as dist
 
 import train_async
 from r3train.config.parallel import ParallelSection
+from r3train.engine import publish
 from r3train.engine.server import SGLangServer
+from r3train.launch import engines
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import scatter
 from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 
-from r3train.trainer.megatron import topology  # noqa: E402
+from r3train.trainer.megatron import rng, topology  # noqa: E402
 
 NUM_RANKS = 8
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -138,3 +141,54 @@ def test_servers_have_none_of_a_ranks_own_settings(node):
     own = set(RANK_DEFAULTS) - set(NCCL_DEFAULTS)
     assert not own & set(servers)
     assert {name: servers[name] for name in NCCL_DEFAULTS} == NCCL_DEFAULTS
+
+
+@pytest.mark.parametrize("colocate, found", [(False, ("nccl", "cuda")), (True, ("gloo", "cpu"))])
+def test_weights_go_by_nccl_where_ranks_and_servers_have_devices_of_their_own(
+    colocate, found, node, monkeypatch
+):
+    """NCCL refuses a device twice in a group."""
+    monkeypatch.setattr(engines, "DistributedPublisher", lambda _, **given: given)
+    monkeypatch.setattr(engines, "sent_together", lambda _: ())
+    monkeypatch.setattr(engines, "has_fused_experts", lambda _: False)
+    trainer = dict(update_weight_transfer_mode="distributed", update_weight_buffer_size=1)
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(**trainer, update_weight_master_address=None),
+        rollout=SimpleNamespace(colocate=colocate, fresh_prefixes=True),
+    )
+    own = engines.Engines.__new__(engines.Engines)
+    own.job = SimpleNamespace(config=config, hf=SimpleNamespace(path=None))
+    own._publisher = own._adapters = None
+    own._control, own._addrs, own._run_dir = object(), ["127.0.0.1:30000"], None
+    assert (own.publisher["backend"], own.publisher["device"]) == found
+
+
+def test_the_thread_of_a_first_broadcast_is_on_the_device_of_the_weights(node, monkeypatch):
+    """A new thread's device is the first, and NCCL makes its communicator there."""
+    calls = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((device, threading.get_ident()))
+    )
+    monkeypatch.setattr(
+        dist, "broadcast", lambda *_, **__: calls.append(("broadcast", threading.get_ident()))
+    )
+    publisher = publish.DistributedPublisher(SimpleNamespace(), bucket_bytes=1, backend="nccl")
+    flat = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 3))
+    publisher._broadcast(flat, publish.Future())
+    (device, first), (what, second) = calls
+    assert (device, what) == (torch.device("cuda", 3), "broadcast")
+    assert first == second != threading.get_ident()
+    publisher._broadcast(flat, publish.Future())  # of a communicator that is there
+    assert calls[-1] == ("broadcast", threading.get_ident())
+
+
+def test_a_checkpoint_has_the_random_state_of_the_device(node, monkeypatch, tmp_path):
+    given, restored = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: given)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
+    rng.save(tmp_path, 3)
+    rng.load(tmp_path, 3)
+    assert len(restored) == 1 and torch.equal(restored[0], given)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rng.load(tmp_path, 3)  # on a machine without one
+    assert len(restored) == 1
