@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import train_async
 from r3train.config.parallel import ParallelSection
+from r3train.doctor.command import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
 from r3train.launch import engines
@@ -22,7 +23,7 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 
-from r3train.trainer.megatron import rng, topology  # noqa: E402
+from r3train.trainer.megatron import offload, rng, topology  # noqa: E402
 
 NUM_RANKS = 8
 CUMEM = "NCCL_CUMEM_ENABLE"
@@ -192,3 +193,28 @@ def test_a_checkpoint_has_the_random_state_of_the_device(node, monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rng.load(tmp_path, 3)  # on a machine without one
     assert len(restored) == 1
+
+
+def test_memory_that_a_rank_gives_up_is_the_devices_before_others_come_back(node, monkeypatch):
+    """torch would keep it, and servers of the same device would find none."""
+    tensors, calls = {part: torch.ones(4) for part in offload.PARTS}, []
+    actor = offload.DeviceMemory([], SimpleNamespace(zero_grad=lambda: None), torch.device("cuda"))
+    monkeypatch.setattr(actor, "_storages", lambda part: [tensors[part].untyped_storage()])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(actor.num_bytes()))
+    actor.hold("weights")
+    actor.hold()
+    actor.hold(*offload.PARTS)
+    assert calls == [16, 0, 0] and actor.num_bytes() == 48
+    assert (
+        tensors["optimizer"].sum() == tensors["weights"].sum() == 4
+        and not tensors["gradients"].any()
+    )
+
+
+def test_the_smallest_gpu_is_the_one_that_counts(node, monkeypatch):
+    sizes = [80, 40, 80]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=sizes[i])
+    )
+    assert gpus_here() == (3, 40)
