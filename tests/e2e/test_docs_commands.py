@@ -147,6 +147,8 @@ def _kind(command: str) -> Kind | None:
         return None  # a test of its own says so
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @commands_of({Kind.RUN, Kind.JOB, Kind.DRY, Kind.PLAN})
 def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):

@@ -16,7 +16,7 @@ from tests.unit.observe.test_sinks import history, offline_runs, records
 from r3train.cli import main
 from r3train.observe.metrics import read_metrics
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.ci, pytest.mark.timeout(600)]
 PAGE = jobs.ROOT / "docs/first_run.md"
 SHORT = "--num-rollout 4 --eval-interval 2 --use-wandb --wandb-mode offline --run-dir runs/laptop"
 
@@ -52,8 +52,6 @@ def test_the_laptops_commands_train_with_r3_proved_and_evaluate(laptop):
     assert rewards == [m["rollout/reward_mean"] for m in steps]
 
 
-@pytest.mark.slow
-@pytest.mark.ci
 async def test_the_laptops_report_is_a_page_of_a_browser_with_the_curve(laptop, tmp_path):
     program = chromium.install()
     if program is None:

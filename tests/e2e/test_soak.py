@@ -38,6 +38,8 @@ def test_a_short_soak_loses_nothing_and_leaves_nothing_behind():
         assert fault in said
 
 
+@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(1500)
 def test_20_steps_of_a_users_run_with_four_planned_faults_lose_nothing(tmp_path, tiny_flags):
     """A recipe's own flags: its server is killed, an answer spoiled, requests retracted, a rank killed."""
