@@ -6,6 +6,7 @@ are right.  Every right word counts, so the reward can grow from the first step.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -302,39 +303,32 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(each)
 
 
-@click.command()
+def _option(field: dataclasses.Field) -> click.Option:
+    """Return the flag of a field of TinyOptions."""
+    settings: dict[str, Any] = {"default": field.default, "show_default": True}
+    if field.name in _CHOICES:
+        settings["type"] = click.Choice(_CHOICES[field.name])
+    if field.name == "vocab_size":  # the default follows from another flag
+        settings = {"type": int}
+    flag = f"--{field.name.replace('_', '-')}"
+    return click.Option([flag], help=_HELP.get(field.name), **settings)
+
+
+_CHOICES = {"family": TINY_FAMILIES, "dtype": ("float32", "bfloat16"), "task": TASKS}
+_HELP = {
+    "family": "Architecture of the model.",
+    "num_experts": "Experts a layer; 0 makes a dense Qwen3.",
+    "topk": "Experts a token.",
+    "vocab_size": f"[default: {TinyOptions().vocab_size}, {TRAINED_VOCAB_SIZE} with --tokenizer-from]",
+}
+
+
+@click.command(params=[_option(field) for field in dataclasses.fields(TinyOptions)])
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     required=True,
     help="Directory to write: model/, prompts.jsonl, tiny.json.",
-)
-@click.option(
-    "--family",
-    type=click.Choice(list(TINY_FAMILIES)),
-    default=TinyOptions().family,
-    show_default=True,
-    help="Architecture of the model.",
-)
-@click.option("--num-layers", default=TinyOptions().num_layers, show_default=True)
-@click.option("--hidden-size", default=TinyOptions().hidden_size, show_default=True)
-@click.option("--num-heads", default=TinyOptions().num_heads, show_default=True)
-@click.option("--num-kv-heads", default=TinyOptions().num_kv_heads, show_default=True)
-@click.option("--head-dim", default=TinyOptions().head_dim, show_default=True)
-@click.option(
-    "--num-experts",
-    default=TinyOptions().num_experts,
-    show_default=True,
-    help="Experts a layer; 0 makes a dense Qwen3.",
-)
-@click.option("--topk", default=TinyOptions().topk, show_default=True, help="Experts a token.")
-@click.option(
-    "--moe-intermediate-size", default=TinyOptions().moe_intermediate_size, show_default=True
-)
-@click.option(
-    "--vocab-size",
-    type=int,
-    help=f"[default: {TinyOptions().vocab_size}, {TRAINED_VOCAB_SIZE} with --tokenizer-from]",
 )
 @click.option(
     "--tokenizer-from",
@@ -343,20 +337,6 @@ def _texts(value: Any) -> Iterator[str]:
 )
 @click.option(
     "--chat-template", is_flag=True, help="Give that tokenizer a chat template, for messages."
-)
-@click.option(
-    "--max-position-embeddings", default=TinyOptions().max_position_embeddings, show_default=True
-)
-@click.option("--initializer-range", default=TinyOptions().initializer_range, show_default=True)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16"]),
-    default=TinyOptions().dtype,
-    show_default=True,
-)
-@click.option("--seed", default=TinyOptions().seed, show_default=True)
-@click.option(
-    "--task", type=click.Choice(list(TASKS)), default=TinyOptions().task, show_default=True
 )
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
 def make_tiny_model(
