@@ -130,6 +130,11 @@ class RolloutSection(Section):
         return self.over_sampling_batch_size or self.rollout_batch_size
 
     @property
+    def kept_top_k(self) -> int | None:
+        """rollout_top_k where the tokens that it kept are replayed, else None."""
+        return self.rollout_top_k if self.replays_kept_tokens else None
+
+    @property
     def buffer_groups(self) -> int:
         """rollout_buffer_size with its default resolved: all groups that can be fresh enough."""
         surplus = self.groups_per_rollout - self.rollout_batch_size

@@ -15,7 +15,7 @@ from r3train.config.sources import ConfigError
 from r3train.engine.answer import input_log_probs
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
-from r3train.engine.refusals import kept_token_conflicts, server_conflicts
+from r3train.engine.refusals import refused, settings_of_a_server
 
 logger = logging.getLogger(__name__)
 
@@ -50,15 +50,8 @@ class ServerVersions:
         self._lock = threading.Lock()
         self._versions = list(versions)
 
-    def unknown(self, server: int | None = None) -> None:
-        """Forget the version of a server, or of all of them."""
-        self._set(None, server)
-
-    def record(self, version: int, server: int | None = None) -> None:
-        """Note that a server, or every server, holds all weights of ``version``."""
-        self._set(version, server)
-
-    def _set(self, version: int | None, server: int | None) -> None:
+    def record(self, version: int | None, server: int | None = None) -> None:
+        """Note that a server, or every server, holds all weights of ``version``; None: nobody knows which."""
         with self._lock:
             for i in range(len(self._versions)) if server is None else (server,):
                 self._versions[i] = version
@@ -168,7 +161,7 @@ class EngineControl:
         released = [kind for kind in self._held if kind not in kinds]
         resumed = [kind for kind in kinds if kind not in self._held]
         if released:
-            self.versions.unknown()
+            self.versions.record(None)
             if "weights" in released:
                 self._confirmed = None
             self._run(self._http.call_all(f"/{_FLUSH}", what="flush_cache"))
@@ -183,7 +176,7 @@ class EngineControl:
 
     def restarted(self) -> None:
         """Note that all servers are new: they hold all of their memory, and nobody knows which weights."""
-        self.versions.unknown()
+        self.versions.record(None)
         self._held, self._confirmed = MEMORY, None
 
     def server_info(self) -> list[dict[str, Any]]:
@@ -233,37 +226,32 @@ class EngineControl:
             sizes.append(int(info["tp_size"]))
         return sizes
 
-    def require_routed_experts(self) -> None:
-        """Raise ConfigError for servers that answer without routes, or with wrong ones.
+    def require_settings(
+        self,
+        *,
+        replay: bool = False,
+        kept_top_k: int | None = None,
+        exact_boundaries: bool = False,
+    ) -> None:
+        """Raise ConfigError for servers whose settings spoil the run: see ``refused``.
 
-        A server of our own was refused by its flags; external ones are asked.
+        A server of our own was refused by its flags; external ones are asked.  exact_boundaries: the token
+        at a weight update must have the right version.
         """
-        found = [
-            complaint
-            for url, info in zip(self._http.urls, self.server_info(), strict=True)
-            for complaint in server_conflicts(url, info)
-        ]
-        if found:
-            raise ConfigError("\n".join(found))
-
-    def require_kept_tokens(self, top_k: int) -> None:
-        """Raise ConfigError for servers that cannot say which tokens ``top_k`` kept."""
-        found = [
-            complaint
-            for url, info in zip(self._http.urls, self.server_info(), strict=True)
-            for complaint in kept_token_conflicts(url, info, top_k)
-        ]
-        if found:
-            raise ConfigError("\n".join(found))
-
-    def require_exact_boundaries(self) -> None:
-        """Raise ValueError for a server that mislabels the token at a weight update."""
+        found = []
         for url, info in zip(self._http.urls, self.server_info(), strict=True):
-            if not info.get("disable_overlap_schedule"):
-                raise ValueError(
+            settings = settings_of_a_server(info)
+            found += [
+                f"engine {url} runs with {field} = {value!r}, which {reason}"
+                for field, value, reason in refused(settings, replay=replay, kept_top_k=kept_top_k)
+            ]
+            if exact_boundaries and not settings.get("disable_overlap_schedule"):
+                found.append(
                     f"engine {url} was started without --disable-overlap-schedule: with weight updates"
                     " in mid-generation the version of the token at the boundary would be wrong"
                 )
+        if found:
+            raise ConfigError("\n".join(found))
 
     def init_weights_update_group(
         self, *, rank_offsets: Sequence[int], **arguments: Any
@@ -280,7 +268,7 @@ class EngineControl:
 
     def begin_weight_update(self) -> None:
         """Begin an update; one that a killed job has left open on a server is ended first."""
-        self.versions.unknown()
+        self.versions.record(None)
         self._sent_version = None
         try:
             self._post("begin_weight_update")
@@ -317,7 +305,7 @@ class EngineControl:
     def update_weights_from_disk(
         self, model_path: str, *, weight_version: int, flush_cache: bool = True
     ) -> None:
-        self.versions.unknown()
+        self.versions.record(None)
         body = {
             "model_path": model_path,
             "weight_version": str(weight_version),
@@ -349,7 +337,7 @@ class EngineControl:
                 if self._held == MEMORY:
                     self.versions.record(version, server)
             else:
-                self.versions.unknown(server)
+                self.versions.record(None, server)
                 logger.warning(
                     "engine %s holds weights %s after the update to %d: it is not used",
                     self._http.urls[server],

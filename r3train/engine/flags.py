@@ -20,12 +20,7 @@ from typing import Any
 
 from r3train.config.sources import ConfigError
 from r3train.engine.key import ENGINE_KEY_VARIABLE
-from r3train.engine.refusals import (
-    DECIDED_BY_THE_RUN,
-    adapter_refusals,
-    kept_token_refusals,
-    replay_refusals,
-)
+from r3train.engine.refusals import DECIDED_BY_THE_RUN, refused
 
 _KEY_FLAGS = ("api_key", "admin_api_key")
 
@@ -150,20 +145,11 @@ def check_server_flags(
         for field in fields
         if field in DECIDED_BY_THE_RUN
     ]
-    if replay:
-        problems += [
-            f"sglang.{field} = {value!r} cannot go with --use-rollout-routing-replay: {reason}"
-            for field, value, reason in replay_refusals(fields)
-        ]
-    if kept_top_k is not None:
-        problems += [
-            f"sglang.{field} = {value!r} cannot go with --rollout-top-k {kept_top_k}: {reason}"
-            for field, value, reason in kept_token_refusals(fields, kept_top_k)
-        ]
-    if adapters:
-        problems += [
-            f"sglang.{field} = {value!r} cannot go with --lora-serving adapter: {reason}"
-            for field, value, reason in adapter_refusals(fields)
-        ]
+    problems += [
+        f"sglang.{field} = {value!r} {reason}"
+        for field, value, reason in refused(
+            fields, replay=replay, kept_top_k=kept_top_k, adapters=adapters
+        )
+    ]
     if problems:
         raise ConfigError("\n".join(problems))

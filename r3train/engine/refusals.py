@@ -53,6 +53,8 @@ DECIDED_BY_THE_RUN: dict[str, str] = {
 }
 
 Settings = Mapping[str, Any]
+# field -> (is this value refused, why)
+Refusals = Mapping[str, tuple[Callable[[Any, Settings], bool], str]]
 
 
 def _number(value: Any) -> float:
@@ -98,8 +100,7 @@ _HOST_TIER = (
     " store has the routes of the slot's last owner"
 )
 
-# field -> (is this value refused, why)
-REPLAY_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
+REPLAY_REFUSALS: Refusals = {
     "enable_return_routed_experts": (
         _is_off,
         "it needs the experts that SGLang chose (a server of the run's own is told so, another needs"
@@ -135,26 +136,9 @@ REPLAY_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
 }
 
 
-def replay_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) for each setting of a server whose routes would be wrong.
-
-    settings: fields of ``ServerArgs``; one that is missing has SGLang's default.
-    """
-    return _refused(REPLAY_REFUSALS, settings)
-
-
-def _refused(
-    table: Mapping[str, tuple[Callable[[Any, Settings], bool], str]], settings: Settings
-) -> Iterator[tuple[str, Any, str]]:
-    for field, (is_refused, reason) in table.items():
-        if field in settings and is_refused(settings[field], settings):
-            yield field, settings[field], reason
-
-
 _ONE_DEVICE = (_is_above_one, "more than 1 was not tried")
 
-# field -> (is this value refused, why), with --lora-serving adapter
-ADAPTER_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
+ADAPTER_REFUSALS: Refusals = {
     **dict.fromkeys(("tp_size", "dp_size", "pp_size", "ep_size"), _ONE_DEVICE),
     "speculative_algorithm": (_is_on, "drafts are the base's"),
     "disable_shared_experts_fusion": (
@@ -164,47 +148,50 @@ ADAPTER_REFUSALS: dict[str, tuple[Callable[[Any, Settings], bool], str]] = {
 }
 
 
-def adapter_refusals(settings: Settings) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) for each setting of a server that does not go with adapters.
-
-    settings: as for ``replay_refusals``.
-    """
-    return _refused(ADAPTER_REFUSALS, settings)
-
-
 # SGLang 0.5.23 (spec_sampling_mask.py): the only speculation with which it says what it kept
 _DFLASH = ("DFLASH", "DSPARK")
 
 
-def kept_token_refusals(settings: Settings, top_k: int) -> Iterator[tuple[str, Any, str]]:
-    """Yield (field, value, reason) for each setting of a server that cannot say which tokens it kept."""
-    name = "speculative_algorithm"
-    value = settings.get(name)
-    if _is_on(value, settings) and str(value).upper() not in _DFLASH:
-        yield name, value, f"SGLang says which tokens it kept only with {' and '.join(_DFLASH)}"
-    name = "sampling_mask_max_tokens"
-    if settings.get(name) is not None and _number(settings[name]) < top_k:
-        yield name, settings[name], "SGLang refuses requests with a larger top-k"
+def _kept_token_refusals(top_k: int) -> Refusals:
+    return {
+        "speculative_algorithm": (
+            lambda value, _: _is_on(value, _) and str(value).upper() not in _DFLASH,
+            f"SGLang says which tokens it kept only with {' and '.join(_DFLASH)}",
+        ),
+        "sampling_mask_max_tokens": (
+            lambda value, _: value is not None and _number(value) < top_k,
+            "SGLang refuses requests with a larger top-k",
+        ),
+    }
 
 
-def kept_token_conflicts(url: str, info: Any, top_k: int) -> Iterator[str]:
-    """Yield a complaint for each setting of a running server that cannot say which tokens it kept.
+def refused(
+    settings: Settings,
+    *,
+    replay: bool = False,
+    kept_top_k: int | None = None,
+    adapters: bool = False,
+) -> Iterator[tuple[str, Any, str]]:
+    """Yield (field, value, the flag that it cannot go with and why) for each setting that spoils a run.
 
-    info: as for ``server_conflicts``.
+    settings: fields of ``ServerArgs``; one that is missing has SGLang's default.  replay: routes must be
+    right; kept_top_k: the server must say which tokens this top-k kept; adapters: it serves them.
     """
-    info = info if isinstance(info, Mapping) else {}
-    for field, value, reason in kept_token_refusals(info, top_k):
-        yield (
-            f"engine {url} runs with {field} = {value!r}, which cannot go with --rollout-top-k {top_k}:"
-            f" {reason}"
-        )
+    tables: dict[str, Refusals] = {}
+    if replay:
+        tables["--use-rollout-routing-replay"] = REPLAY_REFUSALS
+    if kept_top_k is not None:
+        tables[f"--rollout-top-k {kept_top_k}"] = _kept_token_refusals(kept_top_k)
+    if adapters:
+        tables["--lora-serving adapter"] = ADAPTER_REFUSALS
+    for flag, table in tables.items():
+        for field, (is_refused, reason) in table.items():
+            if field in settings and is_refused(settings[field], settings):
+                yield field, settings[field], f"cannot go with {flag}: {reason}"
 
 
-def server_conflicts(url: str, info: Any) -> Iterator[str]:
-    """Yield a complaint for each setting of a running server whose routes would be wrong.
-
-    info: its answer to ``/server_info``, an object of its settings.
-    """
+def settings_of_a_server(info: Any) -> Settings:
+    """Return a running server's settings, from its answer to ``/server_info``."""
     info = info if isinstance(info, Mapping) else {}
     # unset, max_running_requests follows from the server's memory
     running = [
@@ -213,10 +200,4 @@ def server_conflicts(url: str, info: Any) -> Iterator[str]:
         if isinstance(state, Mapping)
     ]
     settings = {"enable_return_routed_experts": None, **info}
-    if running:
-        settings["max_running_requests"] = max(running)
-    for field, value, reason in replay_refusals(settings):
-        yield (
-            f"engine {url} runs with {field} = {value!r}, which cannot go with"
-            f" --use-rollout-routing-replay: {reason}"
-        )
+    return settings | ({"max_running_requests": max(running)} if running else {})

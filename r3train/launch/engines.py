@@ -103,7 +103,7 @@ class Engines:
         Raises EngineDied after --max-engine-restarts, EngineError if a server does not start.
         """
         assert self._supervisor is not None and self._versions is not None
-        self._versions.unknown()
+        self._versions.record(None)
         with self._display.phase("restarting SGLang") as phase:
             self._show_starts_in(phase)
             self._supervisor.restart()
@@ -176,14 +176,13 @@ class Engines:
             versions=self._versions,
             adapters_alone=self._adapters is not None,
         )
-        if self._route_shape is not None:
-            self._control.require_routed_experts()
-        self._routes.require_reach(self._addrs, self._api_key)
         rollout = self.job.config.rollout
-        if rollout.replays_kept_tokens:
-            self._control.require_kept_tokens(rollout.rollout_top_k)
-        if rollout.pause_generation_mode != "drain":
-            self._control.require_exact_boundaries()
+        self._control.require_settings(
+            replay=self._route_shape is not None,
+            kept_top_k=rollout.kept_top_k,
+            exact_boundaries=rollout.pause_generation_mode != "drain",
+        )
+        self._routes.require_reach(self._addrs, self._api_key)
         pool, longest = self._control.pool_tokens(), self.job.longest_prompt
         self._pool_facts = rollout.pool_facts(pool, longest)
         shortage = rollout.pool_shortage(pool, longest)

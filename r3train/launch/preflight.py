@@ -122,15 +122,12 @@ def preflight(
     warnings = list(_warnings(config))
     attempt(settings, check_static, config, world_size)
     attempt(settings, check_overrides, config)
-    replay = config.replay.use_rollout_routing_replay
-    rollout = config.rollout
-    kept_top_k = rollout.rollout_top_k if rollout.replays_kept_tokens else None
     attempt(
         settings,
         lambda: check_server_flags(
-            rollout.sglang,
-            replay=replay,
-            kept_top_k=kept_top_k,
+            config.rollout.sglang,
+            replay=config.replay.use_rollout_routing_replay,
+            kept_top_k=config.rollout.kept_top_k,
             adapters=config.serves_adapters,
         ),
     )
@@ -390,12 +387,11 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
     try:
         with EngineControl([address], api_key=api_key, timeout_s=_ANSWER_S) as control:
             control.model_info()
-            if config.replay.use_rollout_routing_replay:
-                control.require_routed_experts()
-            if config.rollout.replays_kept_tokens:
-                control.require_kept_tokens(config.rollout.rollout_top_k)
-            if config.rollout.pause_generation_mode != "drain":
-                control.require_exact_boundaries()
+            control.require_settings(
+                replay=config.replay.use_rollout_routing_replay,
+                kept_top_k=config.rollout.kept_top_k,
+                exact_boundaries=config.rollout.pause_generation_mode != "drain",
+            )
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None
 

@@ -250,7 +250,7 @@ def test_a_failed_disk_update_carries_the_servers_message(engine, tmp_path):
 def test_group_sizes_and_server_facts(server, engine):
     assert engine.num_servers == 1
     assert engine.update_group_sizes() == [1]
-    engine.require_routed_experts()
+    engine.require_settings(replay=True)
     info = engine.server_info()[0]
     assert info["disable_overlap_schedule"] and info["enable_return_routed_experts"]
 

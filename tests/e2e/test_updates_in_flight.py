@@ -74,7 +74,7 @@ def spanning_samples(
     in_flight = 12
     expected = ROUTES if routes else None
     with EngineControl([server.addr]) as control:
-        control.require_exact_boundaries()
+        control.require_settings(exact_boundaries=True)
         control.update_weights_from_disk(str(models[0]), weight_version=0)
         publisher = DistributedPublisher(
             control, bucket_bytes=1 << 20, flush_cache=flush and mode != "in_place"

@@ -169,14 +169,17 @@ async def test_on_shared_servers_only_own_requests_are_aborted(shared):
 @pytest.mark.parametrize(
     "question, message",
     [
-        ("require_routed_experts", "enable_return_routed_experts = False.*\\n.*pp_size = 2"),
-        ("update_group_sizes", "runs with pp_size 2"),
+        (
+            lambda engine: engine.require_settings(replay=True),
+            "enable_return_routed_experts = False.*\\n.*pp_size = 2",
+        ),
+        (lambda engine: engine.update_group_sizes(), "runs with pp_size 2"),
     ],
 )
 async def test_a_server_started_unfit_for_the_job_is_refused(question, message):
     async with control_of(Fake(facts)) as engine:
         with pytest.raises(ValueError, match=message):
-            await asyncio.to_thread(getattr(engine, question))
+            await asyncio.to_thread(question, engine)
     engine.close()
 
 
@@ -248,7 +251,7 @@ async def test_a_server_with_overlap_scheduling_is_refused_for_updates_in_flight
 
     async with control_of(Fake(overlapping)) as engine:
         with pytest.raises(ValueError, match="without --disable-overlap-schedule"):
-            await asyncio.to_thread(engine.require_exact_boundaries)
+            await asyncio.to_thread(engine.require_settings, exact_boundaries=True)
 
 
 def test_a_server_that_hangs_in_mid_call_ends_the_wait_of_the_control():

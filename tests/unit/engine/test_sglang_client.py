@@ -235,7 +235,7 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
     async with client_of(*fakes, versions=versions) as client:
         await asyncio.gather(*[ask(client, i, 0) for i in range(8)])
         assert [len(fake.bodies) for fake in fakes] == [4, 4]
-        versions.unknown()  # an update begins
+        versions.record(None)  # an update begins
         late = asyncio.create_task(ask(client, 0, 1))
         await asyncio.sleep(0.2)
         assert not late.done(), "nobody holds version 1 yet"
@@ -257,7 +257,10 @@ async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_b
         request = Request(
             0, 0, "p", np.array(PROMPT.token_ids), 0, SamplingParams(4), weight_version=3
         )
-        for change, held in ((versions.unknown, None), (partial(versions.record, 4), 4)):
+        for change, held in (
+            (partial(versions.record, None), None),
+            (partial(versions.record, 4), 4),
+        ):
             change()
             with pytest.raises(EngineError, match=f"holds weight version {held} .*no longer 3"):
                 await client.rescore(request, "whole", 0)
