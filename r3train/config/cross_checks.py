@@ -5,7 +5,7 @@ Every rule yields complaints.  The checks raise all of them at once, and change 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.checkpoint import rollout_path
@@ -19,12 +19,12 @@ from r3train.config.replay_checks import replay_conflicts
 from r3train.config.rollout import RolloutSection
 from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
-from r3train.config.sources import ConfigError
+from r3train.config.sources import ConfigError, raise_all
 
 
 def check_static(config: RunConfig, world_size: int) -> None:
     """Check the settings alone; raises ConfigError with every rule that is broken."""
-    _raise_all(
+    raise_all(
         [
             *_topology(config, world_size),
             *_batches(config, world_size),
@@ -45,7 +45,7 @@ def check_static(config: RunConfig, world_size: int) -> None:
 
 def check_model(config: RunConfig, hf: HfModelFacts, world_size: int) -> None:
     """Check settings against the checkpoint; raises ConfigError with every rule that is broken."""
-    _raise_all(
+    raise_all(
         [
             *_model_topology(config, hf, world_size),
             *topology_conflicts(hf, config.parallel),
@@ -130,12 +130,6 @@ def algorithm_warnings(config: RunConfig) -> list[str]:
             " ever clips: a sample's ratio is near 1; usual are 3e-4 and 4e-4"
         )
     return warnings
-
-
-def _raise_all(complaints: Iterable[str]) -> None:
-    found = list(complaints)
-    if found:
-        raise ConfigError("\n".join(found))
 
 
 def _topology(config: RunConfig, world_size: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_model_config
 from r3train.config.parallel import ParallelSection
-from r3train.config.sources import ConfigError
+from r3train.config.sources import raise_all
 
 # model_type -> why Megatron's fused rotary embedding is not for it
 UNFUSED_ROPE = {
@@ -360,9 +360,7 @@ _LOADED_AS_ONE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 
 def check_family(hf: HfModelFacts) -> None:
     """Raise ConfigError with every reason why the checkpoint's model was not verified."""
-    found = list(family_conflicts(hf))
-    if found:
-        raise ConfigError("\n".join(found))
+    raise_all(family_conflicts(hf))
 
 
 def family_conflicts(hf: HfModelFacts) -> Iterator[str]:

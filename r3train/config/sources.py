@@ -63,6 +63,12 @@ class ConfigError(ValueError):
     """A bad configuration.  Each line is one problem and names its flag, or its file and key."""
 
 
+def raise_all(complaints: Iterable[str]) -> None:
+    """Raise ConfigError with all complaints; do nothing without one."""
+    if found := "\n".join(complaints):
+        raise ConfigError(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Place:
     """A field with its section (the TOML table) and its pydantic description."""
@@ -185,8 +191,7 @@ def read_tables(
             problems.append(f"{path}: [{section}] must be a table, got {table!r}")
         else:
             problems += _unknown_keys(path, section, table, known)
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_all(problems)
     return {section: dict(table) for section, table in content.items()}
 
 

@@ -19,7 +19,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora import LoraSection
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import Published
+from r3train.engine.publish import Published, WeightPublisher
 from r3train.hf_checkpoint import NamedTensors, read_header
 from r3train.peft_files import TENSORS, packed_name, write_adapter
 
@@ -90,12 +90,13 @@ class Adapters:
         return retired
 
 
-class AdapterPublisher:
+class AdapterPublisher(WeightPublisher):
     """Write ``directory/v<version>`` and load it on every server, while they go on generating.
 
     A version that is more than ``max_weight_staleness`` older than the newest is unloaded at the first
     update that finds no request on it, and its directory deleted.  After a restart of the servers the
-    next update loads all versions that were in use.  The directory must be one that all servers see.
+    next update loads all versions that were in use.  The directory must be one that all servers see; the
+    loaded versions stay there behind the end of the run.
     """
 
     def __init__(
@@ -151,6 +152,3 @@ class AdapterPublisher:
     def reconnect(self) -> None:
         """Note that the servers were started again, without an adapter."""
         self._restarted = True
-
-    def close(self) -> None:
-        """Do nothing; the versions that are loaded stay on disk."""

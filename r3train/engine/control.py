@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from r3train.config.sources import ConfigError
+from r3train.config.sources import raise_all
 from r3train.engine.answer import input_log_probs
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
@@ -250,8 +250,7 @@ class EngineControl:
                     f"engine {url} was started without --disable-overlap-schedule: with weight updates"
                     " in mid-generation the version of the token at the boundary would be wrong"
                 )
-        if found:
-            raise ConfigError("\n".join(found))
+        raise_all(found)
 
     def init_weights_update_group(
         self, *, rank_offsets: Sequence[int], **arguments: Any

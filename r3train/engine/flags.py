@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from r3train.config.sources import ConfigError
+from r3train.config.sources import raise_all
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 from r3train.engine.refusals import DECIDED_BY_THE_RUN, refused
 
@@ -106,8 +106,7 @@ def server_fields(given: Mapping[str, Any]) -> dict[str, Any]:
             problems.append(f"{_flag(wanted)}: the installed SGLang has no such server flag.{hint}")
             continue
         fields[flags[near[0]] if flags else wanted] = value
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_all(problems)
     return fields
 
 
@@ -137,8 +136,7 @@ def check_server_flags(
         for name in given
         if any(key.startswith(_spelled(name)) for key in _KEY_FLAGS)
     ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_all(problems)
     fields = server_fields(given)
     problems = [
         f"sglang.{field}: {DECIDED_BY_THE_RUN[field]}"
@@ -151,5 +149,4 @@ def check_server_flags(
             fields, replay=replay, kept_top_k=kept_top_k, adapters=adapters
         )
     ]
-    if problems:
-        raise ConfigError("\n".join(problems))
+    raise_all(problems)

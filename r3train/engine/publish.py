@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,14 +57,18 @@ class _OnItsWay:
     loaded: Future[Any]
 
 
-class WeightPublisher(Protocol):
+class WeightPublisher:
     """Sends one version of the weights to all servers; nothing may be generated meanwhile."""
 
-    def publish(self, named_tensors: NamedTensors, *, version: int) -> Published: ...
+    def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
+        """Send every tensor; ``version`` is the servers' new label."""
+        raise NotImplementedError
 
-    def reconnect(self) -> None: ...
+    def reconnect(self) -> None:
+        """Note a restart of the servers; nothing to do where no connection to them is kept."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End what is kept between updates."""
 
 
 def buckets(
@@ -129,7 +133,7 @@ def flatten(bucket: list[tuple[str, torch.Tensor]], device: torch.device | str) 
     return torch.cat(parts)
 
 
-class DistributedPublisher:
+class DistributedPublisher(WeightPublisher):
     """Broadcast from this rank to every rank of every server, bucket by bucket.
 
     ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).

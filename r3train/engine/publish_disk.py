@@ -14,17 +14,17 @@ from pathlib import Path
 
 from r3train.config.families import has_fused_experts
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import Published
+from r3train.engine.publish import Published, WeightPublisher
 from r3train.hf_checkpoint import NamedTensors, copy_all_but_weights, read_headers, write_shards
 
 _VERSION_DIR = re.compile(r"v\d{6,}")
 
 
-class DiskPublisher:
+class DiskPublisher(WeightPublisher):
     """Write ``directory/v<version>`` atomically and let every server load it.
 
     Configuration and tokenizer files come from ``hf_checkpoint``.  Only the newest version stays,
-    in ``newest``.
+    in ``newest``, also behind the end of the run.
     """
 
     def __init__(
@@ -71,12 +71,6 @@ class DiskPublisher:
                 shutil.rmtree(other, ignore_errors=True)
         seconds = time.monotonic() - began
         return Published(version, read_headers(final), num_bytes, num_shards, seconds)
-
-    def reconnect(self) -> None:
-        """Do nothing: no connection to the servers is kept."""
-
-    def close(self) -> None:
-        """Do nothing; the newest version stays on disk."""
 
 
 def require_equal_on_servers(

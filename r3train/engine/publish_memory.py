@@ -17,14 +17,14 @@ import torch
 
 from r3train.config.families import has_fused_experts
 from r3train.engine.control import EngineControl
-from r3train.engine.publish import Published, buckets
+from r3train.engine.publish import Published, WeightPublisher, buckets
 from r3train.hf_checkpoint import SAFETENSORS_DTYPES, NamedTensors, TensorKind, kind_of
 from r3train.hf_checkpoint import copy_all_but_weights
 
 _ALIGNED = 64
 
 
-class SharedMemoryPublisher:
+class SharedMemoryPublisher(WeightPublisher):
     """Write every version into the same memory, and let every server load it as a checkpoint.
 
     ``directory`` gets links to the memory and the other files of ``hf_checkpoint``.  A server maps what it
@@ -76,9 +76,6 @@ class SharedMemoryPublisher:
             str(self._directory), weight_version=version, flush_cache=self._flush_cache
         )
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
-
-    def reconnect(self) -> None:
-        """Do nothing: no connection to the servers is kept."""
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""

@@ -18,6 +18,7 @@ from r3train.launch.own_servers import start_servers
 from r3train.launch.data import chat_template
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
+from r3train.loop.parts import RolloutSide
 from r3train.loop.routes import Routes
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, host_of, interface_of, is_loopback
@@ -44,7 +45,7 @@ from r3train.types import Prompt
 _SEGMENT_LEN = 256
 
 
-class Engines:
+class Engines(RolloutSide):
     """Servers (started here or external), their control, the producer and the publisher."""
 
     def __init__(

@@ -22,7 +22,7 @@ from r3train.config.cross_checks import (
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.families import FAMILIES, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, OF_TEXT_AND_IMAGES, read_hf_facts
-from r3train.config.sources import ConfigError
+from r3train.config.sources import ConfigError, raise_all
 from r3train.cuda_environment import visible_gpus
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
@@ -287,9 +287,7 @@ def check_node(config: RunConfig) -> list[Lack]:
     if config.has_engines:
         lacks.append(few_files(config.rollout.most_in_flight))
     refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
-    found = [f"{text}: {remedy}" for text, remedy in filter(None, refused)]
-    if found:
-        raise ConfigError("\n".join(found))
+    raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
     return [lack for lack in lacks if lack is not None]
 
 
@@ -307,8 +305,7 @@ def preflight_evaluation(config: RunConfig) -> Job:
                 f"--use-{name} has no effect on an evaluation without training, whose numbers stay in"
                 f" --run-dir: --no-use-{name}"
             )
-    if complaints:
-        raise ConfigError("\n".join(complaints))
+    raise_all(complaints)
     check_server_flags(config.rollout.sglang, replay=False)
     hf = read_hf_facts(config.model.hf_checkpoint)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)

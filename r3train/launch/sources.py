@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
 from r3train.launch.resume import ResumePoint
+from r3train.loop.parts import RolloutSide
 from r3train.loop.routes import Routes
 from r3train.loop.replay_source import Conversations, DumpedRollouts
 from r3train.generation.buffer import ProducerState
-from r3train.generation.evaluate import EvalSet
-from r3train.hf_checkpoint import NamedTensors
 
 
 def build_engines(
@@ -38,19 +35,11 @@ def build_engines(
     return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
 
 
-class Replayed:
+class Replayed(RolloutSide):
     """Dumped rollouts or conversations instead of engines: no server, so no weights to send."""
-
-    publisher = None
 
     def __init__(self, job: Job):
         self._job = job
-
-    def start_server(self) -> None:
-        """Do nothing: there is no server."""
-
-    def wait_ready(self) -> None:
-        """Do nothing: there is no server."""
 
     def start_producer(self) -> DumpedRollouts | Conversations:
         """Open the dumped rollouts, or the conversations that were read at start-up."""
@@ -65,43 +54,6 @@ class Replayed:
             group_size=config.rollout.n_samples_per_prompt,
             steps_per_rollout=config.steps_per_rollout,
         )
-
-    def eval_sets(self) -> list[EvalSet]:
-        """Return none: there is no server that could answer."""
-        return []
-
-    def hold_weights(self, weights: NamedTensors, version: int) -> Path:
-        """Refused by the configuration's checks: there is no server."""
-        raise AssertionError("replayed rollouts have no server")
-
-    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
-        """Return nothing: no server holds weights."""
-        return []
-
-    def stale_tokens(self, token_ids: np.ndarray) -> int:
-        """Return 0: no server has a cache."""
-        return 0
-
-    def route_wire_bytes(self) -> int:
-        """Return 0: no routes come from a server."""
-        return 0
-
-    def hold_memory(self, *kinds: str) -> None:
-        """Refused by the configuration's checks: there is no server."""
-        raise AssertionError("replayed rollouts have no server")
-
-    stop_servers = start_server
-
-    def restart(self) -> None:
-        """Refused by the configuration's checks: there is no server."""
-        raise AssertionError("replayed rollouts have no server")
-
-    def restored(self, version: int) -> None:
-        """There is no server."""
-
-    def fault_counts(self) -> dict[str, int]:
-        """There is no server."""
-        return {}
 
     def close(self) -> None:
         """End the rewards' helpers."""

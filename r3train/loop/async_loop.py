@@ -48,10 +48,11 @@ from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
 from r3train.loop.keeper import Keeper
 from r3train.loop.kl_reward import pay_for_kl
-from r3train.loop.parts import RankZero, RolloutSource
+from r3train.loop.parts import RankZero
 from r3train.observe.profiler import StepProfiler
 from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
 from r3train.loop.recovery import Recovery
+from r3train.loop.replay_source import RolloutSource
 from r3train.loop.report import (
     RolloutReport,
     notable_samples,

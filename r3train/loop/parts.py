@@ -1,71 +1,78 @@
-"""Interfaces of the parts that the loop uses: a source of rollouts, and rank 0's own parts."""
+"""The parts that rank 0 has in the loop: the servers' side, the display, the files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from r3train.engine.publish import WeightPublisher
+from r3train.generation.evaluate import EvalSet
 from r3train.hf_checkpoint import NamedTensors
 from r3train.loop.evaluation import Evaluations
+from r3train.loop.replay_source import RolloutSource
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter
-from r3train.types import RescoredRollout, Scored
+from r3train.types import Scored
 
 
-class RolloutSource(Protocol):
-    """Complete groups for training: a producer that generates them, or a reader of dumped ones."""
+class RolloutSide:
+    """The servers of a run on rank 0; the methods here are those of a run without a server.
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable | None = None
-    ) -> list[list[Scored]]: ...
+    The configuration's checks refuse settings by which such a run would call a method that raises.
+    """
 
-    def quiesced(self) -> AbstractContextManager[None]: ...
+    publisher: WeightPublisher | None = None
 
-    def set_version(self, version: int) -> None: ...
+    def start_server(self) -> None:
+        """Start the run's servers; ``wait_ready`` waits for them."""
 
-    def put_back(self) -> None: ...  # the last batch, which was not trained
+    def wait_ready(self) -> None:
+        """Wait for the servers."""
 
-    def snapshot(self) -> Any: ...
+    def start_producer(self) -> RolloutSource:
+        """Start what gives groups for training."""
+        raise NotImplementedError
 
-    def rescored(self) -> RescoredRollout | None: ...
+    def eval_sets(self) -> list[EvalSet]:
+        """The evaluation sets, for servers to answer."""
+        return []
 
-    def stats(self) -> dict[str, Any]: ...
+    def hold_weights(self, weights: NamedTensors, version: int) -> Path:
+        """Hold every server's tensors against these; returns the checkpoint written of them."""
+        raise AssertionError("there is no server")
 
-    @property
-    def failure(self) -> BaseException | None: ...
+    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
+        """The log-probs of one text on every server, float32[T-1] each."""
+        return []
 
+    def stale_tokens(self, token_ids: np.ndarray) -> int:
+        """Tokens of a text that a server kept in its cache from before an update."""
+        return 0
 
-class RolloutSide(Protocol):
-    """The servers of a run, or with --replay-rollouts the files in their place; on rank 0 alone."""
+    def route_wire_bytes(self) -> int:
+        """Base64 bytes of routes that this process has received."""
+        return 0
 
-    @property
-    def publisher(self) -> WeightPublisher | None: ...  # None if there are no servers
+    def hold_memory(self, *kinds: str) -> None:
+        """Let every server hold these kinds of memory alone (--colocate)."""
+        raise AssertionError("there is no server")
 
-    def start_producer(self) -> RolloutSource: ...
+    def stop_servers(self) -> None:
+        """End the servers of this run, which generates no more."""
 
-    def hold_weights(self, weights: NamedTensors, version: int) -> Path: ...
+    def restart(self) -> None:
+        """Restart the servers; they hold the checkpoint's weights until the next publish."""
+        raise AssertionError("there is no server")
 
-    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]: ...
+    def restored(self, version: int) -> None:
+        """Send broken-off requests again: restarted servers now hold ``version``."""
 
-    def stale_tokens(self, token_ids: np.ndarray) -> int: ...
-
-    def route_wire_bytes(self) -> int: ...
-
-    def hold_memory(self, *kinds: str) -> None: ...
-
-    def stop_servers(self) -> None: ...
-
-    def restart(self) -> None: ...
-
-    def restored(self, version: int) -> None: ...
-
-    def fault_counts(self) -> dict[str, int]: ...
+    def fault_counts(self) -> dict[str, int]:
+        """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""
+        return {}
 
 
 @dataclass(frozen=True)

@@ -89,40 +89,10 @@ def prepare(
         counts.append(len(built[0]))
         for all_steps, own in zip(microbatches, built, strict=True):
             all_steps += own
-    expectation, fresh = None, config.rollout.fresh_prefixes
+    expectation = None
     if config.r3_check_enabled:
-        expectation = partial(
-            step_expectation,
-            rollout_id,
-            num_rows=sum(s.sample.num_tokens for s in samples),
-            rows_current=_rows_current(
-                rollout_id,
-                [row_versions(s.sample, fresh_prefixes=fresh) for s in samples],
-                config,
-                passes,
-            ),
-            kept_current=(
-                _rows_current(
-                    rollout_id,
-                    [s.sample.weight_versions[s.sample.kept_counts > 0] for s in samples],
-                    config,
-                    passes,
-                )
-                if config.rollout.replays_kept_tokens
-                else None
-            ),
-            keep_score_ratio=config.replay.r3_keep_score_ratio,
-            passes=passes,
-            moe_layers=hf.moe_layer_numbers,
-            recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
-            num_microbatches=sum(counts),
-            topologies=topologies,
-            kept=(
-                recorded_kept_tokens(samples, steps, place.dp_size, hf.route_shape.output_layer)
-                if config.rollout.replays_kept_tokens
-                else None
-            ),
-        )
+        of_run = (config, hf, topologies, passes)
+        expectation = partial(step_expectation, rollout_id, samples, steps, sum(counts), *of_run)
     return Prepared(samples, steps, microbatches, counts, expectation)
 
 
@@ -298,40 +268,43 @@ def recorded_kept_tokens(
 
 def step_expectation(
     rollout_id: int,
-    recorded: Recorded,
-    *,
-    num_rows: int,
-    rows_current: Mapping[str, int],
-    keep_score_ratio: float,
-    passes: tuple[str, ...],
-    moe_layers: Sequence[int],
-    recomputed: Sequence[int],
+    samples: Sequence[TrainSample],
+    steps: Sequence[StepSamples],
     num_microbatches: int,
+    config: RunConfig,
+    hf: HfModelFacts,
     topologies: Sequence[RankTopology],
-    kept: Recorded | None = None,
-    kept_current: Mapping[str, int] | None = None,
+    passes: tuple[str, ...],
+    recorded: Recorded,
 ) -> StepExpectation:
     """The totals that a rollout's evidence must match, from the bytes that the engine sent.
 
-    num_rows: tokens of all samples; rows_current, kept_current, keep_score_ratio: as in ``StepExpectation``; num_microbatches: of
-    one rank, over all optimizer steps; kept: of kept tokens, None where none are replayed.
+    samples: as the rollout left them; num_microbatches: of one rank, over all optimizer steps.
     """
+    fresh, kept, kept_current = config.rollout.fresh_prefixes, None, None
+    versions = [row_versions(s.sample, fresh_prefixes=fresh) for s in samples]
+    if config.rollout.replays_kept_tokens:
+        output_layer = hf.route_shape.output_layer
+        kept = recorded_kept_tokens(samples, steps, topologies[0].dp_size, output_layer)
+        drawn = [s.sample.weight_versions[s.sample.kept_counts > 0] for s in samples]
+        kept_current = _rows_current(rollout_id, drawn, config, passes)
     of_all = recorded if kept is None else recorded.beside(kept)
     layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
+    num_rows = sum(s.sample.num_tokens for s in samples)
     return StepExpectation(
         step=rollout_id,
         fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
         rows_replayed=dict(zip(layers, whole.tolist())),
         rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
-        rows_current=dict(rows_current),
-        kept_current=None if kept_current is None else dict(kept_current),
-        keep_score_ratio=keep_score_ratio,
+        rows_current=_rows_current(rollout_id, versions, config, passes),
+        kept_current=kept_current,
+        keep_score_ratio=config.replay.r3_keep_score_ratio,
         num_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,
             ranks_per_stage=len(topologies) // topologies[0].pp_size,
-            moe_layers=moe_layers,
-            recomputed=recomputed,
+            moe_layers=hf.moe_layer_numbers,
+            recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
             kept_layers=() if kept is None else kept.layers.tolist(),
         ),
         fingerprints_of_ranks={

@@ -14,7 +14,7 @@ from r3train.algo.trajectories import episode_id
 from r3train.config.checkpoint import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.types import RolloutSample, Scored
+from r3train.types import RescoredRollout, RolloutSample, Scored
 
 
 def dump_rollout(directory: Path, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> Path:
@@ -50,31 +50,40 @@ def _check_routes(path: Path, groups: Sequence[Sequence[Scored]]) -> None:
             )
 
 
-class WithoutServer:
-    """The part of a RolloutSource that a source without servers has nothing to do for."""
+class RolloutSource:
+    """Complete groups for training: a producer generates them, others read them from disk.
+
+    The methods with a body are those of a source without servers.
+    """
+
+    def next_batch(
+        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
+    ) -> list[list[Scored]]:
+        """The groups of one rollout; ``on_wait`` gets ``stats`` while they are waited for."""
+        raise NotImplementedError
 
     @contextmanager
     def quiesced(self) -> Iterator[None]:
-        """Do nothing: no request is ever in flight."""
+        """Stop generation inside the context."""
         yield
 
     def set_version(self, version: int) -> None:
-        """Do nothing: no server holds weights."""
+        """Set the weight version that the servers hold."""
 
     def put_back(self) -> None:
-        """Do nothing: a rollout is read again by its number."""
+        """Take back the last batch, because it was not trained."""
 
-    def snapshot(self) -> None:
-        """Return an empty state: nothing is buffered."""
+    def snapshot(self) -> Any:
+        """The state that a restart needs; None where nothing is buffered."""
         return None
 
-    def rescored(self) -> None:
-        """None: there is no server that could compute a sample again."""
+    def rescored(self) -> RescoredRollout | None:
+        """All that servers computed again of the last batch; None where nothing was to be."""
         return None
 
     @property
-    def failure(self) -> None:
-        """None: nothing runs in the background that could fail."""
+    def failure(self) -> BaseException | None:
+        """The first error of what runs in the background."""
         return None
 
     def stats(self) -> dict[str, Any]:
@@ -82,7 +91,7 @@ class WithoutServer:
         return {"generated_tokens": 0, "buffered_groups": 0}
 
 
-class DumpedRollouts(WithoutServer):
+class DumpedRollouts(RolloutSource):
     """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
 
     group_size counts episodes: of step-wise ones (one sample a turn) a group holds more samples,
@@ -202,7 +211,7 @@ def _match(one: RolloutSample, other: RolloutSample) -> float:
     return 1.0 if longer == 0 else float((a[:short] == b[:short]).sum()) / longer
 
 
-class Conversations(WithoutServer):
+class Conversations(RolloutSource):
     """A RolloutSource of conversations (--loss-type sft): each is a group of one sample.
 
     It holds no state: a rollout's number decides its conversations, so a resumed run goes on where it

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from r3train.engine.client import DirectTransport, Transport
 from r3train.loop.prepare import Plant, Prepared, data_rank_of_samples, record_samples
@@ -18,56 +18,54 @@ from r3train.loop.scatter import gather_topologies, scatter_slices
 from r3train.types import RankSlice, RankTopology, RolloutSample, RouteShape, TrainSample
 
 
-class Routes(Protocol):
-    """One object on every rank; ``prepared`` is None on ranks other than 0."""
+class Routes:
+    """One object on every rank; ``prepared`` is None on ranks other than 0.
 
-    @property
-    def row_shape(self) -> RouteShape | None:
-        """The size of a row in rank 0's records; None without R3."""
-        ...
+    row_shape: the size of a row in rank 0's records; None without R3.  The methods with a body are those of
+    rows that are the routes themselves.
+    """
+
+    row_shape: RouteShape | None
 
     def open(self, topology: RankTopology) -> None:
         """Start it, once the actor is built; a collective."""
-        ...
+        raise NotImplementedError
 
     def transport(self) -> Transport:
         """Make the client's transport; call it on rank 0, in the client's event loop."""
-        ...
+        return DirectTransport()
 
     def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
         """Raise ValueError if a node that must reach a server cannot; on rank 0."""
-        ...
 
     def keep(self, sample: RolloutSample) -> RolloutSample:
         """Turn a sample with its routes into the form of rank 0's records; on rank 0."""
-        ...
+        return sample
 
     def read(self, sample: RolloutSample) -> RolloutSample:
         """Return a sample of rank 0's records with its routes; the inverse of ``keep``."""
-        ...
+        return sample
 
     def ended(self, group_id: int) -> None:
         """Free the routes of a group that is trained or dropped; thread-safe."""
-        ...
 
     def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
         """This rank's slices of a rollout's ``count`` microbatches; a collective."""
-        ...
+        raise NotImplementedError
 
     def recorded(self, prepared: Prepared | None) -> Recorded | None:
         """The totals of the recorded routes, on rank 0 at least; a collective after ``slices``."""
-        ...
+        raise NotImplementedError
 
     def metrics(self) -> dict[str, Any]:
         """The step's traffic; a collective."""
-        ...
+        return {}
 
     def close(self) -> None:
         """End what ``open`` began. Idempotent."""
-        ...
 
 
-class RoutesOnRank0:
+class RoutesOnRank0(Routes):
     """Rank 0 holds the routes themselves, and cuts every rank its slices."""
 
     def __init__(self, row_shape: RouteShape | None, moe_layers: Sequence[int]) -> None:
@@ -78,24 +76,6 @@ class RoutesOnRank0:
     def open(self, topology: RankTopology) -> None:
         """Ask all ranks for their places; a collective."""
         self._topologies = gather_topologies(topology)
-
-    def transport(self) -> Transport:
-        """Make a transport straight to the servers."""
-        return DirectTransport()
-
-    def require_reach(self, addrs: Sequence[str], api_key: str | None) -> None:
-        """Do nothing: rank 0 alone talks to the servers, and it has waited for them."""
-
-    def keep(self, sample: RolloutSample) -> RolloutSample:
-        """The sample as it is."""
-        return sample
-
-    def read(self, sample: RolloutSample) -> RolloutSample:
-        """The sample as it is."""
-        return sample
-
-    def ended(self, group_id: int) -> None:
-        """Do nothing: the arrays are freed with the records."""
 
     def slices(self, prepared: Prepared | None, count: int) -> list[RankSlice]:
         """Cut slices on rank 0 and send the others theirs; a collective."""
@@ -112,13 +92,6 @@ class RoutesOnRank0:
             self._topologies[0].dp_size,
             self._moe_layers,
         )
-
-    def metrics(self) -> dict[str, Any]:
-        """Return no metrics: rank 0's client counts them."""
-        return {}
-
-    def close(self) -> None:
-        """Do nothing: nothing is open."""
 
 
 def planted_in_routes(plant: Plant, routes: Routes) -> Plant:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from r3train.rewards.base import Reward
 from r3train.types import Prompt, RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
 _ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
-class CodeReward:
+class CodeReward(Reward):
     """1 where the response's program passes every test of the label, else 0.
 
     The program is the last fenced block of Python (or without a language).  The label is Python code or
@@ -58,9 +59,6 @@ class CodeReward:
         """Raise ValueError for a label that holds no tests."""
         list(_tests(prompt))
 
-    async def check(self, prompt: Prompt) -> None:
-        """Nothing is left to check."""
-
     async def __call__(self, sample: RolloutSample) -> float:
         """Run a sample's program."""
         tests, program = list(_tests(sample.prompt)), program_of(sample.text)
@@ -68,9 +66,6 @@ class CodeReward:
             return 0.0
         async with self._room:
             return float(await asyncio.to_thread(passes, program, tests, self._timeout_s))
-
-    def close(self) -> None:
-        """Nothing outlives a call."""
 
 
 def program_of(text: str) -> str | None:

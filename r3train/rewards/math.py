@@ -6,6 +6,7 @@ import os
 import re
 
 from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
+from r3train.rewards.base import Reward
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
 
@@ -16,7 +17,7 @@ _DAPO_TAIL = 300
 _ANSWER = re.compile(r"(?i)answer\s*:\s*([^\n]+)")
 
 
-class MathReward:
+class MathReward(Reward):
     """1 where the final answer of the response (``answers.final_answer``) equals the label, else 0.
 
     The label is a number or text; of a whole solution its own box or ``####`` counts.  Two plain

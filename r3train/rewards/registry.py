@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from r3train.config.data import DataSection
 from r3train.plugs import GUEST_START_S, find_plug, guest, import_plug, require_function
 from r3train.rewards.accepted_words import accepted_words
 from r3train.rewards.answers import last_box
+from r3train.rewards.base import Reward
 from r3train.rewards.code import CodeReward
 from r3train.rewards.exact_match import exact_match
 from r3train.rewards.math import MathReward, dapo, gsm8k
@@ -22,30 +23,7 @@ from r3train.types import Prompt, RolloutSample
 BOXED = "boxed_"
 
 
-class Reward(Protocol):
-    """A reward of r3train: it bounds its own time, and scores an answer that takes longer."""
-
-    name: str
-    needs_label: bool
-
-    async def __call__(self, sample: RolloutSample) -> Any:
-        """Score a sample; raise ValueError naming the prompt for a label that it cannot use."""
-        ...
-
-    def require_label(self, prompt: Prompt) -> None:
-        """Raise ValueError for a label of another kind, looking at nothing else."""
-        ...
-
-    async def check(self, prompt: Prompt) -> None:
-        """Raise ValueError for a label that the reward cannot use, in some milliseconds."""
-        ...
-
-    def close(self) -> None:
-        """End helpers."""
-        ...
-
-
-class TextReward:
+class TextReward(Reward):
     """A reward that looks at label and text alone and takes no time."""
 
     needs_label = True
@@ -61,30 +39,15 @@ class TextReward:
         """Score an empty answer, which reads the label."""
         self._function(prompt, "")
 
-    async def check(self, prompt: Prompt) -> None:
-        """Nothing is left to check."""
 
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class NoReward:
+class NoReward(Reward):
     """The reward of rows that need none: a teacher teaches there."""
 
-    name, needs_label = "none", False
+    name = "none"
 
     async def __call__(self, sample: RolloutSample) -> float:
         """Score any sample 0."""
         return 0.0
-
-    def require_label(self, prompt: Prompt) -> None:
-        """Any label will do."""
-
-    async def check(self, prompt: Prompt) -> None:
-        """Any label will do."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 # name -> makes the reward from the settings and the key of the judge
@@ -102,7 +65,7 @@ REWARDS: Mapping[str, Callable[[DataSection, str | None], Reward]] = {
 }
 
 
-class BoxedReward:
+class BoxedReward(Reward):
     """Another reward, for the content of the last box of the response; "" without one."""
 
     def __init__(self, inner: Reward) -> None:

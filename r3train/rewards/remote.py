@@ -11,7 +11,8 @@ from typing import Any
 import aiohttp
 
 from r3train.config.data import DataSection
-from r3train.types import Prompt, RolloutSample
+from r3train.rewards.base import Reward
+from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
 
@@ -21,24 +22,12 @@ _QUOTED = 300
 _FIELD = re.compile(r"\{(prompt|response|label)\}")
 
 
-class _HttpReward:
+class _HttpReward(Reward):
     """A reward that is asked for over HTTP; the other side judges the label."""
-
-    name: str
-    needs_label = False
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self._url, self._timeout_s = url, timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-
-    def require_label(self, prompt: Prompt) -> None:
-        """Any label will do."""
-
-    async def check(self, prompt: Prompt) -> None:
-        """Any label will do."""
-
-    def close(self) -> None:
-        """Nothing is open between calls."""
 
     async def _post(self, sample: RolloutSample, body: dict[str, Any]) -> Any:
         """Post JSON until it is answered; returns the answer's JSON.

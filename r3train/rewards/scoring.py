@@ -10,8 +10,9 @@ from typing import Any
 
 from r3train.config.data import DataSection
 from r3train.plugs import quoted
+from r3train.rewards.base import Reward
 from r3train.rewards.parts import SummedReward
-from r3train.rewards.registry import BOXED, CustomReward, NoReward, Reward, get_reward
+from r3train.rewards.registry import BOXED, CustomReward, NoReward, get_reward
 from r3train.rewards.worker import plain
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample

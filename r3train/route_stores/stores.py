@@ -14,6 +14,7 @@ from r3train.engine.addresses import ANY, LOOPBACK, address_of_interface, is_loo
 from r3train.engine.http import SGLangHTTP
 from r3train.loop.prepare import Prepared
 from r3train.loop.recorded import Recorded
+from r3train.loop.routes import Routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.route_stores import tickets
 from r3train.route_stores.exchange import RouteExchange, leader_ranks
@@ -24,8 +25,8 @@ from r3train.types import RankSlice, RankTopology, RolloutSample, RouteShape
 logger = logging.getLogger(__name__)
 
 
-class RouteStores:
-    """One rank's part (implements ``loop.routes.Routes``): its store if it leads a data-parallel rank.
+class RouteStores(Routes):
+    """One rank's part: its store if it leads a data-parallel rank.
 
     Raises ValueError if leaders could not reach the servers.
     """

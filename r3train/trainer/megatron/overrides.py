@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.sources import ConfigError, nearest, places
+from r3train.config.sources import nearest, places, raise_all
 
 # field -> the flag of ours that decides it, where it has another name
 _OUR_NAMES = {
@@ -281,6 +281,4 @@ def _optimizer_conflicts(config: RunConfig, given: Mapping[str, Any]) -> Iterato
 
 def check_overrides(config: RunConfig) -> None:
     """Raise ConfigError with a line for each override that cannot be set."""
-    found = list(override_conflicts(config))
-    if found:
-        raise ConfigError("\n".join(found))
+    raise_all(override_conflicts(config))

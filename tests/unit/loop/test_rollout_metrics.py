@@ -12,7 +12,7 @@ from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.parts import RankZero
 from r3train.loop.prepare import train_samples
-from r3train.loop.replay_source import WithoutServer
+from r3train.loop.replay_source import RolloutSource
 from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
@@ -53,7 +53,7 @@ def test_generation_alone_writes_the_mean_of_each_part_too(tmp_path):
     ]
     written = []
 
-    class Source(WithoutServer):
+    class Source(RolloutSource):
         def next_batch(self, rollout_id, on_wait=None):
             return groups
 

@@ -1,0 +1,27 @@
+"""The interface of a reward of r3train."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from r3train.types import Prompt, RolloutSample
+
+
+class Reward:
+    """A reward of r3train: it bounds its own time, and scores an answer that takes longer."""
+
+    name: str
+    needs_label = False
+
+    async def __call__(self, sample: RolloutSample) -> Any:
+        """Score a sample; raise ValueError naming the prompt for a label that it cannot use."""
+        raise NotImplementedError
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label of another kind, looking at nothing else."""
+
+    async def check(self, prompt: Prompt) -> None:
+        """Raise ValueError for a label that the reward cannot use, in some milliseconds."""
+
+    def close(self) -> None:
+        """End helpers."""
