@@ -86,7 +86,7 @@ class Producer:
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
     samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says what
     the servers' KV pools hold and what they need, for the error of a request that is retracted again
-    and again.  The servers compute a share of the samples, ``audit_share``, again (see ``rescored``).
+    and again.  The servers compute a share of the samples again: ``audit_share`` (see ``rescored``).
     ``eval_places`` bounds the requests of an evaluation while rollouts are left to generate.
     ``versions_stay``: servers keep a version beside newer ones, so an answer ends on the version on which
     it began, and ``set_version`` needs no ``quiesced``.

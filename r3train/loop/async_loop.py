@@ -14,9 +14,9 @@ alone: during a weight update (as --pause-generation-mode says), and when its bu
 newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
 of its own rollout.
 
-With --colocate the two take turns on the same devices, and staleness is 0: servers release their memory when
-rollout n is complete, the actor's comes back from the host, trains, and leaves again; the servers' weights come
-back, are sent, and then their KV cache, before anything is asked of them.
+With --colocate the two take turns on the same devices, and staleness is 0.  Servers release their memory when
+rollout n is complete.  The actor's comes back from the host, and leaves again after training.  Then the servers get
+room for weights, new weights, and room for their KV cache, before anything is asked of them.
 
 Weight versions up to n generate rollout n, and training it makes version n+1, which the servers
 hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
@@ -167,7 +167,7 @@ class AsyncLoop:
                 self._warn_of_staleness(verdict)
             failed = self._failed_claim(verdict)
             ends = bool(failed or self._loss_error)
-            if ends:  # the metrics are written before
+            if ends:  # with an error, so the metrics come first
                 self._report(rollout_id, metrics)
             if failed == "replay" and verdict is not None:
                 verdict.raise_if_failed()
@@ -246,7 +246,7 @@ class AsyncLoop:
         return max(num_rollout, start_rollout_id)
 
     def _save(self, next_rollout_id: int, *, goes_on: bool, now: bool = False) -> None:
-        """Save what is due, or ``now``; the last weights, with which no run goes on, are exported after all."""
+        """Save what is due, or ``now``; export what is due, unless the run ends: the last export is not the loop's."""
         self._keeper.poll()
         due = self._keeper.due(next_rollout_id)
         if due or now:

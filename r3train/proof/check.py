@@ -47,7 +47,7 @@ COUNTS = (
 )
 # Those of ``COUNTS`` that evidence of an earlier version lacks, all or none.
 LATER = COUNTS[COUNTS.index("rows_current") :]
-# Values that no call can have, in excess of those that it can: must be 0.
+# The distance of a call's values from those that a call can have: must be 0.
 _IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "later_off")
 # A cell's sums, in this order.
 COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)

@@ -225,8 +225,7 @@ class RoutingReplayManager:
         drift: RouteDrift | None = None,
         keep_score_ratio: float = 0.0,
     ):
-        self.enabled = True
-        self.enable_check_replay_result = self.enabled and (ci_test or enable_r3_correctness_check)
+        self.enable_check_replay_result = ci_test or enable_r3_correctness_check
         self.num_experts = num_experts
         self.device = device
         self.recorder: CallRecorder | None = None
@@ -416,7 +415,6 @@ class _RowMaskedExpertBias:
         self._router.local_tokens_per_expert += routing_map.sum(dim=0)
 
     def __call__(self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None) -> None:
-        if (
-            torch.is_grad_enabled()
-        ):  # counts a token once: not in evaluation, not before recomputation
+        # so that a token counts once: not in evaluation, not in a forward that is recomputed
+        if torch.is_grad_enabled():
             self._count(routing_map, padding_mask)
