@@ -64,182 +64,135 @@ def shared(o: TinyOptions) -> dict[str, Any]:
     }
 
 
+def _experts(o: TinyOptions, count: str = "num_experts", **more: Any) -> dict[str, Any]:
+    """Experts as most families have them; count: the key of their number."""
+    sizes = {count: o.num_experts, "num_experts_per_tok": o.topk}
+    return sizes | {"moe_intermediate_size": o.moe_intermediate_size} | more
+
+
+def _local_experts(o: TinyOptions, **more: Any) -> dict[str, Any]:
+    """Experts as Mixtral and its heirs have them."""
+    sizes = {"num_local_experts": o.num_experts, "num_experts_per_tok": o.topk}
+    return sizes | {"intermediate_size": o.moe_intermediate_size} | more
+
+
 def _qwen3_moe(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "head_dim": o.head_dim,
-        "num_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "moe_intermediate_size": o.moe_intermediate_size,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
+    more = dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    return _experts(o, head_dim=o.head_dim, **more)
 
 
 def _qwen2_moe(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "num_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "moe_intermediate_size": o.moe_intermediate_size,
-        "shared_expert_intermediate_size": o.moe_intermediate_size * 3 // 2,
-        "norm_topk_prob": False,
-    }
+    shared_size = o.moe_intermediate_size * 3 // 2
+    return _experts(o, shared_expert_intermediate_size=shared_size, norm_topk_prob=False)
 
 
 def _mixtral(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "intermediate_size": o.moe_intermediate_size,
-        "num_local_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "head_dim": None,  # published so
-    }
+    return _local_experts(o, head_dim=None)  # published so
 
 
 def _olmoe(o: TinyOptions) -> dict[str, Any]:
-    return {
+    sizes = {"num_experts": o.num_experts, "num_experts_per_tok": o.topk, "norm_topk_prob": False}
+    return sizes | {
         "num_key_value_heads": o.num_heads,
         "intermediate_size": o.moe_intermediate_size,
-        "num_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "norm_topk_prob": False,
     }
 
 
 def _glm4_moe(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "head_dim": o.head_dim,
-        "n_routed_experts": o.num_experts,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": o.topk,
-        "moe_intermediate_size": o.moe_intermediate_size,
-        "first_k_dense_replace": 1,
-        "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True,
-        "attention_bias": True,
-        "use_qk_norm": True,
-        "partial_rotary_factor": 0.5,
-    }
+    return _experts(
+        o,
+        "n_routed_experts",
+        head_dim=o.head_dim,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
+    )
 
 
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 128,
+    **{
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128},
 }
 _HALF_ROTATED = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 # published of families in which every fourth layer has full attention
 _FULL_EVERY_FOURTH = {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
 _SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
-def _latent(o: TinyOptions) -> dict[str, Any]:
+def _latent(o: TinyOptions, **more: Any) -> dict[str, Any]:
     """Multi-head latent attention, shared experts, the first layer dense."""
-    return {
+    sizes = _experts(o, "n_routed_experts", norm_topk_prob=True, num_mtp_layers=0)
+    return sizes | {
         "num_key_value_heads": o.num_heads,
         "kv_lora_rank": 2 * o.head_dim,
         "qk_nope_head_dim": o.head_dim,
         "qk_rope_head_dim": o.head_dim // 2,
         "v_head_dim": o.head_dim,
-        "n_routed_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "moe_intermediate_size": o.moe_intermediate_size,
-        "norm_topk_prob": True,
-        "num_mtp_layers": 0,
-    }
-
-
-def _moonlight(o: TinyOptions) -> dict[str, Any]:
-    """Queries as they are, plain positions, one group, two shared experts."""
-    return _latent(o) | {
+        "q_lora_rank": o.head_dim + o.head_dim // 2,
+        "n_shared_experts": 1,
         "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "n_shared_experts": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 2.446,
+        **more,
     }
+
+
+def _moonlight(o: TinyOptions, **more: Any) -> dict[str, Any]:
+    """Queries as they are, plain positions, one group, two shared experts."""
+    own = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
+    return _latent(o) | _ONE_GROUP | own | more
 
 
 def _deepseek_v2(o: TinyOptions) -> dict[str, Any]:
     """Moonlight with yarn, and the gates of a softmax."""
-    return _moonlight(o) | {
-        "norm_topk_prob": False,
-        "routed_scaling_factor": 1.0,
-        "topk_method": "greedy",
-        "rope_parameters": _YARN,
-    }
+    gates = dict(norm_topk_prob=False, routed_scaling_factor=1.0, topk_method="greedy")
+    return _moonlight(o, rope_parameters=_YARN, **gates)
 
 
 def _deepseek_v3(o: TinyOptions) -> dict[str, Any]:
     """Compressed queries, yarn, groups of experts."""
     in_groups = o.topk % 2 == 0 and o.num_experts % o.topk == 0 and o.topk < o.num_experts
-    return _latent(o) | {
-        "first_k_dense_replace": 1,
-        "q_lora_rank": o.head_dim + o.head_dim // 2,
-        "n_shared_experts": 1,
-        "n_group": o.topk if in_groups else 1,
-        "topk_group": o.topk // 2 if in_groups else 1,
-        "routed_scaling_factor": 2.5,
-        "rope_parameters": _YARN,
-    }
+    groups = {"n_group": o.topk, "topk_group": o.topk // 2} if in_groups else _ONE_GROUP
+    return _latent(o, routed_scaling_factor=2.5, rope_parameters=_YARN, **groups)
 
 
 def _kimi_k2(o: TinyOptions) -> dict[str, Any]:
     """DeepSeek-V3 with one group."""
-    return _deepseek_v3(o) | {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.827}
+    return _deepseek_v3(o) | _ONE_GROUP | {"routed_scaling_factor": 2.827}
 
 
 def _glm4_moe_lite(o: TinyOptions) -> dict[str, Any]:
-    sizes = _latent(o) | {
-        "q_lora_rank": o.head_dim + o.head_dim // 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "routed_scaling_factor": 1.8,
-        # transformers normalises compressed queries and keys with 1e-6 whatever is set here
-        "rms_norm_eps": 1e-6,
-        "mlp_layer_types": ["dense"] + ["sparse"] * (o.num_layers - 1),
-    }
-    del sizes["num_mtp_layers"]
-    return sizes
+    kinds = ["dense"] + ["sparse"] * (o.num_layers - 1)
+    sizes = _latent(o, routed_scaling_factor=1.8, mlp_layer_types=kinds, **_ONE_GROUP)
+    del sizes["num_mtp_layers"], sizes["first_k_dense_replace"]
+    # transformers normalises compressed queries and keys with 1e-6 whatever is set here
+    return sizes | {"rms_norm_eps": 1e-6}
 
 
 def _minimax_m2(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "head_dim": o.head_dim,
-        "intermediate_size": o.moe_intermediate_size,
-        "num_local_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "rotary_dim": o.head_dim // 2,
-        "rope_parameters": dict(_HALF_ROTATED),
-    }
+    rotary = {"rotary_dim": o.head_dim // 2, "rope_parameters": dict(_HALF_ROTATED)}
+    return _local_experts(o, head_dim=o.head_dim, **rotary)
 
 
 def _gpt_oss(o: TinyOptions) -> dict[str, Any]:
-    return {
-        "head_dim": o.head_dim,
-        "intermediate_size": o.moe_intermediate_size,
-        "num_local_experts": o.num_experts,
-        "num_experts_per_tok": o.topk,
-        "sliding_window": 8,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "rope_theta": 150000.0,
-            "factor": 4.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 128,
-        },
+    rope = {
+        **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128},
     }
+    return _local_experts(o, head_dim=o.head_dim, sliding_window=8, rope_parameters=rope)
 
 
 def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
+    layers = range(1, o.num_layers + 1)
     return _qwen3_moe(o) | {
         "shared_expert_intermediate_size": o.moe_intermediate_size,
         "linear_num_key_heads": o.num_kv_heads,
@@ -248,21 +201,15 @@ def _qwen3_next(o: TinyOptions) -> dict[str, Any]:
         "linear_value_head_dim": o.head_dim,
         "linear_conv_kernel_dim": 4,
         "rope_parameters": dict(_HALF_ROTATED),
-        "layer_types": [
-            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(o.num_layers)
-        ],
+        "layer_types": ["linear_attention" if i % 4 else "full_attention" for i in layers],
     }
 
 
 def _qwen3_5_moe(o: TinyOptions) -> dict[str, Any]:
     pairs = o.head_dim // 4  # half of a head is rotated, by pairs of numbers
-    return _qwen3_next(o) | {
-        "rope_parameters": _HALF_ROTATED
-        | {
-            "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3],
-            "mrope_interleaved": True,
-        }
-    }
+    sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    rope = _HALF_ROTATED | {"mrope_section": sections, "mrope_interleaved": True}
+    return _qwen3_next(o) | {"rope_parameters": rope}
 
 
 def _vision(o: TinyOptions) -> dict[str, Any]:
@@ -291,11 +238,8 @@ TINY_FAMILIES: dict[str, TinyFamily] = {
         "MiniMaxM2",
         _minimax_m2,
         {
-            "scoring_func": "sigmoid",
-            "use_routing_bias": True,
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "rope_theta": 10000.0,
+            **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+            **{"qk_norm_type": "per_layer", "rope_theta": 10000.0},
         },
     ),
     "glm4_moe_lite": TinyFamily(

@@ -89,7 +89,8 @@ class LoggingSetup:
 
     def record_error(self, error: BaseException) -> None:
         """Write an error's traceback to the file alone, for a caller that shows the error itself."""
-        self._to_file(f"the run failed: {type(error).__name__}", _exc_info(error))
+        exc_info = type(error), error, error.__traceback__
+        self._to_file(f"the run failed: {type(error).__name__}", exc_info)
 
     def close(self) -> None:
         """Put handlers, hooks and output back as they were."""
@@ -140,10 +141,6 @@ class LoggingSetup:
 
 def _show(*exc_info: Any) -> None:
     sys.stderr.write(printable("".join(traceback.format_exception(*exc_info))))
-
-
-def _exc_info(error: BaseException) -> tuple[type[BaseException], BaseException, Any]:
-    return type(error), error, error.__traceback__
 
 
 class _CurrentStderr(logging.StreamHandler):

@@ -16,7 +16,7 @@ import math
 import numpy as np
 import pybase64
 
-from r3train.types import RouteShape, missing_marker
+from r3train.types import RouteShape
 
 _WIRE_DTYPE = np.dtype("<i4")
 # ids decoded at a time, so that their int32 stay in the core's own cache; a multiple of 3 ids is a whole
@@ -143,17 +143,3 @@ def _wrong_size(got: int, expected: int, shape: tuple[int, int, int], sample: st
         f"sample {sample}: routed_experts holds {got} bytes, expected {expected} "
         f"({rows} rows x {layers} layers x {topk} experts x 4 bytes)"
     )
-
-
-def encode_routed_experts(routes: np.ndarray) -> str:
-    """Encode uint8 or uint16 [rows, L, K] as SGLang would; the missing marker becomes -1.
-
-    Raises ValueError for another dtype or number of axes.
-    """
-    if routes.dtype not in (np.uint8, np.uint16) or routes.ndim != 3:
-        raise ValueError(
-            f"routes are {routes.dtype} with {routes.ndim} axes, expected uint8 or uint16 [rows, L, K]"
-        )
-    ids = routes.astype(_WIRE_DTYPE)
-    ids[routes == missing_marker(routes.dtype)] = -1
-    return pybase64.b64encode(ids.tobytes()).decode("ascii")

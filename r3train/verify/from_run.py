@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from r3train.config import RunConfig
@@ -25,6 +25,7 @@ from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.config.model import ModelSection
 from r3train.config.run import RunSection
 from r3train.config.trackers import TrackersSection
+from r3train.hf_checkpoint import weight_files
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.observe.metrics import read_metrics
@@ -180,11 +181,7 @@ def launch(config: Path, world_size: int, log: Path) -> None:
 
 def load_weights(directory: Path) -> dict[str, Tensor]:
     """Read all tensors of a Hugging Face checkpoint, by name."""
-    found = {}
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}
-    return found
+    return {n: t for file in weight_files(directory) for n, t in load_file(file).items()}
 
 
 def layouts(names: Sequence[str], ci: bool) -> list[Topology]:

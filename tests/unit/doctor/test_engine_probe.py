@@ -18,7 +18,7 @@ from r3train.doctor.finding import OK, PROBLEM, Finding
 from r3train.doctor.judgement import FLOAT32, Expected, judge_answers
 from r3train.engine.backend import EngineError
 from r3train.types import RouteShape
-from r3train.routing.wire import encode_routed_experts
+from tests.wire_encoding import encode_routed_experts
 from tests.unit.fake_engine_server import Fake
 
 LAYERS, TOPK, EXPERTS = 3, 2, 8

@@ -9,8 +9,8 @@ from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.answer import read_answer
 from r3train.layout.microbatch import build_microbatch
 from r3train.generation import stitch
-from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt, RouteShape, TrainSample
+from tests.wire_encoding import encode_routed_experts
 
 PROMPT = Prompt("p", 0, "", np.array([5, 6, 7], dtype=np.int32), None)
 ROUTES = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.uint8) % 8

@@ -25,8 +25,8 @@ from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys, RouteRelay
 from r3train.route_stores.store import RouteStore, RouteStoreError
 from r3train.route_stores.tickets import TICKETS
-from r3train.routing.wire import encode_routed_experts
 from r3train.types import Prompt, RouteShape
+from tests.wire_encoding import encode_routed_experts
 from tests import whole_samples
 from tests.http_serving import serving
 

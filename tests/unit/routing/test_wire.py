@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from r3train.routing.wire import decode_routed_experts, encode_routed_experts
+from r3train.routing.wire import decode_routed_experts
 from r3train.types import RouteShape, missing_marker
+from tests.wire_encoding import encode_routed_experts
 
 
 def payload(ids) -> str:
@@ -146,9 +147,3 @@ def test_what_is_not_base64_is_said_to_be_so(text):
 
 def test_a_single_token_has_no_row():
     assert decode("", 1, sample="7").shape == (0, 1, 2)
-
-
-@pytest.mark.parametrize("routes", [np.zeros((2, 2), np.uint8), np.zeros((1, 2, 2), np.int32)])
-def test_encoding_refuses_what_is_no_route_array(routes):
-    with pytest.raises(ValueError, match="expected uint8 or uint16"):
-        encode_routed_experts(routes)
