@@ -209,7 +209,8 @@ def activation_bytes(
     made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
     kept, at_once = 0.0, 0.0
     for chunk in chunks:
-        kept += layer_input  # the output of its last layer
+        if has_head and chunk is chunks[-1]:  # what others have made is let go once it is sent
+            kept += layer_input
         if model.recompute_granularity == "full":
             count = model.recompute_num_layers or 1
             if model.recompute_method == "uniform":

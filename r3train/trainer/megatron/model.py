@@ -162,6 +162,8 @@ def _transformer_overrides(
         # with batched p2p, interleaved schedules give wrong numbers and no error
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
+        # an output that was sent is kept by the stage that got it
+        deallocate_pipeline_outputs=True,
         # the loss is a sum; gradients are divided by the global number of loss tokens
         calculate_per_token_loss=True,
         attention_dropout=0.0,

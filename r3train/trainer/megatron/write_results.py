@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import weakref
 from queue import Empty
 from typing import Any
 
@@ -19,6 +20,7 @@ class WriteResults:
 
     def __init__(self) -> None:
         self._handle = os.memfd_create("r3train-write-results")
+        weakref.finalize(self, os.close, self._handle)
 
     def put(self, value: Any) -> None:
         """Store the entry; it replaces an earlier one."""
@@ -38,6 +40,3 @@ class WriteResults:
             data += os.pread(self._handle, size - len(data), len(data))
         os.ftruncate(self._handle, 0)
         return pickle.loads(bytes(data))
-
-    def __del__(self) -> None:
-        os.close(self._handle)
