@@ -209,9 +209,7 @@ class WeightIndex:
     def __init__(self, hf: HfModelFacts, dtype: str, lora: LoraSection = LoraSection()) -> None:
         self._path = hf.path
         self._dtypes = {dtype, "float32"}
-        self._kinds = {
-            name: kind for name, kind in read_headers(hf.path).items() if is_trained(name, hf)
-        }
+        self._kinds = trained_tensors(hf)
         self._targets = lora.targets(self._kinds) if lora.enabled else frozenset()
 
     def require(
@@ -263,6 +261,11 @@ def is_trained(name: str, hf: HfModelFacts) -> bool:
         or name.startswith("mtp.")  # Qwen3-Next's layers of multi-token prediction
         or name.startswith(_VISION)
     )
+
+
+def trained_tensors(hf: HfModelFacts) -> dict[str, TensorKind]:
+    """The checkpoint's tensors that an actor trains, by name; raises ValueError as ``read_headers``."""
+    return {name: kind for name, kind in read_headers(hf.path).items() if is_trained(name, hf)}
 
 
 def write_shards(

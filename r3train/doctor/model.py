@@ -186,13 +186,7 @@ def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKin
 
 def _trained(hf: HfModelFacts) -> tuple[dict[str, TensorKind], int, int]:
     """Kinds of the trained tensors by name, and bytes and number of the checkpoint's files."""
-    from r3train.hf_checkpoint import is_trained, read_header, weight_files
+    from r3train.hf_checkpoint import trained_tensors, weight_files
 
     files = weight_files(hf.path)
-    kinds = {
-        name: kind
-        for file in files
-        for name, kind in read_header(file).items()
-        if is_trained(name, hf)
-    }
-    return kinds, sum(file.stat().st_size for file in files), len(files)
+    return trained_tensors(hf), sum(file.stat().st_size for file in files), len(files)

@@ -10,7 +10,7 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.hf_checkpoint import is_trained, read_headers
+from r3train.hf_checkpoint import trained_tensors
 
 
 class TrainSpeed:
@@ -25,11 +25,7 @@ class TrainSpeed:
     """
 
     def __init__(self, config: RunConfig, hf: HfModelFacts, num_ranks: int) -> None:
-        shapes = {
-            name: kind.shape
-            for name, kind in read_headers(config.model.hf_checkpoint).items()
-            if is_trained(name, hf)
-        }
+        shapes = {name: kind.shape for name, kind in trained_tensors(hf).items()}
         self._params, self._attention = active_parameters(shapes, hf), attention_width(shapes)
         algorithm = config.algorithm
         of_others = algorithm.needs_reference + algorithm.holds_teacher

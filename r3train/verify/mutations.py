@@ -820,15 +820,12 @@ def _changes_adapters(change: Callable[[lora.Lora], None]) -> Patch:
     """Make a patch that changes every adapter of a rank once they are installed."""
 
     @wraps(change)
-    def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
-        def install(original, config, bridge, chunks):
-            original(config, bridge, chunks)
-            for adapter in lora.adapters(chunks):
-                change(adapter)
+    def install(original, config, bridge, chunks):
+        original(config, bridge, chunks)
+        for adapter in lora.adapters(chunks):
+            change(adapter)
 
-        return patched(lora, "install", install)
-
-    return patch
+    return replaces(lora, "install")(install)
 
 
 @of_adapters("the adapters' gradients are neither reduced nor divided")
