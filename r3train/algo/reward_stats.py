@@ -27,12 +27,10 @@ class GroupStats:
 
     num_groups: int
     num_zero_variance: int  # groups whose rewards are equal: they teach nothing
-    num_all_best: int  # of those, the groups that sit at the batch's highest reward
     mean: float  # over all episodes
     std: float  # over all episodes, ddof = 0
     min: float
     max: float
-    group_std_mean: float  # mean over groups of the sample std (ddof = 1)
     # {k: pass@k} for k = 1, 2, 4, ... up to n, where all rewards are within 0 and 1; else empty
     pass_at_k: dict[int, float]
 
@@ -43,17 +41,13 @@ def group_stats(rewards: np.ndarray) -> GroupStats:
     Raises ValueError for another shape and for a reward that is not finite, naming its place.
     """
     rewards = _checked(rewards)
-    equal = zero_variance(rewards)
-    ddof = 1 if rewards.shape[1] > 1 else 0
     return GroupStats(
         num_groups=int(rewards.shape[0]),
-        num_zero_variance=int(equal.sum()),
-        num_all_best=int((equal & (rewards[:, 0] == rewards.max())).sum()),
+        num_zero_variance=int(zero_variance(rewards).sum()),
         mean=float(rewards.mean()),
         std=float(rewards.std()),
         min=float(rewards.min()),
         max=float(rewards.max()),
-        group_std_mean=float(rewards.std(axis=1, ddof=ddof).mean()),
         pass_at_k=pass_at_k(rewards),
     )
 

@@ -9,54 +9,42 @@ import numpy as np
 from r3train.types import RolloutSample, Scored
 
 
-def validate_trajectories(
-    sample_ids: Sequence[int],
-    trajectory_ids: Sequence[int | None] | None,
-    is_last_step: Sequence[bool | None] | None,
-) -> None:
-    """Check a batch in its order before it is trained.
+def validate_trajectories(samples: Sequence[RolloutSample]) -> None:
+    """Check a batch in its order before it is trained: its samples are all whole episodes, or all steps.
 
-    Raises ValueError naming the sample: where either list is absent or of another length, or lacks
-    an entry; where the last sample is no last step; where a trajectory's steps are not adjacent;
-    and where a last step is anything but the end of its trajectory.
+    Raises ValueError naming the sample: where one lacks a field that others have; where the last sample
+    is no last step; where a trajectory's steps are not adjacent; and where a last step is anything but
+    the end of its trajectory.
     """
-    for name, values in (("trajectory_id", trajectory_ids), ("is_last_step", is_last_step)):
-        if values is None:
-            raise ValueError(f"step-wise samples need {name}, which the batch does not have")
-        if len(values) != len(sample_ids):
-            raise ValueError(
-                f"{name} has {len(values)} entries for {len(sample_ids)} samples"
-                f" (the last is sample {sample_ids[-1] if len(sample_ids) else 'none'})"
-            )
-        for sample_id, value in zip(sample_ids, values):
-            if value is None:
-                raise ValueError(f"sample {sample_id} has no {name}")
-    if not len(sample_ids):
+    if all(s.trajectory_id is None and s.is_last_step is None for s in samples):
         return
-    ended: set[int] = set()
-    last = len(sample_ids) - 1
-    for i, sample_id in enumerate(sample_ids):
-        trajectory = trajectory_ids[i]
+    for name in ("trajectory_id", "is_last_step"):
+        for s in samples:
+            if getattr(s, name) is None:
+                raise ValueError(f"sample {s.sample_id} has no {name}")
+    ended: set[int | None] = set()
+    for s, after in zip(samples, [*samples[1:], None]):
+        trajectory = s.trajectory_id
         if trajectory in ended:
             raise ValueError(
-                f"sample {sample_id} is of trajectory {trajectory}, whose steps ended before: the"
+                f"sample {s.sample_id} is of trajectory {trajectory}, whose steps ended before: the"
                 " steps of a trajectory must be adjacent"
             )
-        changes = i < last and trajectory_ids[i + 1] != trajectory
-        if i == last and not is_last_step[i]:
+        ends = after is None or after.trajectory_id != trajectory
+        if after is None and not s.is_last_step:
             raise ValueError(
-                f"sample {sample_id} is the last of the batch and no last step: trajectory"
+                f"sample {s.sample_id} is the last of the batch and no last step: trajectory"
                 f" {trajectory} was cut"
             )
-        if changes and not is_last_step[i]:
+        if ends and not s.is_last_step:
             raise ValueError(
-                f"sample {sample_id} is no last step, but trajectory {trajectory} ends with it"
+                f"sample {s.sample_id} is no last step, but trajectory {trajectory} ends with it"
             )
-        if is_last_step[i] and i < last and not changes:
+        if s.is_last_step and not ends:
             raise ValueError(
-                f"sample {sample_id} is a last step, but trajectory {trajectory} goes on after it"
+                f"sample {s.sample_id} is a last step, but trajectory {trajectory} goes on after it"
             )
-        if changes:
+        if ends:
             ended.add(trajectory)
 
 

@@ -104,7 +104,7 @@ def train_samples(
     Step-wise samples (one a turn) of an episode share one reward, which counts once.  The statistics
     are those of the rewards as they were given, before penalties for length.
     """
-    _check_trajectories([sample for group in groups for sample, _ in group])
+    validate_trajectories([sample for group in groups for sample, _ in group])
     rewards = np.array([episode_rewards(group) for group in groups], dtype=np.float64)
     stats = group_stats(rewards)
     samples = [[sample for sample, _ in group] for group in groups]
@@ -138,16 +138,6 @@ def advantages_with_kl(
     ]
     advantages = token_advantages(bare, rewards, algorithm, token_rewards)
     return [replace(s, advantages=own) for s, own in zip(samples, chain(*advantages), strict=True)]
-
-
-def _check_trajectories(samples: Sequence[RolloutSample]) -> None:
-    """Check step-wise samples, which have either field set; a batch has all of them or none."""
-    if any(s.trajectory_id is not None or s.is_last_step is not None for s in samples):
-        validate_trajectories(
-            [s.sample_id for s in samples],
-            [s.trajectory_id for s in samples],
-            [s.is_last_step for s in samples],
-        )
 
 
 def weigh(

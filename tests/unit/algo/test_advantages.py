@@ -70,12 +70,10 @@ def test_group_stats_equal_the_hand_worked_batch():
     assert stats == GroupStats(
         num_groups=3,
         num_zero_variance=2,
-        num_all_best=1,
         mean=0.5,
         std=0.5,
         min=0.0,
         max=1.0,
-        group_std_mean=pytest.approx(math.sqrt(0.5) / 3),
         pass_at_k={1: 0.5, 2: pytest.approx(2 / 3)},
     )
 

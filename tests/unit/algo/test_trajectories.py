@@ -17,18 +17,18 @@ OF = [1, 1, 2, 3, 3, 3]
 LAST = [False, True, True, False, False, True]
 
 
+def step(sample_id, trajectory, last):
+    return sample(sample_id, trajectory_id=trajectory, is_last_step=last)
+
+
 def test_whole_adjacent_trajectories_pass():
-    validate_trajectories(IDS, OF, LAST)
-    validate_trajectories([], [], [])
+    validate_trajectories(list(map(step, IDS, OF, LAST)))
+    validate_trajectories([])
 
 
 @pytest.mark.parametrize(
     "of, last, message",
     [
-        (None, LAST, "need trajectory_id, which the batch does not have"),
-        (OF, None, "need is_last_step, which the batch does not have"),
-        (OF[:-1], LAST, r"trajectory_id has 5 entries for 6 samples \(the last is sample 32\)"),
-        (OF, [*LAST, True], "is_last_step has 7 entries for 6 samples"),
         ([1, None, 2, 3, 3, 3], LAST, "sample 11 has no trajectory_id"),
         (OF, [False, True, None, False, False, True], "sample 20 has no is_last_step"),
         (OF, [*LAST[:-1], False], "sample 32 is the last of the batch and no last step"),
@@ -43,11 +43,7 @@ def test_whole_adjacent_trajectories_pass():
 )
 def test_each_fault_is_refused_with_the_sample(of, last, message):
     with pytest.raises(ValueError, match=message):
-        validate_trajectories(IDS, of, last)
-
-
-def step(sample_id, trajectory, last):
-    return sample(sample_id, trajectory_id=trajectory, is_last_step=last)
+        validate_trajectories(list(map(step, IDS, of, last)))
 
 
 def test_an_episode_has_one_reward():

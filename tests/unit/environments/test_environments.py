@@ -182,11 +182,7 @@ async def test_one_sample_a_turn_makes_a_trajectory_that_passes_the_check():
     samples, reward = await play(Script(), sample_a_turn=True)
     whole = (await play(Script()))[0][0]
     assert [s.sample_id for s in samples] == [40, 41, 42]
-    validate_trajectories(
-        [s.sample_id for s in samples],
-        [s.trajectory_id for s in samples],
-        [s.is_last_step for s in samples],
-    )
+    validate_trajectories(samples)
     for sample, prompt_len in zip(samples, (2, 7, 12), strict=True):
         assert (sample.prompt_len, sample.response_len) == (prompt_len, 3)
         assert sample.loss_mask.tolist() == [False] * prompt_len + [True] * 3

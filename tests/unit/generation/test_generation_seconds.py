@@ -53,7 +53,7 @@ def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():
     slowest = next(s for s in notable_samples(samples) if s["kind"] == "slowest")
     assert slowest["generation_s"] == 3.0
     assert slowest["sample_id"] == samples[1].sample.sample_id
-    groups = GroupStats(2, 0, 0, mean=0, std=0, min=0, max=0, group_std_mean=0, pass_at_k={})
+    groups = GroupStats(2, 0, mean=0, std=0, min=0, max=0, pass_at_k={})
     metrics = rollout_metrics(RolloutReport(0, groups), samples)
     assert metrics["rollout/generation_s_mean"] == 1.0
     assert metrics["rollout/generation_s_max"] == 3.0
