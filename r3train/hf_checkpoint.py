@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -348,6 +349,27 @@ def check_export_directory(directory: Path, hf_checkpoint: Path) -> None:
         )
 
 
+@contextmanager
+def replaced_directory(directory: Path) -> Iterator[Path]:
+    """Give a directory to fill, which takes the place of ``directory`` once it is whole.
+
+    After an error in the block ``directory`` is as it was.
+    """
+    partial = directory.with_name(f".{directory.name}.partial")
+    earlier = directory.with_name(f".{directory.name}.earlier")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        if directory.exists():
+            shutil.rmtree(earlier, ignore_errors=True)
+            os.replace(directory, earlier)
+        os.replace(partial, directory)
+        shutil.rmtree(earlier, ignore_errors=True)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def _left_alone(hf_checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that nobody trains and every export needs: those of a vision tower."""
     if model_type_of(hf_checkpoint) not in OF_TEXT_AND_IMAGES:
@@ -369,11 +391,7 @@ def export_checkpoint(
     as ``write_shards`` and ``check_export_directory`` do.
     """
     check_export_directory(directory, hf_checkpoint)
-    partial = directory.with_name(f".{directory.name}.partial")
-    earlier = directory.with_name(f".{directory.name}.earlier")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_directory(directory) as partial:
         num_tensors, num_bytes, _ = write_shards(
             chain(named_tensors, _left_alone(hf_checkpoint)),
             partial,
@@ -383,11 +401,4 @@ def export_checkpoint(
         copy_all_but_weights(hf_checkpoint, partial)
         facts = {"num_tensors": num_tensors, "num_bytes": num_bytes}
         (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        if directory.exists():
-            shutil.rmtree(earlier, ignore_errors=True)
-            os.replace(directory, earlier)
-        os.replace(partial, directory)
-        shutil.rmtree(earlier, ignore_errors=True)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return num_tensors, num_bytes

@@ -7,9 +7,7 @@ reads that form, and so does SGLang.  Nothing is taken from a file that was not 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,7 @@ from safetensors import safe_open
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import linear_of, LoraSection
-from r3train.hf_checkpoint import MARKER, read_header, read_headers
+from r3train.hf_checkpoint import MARKER, read_header, read_headers, replaced_directory
 
 if TYPE_CHECKING:
     import torch
@@ -65,10 +63,7 @@ def write_adapter(
 
     assert _without_name(settings, hf) is None
     expected = _expected(settings, hf)
-    partial = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with replaced_directory(directory) as partial:
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in factors:
             key = f"{_PREFIX}{name}{_SUFFIX}"
@@ -101,10 +96,6 @@ def write_adapter(
         (partial / CONFIG).write_text(text, encoding="utf-8")
         facts = {"num_tensors": len(tensors), "num_bytes": sum(t.nbytes for t in tensors.values())}
         (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
-        shutil.rmtree(directory, ignore_errors=True)
-        os.replace(partial, directory)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 # Mixtral's names of what SGLang calls gate, up and down in every family

@@ -130,12 +130,6 @@ class EngineControl:
         """Make SGLang's call of this name on every server, with one body for all or one each."""
         self._run(self._http.call_all(f"/{name}", body, what=name))
 
-    def _post_later(
-        self, name: str, body: Mapping[str, Any] | Sequence[Mapping[str, Any]]
-    ) -> Future[Any]:
-        call = self._http.call_all(f"/{name}", body, what=name)
-        return asyncio.run_coroutine_threadsafe(call, self._loop)
-
     async def _updated(self, call: Coroutine[Any, Any, Any], version: int | None) -> None:
         """Make an update; where servers had loaded it and not dropped their caches, do that now.
 
@@ -260,7 +254,9 @@ class EngineControl:
         arguments: master_address, master_port, world_size, group_name, backend.
         """
         bodies = [{**arguments, "rank_offset": offset} for offset in rank_offsets]
-        return self._post_later("init_weights_update_group", bodies)
+        name = "init_weights_update_group"
+        call = self._http.call_all(f"/{name}", bodies, what=name)
+        return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def destroy_weights_update_group(self, group_name: str) -> None:
         self._post("destroy_weights_update_group", {"group_name": group_name})

@@ -6,7 +6,6 @@ any transport against it.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import time
@@ -15,7 +14,13 @@ from pathlib import Path
 from r3train.config.families import has_fused_experts
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import Published, WeightPublisher
-from r3train.hf_checkpoint import NamedTensors, copy_all_but_weights, read_headers, write_shards
+from r3train.hf_checkpoint import (
+    NamedTensors,
+    copy_all_but_weights,
+    read_headers,
+    replaced_directory,
+    write_shards,
+)
 
 _VERSION_DIR = re.compile(r"v\d{6,}")
 
@@ -50,19 +55,14 @@ class DiskPublisher(WeightPublisher):
         """
         began = time.monotonic()
         final = self.newest = self._directory / f"v{version:06d}"
-        partial = self._directory / f".v{version:06d}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        copy_all_but_weights(self._hf_checkpoint, partial)
-        _, num_bytes, num_shards = write_shards(
-            named_tensors,
-            partial,
-            shard_bytes=self._bucket_bytes,
-            fused_experts=has_fused_experts(self._hf_checkpoint),
-        )
-        # Renamed at the end: a reader sees a whole checkpoint or none.
-        shutil.rmtree(final, ignore_errors=True)
-        os.replace(partial, final)
+        with replaced_directory(final) as partial:  # a reader sees a whole checkpoint or none
+            copy_all_but_weights(self._hf_checkpoint, partial)
+            _, num_bytes, num_shards = write_shards(
+                named_tensors,
+                partial,
+                shard_bytes=self._bucket_bytes,
+                fused_experts=has_fused_experts(self._hf_checkpoint),
+            )
         self._engine.update_weights_from_disk(
             str(final), weight_version=version, flush_cache=self._flush_cache
         )

@@ -76,13 +76,10 @@ def _alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return left
 
 
-def _wait_until(done: Callable[[], bool], timeout_s: float) -> bool:
+def _wait_until(done: Callable[[], bool], timeout_s: float) -> None:
     end = time.monotonic() + timeout_s
-    while not done():
-        if time.monotonic() > end:
-            return False
+    while not done() and time.monotonic() <= end:
         time.sleep(0.05)
-    return True
 
 
 def _kill(processes: list[psutil.Process]) -> None:
