@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from r3train.cuda_environment import set_rank_defaults
+from r3train.trainer.megatron.cpu_products import is_large, rows_times, summed_over_rows
 
 _installed = False
 
@@ -108,6 +109,7 @@ def _install() -> None:
     _patch_collectives_of_one_rank()
     _patch_distributed_optimizer_checkpoint()
     _patch_norm()
+    _patch_linear()
 
 
 @contextlib.contextmanager
@@ -349,3 +351,32 @@ def _patch_norm() -> None:
         for name in ("WrappedTorchNorm", "LNImpl", "LayerNormImpl"):
             if hasattr(module, name):
                 setattr(module, name, SequenceParallelNorm)
+
+
+def _patch_linear() -> None:
+    """Give large products of linear layers on one rank, forward and backward, to the faster library."""
+    from megatron.core.tensor_parallel import layers
+
+    linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+    forward, backward = linear.forward, linear.backward
+
+    def faster_forward(ctx, input, weight, bias, fusion, allreduce, sequence, buffer, *others):
+        alone = not (fusion or allreduce or sequence) and buffer is None
+        ctx.faster = alone and is_large(input, weight)
+        if not ctx.faster:
+            given = input, weight, bias, fusion, allreduce, sequence, buffer
+            return forward(ctx, *given, *others)
+        ctx.save_for_backward(input, weight)
+        ctx.use_bias = bias is not None
+        out = rows_times(input, weight.t())
+        return out if bias is None else out + bias
+
+    def faster_backward(ctx, grad_output):
+        if not ctx.faster:
+            return backward(ctx, grad_output)
+        input, weight = ctx.saved_tensors
+        of_bias = grad_output.flatten(0, -2).sum(dim=0) if ctx.use_bias else None
+        of_weight = summed_over_rows(grad_output, input)
+        return rows_times(grad_output, weight), of_weight, of_bias, *[None] * 6
+
+    linear.forward, linear.backward = staticmethod(faster_forward), staticmethod(faster_backward)

@@ -1,0 +1,62 @@
+"""Large products of float32 matrices on a CPU, by oneDNN where torch's own choice leaves half of a core idle.
+
+torch multiplies float32 through MKL, which takes AVX2 on a processor of AMD's.  oneDNN takes AVX-512.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+
+import torch
+
+LEAST = 2**26  # multiply-adds of a product that gains
+# oneDNN makes a kernel for each shape, which costs half of what it saves; the rest of the rows go to MKL
+ROWS = 128
+
+
+@functools.cache
+def gains() -> bool:
+    """Tell whether oneDNN is the faster here and computes in float32 all the same.
+
+    torch's switch to oneDNN also permits bfloat16; oneDNN takes that permission only with AMX.
+    """
+    found = torch.cpu.get_capabilities()
+    with_amx = found.get("amx_tile") or found.get("amx_bf16")
+    return "AMD" in found.get("cpu_name", "") and bool(found.get("avx512_f")) and not with_amx
+
+
+def is_large(a: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Tell whether the product of [..., k] and a weight is one for the functions below."""
+    multiply_adds = a[..., 0].numel() * weight.numel()
+    return multiply_adds >= LEAST and a.dtype == weight.dtype == torch.float32 and gains()
+
+
+@contextlib.contextmanager
+def _by_onednn() -> Iterator[None]:
+    matmul = torch.backends.mkldnn.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def rows_times(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply [..., k] by [k, n]: [..., n]."""
+    flat = a.reshape(-1, a.shape[-1])
+    out, whole = flat.new_empty(len(flat), b.shape[1]), len(flat) // ROWS * ROWS
+    with _by_onednn():
+        torch.mm(flat[:whole], b, out=out[:whole])
+    torch.mm(flat[whole:], b, out=out[whole:])
+    return out.view(*a.shape[:-1], -1)
+
+
+def summed_over_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Multiply [..., m] and [..., n] and sum over all but the last: [m, n]."""
+    a, b = (x.reshape(-1, x.shape[-1]) for x in (a, b))
+    whole = len(a) // ROWS * ROWS
+    with _by_onednn():
+        out = a[:whole].t() @ b[:whole]
+    return out.addmm_(a[whole:].t(), b[whole:])
