@@ -50,8 +50,11 @@ RECIPES = (
     Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),
     Recipe("glm_4_7_flash_one_node", "GLM-4.7-Flash", 4, 80),
     Recipe("qwen3_30b_a3b_one_node", "Qwen3-30B-A3B", 4, 80),
+    Recipe("deepseek_v2_lite_one_node", "DeepSeek-V2-Lite", 4, 80),
     # in turns with them
     Recipe("qwen3_30b_a3b_colocated", "Qwen3-30B-A3B", 8, 80),
+    Recipe("moonlight_16b_a3b_colocated", "Moonlight-16B-A3B", 8, 80),
+    Recipe("gpt_oss_20b_colocated", "gpt-oss-20b", 8, 80),
 )
 
 
