@@ -37,7 +37,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "replay_overhead": ["--rounds", "5"],
     "replay_growth": ["--rounds", "3"],
     "rollout_rate": ["--rounds", "4", "--response", "96"],
-    "weight_sync": [],
+    "weight_sync": ["--rounds", "5"],
     "async_overlap": ["--rounds", "2"],
     "start_up": ["--rounds", "2"],
     "against_trl": ["--rounds", "2"],

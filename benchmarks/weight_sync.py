@@ -104,13 +104,16 @@ def measure(actor: MegatronActor, addr: str, tiny: Path, rounds: int) -> dict[st
         flat = flatten(weights, "cpu")
         target = torch.empty_like(flat)
         versions = count(1)
+        ways = {"broadcast": network, "disk": disk, "memory": memory}
+
+        def publish_by(way: str) -> None:
+            ways[way].publish(actor.hf_weights(), version=next(versions))
+
         arms = {
             "copy": lambda: target.copy_(flat),
             "gather": lambda: [t for _, t in actor.hf_weights()],
-            "broadcast": lambda: network.publish(actor.hf_weights(), version=next(versions)),
-            "disk": lambda: disk.publish(actor.hf_weights(), version=next(versions)),
-            "memory": lambda: memory.publish(actor.hf_weights(), version=next(versions)),
-            "memory_again": lambda: memory.publish(actor.hf_weights(), version=next(versions)),
+            **{way: partial(publish_by, way) for way in ways},
+            **{f"{way}_again": partial(publish_by, way) for way in ways},  # the noise
             "checked": checked,
         }
         seconds = in_turns(arms, rounds)  # the first round makes the process group
