@@ -91,10 +91,12 @@ def _mixtral(o: TinyOptions) -> dict[str, Any]:
 
 
 def _olmoe(o: TinyOptions) -> dict[str, Any]:
-    sizes = {"num_experts": o.num_experts, "num_experts_per_tok": o.topk, "norm_topk_prob": False}
-    return sizes | {
+    return {
         "num_key_value_heads": o.num_heads,
         "intermediate_size": o.moe_intermediate_size,
+        "num_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "norm_topk_prob": False,
     }
 
 
