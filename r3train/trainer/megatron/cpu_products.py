@@ -20,11 +20,15 @@ ROWS = 128
 def gains() -> bool:
     """Tell whether oneDNN is the faster here and computes in float32 all the same.
 
-    torch's switch to oneDNN also permits bfloat16; oneDNN takes that permission only with AMX.
+    torch's switch to oneDNN also permits bfloat16, which oneDNN may take where AMX is: one product tells.
     """
     found = torch.cpu.get_capabilities()
-    with_amx = found.get("amx_tile") or found.get("amx_bf16")
-    return "AMD" in found.get("cpu_name", "") and bool(found.get("avx512_f")) and not with_amx
+    if "AMD" not in found.get("cpu_name", "") or not found.get("avx512_f"):
+        return False
+    value = 1 + 2**-12  # bfloat16 has no such number
+    with _by_onednn():
+        product = torch.full((ROWS, 64), value) @ torch.ones(64, ROWS)
+    return bool((product == 64 * value).all())
 
 
 def is_large(a: torch.Tensor, weight: torch.Tensor) -> bool:

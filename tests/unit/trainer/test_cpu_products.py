@@ -62,6 +62,18 @@ def test_a_linear_layer_has_the_gradients_of_torchs_own(monkeypatch, with_bias):
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-4)
 
 
+def test_a_library_that_rounds_to_bfloat16_is_not_taken(monkeypatch):
+    capabilities = {"cpu_name": "AMD EPYC", "avx512_f": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert cpu_products.gains.__wrapped__()
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *given: full(*given).bfloat16().float())
+    assert not cpu_products.gains.__wrapped__()
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities | {"avx512_f": False})
+    assert not cpu_products.gains.__wrapped__()
+
+
 def test_products_of_small_models_stay_where_they_were():
     assert not cpu_products.is_large(torch.randn(512, 64), torch.randn(128, 64))
     assert not cpu_products.is_large(
