@@ -87,7 +87,7 @@ demo: venv  ## Train a tiny MoE on two CPU ranks with R3 on and proved (FAMILY= 
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --master-port $(MASTER_PORT) --nproc-per-node 2 train_async.py \
 	    --config configs/tiny_cpu.toml --use-rollout-routing-replay --enable-r3-correctness-check $(OF_FAMILY) $(ARGS)
 
-test: lint  ## Run style, layers and all tests (PYTEST_ARGS= adds arguments)
+test: lint  ## Run style, layers and tests (PYTEST_ARGS= adds arguments, ALSO="or ci" what CI runs besides)
 ifneq ($(strip $(PYTEST_ARGS)),)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet --durations=10 $(PYTEST_ARGS)
 else  # a job of two ranks keeps little more than one core busy: two files at once, each in one process
