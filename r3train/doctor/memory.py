@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ _ROUTED_COPIES = 3.5
 # of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
 _ON_THE_WAY = 3
 # results of a gated activation that is made of several steps, each of which is kept
-_UNFUSED_STEPS = {"gpt_oss": 9}
+_UNFUSED_STEPS = {"gpt_oss": 8}
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ def layer_bytes(
 ) -> tuple[float, float]:
     """Bytes that one layer (1-based) keeps for its backward pass, and those that it makes in passing.
 
-    In passing: the gradient of gate and up, or copies of rows on their way to their experts and back.
+    In passing: gradients of gate and up, or copies of rows on their way to their experts and back.
     """
     value = 2 if config.model.bf16 else 4
     rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
@@ -262,10 +262,29 @@ def layer_bytes(
             kept += (
                 routed * steps * kinds[f"model.layers.{layer - 1}.mlp.experts.down_proj"].shape[1]
             )
-        return kept, routed * _ROUTED_COPIES * hf.hidden_size
+        on_their_way = routed * _ROUTED_COPIES * hf.hidden_size
+        return kept, max(on_their_way, _of_experts(config, hf, layer, routed, kinds))
     ends = tuple(f".layers.{layer - 1}.mlp.{name}_proj.weight" for name in ("gate", "up"))
     widths = (kind.shape[0] for name, kind in kinds.items() if name.endswith(ends))
     return kept, rows * sum(widths) * value
+
+
+def _of_experts(
+    config: RunConfig, hf: HfModelFacts, layer: int, routed: float, kinds: Mapping[str, TensorKind]
+) -> float:
+    """Bytes that the backward pass of experts makes, whose own width may be several times that of the model.
+
+    routed: those of one number in each row.  Of down: the gradients of its output, its input and all its weights
+    here; then that of gate and up, when down's input is gone.
+    """
+    ends = ("down_proj", "down_proj.weight", "w2.weight")
+    of = f".layers.{layer - 1}."
+    down = (k for n, k in kinds.items() if of in n and ".experts." in n and n.endswith(ends))
+    numbers = sum(prod(kind.shape) for kind in down)
+    parallel, value = config.parallel, 2 if config.model.bf16 else 4
+    width = numbers / hf.num_experts / hf.hidden_size
+    weights = numbers * value / parallel.expert_model_parallel_size
+    return max(routed * (width + hf.hidden_size) + weights, routed * 2 * width)
 
 
 def _matrices(layer: int, kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, TensorKind]]:
@@ -288,12 +307,18 @@ def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
 
 
 def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
-    """Numbers of queries and keys that attention keeps beside its matrices' outputs; a norm of them keeps as many."""
+    """Numbers of queries and keys that attention keeps beside its matrices' outputs.
+
+    A norm of each head keeps as many; one over all heads keeps float32 too.
+    """
     of = f"model.layers.{layer - 1}.self_attn."
     if f"{of}k_proj.weight" not in kinds:  # of MLA's low ranks
         return 0
     width = sum(kinds[f"{of}{name}_proj.weight"].shape[0] for name in "qk")
-    return width * (2 if f"{of}q_norm.weight" in kinds else 1)
+    norm = kinds.get(f"{of}q_norm.weight")
+    if norm is None:
+        return width
+    return width * (4 if norm.shape[0] == kinds[f"{of}q_proj.weight"].shape[0] else 2)
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pyarrow
@@ -31,12 +32,14 @@ def machine(tmp_path_factory) -> Path:
     """A directory with the data and the models that the recipes name; the tokenizer is a tiny one."""
     directory = tmp_path_factory.mktemp("machine")
     build(directory / "tiny", TinyOptions(), force=True)
-    (directory / "data").mkdir()
-    rows = {"prompt": [[{"role": "user", "content": "name fruits"}]] * 128, "label": ["1"] * 128}
-    for name in ("math_train", "math500"):
-        parquet.write_table(pyarrow.table(rows), directory / "data" / f"{name}.parquet")
+    prompts = [[{"role": "user", "content": "name fruits"}]] * 128
     for recipe in RECIPES:
-        model = directory / RunConfig.from_toml(recipe.path).model.hf_checkpoint
+        config = RunConfig.from_toml(recipe.path)
+        rows = {config.data.input_key: prompts, config.data.label_key: ["1"] * 128}
+        for path in (*config.data.prompt_data, *(held_out.path for held_out in config.eval_sets)):
+            (directory / path).parent.mkdir(parents=True, exist_ok=True)
+            parquet.write_table(pyarrow.table(rows), directory / path)
+        model = directory / config.model.hf_checkpoint
         if model.exists():
             continue
         write_checkpoint(model, recipe.model)
@@ -88,6 +91,7 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
     assert len(found) == 1 if elsewhere else found[0].text.startswith(f"SGLang takes GPU {taken}")
 
 
+@cache
 def figures(recipe: Recipe, machine: Path):
     """The recipe's configuration, the weights of its model and the fullest rank on paper."""
     config = RunConfig.from_toml(recipe.path)

@@ -89,10 +89,10 @@ RULES = (
         "tests/unit/data/test_gsm8k_example.py::test_the_prepared_files_are_read_and_scored_as_the_recipe_says",
     ),
     Rule(
-        r"torchrun .*olmoe_one_node",
+        r"torchrun .*olmoe_1b_7b_one_node",
         Kind.ELSEWHERE,
         "needs GPUs",
-        "tests/unit/data/test_gsm8k_example.py::test_the_recipe_fits_four_of_eight_gpus",
+        "tests/contract/test_recipes.py::test_a_recipe_leaves_room_on_the_gpus_of_its_head",
     ),
     Rule(r"(torchrun|r3train serve) .*qwen3_30b_a3b", Kind.PLAN),
     Rule(

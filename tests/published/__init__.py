@@ -44,8 +44,13 @@ RECIPES = (
     Recipe("glm_4_7_flash", "GLM-4.7-Flash", 16, 80),
     Recipe("qwen3_30b_a3b", "Qwen3-30B-A3B", 8, 141),
     Recipe("glm_4_5_air", "GLM-4.5-Air", 64, 80),
+    Recipe("mixtral_8x7b", "Mixtral-8x7B", 16, 80),
+    Recipe("qwen2_57b_a14b", "Qwen2-57B-A14B", 32, 80),
+    Recipe("minimax_m2", "MiniMax-M2", 96, 80),
     Recipe("deepseek_v3", "DeepSeek-V3", 256, 80),
+    Recipe("kimi_k2", "Kimi-K2-Instruct", 256, 80),
     # beside their servers on one machine
+    Recipe("olmoe_1b_7b_one_node", "OLMoE-1B-7B", 4, 80),
     Recipe("moonlight_16b_a3b_one_node", "Moonlight-16B-A3B", 4, 80),
     Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),
     Recipe("glm_4_7_flash_one_node", "GLM-4.7-Flash", 4, 80),

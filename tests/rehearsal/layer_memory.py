@@ -153,7 +153,9 @@ def peak(layer: torch.nn.Module, rows: int, config: Any) -> int:
     """Bytes at the peak beside the layer's weights and its input."""
     shape = rows, 1, config.hidden_size
     hidden = torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True)
-    with Account() as account:
+    account = Account()
+    account.were_there(layer.parameters())
+    with account:
         out = layer(hidden, attention_mask=None)
         out = out[0] if isinstance(out, tuple) else out
         gradient = torch.empty_like(out)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import weakref
+from collections.abc import Iterable
 from dataclasses import fields
 from inspect import signature
 from pathlib import Path
@@ -43,6 +44,10 @@ class Account(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._seen: set[int] = set()
+
+    def were_there(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Leave out these, of which an operation may return a view."""
+        self._seen.update(tensor.untyped_storage()._cdata for tensor in tensors)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ from r3train.trainer.megatron import hf_bridge, model  # noqa: E402
 ROPE = dict.fromkeys(
     (
         *("qwen3_30b_a3b", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_colocated"),
-        "glm_4_5_air",
+        *("glm_4_5_air", "mixtral_8x7b", "qwen2_57b_a14b", "minimax_m2", "olmoe_1b_7b_one_node"),
     ),
     True,
 )
@@ -75,6 +75,8 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         built = hf_bridge.build_bridge(directory, torch.bfloat16, fields).config
         assert built.apply_rope_fusion == (fused and ROPE.get(recipe.file, False))
         assert built.moe_permute_fusion == fused
+        # but gpt-oss's, which has biases and a limit
+        assert built.bias_activation_fusion == (use_te and hf.model_type != "gpt_oss")
         # Apex, which Megatron's output layer needs for it, is not here
         assert not built.gradient_accumulation_fusion
         assert built.attention_backend.name == "auto"

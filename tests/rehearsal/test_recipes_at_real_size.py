@@ -61,7 +61,13 @@ def _of_one(name: str) -> bool:
 
 
 # ranks of stages beside the first, which has dense layers
-STAGES = {"glm_4_5_air": (16, 48), "deepseek_v3": (32, 224)}
+STAGES = {
+    "glm_4_5_air": (16, 48),
+    "mixtral_8x7b": (8,),
+    "minimax_m2": (16, 80),
+    "deepseek_v3": (32, 224),
+    "kimi_k2": (32, 224),
+}
 OTHER = "gpt_oss_20b?intermediate_size=2816"  # its checkpoint has 2880
 
 

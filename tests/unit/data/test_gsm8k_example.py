@@ -13,18 +13,17 @@ import pyarrow.parquet
 import pytest
 from click.testing import CliRunner
 from tests.unit.data.test_data import WordTokenizer
-from tests.unit.hf_model import facts
 from tests.unit.rewards.test_scoring import sample, scored
 
 from r3train.cli import main
 from r3train.config import RunConfig
-from r3train.config.cross_checks import check_model, check_static, prompt_limit
 from r3train.data import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.preflight import preflight
 
-EXAMPLE = Path(__file__).parents[3] / "examples/gsm8k"
-RECIPE = EXAMPLE / "olmoe_one_node.toml"
+ROOT = Path(__file__).parents[3]
+EXAMPLE = ROOT / "examples/gsm8k"
+RECIPE = ROOT / "configs/olmoe_1b_7b_one_node.toml"
 # rows of the published form, with numbers of our own
 ROWS = [
     {"question": "Ann has 3 hens and 4 cows. Heads?", "answer": "3 + 4 = <<3+4=7>>7\n#### 7"},
@@ -110,25 +109,3 @@ def test_a_tokenizer_is_trained_again_for_other_data_alone(tmp_path):
     assert "vocab_size 200 is below the 259 of bytes and special tokens" in outcomes[3][1]
     alone = CliRunner().invoke(main, [*make, "--chat-template"])
     assert alone.exit_code == 2 and "--chat-template needs --tokenizer-from" in alone.output
-
-
-def test_the_recipe_fits_four_of_eight_gpus():
-    olmoe = facts(
-        path=Path("OLMoE-1B-7B-0924-Instruct"),
-        num_hidden_layers=16,
-        num_experts=64,
-        num_experts_per_tok=8,
-        vocab_size=50304,
-        hidden_size=2048,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        max_position_embeddings=4096,
-        moe_layer_numbers=tuple(range(1, 17)),
-        eos_token_ids=(50279,),
-    )
-    config = RunConfig.from_toml(RECIPE)
-    check_static(config, 4)
-    check_model(config, olmoe, 4)
-    assert prompt_limit(config, olmoe) == (512, "rollout_max_prompt_len 512")
-    (held_out,) = config.eval_sets
-    assert (held_out.name, held_out.rm_type) == ("gsm8k_test", None)

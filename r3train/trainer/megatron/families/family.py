@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+# steps that mbridge fuses in all configurations but Mixtral's; local layers have them apart
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+
 
 def as_mbridge_has_it(hf_config: Any) -> dict[str, Any]:
     """Correct nothing."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from mbridge.models.mixtral import MixtralBridge
 
-from r3train.trainer.megatron.families.family import MegatronFamily
+from r3train.trainer.megatron.families.family import FUSED, MegatronFamily
 from r3train.trainer.megatron.families.whole_width_norm import adapt_whole_width_norm
 
 
@@ -25,7 +25,7 @@ class MiniMaxM2Bridge(MixtralBridge):
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:
-    return {
+    return FUSED | {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_bias_update_rate": 0.0,

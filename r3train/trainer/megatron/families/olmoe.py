@@ -7,7 +7,7 @@ from typing import Any
 from mbridge.models.mixtral import MixtralBridge
 from mbridge.models.qwen3moe import Qwen3MoEBridge
 
-from r3train.trainer.megatron.families.family import MegatronFamily
+from r3train.trainer.megatron.families.family import FUSED, MegatronFamily
 from r3train.trainer.megatron.families.whole_width_norm import adapt_whole_width_norm
 
 
@@ -18,7 +18,7 @@ class OlmoeBridge(MixtralBridge):
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:
-    return {
+    return FUSED | {
         "moe_router_pre_softmax": not hf_config.norm_topk_prob,
         "moe_router_bias_update_rate": 0.0,
     }
