@@ -93,6 +93,8 @@ def test_a_job_begins_with_the_adapter_that_another_saved_and_writes_the_merged_
         *(tmp_path / "run", *tiny_flags, *ADAPTERS, *jobs.R3_FLAGS),
         *("--expert-model-parallel-size", "1", "--num-rollout", "1", "--lr", "0", "--min-lr", "0"),
         *("--replay-rollouts", str(merged_job.run_dir / "rollouts")),
+        # of the base, which the adapter has left: a router chooses others now and then
+        *("--r3-mismatch-threshold", "1"),
         *("--lora-adapter-path", str(exported(merged_job) / "adapter")),
         *("--save-hf", str(saved), "--lora-save-hf", "merged"),
         ranks=1,
