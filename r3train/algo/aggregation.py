@@ -12,8 +12,8 @@ def loss_weights(
 ) -> np.ndarray:
     """Weigh the samples of one optimizer step: their number of loss tokens int[B] -> float64[B].
 
-    The trainer adds up weighted rows over all ranks and divides by N, the loss tokens of the step.  Of
-    B samples S have a loss token, and a sample has T of them:
+    The trainer adds up weighted rows over all ranks and divides by N, the loss tokens of the step.  S is the
+    number of samples that have a loss token, T the number that a sample has:
 
     - token-mean: 1.  The loss is a mean over tokens (DAPO, arXiv 2503.14476).
     - seq-mean-token-mean: N / (S T).  A mean over samples of their means (GRPO, arXiv 2402.03300).

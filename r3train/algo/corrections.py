@@ -34,11 +34,13 @@ def rollout_weights(
     ``rollout_is`` says whose likelihood: of the token, exp(d); of the whole sample, exp(sum of d); or
     the sample's geometric mean, exp(mean of d).  ``truncate`` holds the weight within [tis_clip_low,
     tis_clip], ``mask`` makes it 0 outside.
-    Returns the weights float[n], detached and 0 outside the mask (None without ``rollout_is``), the rows
-    beyond the bounds bool[n] by the names of their sums ({} without), and the
-    sums ``is_ratio`` and ``is_ratio_square`` (of the ratio before the bounds, by token without
-    ``rollout_is``); with weights ``tis_weight``, ``tis_ratio`` (before the bounds), ``tis_clipped_high``
-    and ``tis_clipped_low`` too.
+    Returns three things:
+
+    - the weights float[n], detached and 0 outside the mask; None without ``rollout_is``
+    - the rows beyond the bounds, bool[n], by the names of their sums; {} without ``rollout_is``
+    - sums: ``is_ratio`` and ``is_ratio_square`` of the ratio before the bounds, which is the token's without
+      ``rollout_is``; with it also ``tis_weight``, ``tis_ratio``, ``tis_clipped_high``, ``tis_clipped_low``
+
     Source: truncated importance sampling between rollout engine and trainer, F. Yao et al., "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); masks are IcePop's.
     """
@@ -66,7 +68,7 @@ def rollout_weights(
 def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | None, dict]:
     """Decide the rows whose policy loss counts: ``rollout_rs`` and ``opsm_delta`` must all keep them.
 
-    Of ``rollout_rs`` every name is LEVEL_ESTIMATE.  The estimates of a row, with d as above, are
+    Each name in ``rollout_rs`` is LEVEL_ESTIMATE.  The estimates of a row, with d as above, are
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.  Levels: the token's own; the sample's sum, mean or
     largest.  exp(k1) must lie within its two bounds, k2 and k3 must not exceed theirs.
     ``opsm_delta``: a row with A < 0 is dropped if the mean over its sample of old - new exceeds it.
@@ -199,10 +201,10 @@ def is_age_sum(name: str) -> bool:
 
 
 def age_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Turn the sums over a rollout into means over the rows of each age; {} of an age without rows.
+    """Turn the sums over a rollout into means over the rows of each age; an age without rows has none.
 
-    ``loss_tokens_age_N`` stays the number of rows of weights N rollouts behind.  The last age holds
-    those of older weights too.  Metrics of samples (``chi2_seq``, ``ppl_*``) are of their rows of that age.
+    ``loss_tokens_age_N`` stays the number of rows that weights N rollouts behind drew; the last age holds those
+    of older weights too.  In metrics of samples (``chi2_seq``, ``ppl_*``) a sample counts by its rows of that age.
     """
     out: dict[str, float] = {}
     for name, value in sums.items():

@@ -53,9 +53,9 @@ def microbatch_loss(
     gradient.  A mask without a True gives a loss of 0 that still reaches log_probs, so backward
     works on a rank that holds padding alone.
 
-    ``sums``: num_tokens; loss, pg_loss, entropy and, with a reference, kl (each weighted by w); those
-    of corrections.py (old against rollout); those of ``distilled`` and of the policy loss.  ``maxima``: log_prob_gap_max
-    and those of the policy loss.
+    ``sums`` are num_tokens; loss, pg_loss, entropy and, with a reference, kl, each weighted by w; and those
+    of corrections.py, of ``distilled`` and of the policy loss.  ``maxima`` are log_prob_gap_max and those of
+    the policy loss.
     """
     rows, mask = rows.masked(), rows.mask
     rows, teacher_sums = distilled(rows, algorithm)
@@ -98,9 +98,10 @@ def microbatch_loss(
 def distilled(rows: LossRows, algorithm: AlgorithmSection) -> tuple[LossRows, dict[str, Tensor]]:
     """Subtract ``opd_kl_coef (old - teacher)`` from the advantages of masked rows (--use-opd).
 
-    The difference, of tokens that the actor sampled, is an estimate of KL(actor || teacher).  Returns the
-    rows and its sum, ``opd_reverse_kl``; without a teacher the rows as they are and no sum.
-    Source: slime's and NeMo-RL's term of the same name.  slime whitens advantages after this term, here
+    Over tokens that the actor sampled, the mean of the difference estimates KL(actor || teacher).  Returns
+    the rows, and the sum of the differences as ``opd_reverse_kl``.  Without a teacher nothing changes and there
+    is no sum.
+    Source: slime's and NeMo-RL's term of the same name.  slime whitens advantages after this term; here
     they are whitened before it (docs/algorithms.md has the order).
     """
     if rows.teacher_log_probs is None:
@@ -116,8 +117,8 @@ def metric_names(
     """The names of the sums and of the maxima, as every rank must know them.
 
     num_ages: as in ``LossRows``.
-    A pipeline stage that computes no loss learns them from rows without values, which also shows
-    whether the policy loss waits for the device.
+    A pipeline stage that computes no loss learns them from rows without values.  On such rows a policy
+    loss that waits for the device raises, so it is found here.
     """
     empty = replace(rows_without_values(algorithm), num_ages=num_ages)
     found = microbatch_loss(policy_loss, empty, algorithm)

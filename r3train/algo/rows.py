@@ -24,8 +24,8 @@ class LossRows:
     """One rank's rows of a microbatch, n of them: row t is about the prediction of token t+1.
 
     ``mask`` is False on prompts, on an environment's words and on padding.  A sample may be cut over
-    context-parallel ranks: ``sample_sum`` and ``sample_max`` are over all of its rows, and every rank
-    of them must call these equally often.  They carry no gradient.
+    context-parallel ranks.  ``sample_sum`` and ``sample_max`` take all of its rows, so every rank that holds
+    some of them must call these equally often.  Their results carry no gradient.
     """
 
     log_probs: Tensor  # float[n], the actor's, with gradient
@@ -72,7 +72,7 @@ class LossRows:
         return self.over_ranks(sums.index_add_(-1, self.samples, values), "sum")
 
     def sample_max(self, values: Tensor) -> Tensor:
-        """Find the largest of each sample's masked rows, of values from 0 up: float[n] -> float[B]."""
+        """Find the largest of each sample's masked rows: float[n], none below 0 -> float[B]."""
         values = zero_outside(values.detach(), self.mask)
         largest = values.new_zeros(self.loss_weights.shape[0])
         return self.over_ranks(largest.scatter_reduce_(0, self.samples, values, "amax"), "max")

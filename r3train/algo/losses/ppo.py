@@ -28,8 +28,8 @@ def ppo(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
 def gspo(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
     """Clip as ``ppo`` with the ratio of the whole sample, the geometric mean of its rows' ratios.
 
-    s = exp(mean over the sample of new - old), at most e^10.  The value of a row's ratio is s, and its
-    gradient s times that of new: ``sg(s) exp(new - sg(new))``.
+    s = exp(mean over the sample of new - old), at most e^10.  A row's ratio is ``sg(s) exp(new - sg(new))``: its
+    value is s, and its gradient is s times the gradient of the row's own log-prob.
     Source: GSPO, arXiv 2507.18071, section 4.3 (GSPO-token); usual bounds are 3e-4 and 4e-4.
     """
     mean = rows.sample_mean(rows.log_probs - rows.old_log_probs).clamp(max=_MAX_LOG_SAMPLE_RATIO)
