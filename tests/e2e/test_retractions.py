@@ -26,7 +26,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.proof.rescored import compare_rollout, limit, rescored_failures
+from r3train.proof.rescored import compare_rollout, limit, rescored_failures, RescoredRecord
 from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e
@@ -143,7 +143,8 @@ def test_accepted_requests_have_rows_of_weights_that_their_tokens_do_not_claim(s
     assert wrong and all(len(np.unique(s.weight_versions[s.loss_mask])) > 1 for s in wrong)
 
 
-def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, models):
+def rescored_under_pressure(server, models) -> tuple[list[RolloutSample], list[RescoredRecord]]:
+    """A rollout whose retracted answers are accepted, with an update in its middle, rescored."""
     rollout = RolloutSection(
         rollout_batch_size=2,
         n_samples_per_prompt=4,
@@ -179,12 +180,20 @@ def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, mod
         publisher.close()
     samples = [sample for group in groups for sample, _ in group]
     layers = list(range(1, NUM_LAYERS + 1))
-    records = compare_rollout(0, rescored, samples, lambda s: s, layers, log_probs=True)
     assert stats["retracted_answers"] > 0, stats
-    retracted = {s.sample_id for s in samples if s.num_retractions}
-    failed = [r for r in records if rescored_failures(r)]
-    assert {r.part for r in failed} == {"prompt"} and {r.sample_id for r in failed} <= retracted
+    return samples, compare_rollout(0, rescored, samples, lambda s: s, layers, log_probs=True)
+
+
+def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, models):
+    for _ in range(5):  # an update may miss the requests that are retracted after it
+        samples, records = rescored_under_pressure(server, models)
+        retracted = {s.sample_id for s in samples if s.num_retractions}
+        failed = [r for r in records if rescored_failures(r)]
+        assert {r.sample_id for r in failed} <= retracted
+        if failed:
+            break
     # prompt rows of the newer weights, under tokens that claim the older
+    assert {r.part for r in failed} == {"prompt"}
     margins = [min(r.rows_differ.values()) / limit(r.num_rows, 0.0) for r in failed]
     print(f"accept: {len(failed)} samples, {min(margins):.1f} to {max(margins):.1f} times")
     assert min(margins) >= 5, failed
