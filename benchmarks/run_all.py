@@ -38,11 +38,11 @@ BENCHMARKS: dict[str, list[str]] = {
     "replay_growth": ["--rounds", "3"],
     "rollout_rate": ["--rounds", "4", "--response", "96"],
     "weight_sync": ["--rounds", "5"],
-    "async_overlap": ["--rounds", "2"],
+    "async_overlap": ["--rounds", "3"],
     "start_up": ["--rounds", "2"],
     "against_trl": ["--rounds", "2"],
-    "job_growth": ["--rounds", "1", "--run-steps", "20"],
-    "agreement": ["--seeds", "2"],
+    "job_growth": ["--rounds", "2", "--run-steps", "20"],
+    "agreement": ["--seeds", "3"],
 }
 # it times nothing, and runs beside those that measure CPU time of one thread
 UNTIMED = "agreement"
