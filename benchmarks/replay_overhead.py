@@ -1,7 +1,8 @@
 """Cost of replay and its check in a train step: each over a step without replay, and check over replay.
 
 Further arms are replay a second time, which shows what equal actors differ by; AdamW in several passes over
-the memory; and a step that skips the old-log-prob pass (--reuse-log-probs).
+the memory, also with every product as torch makes it; and a step that skips the old-log-prob pass
+(--reuse-log-probs).
 
 All actors hold the same weights and take turns in one process, so that whatever else the machine
 does falls on all alike; each ratio is of neighbours.  The routes that are replayed are the experts the
@@ -22,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -53,6 +55,7 @@ from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.tiny import TinyOptions  # noqa: E402
+from r3train.trainer.megatron import cpu_products  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402
 from r3train.trainer.megatron.replay import decoder_routers  # noqa: E402
 from r3train.trainer.megatron.topology import (  # noqa: E402
@@ -146,6 +149,12 @@ def measure(
     arms = {name: step_of(actor) for name, actor in actors.items()}
     if not growth:
         arms["old pass skipped"] = step_of(actors["again"], reuse=True)
+
+        def as_torch_does() -> None:
+            with patch.object(cpu_products, "gains", lambda: False):
+                arms["several passes"]()
+
+        arms["products as torch makes them, several passes"] = as_torch_does
     seconds = in_turns(arms, arguments.rounds, warm_up=2, clock=own_clock())
     native, check, again = (seconds[name] for name in ("native", "replay and check", "again"))
     found = dict(
@@ -163,6 +172,7 @@ def measure(
         return found | dict(check_again_over_check=ratios(again, check))
     replay = seconds["replay"]
     several, skipped = seconds["several passes"], seconds["old pass skipped"]
+    torchs = seconds["products as torch makes them, several passes"]
     return found | dict(
         replay_over_native=ratios(replay, native) | {"aim": 1.01},
         check_over_replay=ratios(check, replay) | {"aim": 1.05},
@@ -171,6 +181,8 @@ def measure(
         several_over_replay=ratios(several, replay),
         skipped_over_replay=ratios(skipped, replay) | {"aim": 0.8},
         several_over_skipped=ratios(several, skipped),
+        torchs_over_several=ratios(torchs, several),
+        torchs_over_skipped=ratios(torchs, skipped) | {"aim": 1.74},
     )
 
 
