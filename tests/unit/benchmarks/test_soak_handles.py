@@ -19,6 +19,7 @@ from benchmarks.soak_traces import HANDLES_WINDOW, SETTLE_S, SETTLE_STEPS, Trace
 HOLDER = """
 import os, socket, subprocess, sys
 held = []
+print("ready", flush=True)
 for line in sys.stdin:
     what, *words = line.split()
     if what == "pipe":
@@ -62,6 +63,7 @@ def holder() -> Iterator[Holder]:
         [sys.executable, "-c", HOLDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         try:
+            process.stdout.readline()  # it opens files while it starts
             yield Holder(process)
         finally:
             process.kill()
