@@ -7,7 +7,7 @@ tests/oracle/test_families.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -457,16 +457,16 @@ def sent_together(hf: HfModelFacts) -> tuple[tuple[str, str], ...]:
         tuple(f"model.layers.{layer_id}.self_attn.{name}" for name in _LOADED_AS_ONE)
         for layer_id in range(hf.num_hidden_layers)
     )
-    return tuple(pair for pair in pairs if names.issuperset(pair))
+    return tuple(pair for pair in pairs if names >= set(pair))
 
 
-def tensor_names(hf: HfModelFacts) -> frozenset[str]:
-    """Return the names of all tensors that the actor loads and exports, for a verified family."""
+def tensor_names(hf: HfModelFacts) -> Set[str]:
+    """Return the names of all tensors that the actor loads and exports, in order, for a verified family."""
     family = FAMILIES[hf.model_type]
     content = load_model_config(hf.path)
-    names = {f"{family.prefix}.embed_tokens.weight", f"{family.prefix}.norm.weight"}
+    names = [f"{family.prefix}.embed_tokens.weight", f"{family.prefix}.norm.weight"]
     if not hf.tie_word_embeddings:
-        names.add("lm_head.weight")
+        names.append("lm_head.weight")
     norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
     experts = [name.format(e=e) for e in range(hf.num_experts) for name in family.expert]
     sparse = [family.router, *family.moe_layer, *experts]
@@ -475,5 +475,5 @@ def tensor_names(hf: HfModelFacts) -> frozenset[str]:
         mlp = sparse if number in hf.moe_layer_numbers else dense
         attention = family.attention(content, number - 1)
         layer = f"{family.prefix}.layers.{number - 1}"
-        names.update(f"{layer}.{name}" for name in (*norms, *attention, *mlp))
-    return frozenset(names)
+        names.extend(f"{layer}.{name}" for name in (*norms, *attention, *mlp))
+    return dict.fromkeys(names).keys()

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from r3train.config.hf_facts import read_hf_facts
+from r3train.config.tensor_shapes import tensor_shapes
+from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
 from r3train.types import RouteShape
 
 VOCAB_SIZE = 512
@@ -88,101 +91,49 @@ VARIANTS = {
         ),
     )
 }
-ROUTED_SCALING_FACTOR = 1.5
+ROUTED_SCALING_FACTOR = 1.5  # both as the tiny GLM has them
 GLM_ROTARY_FRACTION = 0.5
 
 
 def hf_config(v: ModelVariant) -> dict[str, Any]:
-    """The variant's config.json."""
-    common = dict(
-        model_type=v.family,
-        vocab_size=VOCAB_SIZE,
-        hidden_size=HIDDEN,
-        num_hidden_layers=v.num_layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        intermediate_size=DENSE_INTERMEDIATE,
+    """The variant's config.json: the tiny model's of its family, with dense layers where they are wanted."""
+    options = TinyOptions(
+        num_layers=v.num_layers,
+        num_experts=v.num_experts,
+        topk=v.topk,
         moe_intermediate_size=v.expert_intermediate,
-        num_experts_per_tok=v.topk,
-        norm_topk_prob=True,
-        rms_norm_eps=1e-6,
-        max_position_embeddings=512,
-        hidden_act="silu",
-        attention_dropout=0.0,
-        tie_word_embeddings=v.tied,
-        eos_token_id=1,
-        dtype="float32",
+        vocab_size=VOCAB_SIZE,
     )
+    family = TINY_FAMILIES[v.family]
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if v.family == "qwen3_moe":
-        return common | dict(
-            architectures=["Qwen3MoeForCausalLM"],
-            num_experts=v.num_experts,
-            decoder_sparse_step=1,
-            mlp_only_layers=list(v.dense_layers),
-            attention_bias=False,
-            rope_parameters=rope,
-            router_aux_loss_coef=0.0,
-        )
-    assert v.dense_layers == tuple(range(len(v.dense_layers))), "GLM's dense layers come first"
-    return common | dict(
-        architectures=["Glm4MoeForCausalLM"],
-        n_routed_experts=v.num_experts,
-        n_shared_experts=1,
-        first_k_dense_replace=len(v.dense_layers),
-        routed_scaling_factor=ROUTED_SCALING_FACTOR,
-        n_group=1,
-        topk_group=1,
-        use_qk_norm=True,
-        attention_bias=True,
-        rope_parameters=rope | {"partial_rotary_factor": GLM_ROTARY_FRACTION},
-    )
-
-
-def _weight_shapes(v: ModelVariant) -> dict[str, tuple[int, ...]]:
-    glm = v.family == "glm4_moe"
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB_SIZE, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
+        own = {"mlp_only_layers": list(v.dense_layers), "router_aux_loss_coef": 0.0}
+    else:
+        assert v.dense_layers == tuple(range(len(v.dense_layers))), "GLM's dense layers come first"
+        own = {"first_k_dense_replace": len(v.dense_layers), "n_group": 1, "topk_group": 1}
+        rope |= {"partial_rotary_factor": GLM_ROTARY_FRACTION}
+    return {
+        **shared(options),
+        **family.sizes(options),
+        **own,
+        "model_type": v.family,
+        "architectures": [f"{family.kind}ForCausalLM"],
+        "intermediate_size": DENSE_INTERMEDIATE,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": rope,
+        "tie_word_embeddings": v.tied,
+        "eos_token_id": 1,
+        "dtype": "float32",
     }
-    if not v.tied:
-        shapes["lm_head.weight"] = (VOCAB_SIZE, HIDDEN)
-
-    def mlp(prefix: str, width: int) -> None:
-        shapes[f"{prefix}.gate_proj.weight"] = (width, HIDDEN)
-        shapes[f"{prefix}.up_proj.weight"] = (width, HIDDEN)
-        shapes[f"{prefix}.down_proj.weight"] = (HIDDEN, width)
-
-    for i in range(v.num_layers):
-        layer = f"model.layers.{i}"
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[f"{layer}.{norm}.weight"] = (HIDDEN,)
-        for name, heads in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS)):
-            shapes[f"{layer}.self_attn.{name}_proj.weight"] = (heads * HEAD_DIM, HIDDEN)
-            if glm:
-                shapes[f"{layer}.self_attn.{name}_proj.bias"] = (heads * HEAD_DIM,)
-        shapes[f"{layer}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD_DIM)
-        shapes[f"{layer}.self_attn.q_norm.weight"] = (HEAD_DIM,)
-        shapes[f"{layer}.self_attn.k_norm.weight"] = (HEAD_DIM,)
-        if i in v.dense_layers:
-            mlp(f"{layer}.mlp", DENSE_INTERMEDIATE)
-            continue
-        shapes[f"{layer}.mlp.gate.weight"] = (v.num_experts, HIDDEN)
-        for expert in range(v.num_experts):
-            mlp(f"{layer}.mlp.experts.{expert}", v.expert_intermediate)
-        if glm:
-            shapes[f"{layer}.mlp.gate.e_score_correction_bias"] = (v.num_experts,)
-            mlp(f"{layer}.mlp.shared_experts", v.expert_intermediate)
-    return shapes
 
 
 def write_checkpoint(v: ModelVariant, directory: Path, seed: int = 0) -> Path:
     """Write config.json and model.safetensors (float32, per-expert names); returns ``directory``."""
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(hf_config(v), indent=2) + "\n")
     generator = torch.Generator().manual_seed(seed)
     weights = {}
-    for name, shape in _weight_shapes(v).items():
+    for name, shape in tensor_shapes(read_hf_facts(directory)).items():
         noise = torch.randn(shape, generator=generator)
         if "norm" in name:
             weights[name] = 1.0 + 0.1 * noise
@@ -191,5 +142,4 @@ def write_checkpoint(v: ModelVariant, directory: Path, seed: int = 0) -> Path:
         else:
             weights[name] = INIT_STD * noise
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(hf_config(v), indent=2) + "\n")
     return directory
