@@ -372,6 +372,25 @@ ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
 ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]
 
 
+def next_checked(rollout_id: int, interval: int) -> int:
+    """Return the first rollout behind this one whose replay ``--r3-check-interval`` proves.
+
+    >>> next_checked(2, 4), next_checked(3, 4), next_checked(4, 4), next_checked(6, 1)
+    (3, 4, 8, 7)
+    """
+    following = rollout_id + 1
+    return following if following < interval else -(-following // interval) * interval
+
+
+def is_checked(rollout_id: int, interval: int) -> bool:
+    """Tell whether ``--r3-check-interval`` proves the replay of a rollout.
+
+    >>> [n for n in range(12) if is_checked(n, 4)]
+    [0, 1, 2, 3, 4, 8]
+    """
+    return next_checked(rollout_id - 1, interval) == rollout_id
+
+
 class Fingerprint(int):
     """An unsigned 64-bit fingerprint of routes.
 

@@ -37,6 +37,9 @@ class ReplaySection(Section):
     """Turn R3 on: SGLang returns the experts that it chose, and the actor replays them."""
     enable_r3_correctness_check: bool = False
     """Write evidence of every router call; the run fails if replay is not exact."""
+    r3_check_interval: int = Field(default=1, ge=1)
+    """Check the first N rollouts, every Nth after them, and the first of every start, each with all
+    of its router calls; 1 checks every rollout.  Replay goes on in the others, unchecked."""
     r3_evidence: Literal["calls", "summed"] = "calls"
     """With the check on: calls writes a record and two log lines of every router call; summed one of all
     calls of a rank, pass and layer in a step, and every call of a step in which anything is wrong."""

@@ -23,6 +23,7 @@ from r3train.doctor.machine import Node, check_disk, existing_parent
 from r3train.doctor.model import Weights, count_weights, read_stages
 from r3train.launch.gpus import server_gpus
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
+from r3train.types import is_checked
 
 if TYPE_CHECKING:
     from r3train.hf_checkpoint import TensorKind
@@ -359,7 +360,8 @@ def check_evidence_room(
 
     Of every call their number depends on how samples fill microbatches; it is that of full-length samples.
     """
-    parallel, steps = config.parallel, config.rollout.num_rollout
+    parallel, interval = config.parallel, config.replay.r3_check_interval
+    steps = sum(is_checked(n, interval) for n in range(config.rollout.num_rollout))
     recomputed = recomputed_moe_layers(parallel, config.model, hf)
     places = len(hf.moe_layer_numbers) * len(config.replay_passes) + len(recomputed)
     sums = places * (world_size // parallel.pipeline_model_parallel_size) * steps

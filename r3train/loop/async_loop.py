@@ -65,7 +65,7 @@ from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stop import StopRequested
 from r3train.loop.throughput import TrainSpeed
 from r3train.plugs import GuestFailed
-from r3train.types import RankSlice, Scored
+from r3train.types import is_checked, RankSlice, Scored
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -151,6 +151,8 @@ class AsyncLoop:
                 return rollout_id
             slices, prepared, metrics = taken
             waited = time.monotonic()
+            checked = self._checks(rollout_id, start_rollout_id)
+            self._actor.check_replay(checked)
             if self._colocate:
                 self._actor.memory.hold(*_TRAINING)
             try:
@@ -160,8 +162,10 @@ class AsyncLoop:
                     self._source.put_back()
                 keeper.failed(rollout_id, str(error), what="a rollout could not be trained")
                 raise
-            verdict = self._judge(rollout_id, prepared)
+            verdict = self._judge(rollout_id, prepared) if checked else None
             metrics.update(self._route_metrics())
+            if self._evidence is not None and not checked:
+                metrics["r3/unchecked"] = True
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
                 self._warn_of_staleness(verdict)
@@ -424,10 +428,18 @@ class AsyncLoop:
             "perf/log_prob_s": log_prob_s,
         }
 
+    def _checks(self, rollout_id: int, start_rollout_id: int) -> bool:
+        """Tell whether the rollout's replay is proved; the first of a start always is.
+
+        So a start's first verdict tells an audit where the interval of the start before it ends.
+        """
+        interval = self._config.replay.r3_check_interval
+        starts = rollout_id == start_rollout_id
+        return self._evidence is not None and (starts or is_checked(rollout_id, interval))
+
     def _judge(self, rollout_id: int, prepared: Prepared | None) -> StepVerdict | None:
         """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""
-        if self._evidence is None:
-            return None
+        assert self._evidence is not None
         records = self._actor.collect_evidence(rollout_id)
         recorded = self._routes.recorded(prepared)
         rescored, missed = self._compared(rollout_id, prepared)
@@ -438,6 +450,7 @@ class AsyncLoop:
             self._hf.route_shape,
             passes=self._passes,
             mismatch_threshold=self._config.replay.r3_mismatch_threshold,
+            check_interval=self._config.replay.r3_check_interval,
             rescored=rescored,
             missed=missed,
         )

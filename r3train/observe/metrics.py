@@ -20,6 +20,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |
 | rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
 | r3/passed | the step's verdict, true or false; absent when the check is off |
+| r3/unchecked | true where --r3-check-interval leaves the step out; absent otherwise |
 | r3/rows_current, r3/agreement_current_equal, ..._stale_equal | rows by weight version |
 | r3/drift_left, _gate_mass, _load_entropy, _dead_experts | mean over layers; with _layer_3: of layer 3 |
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
@@ -222,12 +223,13 @@ def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
 
     reward_first and reward_last are means over the first and the last tenth of the steps (at least
     one); None without rewards.  r3 is "passed" when every step says so, "failed" when one says
-    otherwise, "incomplete" when some steps are silent, and "no evidence" when all are.
+    otherwise, "incomplete" when some steps are silent, and "no evidence" when all are.  Steps that
+    --r3-check-interval leaves out are not asked.
     """
     _, rewards = numbers(records, "rollout/reward_mean")
     tenth = max(1, len(rewards) // 10)
-    verdicts = [record.get("r3/passed") for record in records]
-    failed = [r["step"] for r, verdict in zip(records, verdicts) if verdict not in (None, True, 1)]
+    verdicts = [r.get("r3/passed") for r in records if not r.get("r3/unchecked")]
+    failed = [r["step"] for r in records if r.get("r3/passed") not in (None, True, 1)]
     if failed:
         r3 = "failed"
     elif all(verdict is None for verdict in verdicts):

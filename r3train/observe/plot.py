@@ -87,10 +87,12 @@ def r3_verdict(records: Records) -> tuple[str, str]:
         named = ", ".join(str(step) for step in failed[:4]) + (", ..." if len(failed) > 4 else "")
         return f"FAILED at step{'s' * (len(failed) > 1)} {named}", _RED
     if verdict == "incomplete":
-        silent = sum(record.get("r3/passed") is None for record in records)
+        silent = sum(r.get("r3/passed") is None and not r.get("r3/unchecked") for r in records)
         return f"no verdict at {silent} of {len(records)} steps", _VERMILION
     if verdict == "passed":
         steps = len(records)
+        if unchecked := sum(bool(record.get("r3/unchecked")) for record in records):
+            return f"passed at all {steps - unchecked} steps that were checked, of {steps}", _GREEN
         return (f"passed at all {steps} steps" if steps > 1 else "passed at its one step"), _GREEN
     return "check off, no verdict", _GREY
 

@@ -183,7 +183,7 @@ def _drawable(value: float, positive: bool) -> bool:
 
 
 def _checks(steps: Sequence[AuditedStep], records: Sequence[dict[str, Any]]) -> list[StepCheck]:
-    """A verdict for every step that was trained; [] where no check was on.
+    """A verdict for every step that was trained and is to be checked; [] where no check was on.
 
     A step that the run's metrics call failed has not passed, whatever is left of its records.
     """
@@ -194,7 +194,7 @@ def _checks(steps: Sequence[AuditedStep], records: Sequence[dict[str, Any]]) -> 
         verdict = PASSED if passed else FAILED
         checks[step.rollout_id] = StepCheck(step.rollout_id, verdict, step.counts)
     if checks or any(record.get(R3_PASSED) is not None for record in records):
-        for step in (record["step"] for record in records):
+        for step in (record["step"] for record in records if not record.get("r3/unchecked")):
             checks.setdefault(step, StepCheck(step, FAILED if step in failed else NO_EVIDENCE))
     return [checks[step] for step in sorted(checks)]
 

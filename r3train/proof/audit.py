@@ -48,7 +48,7 @@ from r3train.proof.schema import (
     STEPS,
 )
 from r3train.proof.writer import EVIDENCE_DIR, rank_file, RESCORED_FILE, STEPS_FILE
-from r3train.types import RouteShape
+from r3train.types import is_checked, next_checked, RouteShape
 
 _RecordT = TypeVar("_RecordT", RecordLine, RescoredLine)
 _CONFIG_FILE = "config.toml"
@@ -236,6 +236,8 @@ class _RunAudit:
         # (start, step) -> its line's number in steps.jsonl
         self._place_of: dict[tuple[str, int], int] = {}
         self._latest: dict[int, int] = {}  # step -> the number of its last line
+        self._interval: dict[int, int] = {}  # step -> check_interval of its last line
+        self._unchecked = 0  # steps that --r3-check-interval left out
         self._failed: dict[int, int] = {}  # step -> the number of its last line that says so
         self._world_size = 0
         self._trained: set[int] = set()  # metrics.jsonl
@@ -302,6 +304,7 @@ class _RunAudit:
                 self._find_in_line(self._steps_file, line.number, error)
             else:
                 self._place_of[key] = self._latest[verdict.step] = line.number
+                self._interval[verdict.step] = verdict.check_interval
                 self._world_size = max(self._world_size, verdict.world_size)
                 if not verdict.passed:
                     self._failed[verdict.step] = line.number
@@ -574,10 +577,19 @@ class _RunAudit:
             text = f"{METRICS_FILE} says that steps {ranges(unsaid)} failed, {STEPS_FILE} does not"
             found[text] = min(unsaid)
         for before, after in pairwise(judged):
-            if after - before > 1:
-                gap = f"{before + 1}..{after - 1}" if after - before > 2 else f"{before + 1}"
-                found[f"no evidence of steps {gap}, between others that have it"] = before + 1
-        if missing := {s for s in self._trained if not judged[0] <= s <= judged[-1]}:
+            # the first step of each start has a verdict: no other interval begins between the two
+            interval = self._interval[before]
+            first = next_checked(before, interval)
+            if first >= after:
+                self._unchecked += after - before - 1
+                continue
+            gap = f"{first}..{after - 1}" if interval == 1 and after - first > 1 else f"{first}"
+            found[f"no evidence of steps {gap}, between others that have it"] = first
+        beyond = {s for s in self._trained if not judged[0] <= s <= judged[-1]}
+        last = self._interval[judged[-1]]
+        missing = {s for s in beyond if s < judged[0] or is_checked(s, last)}
+        self._unchecked += len(beyond) - len(missing)
+        if missing:
             text = f"steps {ranges(missing)} were trained ({METRICS_FILE}) and have no evidence"
             found[text] = min(missing)
         elif judged[0] > 0:
@@ -586,6 +598,11 @@ class _RunAudit:
             )
         for text, step in found.items():
             self.audit.find(Finding("covered", text, step=step))
+        if self._unchecked:
+            self.audit.notes.append(
+                f"of {len(judged) + self._unchecked} steps {len(judged)} were checked, with all of"
+                " their router calls (--r3-check-interval): nothing is proved of the others"
+            )
         if len(judged) < min_steps:
             values = {"got": str(len(judged)), "expected": f"{min_steps} at least"}
             self.audit.find(Finding("covered", "steps with evidence", **values))
@@ -616,7 +633,8 @@ class _RunAudit:
         if self._untold:
             text = f"no sample of steps {ranges(self._untold)} was computed again by its server"
             notes.append(text)
-        planned, steps = self._setting("rollout", "num_rollout"), len(self._latest)
+        planned = self._setting("rollout", "num_rollout")
+        steps = len(self._latest) + self._unchecked
         if type(planned) is int and 0 < steps < planned:
             notes.append(f"{steps} of the {planned} steps of the configuration")
 

@@ -442,6 +442,7 @@ def step_line(
     *,
     world_size: int,
     mismatch_threshold: float,
+    check_interval: int = 1,
 ) -> dict[str, Any]:
     """The line of ``evidence/steps.jsonl``: the verdict, and all that it was judged by.
 
@@ -463,6 +464,7 @@ def step_line(
         "num_experts": shape.num_experts,
         "topk": shape.topk,
         "mismatch_threshold": mismatch_threshold,
+        **({} if check_interval == 1 else {"check_interval": check_interval}),
         "expected_fingerprints": hexadecimal(expectation.fingerprints),
         "expected_rows_replayed": expectation.rows_replayed,
         "expected_rows_filled": expectation.rows_filled,

@@ -24,6 +24,7 @@ def prove_step(
     *,
     passes: Sequence[str],
     mismatch_threshold: float,
+    check_interval: int = 1,
     rescored: Sequence[RescoredRecord] | None = None,
     missed: int = 0,
 ) -> StepVerdict | None:
@@ -63,6 +64,7 @@ def prove_step(
         shape,
         world_size=dist.get_world_size(),
         mismatch_threshold=mismatch_threshold,
+        check_interval=check_interval,
     )
     evidence.write_step(line)
     return verdict

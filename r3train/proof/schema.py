@@ -94,6 +94,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: Annotated[int, Meta(ge=1, le=65535)]
     topk: Annotated[int, Meta(ge=1)]
     mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
+    check_interval: Annotated[int, Meta(ge=1)] = 1
     expected_fingerprints: dict[LayerNumber, Fingerprint]
     expected_rows_replayed: dict[LayerNumber, Amount]
     expected_rows_filled: dict[LayerNumber, Amount]

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from r3train.proof.audit import audit_run
 from tests.e2e import jobs
 from tests.e2e.accounts import (
     audited,
@@ -29,6 +30,7 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     with meddling_proxy(engine, meddling) as proxy:
         flags = [*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "6", "--prompt-data", str(prompts)]
         flags += ["--rollout-external-engine-addrs", proxy, "--check-weight-update-equal"]
+        flags += ["--r3-check-interval", "2"]
         with running(run_dir, *flags, "--dump-rollouts") as job:
             wait_for(lambda: steps_done(run_dir) >= 1, job, run_dir)
             with prompts.open("a") as file:
@@ -37,7 +39,11 @@ def test_bad_answers_now_and_then_are_asked_for_again_and_counted(tmp_path, tiny
     spoiled = meddling.spoiled()
     assert len(spoiled) >= 16 and set(spoiled) == set(SPOILERS)
     metrics = jobs.Job(0, "", run_dir).metrics()
-    assert len(metrics) == 6 and all(m["r3/passed"] is True for m in metrics)
+    assert [m.get("r3/passed") for m in metrics] == [True, True, True, None, True, None]
+    assert [m.get("r3/unchecked") for m in metrics] == [None, None, None, True, None, True]
+    audit = audit_run(run_dir)
+    assert audit.verdict == "passed" and audit.numbers["steps"] == 4
+    assert any("of 6 steps 4 were checked" in note for note in audit.notes)
     assert metrics[-1]["faults/bad_answers"] == len(spoiled)
     assert metrics[0]["faults/bad_answers"] < len(spoiled), "counted as they came"
     assert sorted(trained_samples(audited([run_dir]))) == list(range(6 * 16))

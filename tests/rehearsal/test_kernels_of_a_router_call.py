@@ -103,9 +103,10 @@ def router_of(layer_number: int, dispatcher: str = "alltoall") -> SimpleNamespac
     return SimpleNamespace(layer_number=layer_number, topk=TOPK, config=config)
 
 
-def kernels(check: bool, missing: bool, replay_pass: str) -> Iterator[float]:
+def kernels(check: bool, missing: bool, replay_pass: str, records: bool = True) -> Iterator[float]:
     """Kernels a call beside the router's own: of the forwards, then of a train pass's recomputations."""
     manager = ranks_manager(check)
+    manager.records = records
     routers = [router_of(n) for n in range(1, LAYERS + 1)]
     manager._routers = [(0, router) for router in routers]
     served = [replay.RouterReplay(manager, 0, r.layer_number, torch.gather) for r in routers]
@@ -126,7 +127,7 @@ def kernels(check: bool, missing: bool, replay_pass: str) -> Iterator[float]:
                 routing_map = torch.zeros_like(scores[i]).bool().scatter(1, experts, True)
                 if check:
                     manager._record_call(routers[i], (), (None, routing_map))
-            if check and stage == [*orders][-1]:
+            if check and records and stage == [*orders][-1]:
                 manager.recorder.end_pass()
         assert not [name for name in launched.kernels if name.startswith(READS)]
         yield sum(launched.kernels.values()) / LAYERS - 3  # of these the map is made
@@ -139,6 +140,12 @@ def test_the_check_adds_few_kernels_to_a_router_call_and_reads_nothing_back(miss
         plain = kernels(False, missing, replay_pass)
         for least, most in zip(plain, kernels(True, missing, replay_pass), strict=True):
             assert least < 20 and 1 < most - least < 10, (replay_pass, least, most)
+
+
+def test_a_rollout_that_is_not_checked_adds_no_kernel():
+    for replay_pass in ("old_log_prob", "train"):
+        plain = [*kernels(False, True, replay_pass)]
+        assert [*kernels(True, True, replay_pass, records=False)] == plain
 
 
 def evidence(together: int, monkeypatch) -> list:

@@ -18,7 +18,7 @@ from r3train.proof.check import (
 from r3train.proof.rescored import judge_rescored, Noise, RescoredRecord
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
-from r3train.types import ReplayEvidence, RouteShape
+from r3train.types import is_checked, ReplayEvidence, RouteShape
 
 PASSES = ("old_log_prob", "train")
 LAYERS = (1, 2, 3)
@@ -113,6 +113,7 @@ def write_run(
     rescored: Callable[[int], list[RescoredRecord]] | None = None,
     summed: bool = False,
     microbatches: int = 1,
+    check_interval: int = 1,
 ) -> Path:
     """Write a run with the check on; ``change`` is what the trainer really did to each call.
 
@@ -120,13 +121,16 @@ def write_run(
     those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
     in the train pass, and none of them mismatch.  rescored: comparisons of a step with samples that
     were computed again; None: there was to be none.  summed: as with ``--r3-evidence summed``.
-    microbatches: calls of each pass and layer on a rank.
+    microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.toml").write_text(CONFIG)
     writers = [EvidenceWriter(run_dir, rank, attempt) for rank in range(ranks)]
     with MetricsWriter(run_dir, tensorboard=False) as metrics:
         for step in steps:
+            if step != steps[0] and not is_checked(step, check_interval):
+                metrics.write(step, {"rollout/reward_mean": 0.1, "r3/unchecked": True})
+                continue
             totals, of_ranks = StepTotals(SHAPE), {}
             for rank, writer in enumerate(writers):
                 records = [] if rank in silent else records_of(step, rank, microbatches)
@@ -143,7 +147,12 @@ def write_run(
             if rescored is not None:
                 writers[0].write_rescored(rescored(step))
                 verdict = replace(verdict, sampling=judge_rescored(rescored(step), 0))
-            line = step_line(verdict, expectation, SHAPE, world_size=ranks, mismatch_threshold=0.02)
+            line = step_line(
+                *(verdict, expectation, SHAPE),
+                world_size=ranks,
+                mismatch_threshold=0.02,
+                check_interval=check_interval,
+            )
             if not versions:
                 line["counts"] = {k: n for k, n in line["counts"].items() if k not in LATER}
                 del line["expected_rows_current"], line["stale_warning"], line["keep_score_ratio"]

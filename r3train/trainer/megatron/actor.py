@@ -310,6 +310,11 @@ class MegatronActor:
             raise
         self.replay.end_pass()
 
+    def check_replay(self, on: bool) -> None:
+        """Turn the recording of router calls in the passes that follow on or off; no-op with the check off."""
+        if self.replay is not None:
+            self.replay.records = on
+
     def collect_evidence(self, step: int) -> list[ReplayEvidence]:
         """Return the records of router calls since the last collection; none with the check off."""
         return [] if self.replay is None else self.replay.collect(step)

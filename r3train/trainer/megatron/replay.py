@@ -208,7 +208,7 @@ class RoutingReplayManager:
     """The replay objects of one rank's routers, and the routes that they serve.
 
     ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
-    call does no extra work.  drift: set where the router's drift is logged.  keep_score_ratio: as in
+    call does no extra work; nor while ``records`` is False, which changes between passes.  drift: set where the router's drift is logged.  keep_score_ratio: as in
     --r3-keep-score-ratio; 0 keeps every replayed expert.
     """
 
@@ -228,9 +228,10 @@ class RoutingReplayManager:
         self.enable_check_replay_result = ci_test or enable_r3_correctness_check
         self.num_experts = num_experts
         self.device = device
-        self.recorder: CallRecorder | None = None
+        self._recorder: CallRecorder | None = None
+        self.records = True
         if self.enable_check_replay_result:
-            self.recorder = CallRecorder(
+            self._recorder = CallRecorder(
                 rank=rank,
                 topk=topk,
                 counts_tokens=counts_tokens,
@@ -246,6 +247,11 @@ class RoutingReplayManager:
         self._forward: dict[int, int] = {}
         self._backward: dict[int, int] = {}
         self._active = False
+
+    @property
+    def recorder(self) -> CallRecorder | None:
+        """The recorder of this pass's router calls, None where they are not checked."""
+        return self._recorder if self.records else None
 
     # -- enable ------------------------------------------------------------------------------
 
@@ -264,7 +270,7 @@ class RoutingReplayManager:
                 router.register_forward_pre_hook(self._mask_padding, with_kwargs=True)
                 if router.enable_expert_bias:
                     router._apply_expert_bias = _RowMaskedExpertBias(router)
-                if self.recorder is not None:
+                if self._recorder is not None:
                     router.register_forward_hook(self._record_call)
                 self._routers.append((vp_stage, router))
             layers.append(tuple(r.layer_number for r in routers))
@@ -357,7 +363,7 @@ class RoutingReplayManager:
         return (args[0], ~staged.real[:, None]), {}
 
     def _record_call(self, router: TopKRouter, args: tuple, output: tuple) -> None:
-        staged = self.staged(self._vp_stage_of(router))
+        staged = self.staged(self._vp_stage_of(router)) if self.recorder is not None else None
         if staged is not None:
             vp_stage = self._vp_stage_of(router)
             probs, routing_map = output

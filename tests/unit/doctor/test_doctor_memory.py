@@ -107,6 +107,10 @@ def test_the_evidence_of_a_cluster_run_is_told_before_it_is_written(tiny):
     assert (warned.level, warned.remedy) == (WARNING, "--r3-evidence summed")
     assert fits.level == FACT
     assert any(f.subject == "evidence estimate" for f in diagnose(calls, 2))
+    tenth = memory.check_evidence_room(
+        config_of(tiny, r3_check_interval=10, r3_evidence="summed", **given), hf, 64, 1e12
+    )
+    assert "of 209 steps on 64 ranks" in tenth.text  # 10 at first, and 199 after them
 
 
 PRECISION_AWARE = {"use_precision_aware_optimizer": True}
