@@ -11,8 +11,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -52,16 +54,24 @@ def in_ranks(world_size: int, scratch: Path, function: Callable, *arguments: Any
     return [torch.load(scratch / f"rank{rank}.pt") for rank in range(world_size)]
 
 
-def rank_context() -> Any:
-    """multiprocessing's way to start ranks: forks of one process that has imported what they need.
+_SERVERS: dict[str, forkserver.ForkServer] = {}  # by the path on which their forks find packages
 
-    New processes where CUDA would not survive a fork, and where ranks are to find other packages.
+
+def rank_context() -> Any:
+    """multiprocessing's way to start ranks: forks of a process that has imported what they need.
+
+    New processes where CUDA would not survive a fork.
     """
-    if torch.cuda.is_available() or SEARCHED:
+    if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.oracle.imported"])
-    return context
+    path = os.pathsep.join([*SEARCHED, *filter(None, [os.environ.get("PYTHONPATH")])])
+    server = _SERVERS.setdefault(path, forkserver.ForkServer())
+    server.set_forkserver_preload(["tests.oracle.imported"])
+    with mock.patch.dict(os.environ, PYTHONPATH=path):
+        server.ensure_running()
+    # multiprocessing itself keeps but one
+    forkserver.connect_to_new_process = server.connect_to_new_process
+    return multiprocessing.get_context("forkserver")
 
 
 def _rank(rank: int, world_size: int, scratch: str, function: Callable, arguments: tuple) -> None:
