@@ -333,9 +333,9 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
         "opd_kl_coef": (not algorithm.use_opd, "it needs --use-opd"),
         "opsm_delta": (no_old, itself),
     }
-    for name, (without, reason) in rules.items():
-        value = getattr(algorithm, name)
-        if without and value != AlgorithmSection.model_fields[name].default:
+    for name in (name for name in algorithm.changed() if name in rules):
+        value, (without, reason) = getattr(algorithm, name), rules[name]
+        if without:
             shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
             yield f"{name} {shown} has no effect: {reason}"
     if config.model.ref_load is not None and no_reference:
@@ -353,10 +353,12 @@ def _conversations(config: RunConfig) -> Iterator[str]:
     """Yield settings that --loss-type sft leaves without effect, and those that it needs."""
     if config.algorithm.loss_type != "sft":
         return
-    for name, field in AlgorithmSection.model_fields.items():
-        value = getattr(config.algorithm, name)
-        if name not in _OF_SFT and value != field.default:
-            yield f"{name} {value} has no effect with --loss-type sft, which has no reward and no ratio"
+    for name in config.algorithm.changed():
+        if name not in _OF_SFT:
+            yield (
+                f"{name} {getattr(config.algorithm, name)} has no effect with --loss-type sft, which has"
+                " no reward and no ratio"
+            )
     if not config.learns_conversations:
         return
     if config.rollout.n_samples_per_prompt != 1:
@@ -496,9 +498,8 @@ def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
         if strange := [rank for rank in run.profile_ranks if not 0 <= rank < world_size]:
             yield f"profile_ranks {strange[0]} is none of the {world_size} ranks"
     else:
-        for name in ("profile_step_start", "profile_step_end", "profile_ranks"):
-            if getattr(run, name) != type(run).model_fields[name].default:
-                yield f"{name} has no effect without --use-pytorch-profiler or --record-memory-history"
+        for name in (name for name in run.changed() if name.startswith("profile_")):
+            yield f"{name} has no effect without --use-pytorch-profiler or --record-memory-history"
     if not checkpoint.debug_rollout_only:
         return
     only = "--debug-rollout-only"
@@ -535,10 +536,8 @@ def _injection(config: RunConfig) -> Iterator[str]:
     checkpoint = config.checkpoint
     path, flag = checkpoint.ci_inject_rollout_data_path, "--ci-inject-rollout-data-path"
     if path is None:
-        for name in ("start_rollout_id", "min_match_ratio"):
-            name = f"ci_inject_rollout_data_{name}"
-            if getattr(checkpoint, name) != type(checkpoint).model_fields[name].default:
-                yield f"{name} has no effect without {flag}"
+        for name in (name for name in checkpoint.changed() if name.startswith("ci_inject_")):
+            yield f"{name} has no effect without {flag}"
         return
     if not config.has_engines:
         yield f"{flag} is held against what servers generate: --replay-rollouts has no servers"

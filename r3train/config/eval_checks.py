@@ -44,7 +44,6 @@ def eval_conflicts(config: RunConfig) -> Iterator[str]:
 
 
 def _without_sets(section: EvalSection) -> Iterator[str]:
-    for name, field in EvalSection.model_fields.items():
-        if getattr(section, name) != field.default:
-            flag = "--" + name.replace("_", "-")
-            yield f"{flag} needs --eval-prompt-data: there is no evaluation set"
+    for name in section.changed():
+        flag = "--" + name.replace("_", "-")
+        yield f"{flag} needs --eval-prompt-data: there is no evaluation set"

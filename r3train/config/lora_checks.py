@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from r3train.config.families import FAMILIES, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import ALL_LINEAR, FUSED, linear_of, LINEARS, LoraSection
+from r3train.config.lora import ALL_LINEAR, FUSED, linear_of, LINEARS
 from r3train.config.run import RunConfig
 
 
@@ -15,9 +15,8 @@ def lora_conflicts(config: RunConfig) -> Iterator[str]:
     """Yield a complaint for each setting that does not go with LoRA, or has no effect without."""
     lora, overrides = config.lora, config.model.transformer_overrides
     if not lora.enabled:
-        for name, field in LoraSection.model_fields.items():
-            if getattr(lora, name) != field.default:
-                yield f"--{name.replace('_', '-')} has no effect without --lora-rank above 0"
+        for name in lora.changed():
+            yield f"--{name.replace('_', '-')} has no effect without --lora-rank above 0"
         return
     for name in lora.target_modules:
         if name not in (ALL_LINEAR, *LINEARS):
@@ -67,16 +66,11 @@ def _serving_conflicts(config: RunConfig) -> Iterator[str]:
             "--no-flush-cache-on-update has no effect with --lora-serving adapter: servers keep the"
             " prefixes of each version apart"
         )
-    for name in (
-        "update_weight_transfer_mode",
-        "update_weight_buffer_size",
-        "update_weight_master_address",
-    ):
-        if getattr(trainer, name) != type(trainer).model_fields[name].default:
-            yield (
-                f"--{name.replace('_', '-')} has no effect with --lora-serving adapter: servers load"
-                " adapters from the run directory"
-            )
+    for name in (name for name in trainer.changed() if name.startswith("update_weight_")):
+        yield (
+            f"--{name.replace('_', '-')} has no effect with --lora-serving adapter: servers load"
+            " adapters from the run directory"
+        )
 
 
 def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -255,24 +255,35 @@ def _assignment(text: str, flag: str) -> tuple[str, Any]:
     return name.strip(), _value(value.strip())
 
 
-def _is_flag(word: str) -> bool:
-    return word.startswith("--")
+def _flags_of(
+    args: Sequence[str], is_taken: Callable[[str], bool]
+) -> Iterator[tuple[str, list[str] | None]]:
+    """Yield the flags that are taken with their values, and every other word with None.
+
+    The values are that of ``--flag=value``, or all words up to the next flag.
+    """
+    words = list(args)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if not is_taken(flag):
+            yield word, None
+            continue
+        values = [value] if equals else []
+        while not equals and words and not words[0].startswith("--"):
+            values.append(words.pop(0))
+        yield flag, values
 
 
 def _take_server_flags(args: list[str]) -> tuple[dict[str, Any], list[str]]:
     """Split words into --sglang-* flags with their values, and the rest."""
     taken: dict[str, Any] = {}
     rest: list[str] = []
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if not word.startswith(SERVER_PREFIX) or word == SERVER_PREFIX or flag in OUR_SERVER_FLAGS:
-            rest.append(word)
+    ours = (SERVER_PREFIX, *OUR_SERVER_FLAGS)
+    for flag, values in _flags_of(args, lambda f: f.startswith(SERVER_PREFIX) and f not in ours):
+        if values is None:
+            rest.append(flag)
             continue
-        values = [value] if equals else []
-        while not equals and words and not _is_flag(words[0]):
-            values.append(words.pop(0))
         name = flag.removeprefix(SERVER_PREFIX).replace("-", "_")
         if name in taken:
             raise click.UsageError(f"{flag} is given twice")
@@ -291,16 +302,10 @@ def _spread_lists(command: click.Command, args: list[str]) -> list[str]:
     }
     spread: list[str] = []
     given: list[str] = []
-    words = list(args)
-    while words:
-        word = words.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag not in lists:
-            spread.append(word)
+    for flag, values in _flags_of(args, lists.__contains__):
+        if values is None:
+            spread.append(flag)
             continue
-        values = [value] if equals else []
-        while not equals and words and not _is_flag(words[0]):
-            values.append(words.pop(0))
         if flag not in (*OVERRIDES.values(), PROMPT_FILES):  # values may contain commas
             values = [part for value in values for part in value.split(",") if part]
         if not values:

@@ -22,8 +22,6 @@ def rollout_conflicts(config: RunConfig) -> Iterator[str]:
 
 # SGLang 0.5.23 (sampling_params.py) takes a lower temperature for greedy decoding
 _LOWEST_TEMPERATURE = 1e-6
-
-
 # SGLang 0.5.23 (scheduler.py): it says which tokens it kept of at most so many
 _KEPT_TOKENS_FLAG, _MOST_KEPT_TOKENS = "sampling_mask_max_tokens", 4096
 
@@ -161,17 +159,17 @@ def _servers(config: RunConfig) -> Iterator[str]:
             "--sglang-server-concurrency is for each server and --rollout-max-concurrency for all of"
             " them: give one of the two"
         )
-    if rollout.rollout_external_engine_addrs and rollout.rollout_num_engines > 1:
-        yield (
-            "--rollout-num-engines is of our own servers, and --rollout-external-engine-addrs names"
-            " others: give one of the two"
-        )
-    if rollout.rollout_external_engine_addrs and rollout.rollout_server_env:
-        yield (
-            "--rollout-server-env is of our own servers, and --rollout-external-engine-addrs names"
-            " others: leave one out"
-        )
-    if len(set(rollout.rollout_external_engine_addrs)) < len(rollout.rollout_external_engine_addrs):
+    others = rollout.rollout_external_engine_addrs
+    for flag, given in (
+        ("--rollout-num-engines", rollout.rollout_num_engines > 1),
+        ("--rollout-server-env", rollout.rollout_server_env),
+    ):
+        if others and given:
+            yield (
+                f"{flag} is of our own servers, and --rollout-external-engine-addrs names others:"
+                " give one of the two"
+            )
+    if len(set(others)) < len(others):
         yield "--rollout-external-engine-addrs names a server twice"
 
 

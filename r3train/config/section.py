@@ -24,3 +24,7 @@ class Section(BaseModel):
         use_attribute_docstrings=True,
         protected_namespaces=(),
     )
+
+    def changed(self) -> list[str]:
+        """Return the names of the settings that are not at their defaults."""
+        return [n for n, f in type(self).model_fields.items() if getattr(self, n) != f.default]

@@ -38,6 +38,5 @@ class TrackersSection(Section):
         for tracker in ("wandb", "mlflow"):
             if getattr(self, f"use_{tracker}"):
                 continue
-            for name, field in type(self).model_fields.items():
-                if name.startswith(tracker) and getattr(self, name) != field.default:
-                    yield f"{name} is without effect: add --use-{tracker}"
+            for name in (name for name in self.changed() if name.startswith(tracker)):
+                yield f"{name} is without effect: add --use-{tracker}"
