@@ -12,13 +12,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 
 def flags(doc: str, **defaults: Any) -> argparse.Namespace:
@@ -156,22 +153,6 @@ def _gloo_rank(
         results.put(result)
     dist.barrier()
     leave_ranks()
-
-
-@contextmanager
-def counted_sends() -> Iterator[Counter[int]]:
-    """Bytes that this rank sends with ``isend``, by receiver."""
-    import torch.distributed as dist
-
-    sent: Counter[int] = Counter()
-    isend = dist.isend
-
-    def counting(message: Any, dst: int, group: Any) -> Any:
-        sent[dst] += message.numel() * message.element_size()
-        return isend(message, dst=dst, group=group)
-
-    with mock.patch.object(dist, "isend", counting):
-        yield sent
 
 
 def machine() -> dict[str, Any]:

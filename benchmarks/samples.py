@@ -49,11 +49,11 @@ def sample_of_routes(
 
 
 @contextmanager
-def answering(answer: bytes, path: str = "/generate") -> Iterator[str]:
+def answering(answer: bytes) -> Iterator[str]:
     """host:port of a process that stands for SGLang and gives one and the same answer."""
     context = multiprocessing.get_context("spawn")
     ports = context.SimpleQueue()
-    server = context.Process(target=_answer_always, args=(answer, path, ports), daemon=True)
+    server = context.Process(target=_answer_always, args=(answer, ports), daemon=True)
     server.start()
     try:
         yield f"127.0.0.1:{ports.get()}"
@@ -62,7 +62,7 @@ def answering(answer: bytes, path: str = "/generate") -> Iterator[str]:
         server.join()
 
 
-def _answer_always(answer: bytes, path: str, ports: Any) -> None:
+def _answer_always(answer: bytes, ports: Any) -> None:
     from aiohttp import web
 
     async def reply(request: web.Request) -> web.Response:
@@ -71,7 +71,7 @@ def _answer_always(answer: bytes, path: str, ports: Any) -> None:
 
     async def serve() -> None:
         app = web.Application(client_max_size=1 << 30)
-        app.router.add_post(path, reply)
+        app.router.add_post("/", reply)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()

@@ -98,7 +98,7 @@ def measure_http(answer: bytes) -> float:
     """GB a second of answers read by the production client from a server in another process."""
     from r3train.engine.http import SGLangHTTP
 
-    with answering(answer, "/") as addr, asyncio.Runner() as runner:
+    with answering(answer) as addr, asyncio.Runner() as runner:
         http = SGLangHTTP([addr])
         found = rate(len(answer), lambda: runner.run(http._send("POST", http.urls[0], None)))
         runner.run(http.aclose())

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch.distributed as dist
 
-from benchmarks.measure import counted_sends
 from r3train.config import RunConfig
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import prepare
@@ -49,6 +53,20 @@ TOPOLOGIES = {
     "tp2_sp_cp2": dict(tp=2, sp=True, cp=2),
     "vpp2_pp2_dp2": dict(pp=2, vpp=2),
 }
+
+
+@contextmanager
+def counted_sends() -> Iterator[Counter[int]]:
+    """Bytes that this rank sends with ``isend``, by receiver."""
+    sent: Counter[int] = Counter()
+    isend = dist.isend
+
+    def counting(message: Any, dst: int, group: Any) -> Any:
+        sent[dst] += message.numel() * message.element_size()
+        return isend(message, dst=dst, group=group)
+
+    with mock.patch.object(dist, "isend", counting):
+        yield sent
 
 
 def places(world: int, tp=1, cp=1, pp=1, vpp=1, sp=False) -> list[RankTopology]:
