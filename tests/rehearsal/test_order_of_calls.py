@@ -23,6 +23,8 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 
+from megatron.core import tensor_parallel  # noqa: E402
+
 from r3train.trainer.megatron import offload, rng, topology  # noqa: E402
 
 NUM_RANKS = 8
@@ -188,11 +190,25 @@ def test_a_checkpoint_has_the_random_state_of_the_device(node, monkeypatch, tmp_
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: given)
     monkeypatch.setattr(torch.cuda, "set_rng_state", restored.append)
     rng.save(tmp_path, 3)
-    rng.load(tmp_path, 3)
+    assert rng.load(tmp_path, 3)
     assert len(restored) == 1 and torch.equal(restored[0], given)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rng.load(tmp_path, 3)  # on a machine without one
-    assert len(restored) == 1
+
+
+def test_the_random_state_of_a_cpu_is_no_devices_and_a_devices_no_cpus(node, monkeypatch, tmp_path):
+    """A tracker's is the device's: of another size, and refused by torch once dropout asks for it."""
+    cuda, kept = torch.arange(16, dtype=torch.uint8), tensor_parallel.get_cuda_rng_tracker()
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: None)
+    for saved_with in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: saved_with)
+        kept.states_ = {"tracker": cuda if saved_with else torch.get_rng_state()}
+        rng.save(tmp_path, 3)
+        own = kept.states_ = {"tracker": torch.get_rng_state() if saved_with else cuda}
+        before = torch.get_rng_state()
+        torch.rand(1)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: not saved_with)
+        assert not rng.load(tmp_path, 3)
+        assert kept.states_ is own and not torch.equal(torch.get_rng_state(), before)
 
 
 def test_memory_that_a_rank_gives_up_is_the_devices_before_others_come_back(node, monkeypatch):

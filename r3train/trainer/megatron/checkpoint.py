@@ -76,9 +76,18 @@ def _model_state(actor: MegatronActor) -> dict[str, Any]:
         return {_ADAPTERS: lora.sharded_state(actor.model.chunks)}
     chunks = actor.model.unwrapped
     return {
-        _model_key(i, len(chunks)): chunk.sharded_state_dict(metadata=dict(METADATA))
+        _model_key(i, len(chunks)): {
+            name: value
+            for name, value in chunk.sharded_state_dict(metadata=dict(METADATA)).items()
+            if not _is_extra(name)
+        }
         for i, chunk in enumerate(chunks)
     }
+
+
+def _is_extra(name: str) -> bool:
+    """Return whether it is a layer's extra state: empty without FP8, and not the same layers' on a CPU."""
+    return "_extra_state" in name
 
 
 def _whole_state(actor: MegatronActor) -> dict[str, Any]:
@@ -315,8 +324,8 @@ def check_metadata(checkpoint: Path) -> None:
 def no_code_from_files() -> Iterator[None]:
     """Have every torch.load take tensors and plain values alone, whatever its caller asks for.
 
-    Values of a checkpoint that are no tensors, such as layers' extra states, are pickles in its
-    ``.distcp`` files, and torch's planner opens them with ``weights_only=False``.
+    Values of a checkpoint that are no tensors are pickles in its ``.distcp`` files, and torch's planner
+    opens them with ``weights_only=False``.
     """
     before = os.environ.get(_WEIGHTS_ONLY)
     os.environ[_WEIGHTS_ONLY] = "1"
@@ -327,17 +336,6 @@ def no_code_from_files() -> Iterator[None]:
             del os.environ[_WEIGHTS_ONLY]
         else:
             os.environ[_WEIGHTS_ONLY] = before
-
-
-def _check_extra_states(state: dict[str, Any], checkpoint: Path) -> None:
-    """Raise ValueError for a layer's extra state with content, which Transformer Engine unpickles.
-
-    It has content with FP8 alone, in which nothing is trained here.
-    """
-    for name, value in state.items():
-        empty = value is None or (isinstance(value, torch.Tensor) and value.numel() == 0)
-        if name.endswith("_extra_state") and not empty:
-            raise ValueError(f"{checkpoint}: {name} is {type(value).__name__}, expected nothing")
 
 
 def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool = False) -> None:
@@ -366,9 +364,9 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
         lora.load_state(chunks, state[_ADAPTERS])
     else:
         for i, chunk in enumerate(chunks):
-            of_chunk = state[_model_key(i, len(chunks))]
-            _check_extra_states(of_chunk, checkpoint)
-            chunk.load_state_dict(of_chunk, strict=True)
+            other = chunk.load_state_dict(state[_model_key(i, len(chunks))], strict=False)
+            missing = [name for name in other.missing_keys if not _is_extra(name)]
+            assert not missing and not other.unexpected_keys, (checkpoint, missing, other)
     if optimizer is None:
         actor.optimizer.reload_model_params()
         return
@@ -378,12 +376,11 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     parameters = [p for chunk in chunks for p in chunk.parameters()]
     optimizer.restore(state.get(_TENSORS, {}), state["optimizer"], parameters)
     actor.scheduler.load_state_dict(state["scheduler"])
-    if topology == _sizes(actor):
-        rng.load(checkpoint, dist.get_rank())
-    elif dist.get_rank() == 0:
+    fits = topology == _sizes(actor)
+    if not (fits and rng.load(checkpoint, dist.get_rank())) and dist.get_rank() == 0:
         logger.warning(
-            "%s: saved in another topology: the random state of its ranks fits none of these, and"
-            " begins from the seed",
+            "%s: saved %s: the random state of its ranks fits none of these, and begins from the seed",
             checkpoint,
+            "on another kind of device" if fits else "in another topology",
         )
     host_barrier()

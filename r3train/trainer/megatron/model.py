@@ -14,8 +14,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from r3train.config import RunConfig
 from r3train.config.families import UNFUSED_ROPE
@@ -217,6 +222,22 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     }
 
 
+def _save_norms_as_te(layer: TransformerLayerSubmodules) -> None:
+    """Name a local layer's norms in checkpoints as Transformer Engine's layers do, and no others.
+
+    Megatron's own map has the norm before experts in a linear too, and leaves out latent attention's.
+    """
+    attention, fused = layer.self_attention.module, {}
+    if issubclass(attention, MLASelfAttention):
+        for norm, behind in (("q_layernorm", "q_up"), ("kv_layernorm", "kv_up")):
+            fused[f"self_attention.{norm}"] = f"self_attention.linear_{behind}_proj"
+    else:
+        fused["input_layernorm"] = "self_attention.linear_qkv"
+    if layer.mlp.module is MLP:
+        fused["pre_mlp_layernorm"] = "mlp.linear_fc1"
+    layer.sharded_state_dict_keys_map = {f"{a}.": f"{b}.layer_norm_" for a, b in fused.items()}
+
+
 def _build_chunk(
     bridge: Any, vp_stage: int | None, use_te: bool, *, adapted: bool = False
 ) -> GPTModel:
@@ -229,6 +250,7 @@ def _build_chunk(
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
+            _save_norms_as_te(layer.submodules)
     elif adapted:
         lora.norms_apart(spec)
     first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)

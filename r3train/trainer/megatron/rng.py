@@ -35,8 +35,12 @@ def save(directory: Path, rank: int) -> None:
     save_file(tensors, _path(directory, rank), facts)
 
 
-def load(directory: Path, rank: int) -> None:
-    """Restore the state that ``save`` wrote; raises ValueError for a missing or broken file."""
+def load(directory: Path, rank: int) -> bool:
+    """Restore the state that ``save`` wrote; raises ValueError for a missing or broken file.
+
+    Returns False and restores nothing if it was written with CUDA and is read without, or the other way: the
+    trackers' states are the device's.
+    """
     path = _path(directory, rank)
     try:
         with safe_open(path, framework="pt") as file:
@@ -46,8 +50,10 @@ def load(directory: Path, rank: int) -> None:
         version, keys, gauss_next = json.loads(facts["python"])
     except Exception as error:  # safetensors has its own exception, beside OSError
         raise ValueError(f"{path}: cannot read the random state: {error}") from error
+    if ("cuda" in tensors) != torch.cuda.is_available():
+        return False
     torch.set_rng_state(tensors["torch"])
-    if "cuda" in tensors and torch.cuda.is_available():
+    if "cuda" in tensors:
         torch.cuda.set_rng_state(tensors["cuda"])
     tracked = {n.removeprefix(_TRACKER): t for n, t in tensors.items() if n.startswith(_TRACKER)}
     tensor_parallel.get_cuda_rng_tracker().set_states(tracked)
@@ -55,3 +61,4 @@ def load(directory: Path, rank: int) -> None:
         (kind, tensors["numpy"].numpy().astype(np.uint32), position, has_gauss, gauss)
     )
     random.setstate((version, tuple(keys), gauss_next))
+    return True

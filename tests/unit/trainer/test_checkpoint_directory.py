@@ -234,14 +234,6 @@ def test_a_checkpoint_whose_layers_state_runs_code_runs_none_here(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("value", [None, torch.empty(0, dtype=torch.uint8)])
-def test_an_extra_state_may_be_empty_and_nothing_else(value, tmp_path):
-    checkpoint._check_extra_states({"a._extra_state": value, "b": torch.ones(1)}, tmp_path)
-    bad = {"a._extra_state": torch.ones(3, dtype=torch.uint8)}
-    with pytest.raises(ValueError, match="a._extra_state is Tensor, expected nothing"):
-        checkpoint._check_extra_states(bad, tmp_path)
-
-
 @pytest.mark.parametrize("of_engine, on_host", [(False, False), (True, True), (True, False)])
 def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_without_them(
     of_engine, on_host, monkeypatch
