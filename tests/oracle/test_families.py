@@ -199,6 +199,8 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
             # after the backward: an expert bias that moves does so at its end
             disk = load_file(Path(directory) / "model.safetensors")
             own["unlike disk"] = [n for n, t in actor.hf_weights() if not torch.equal(t, disk[n])]
+            actor.optimizer.prepare_grads()
+            own["norm"] = torch.tensor(actor.optimizer.get_grad_norm())
             records = actor.collect_evidence(0)
         assert not any(r.rows_native + r.duplicate_rows + r.rows_recompute_differ for r in records)
         own["replayed rows"] = torch.tensor(sum(r.rows_replayed for r in records))
@@ -259,6 +261,8 @@ def test_replayed_routes_give_the_log_probs_and_gradients_of_transformers(
         assert len(off) == len([t for t in expected[name][1] if not t.endswith(EXPERT_BIAS)]), name
         wrong = {tensor: e for tensor, e in off.items() if not e <= gradient_error(tensor)}
         assert not wrong, (name, wrong)
+        norm = sum(float(g.square().sum()) for n, g in expected[name][1].items() if n in off) ** 0.5
+        assert all(float(rank["norm"]) == pytest.approx(norm, rel=1e-5) for rank in of_ranks), name
         worst = max(off, key=lambda tensor: off[tensor] / gradient_error(tensor))
         rows[name, topology] = f"{error:.1e}", f"{off[worst]:.1e}", f"`{worst}`"
     if request.config.getoption("--write-docs"):

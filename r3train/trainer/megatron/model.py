@@ -135,14 +135,17 @@ def _mark_tensor_parallel(chunk: torch.nn.Module) -> None:
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
-    """Make expert gradients reduce over the expert-data-parallel group if it is another group.
+    """Make expert gradients reduce over the expert-data-parallel group if it is another, and count in the norm.
 
     Megatron-Core 0.16.1 looks at EP alone.  With EP 1 and an expert TP other than TP it reduces expert
-    gradients over the dense group, which silently leaves out or mixes tokens.
+    gradients over the dense group, which silently leaves out or mixes tokens.  Biases of experts, which
+    are whole under an expert TP of 1 alone, it takes for those of the first tensor rank on all others: their
+    norm would lack them, and with EP 1 tensor ranks would clip by different norms.
     """
-    if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
-        for name, p in chunk.named_parameters():
-            if ".mlp.experts." in name:
+    for name, p in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            p.tensor_model_parallel = True
+            if parallel.expert_tensor_parallel_size != parallel.tensor_model_parallel_size:
                 p.allreduce = False
 
 
