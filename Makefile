@@ -33,7 +33,8 @@ QUICK := not e2e and not ranks and not slow and not long
 ALSO ?=
 WHOLE := ((e2e or ranks) and not slow and not long) $(ALSO)
 # the longest files first, so that no process is left with one of them at the end
-LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal
+LONGEST := tests/e2e/test_slurm.py tests/oracle tests/rehearsal \
+    $(patsubst %,tests/e2e/test_%.py,faults durability lora_job colocated updates_in_flight replay_jobs)
 WHOLE_TESTS := $(LONGEST) $(filter-out $(LONGEST),$(sort $(wildcard tests/e2e/test_*.py))) tests/browser
 
 BIN := .venv/bin

@@ -68,13 +68,13 @@ class Engine:
         cached = max((shared(ids, before) for before in self.seen), default=0)
         self.seen.append(ids)
         count, reason = wanted, {"type": "length", "length": wanted}
-        if "rid" in body:  # the one that is to be aborted: a token each 10 ms, from 0.3 s on
+        if "rid" in body:  # the one that is to be aborted: a token each 10 ms, from begins_s on
             aborted = self.aborts.setdefault(body["rid"], asyncio.Event())
             began = asyncio.get_running_loop().time()
             try:
                 await asyncio.wait_for(aborted.wait(), self.faults.get("takes_s", 30.0))
                 ran = asyncio.get_running_loop().time() - began
-                count = max(0, min(wanted, int((ran - self.faults.get("begins_s", 0.3)) / 0.01)))
+                count = max(0, min(wanted, int((ran - self.faults.get("begins_s", 0.0)) / 0.01)))
                 reason = {"type": "abort", "message": "Aborted"}
             except TimeoutError:
                 pass
@@ -179,9 +179,9 @@ async def test_an_abort_before_the_first_token_does_not_count(monkeypatch):
 
 async def test_an_abort_that_comes_after_the_end_does_not_count(monkeypatch):
     """A fast server: the first request is finished before it is aborted."""
-    assert not wrong(await probe(takes_s=0.08, begins_s=0.0))
+    assert not wrong(await probe(takes_s=0.08))
     monkeypatch.setattr(engine_probe, "_ABORT_TRIES", 2)
-    (only,) = wrong(await probe(takes_s=0.0, begins_s=0.0))
+    (only,) = wrong(await probe(takes_s=0.0))
     assert "'length' after 195 tokens" in only
 
 
@@ -207,11 +207,11 @@ async def test_routes_that_miss_or_have_a_wrong_shape_are_found_in_every_situati
     ],
 )
 async def test_wrong_log_probs_and_routes_are_found_where_they_are(number, situation):
-    faults = {"takes_s": 30.0, "begins_s": 0.0}  # aborted at the first try: the fourth request
-    hf, actor = wrong(await probe(wrong_log_prob_in=number, **faults))
+    # aborted at the first try: the fourth request
+    hf, actor = wrong(await probe(wrong_log_prob_in=number))
     assert hf.startswith(f"{situation}, against HF: largest gap of log-probs 0.5")
     assert actor.startswith(f"{situation}, against the actor: largest gap of log-probs 0.5")
-    (only,) = wrong(await probe(wrong_routes_in=number, **faults))
+    (only,) = wrong(await probe(wrong_routes_in=number))
     assert only.startswith(f"{situation}: ") and "of rows are the reference's" in only
 
 
@@ -224,8 +224,8 @@ HIT, CHUNKS = "after a prefix-cache hit: ", "a prompt of 120 tokens in chunks: "
         # 1 of 127 rows, at the cache's boundary or in the answer: a share of them would be 99.2%
         *(({"wrong_row": (3, row)}, HIT) for row in (118, 119, 120, 124, -1)),
         *(({"wrong_row": (2, row)}, CHUNKS) for row in (1, 63, 64, 100)),
-        ({"wrong_routes_in": 4, "begins_s": 0.0}, "an aborted answer: "),
-        ({"shifted_from": (5, 60), "begins_s": 0.0}, "after an abort: "),
+        ({"wrong_routes_in": 4}, "an aborted answer: "),
+        ({"shifted_from": (5, 60)}, "after an abort: "),
         ({"wrong_actor_in": ["after an abort"]}, "after an abort, against the actor: largest gap"),
     ],
 )

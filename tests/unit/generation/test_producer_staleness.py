@@ -14,7 +14,7 @@ from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.generation.stitch import oldest_version
 
-BATCH, SAMPLES, STEPS = 4, 2, 12
+BATCH, SAMPLES, STEPS = 4, 2, 8
 
 
 def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):

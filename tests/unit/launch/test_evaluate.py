@@ -123,7 +123,10 @@ async def test_the_own_function_of_a_set_is_called_for_an_answer_and_not_for_a_g
     assert line["eval/a/mean"] == 0.5
 
 
-async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(tiny, tmp_path):
+async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(
+    tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("r3train.engine.http._CONNECT_RETRIES_S", ())
     path = str(held_out(tmp_path / "a.jsonl"))
     command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", "127.0.0.1:9"]
     command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]
