@@ -94,7 +94,7 @@ class Cost:
     leader: dict[str, float]  # seconds by stage when each data-parallel leader does its own
     rank0_beside_leaders: dict[str, float]  # what is then left to rank 0
     weights_s: float
-    stage_weights_s: float  # each pipeline stage sending its own
+    stage_weights_s: float  # all pipeline stages sending their own at once
 
     def parts(self, *, leaders: bool = False) -> dict[str, float]:
         """Seconds of each part of a step, by itself."""

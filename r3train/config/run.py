@@ -200,6 +200,17 @@ class RunConfig(Section):
         """
         return self.lora.enabled and self.trainer.update_weight_transfer_mode == "distributed"
 
+    def weight_leaders(self, world_size: int) -> range:
+        """Ranks beside rank 0 that broadcast weights to the servers: the first of each later pipeline stage.
+
+        All others go through rank 0: merged adapters, and by disk or memory.
+        """
+        by_rank_0 = self.lora.enabled or self.trainer.update_weight_transfer_mode != "distributed"
+        if by_rank_0 or not self.has_engines:
+            return range(0)
+        stage_size = world_size // self.parallel.pipeline_model_parallel_size
+        return range(stage_size, world_size, stage_size)
+
     @property
     def replay_passes(self) -> tuple[str, ...]:
         """The passes of a rollout that replay its routes, in their order."""

@@ -62,7 +62,8 @@ class TrainerSection(Section):
     """Bytes of weights that are sent at once."""
     update_weight_master_address: str | None = Field(default=None, min_length=1)
     """Address or network interface of rank 0's node, where servers join the process group.  Unset:
-    loopback if all servers are on this node, else the address that routes to them."""
+    loopback if all servers are on this node, else the address that routes to them.  Pipeline stages that
+    begin on other nodes take the interface of that name there, else the address that routes."""
     check_weight_update_equal: bool = False
     """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
     peak_tflops: float | None = Field(default=None, gt=0)

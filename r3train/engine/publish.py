@@ -1,12 +1,14 @@
 """New weights to the rollout engines: by broadcast in buckets, or by a checkpoint on disk.
 
 Both transports take an iterator of (HF name, full tensor) on one rank.  At the end every server
-holds those weights under a new version label.
+holds those weights under a new version label.  With pipeline stages each stage's first rank broadcasts
+its own, by a publisher of its own (``loop.stages``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import socket
@@ -23,6 +25,8 @@ import torch.distributed as dist
 
 from r3train.engine.control import EngineControl
 from r3train.hf_checkpoint import NamedTensors, TensorKind, check_name, kind_of
+
+logger = logging.getLogger(__name__)
 
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _POLL_S = 0.0005
@@ -63,6 +67,9 @@ class WeightPublisher:
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; ``version`` is the servers' new label."""
         raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Let ranks go on that wait to send their part of an update, which failed."""
 
     def reconnect(self) -> None:
         """Note a restart of the servers; nothing to do where no connection to them is kept."""
@@ -203,9 +210,12 @@ class DistributedPublisher(WeightPublisher):
                 )
 
         # Joining cannot be interrupted, and waits for servers that may have refused or died.
-        joining = _in_a_thread(join)
+        joining = in_a_thread(join)
         self._wait(joining.done, joined, "the weight-update group was not made")
         self._group, self._is_warm = joining.result(), False
+        logger.info(
+            "weight-update group %s: this rank, %d of servers", self._group_name, sum(sizes)
+        )
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:
         """Send every tensor; the version label changes with the last bucket.
@@ -219,6 +229,7 @@ class DistributedPublisher(WeightPublisher):
         self.connect()
         sent: dict[str, TensorKind] = {}
         num_bytes = num_buckets = 0
+        others: list[Published] = []
         on_its_way: _OnItsWay | None = None
         self._engine.begin_weight_update()
         try:
@@ -229,6 +240,9 @@ class DistributedPublisher(WeightPublisher):
                 flat = flatten(bucket, self._device)
                 if on_its_way is not None:
                     self._arrive(on_its_way)
+                else:
+                    with self._kept_in_step():
+                        others = list(self._others())
                 on_its_way = None
                 on_its_way = self._send(bucket, flat, version if is_last else None)
                 num_bytes += flat.nbytes
@@ -246,7 +260,15 @@ class DistributedPublisher(WeightPublisher):
                     self._engine.end_weight_update()
             raise
         self._engine.end_weight_update()
+        for part in others:
+            sent |= part.sent
+            num_bytes += part.num_bytes
+            num_buckets += part.num_buckets
         return Published(version, sent, num_bytes, num_buckets, time.monotonic() - began)
+
+    def _others(self) -> Iterable[Published]:
+        """Let other ranks send their parts of the update; returns those, without a version."""
+        return ()
 
     def _send(
         self, bucket: list[tuple[str, torch.Tensor]], flat: torch.Tensor, version: int | None
@@ -281,7 +303,7 @@ class DistributedPublisher(WeightPublisher):
         group = self._group
         if self._is_warm:
             return begin()
-        beginning = _in_a_thread(begin)
+        beginning = in_a_thread(begin)
         failure = "the servers' ranks could not be reached for a first bucket"
         self._wait(beginning.done, loaded, failure, begins=True)
         self._is_warm = True
@@ -347,7 +369,7 @@ class DistributedPublisher(WeightPublisher):
         self._store = None
 
 
-def _in_a_thread(work: Callable[[], Any]) -> Future[Any]:
+def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
     """Return the result to come of a call that cannot be interrupted."""
     result: Future[Any] = Future()
 

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
@@ -20,8 +22,11 @@ from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
 from r3train.loop.parts import RolloutSide
 from r3train.loop.routes import Routes
+from r3train.loop.scatter import broadcast_json
+from r3train.loop.stages import StagePublisher, StagesPublisher
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
-from r3train.engine.addresses import address_for, host_of, interface_of, is_loopback
+from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
+from r3train.engine.addresses import is_loopback
 from r3train.engine.backend import RolloutBackend, SamplingParams
 from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
@@ -34,7 +39,7 @@ from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
-from r3train.engine.publish import DistributedPublisher, WeightPublisher
+from r3train.engine.publish import WeightPublisher
 from r3train.engine.publish_disk import DiskPublisher, require_equal_on_servers
 from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
@@ -201,8 +206,6 @@ class Engines(RolloutSide):
         if self._publisher is None:
             assert self._control is not None, "wait_ready first"
             trainer = self.job.config.trainer
-            # NCCL refuses a device twice in a group: where ranks and servers share theirs, gloo's is of hosts
-            cuda = torch.cuda.is_available() and not self.job.config.rollout.colocate
             if self._adapters is not None:
                 self._publisher = AdapterPublisher(
                     self._control,
@@ -222,20 +225,17 @@ class Engines(RolloutSide):
                     flush_cache=self._flush_cache,
                 )
             else:
-                hosts = [host_of(addr) for addr in self._addrs]
-                address = address_for(hosts, trainer.update_weight_master_address)
-                self._publisher = DistributedPublisher(
+                self._publisher = StagesPublisher(
                     self._control,
-                    bucket_bytes=trainer.update_weight_buffer_size,
-                    backend="nccl" if cuda else "gloo",
-                    device="cuda" if cuda else "cpu",
-                    master_address=address,
-                    interface=None if is_loopback(address) else interface_of(address),
-                    flush_cache=self._flush_cache,
-                    together=sent_together(self.job.hf),
-                    fused_experts=has_fused_experts(self.job.hf.path),
+                    self.job.config.weight_leaders(dist.get_world_size()),
+                    **_broadcast(self.job, self.hosts, trainer.update_weight_master_address),
                 )
         return self._publisher
+
+    @property
+    def hosts(self) -> list[str]:
+        """The servers' hosts."""
+        return [host_of(addr) for addr in self._addrs]
 
     def hold_weights(self, weights: NamedTensors, version: int) -> Path:
         """Hold every server's tensors against these; returns the checkpoint written of them.
@@ -401,6 +401,42 @@ class Engines(RolloutSide):
             self._supervisor.close()
         self.stop_servers()
         self.job.close()
+
+
+def build_stage(job: Job, engines: Engines | None) -> StagePublisher | None:
+    """Build the publisher of a later pipeline stage's leader, None on other ranks.
+
+    A collective where there are such leaders.  engines: on rank 0, its servers ready.
+    """
+    leaders = job.config.weight_leaders(dist.get_world_size())
+    if not leaders:
+        return None
+    hosts = broadcast_json(engines and engines.hosts)
+    if dist.get_rank() not in leaders:
+        return None
+    asked = job.config.trainer.update_weight_master_address
+    if dist.get_rank() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # not on rank 0's node
+        hosts = [os.environ["MASTER_ADDR"] if is_loopback(host) else host for host in hosts]
+        asked = asked and address_of_interface(asked)
+    return StagePublisher(**_broadcast(job, hosts, asked))
+
+
+def _broadcast(job: Job, hosts: Sequence[str], asked: str | None) -> dict[str, Any]:
+    """Return how a rank of this node broadcasts weights to servers on these hosts; asked: as for ``address_for``."""
+    trainer, rollout = job.config.trainer, job.config.rollout
+    # NCCL refuses a device twice in a group: where ranks and servers share theirs, gloo's is of hosts
+    cuda = torch.cuda.is_available() and not rollout.colocate
+    address = address_for(hosts, asked)
+    return dict(
+        bucket_bytes=trainer.update_weight_buffer_size,
+        backend="nccl" if cuda else "gloo",
+        device="cuda" if cuda else "cpu",
+        master_address=address,
+        interface=None if is_loopback(address) else interface_of(address),
+        flush_cache=rollout.fresh_prefixes,
+        together=sent_together(job.hf),
+        fused_experts=has_fused_experts(job.hf.path),
+    )
 
 
 def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:

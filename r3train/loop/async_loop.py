@@ -62,6 +62,7 @@ from r3train.loop.report import (
 )
 from r3train.loop.routes import Routes, planted_in_routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
+from r3train.loop.stages import StagePublisher
 from r3train.loop.stop import StopRequested
 from r3train.loop.throughput import TrainSpeed
 from r3train.plugs import GuestFailed
@@ -81,7 +82,7 @@ class AsyncLoop:
 
     rank_zero: None on other ranks; evidence: None with the R3 check off; routes: brings
     routes to the slices; plant: spoils a rollout's samples on purpose (--plant-bug, --plant-fault);
-    profiler: of the steps that the settings name.
+    profiler: of the steps that the settings name; stage: sends a later pipeline stage's weights, on its leader.
     """
 
     def __init__(
@@ -96,8 +97,10 @@ class AsyncLoop:
         routes: Routes,
         plant: Plant | None = None,
         profiler: StepProfiler | None = None,
+        stage: StagePublisher | None = None,
     ):
         self._profiler = profiler
+        self._stage = stage
         self._config = config
         self._hf = hf
         self._actor = actor
@@ -125,6 +128,7 @@ class AsyncLoop:
         if rank_zero is not None and config.has_engines:
             self._weight_index = WeightIndex(hf, config.model.dtype_name, config.lora)
         self._topologies = gather_topologies(actor.topology)
+        self._stages_send = bool(config.weight_leaders(len(self._topologies)))
         self._passes = config.replay_passes
 
     def run(self, start_rollout_id: int) -> int:
@@ -582,7 +586,7 @@ class AsyncLoop:
     def _send_weights(
         self, weight_version: int, quiet: AbstractContextManager[None]
     ) -> tuple[dict[str, Any], BaseException | None]:
-        """Rank 0 sends the weights while nothing is generated; the other ranks give theirs.
+        """Rank 0 sends the weights while nothing is generated; the other ranks give theirs, or send them.
 
         Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  Nothing
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
@@ -593,7 +597,9 @@ class AsyncLoop:
         if adapters:
             weights = self._actor.adapter_weights()
         else:
-            weights = self._actor.hf_weights(targets_alone=targets_alone)
+            weights = self._actor.hf_weights(
+                targets_alone=targets_alone, of_stage=self._stages_send
+            )
         again = []
         if self._config.trainer.check_weight_update_equal and not adapters:
             # the servers' tensors are compared with a second, whole export
@@ -607,10 +613,20 @@ class AsyncLoop:
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
         if self._rank_zero is None:
+            if self._stage is not None:
+                self._stage.send(weights, version=weight_version)
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
             return {}, None
-        engines = self._rank_zero.engines
+        engines, published = self._rank_zero.engines, None
+
+        def drain() -> None:
+            """Let the other ranks go on, which are sending."""
+            if published is None:
+                engines.publisher.abandon()
+            for _ in chain(weights, *again):
+                pass
+
         try:
             with quietly:
                 if failure is not None:
@@ -630,14 +646,12 @@ class AsyncLoop:
                 if self._source is not None:
                     self._source.set_version(weight_version)
         except self._recovery.caught as error:
-            for _ in chain(weights, *again):  # the other ranks are sending
-                pass
+            drain()
             return {}, error
         except Exception as error:
             if self._source is None or error is not self._source.failure:
                 raise
-            for _ in chain(weights, *again):
-                pass
+            drain()
             self._recovery.fatal = error  # the ranks come together at the next rollout
             return {}, None
         return {
@@ -662,6 +676,8 @@ class AsyncLoop:
                 self._keeper.save(weight_version)
                 self._keeper.finish()
                 raise failure
+            if self._stage is not None:
+                self._stage.reconnect()
             self._servers_hold_base = False  # a new one has the checkpoint's
             # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._serve(weight_version, nullcontext())

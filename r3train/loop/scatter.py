@@ -180,16 +180,16 @@ def broadcast_json(value: Any) -> Any:
 
 
 def send_json(value_of_rank: Mapping[int, Any]) -> None:
-    """Send some ranks a JSON-able value each, from rank 0; they call ``recv_json``."""
+    """Send some ranks a JSON-able value each; they call ``recv_json``."""
     messages = {rank: json.dumps(value).encode() for rank, value in value_of_rank.items()}
     PendingMessages(
         {r: np.frombuffer(bytearray(m), dtype=np.uint8) for r, m in messages.items()}
     ).wait()
 
 
-def recv_json() -> Any:
-    """Receive the value that rank 0 sends with ``send_json``."""
-    return json.loads(_received(0).tobytes())
+def recv_json(source: int = 0) -> Any:
+    """Receive the value that a rank sends with ``send_json``."""
+    return json.loads(_received(source).tobytes())
 
 
 def gather_arrays(mine: np.ndarray) -> list[np.ndarray] | None:

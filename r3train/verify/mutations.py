@@ -1092,7 +1092,10 @@ def changes_export(change: Callable) -> Patch:
 
     @wraps(change)
     def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
-        return patched(actor, "export_hf_weights", lambda original, *a: change(hf, original(*a)))
+        def changed(original, *args, **how):
+            return change(hf, original(*args, **how))
+
+        return patched(actor, "export_hf_weights", changed)
 
     return patch
 

@@ -112,6 +112,30 @@ def test_after_too_many_restarts_the_job_ends_with_a_checkpoint(tmp_path, tiny_f
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_server_that_dies_in_the_broadcast_of_a_later_stage_is_named_or_comes_back(
+    restarts, tmp_path, tiny_flags
+):
+    job = jobs.run(
+        tmp_path / "run",
+        *(*tiny_flags, *jobs.R3_FLAGS, "--num-rollout", "4"),
+        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
+        *("--update-weight-buffer-size", "200000", "--check-weight-update-equal"),
+        *("--max-engine-restarts", str(restarts)),
+        program=("-m", "tests.e2e.loss_in_a_stage"),
+        timeout=200,
+    )
+    metrics = job.metrics()
+    assert all(m["train/weight_probe_gap"] <= 1e-4 and m["r3/passed"] for m in metrics)
+    if restarts:
+        assert job.code == 0, job.output
+        assert [m["faults/engine_restarts"] for m in metrics] == [0, 1, 1, 1]
+    else:
+        assert job.code != 0 and len(metrics) == 1
+        assert job.output.count("error: EngineDied: the SGLang server") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_one_of_two_servers_lost_loses_no_prompt(tmp_path, tiny_flags):
     run_dir = tmp_path / "run"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from contextlib import nullcontext
 
@@ -174,9 +175,13 @@ def test_a_job_trains_on_rollouts_that_span_updates_with_equal_fingerprints(
         *("--pause-generation-mode", mode, "--max-weight-staleness", "2"),
         *("--rollout-max-response-len", "300", "--rollout-ignore-eos"),
         *("--over-sampling-batch-size", "6", "--rollout-max-concurrency", "64"),
+        *("--pipeline-model-parallel-size", "2", "--expert-model-parallel-size", "1"),
         "--check-weight-update-equal",
     )
     assert job.code == 0, job.output
+    # each pipeline stage sent its weights in a group of its own, and the servers hold those of all
+    groups = re.findall(r"rank (\d) .*weight-update group (\w+):", job.logs())
+    assert [rank for rank, _ in groups] == ["0", "1"] and len({name for _, name in groups}) == 2
     metrics = job.metrics()
     assert len(metrics) == 4 and all(m["r3/passed"] is True for m in metrics)
     assert sum(m["rollout/spanning_samples"] for m in metrics) > 0

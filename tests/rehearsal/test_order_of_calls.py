@@ -151,19 +151,15 @@ def test_weights_go_by_nccl_where_ranks_and_servers_have_devices_of_their_own(
     colocate, found, node, monkeypatch
 ):
     """NCCL refuses a device twice in a group."""
-    monkeypatch.setattr(engines, "DistributedPublisher", lambda _, **given: given)
     monkeypatch.setattr(engines, "sent_together", lambda _: ())
     monkeypatch.setattr(engines, "has_fused_experts", lambda _: False)
-    trainer = dict(update_weight_transfer_mode="distributed", update_weight_buffer_size=1)
     config = SimpleNamespace(
-        trainer=SimpleNamespace(**trainer, update_weight_master_address=None),
+        trainer=SimpleNamespace(update_weight_buffer_size=1),
         rollout=SimpleNamespace(colocate=colocate, fresh_prefixes=True),
     )
-    own = engines.Engines.__new__(engines.Engines)
-    own.job = SimpleNamespace(config=config, hf=SimpleNamespace(path=None))
-    own._publisher = own._adapters = None
-    own._control, own._addrs, own._run_dir = object(), ["127.0.0.1:30000"], None
-    assert (own.publisher["backend"], own.publisher["device"]) == found
+    job = SimpleNamespace(config=config, hf=SimpleNamespace(path=None))
+    way = engines._broadcast(job, ["127.0.0.1"], None)
+    assert (way["backend"], way["device"]) == found
 
 
 def test_the_thread_of_a_first_broadcast_is_on_the_device_of_the_weights(node, monkeypatch):

@@ -330,15 +330,18 @@ class MegatronActor:
 
     # -- weights -----------------------------------------------------------------------------
 
-    def hf_weights(self, *, targets_alone: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def hf_weights(
+        self, *, targets_alone: bool = False, of_stage: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield whole tensors under Hugging Face names on rank 0; every rank must drain it.
 
         With LoRA the adapters are merged; targets_alone leaves out the tensors that have none.
+        of_stage, without LoRA: yield those of each pipeline stage on its leader instead.
         """
         self.gather_parameters()
         bridge, chunks = self.model.bridge, self.model.chunks
         if not self.lora.enabled:
-            return export_hf_weights(bridge, chunks)
+            return export_hf_weights(bridge, chunks, of_stage=of_stage)
         merged, is_adapted = lora.merged_weights(chunks)
         if targets_alone:
             return export_hf_weights(bridge, chunks, merged, is_adapted)

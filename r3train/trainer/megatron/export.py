@@ -1,9 +1,9 @@
-"""Export of sharded parameters as whole tensors under Hugging Face names, on global rank 0.
+"""Export of sharded parameters as whole tensors under Hugging Face names.
 
 Each pipeline stage gathers a parameter over its tensor (or expert and expert-tensor) ranks to the
-stage's first rank, its *leader*.  Leaders of later stages stream the tensors to rank 0, which
-translates names and layouts through mbridge.  Ranks that hold copies (other data- or
-context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.
+stage's first rank, its *leader*, which translates names and layouts through mbridge.  Leaders broadcast
+what they have to the servers, or those of later stages stream it to rank 0.  Ranks that hold copies
+(other data- or context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.
 """
 
 from __future__ import annotations
@@ -29,17 +29,23 @@ def export_hf_weights(
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
     is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
+    *,
+    of_stage: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (per-expert HF name, whole tensor) on rank 0, nothing elsewhere.
 
+    of_stage: yield those of each pipeline stage on its leader instead.
     value_of: returns the tensor to export for a parameter: the parameter itself, or its gradient.
     is_wanted: False for a parameter that is left out, the same on every rank that holds a part of it.
     A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
     of one layer.
     """
-    for name, tensor in to_rank_0(_merged_parameters(bridge, chunks, value_of, is_wanted)):
-        names, tensors = bridge._weight_to_hf_format(name, tensor)
-        yield from zip(names, tensors)
+    named = (
+        each
+        for name, tensor in _merged_parameters(bridge, chunks, value_of, is_wanted)
+        for each in zip(*bridge._weight_to_hf_format(name, tensor))
+    )
+    yield from named if of_stage else to_rank_0(named)
 
 
 def to_rank_0(

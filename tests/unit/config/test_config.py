@@ -31,6 +31,21 @@ def toml(tmp_path, text: str):
     return path
 
 
+@pytest.mark.parametrize(
+    "fields, leaders",
+    [
+        ({}, []),
+        (dict(pipeline_model_parallel_size=2), [4]),
+        (dict(pipeline_model_parallel_size=4), [2, 4, 6]),
+        (dict(pipeline_model_parallel_size=4, lora_rank=8), []),
+        (dict(pipeline_model_parallel_size=4, update_weight_transfer_mode="disk"), []),
+        (dict(pipeline_model_parallel_size=4, replay_rollouts="rollouts"), []),
+    ],
+)
+def test_the_first_rank_of_each_later_stage_broadcasts_weights(fields, leaders):
+    assert list(config(**fields).weight_leaders(8)) == leaders
+
+
 def test_field_names_are_unique_over_all_sections():
     names = [
         name
