@@ -38,8 +38,9 @@ def rollout_weights(
 
     - the weights float[n], detached and 0 outside the mask; None without ``rollout_is``
     - the rows beyond the bounds, bool[n], by the names of their sums; {} without ``rollout_is``
-    - sums: ``is_ratio`` and ``is_ratio_square`` of the ratio before the bounds, which is the token's without
-      ``rollout_is``; with it also ``tis_weight``, ``tis_ratio``, ``tis_clipped_high``, ``tis_clipped_low``
+    - sums: ``is_ratio`` and ``is_ratio_square`` of the ratio before the bounds (the token's, without
+      ``rollout_is``); with ``rollout_is`` also ``tis_weight``, ``tis_ratio``, ``tis_clipped_high`` and
+      ``tis_clipped_low``
 
     Source: truncated importance sampling between rollout engine and trainer, F. Yao et al., "Your
     Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025); masks are IcePop's.
@@ -66,7 +67,7 @@ def rollout_weights(
 
 
 def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | None, dict]:
-    """Decide the rows whose policy loss counts: ``rollout_rs`` and ``opsm_delta`` must all keep them.
+    """Decide the rows whose policy loss counts: those that ``rollout_rs`` and ``opsm_delta`` both keep.
 
     Each name in ``rollout_rs`` is LEVEL_ESTIMATE.  The estimates of a row, with d as above, are
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.  Levels: the token's own; the sample's sum, mean or
@@ -115,7 +116,10 @@ def mismatch_sums(rows: LossRows) -> dict[str, Tensor]:
 
 
 def _of_samples(rows: LossRows, d: Tensor, counted: Tensor) -> dict[str, Tensor]:
-    """Sums over samples, float[k] each, of the rows that each of ``counted``, bool[k, n], takes of them."""
+    """Sum metrics of samples by each of k masks: a sample is measured by its rows in the mask.
+
+    counted: the masks, bool[k, n].  Returns float[k] by name.
+    """
     counted = (counted & rows.mask).to(d.dtype)
     ones = torch.ones_like(d)
     streams = torch.stack([ones, d, rows.old_log_probs, rows.rollout_log_probs])
@@ -165,7 +169,8 @@ def age_sums(
 ) -> dict[str, Tensor]:
     """Sums from which ``age_metrics`` makes the gap's metrics by age of the weights.
 
-    correction, beyond, keep: of ``rollout_weights`` and ``kept_rows``.  {} where all rows are of one age.
+    correction, beyond, keep: as ``rollout_weights`` and ``kept_rows`` return them.  {} where all rows are
+    of one age.
     """
     if rows.num_ages < 2 or rows.ages is None:
         return {}

@@ -98,10 +98,11 @@ class SGLangClient:
     keeps prefixes cached under one version from requests of another, where a flush is impossible
     because requests are running.  ``transport`` carries requests whose answers hold routes.  A
     request whose answer was bad is sent again, to another server where there is one, until
-    ``max_bad_answers`` have come; ``on_bad_answer`` is called for each.  None in ``request_timeout_s``
-    is a bad answer where ``/health`` answers within ``health_timeout_s``.  On ``shared_servers``
-    only requests of this client are ever aborted.  With ``adapters`` a request names the adapter of its
-    version, which stays loaded until the answer has come, and its tokens are of that version.
+    ``max_bad_answers`` have come; ``on_bad_answer`` is called for each.  No answer within
+    ``request_timeout_s`` is a bad one, if ``/health`` answers within ``health_timeout_s``.  On
+    ``shared_servers`` only requests of this client are ever aborted.  With ``adapters`` a request names
+    the adapter of its version, which stays loaded until the answer has come, and its tokens are of that
+    version.
     """
 
     def __init__(
@@ -193,9 +194,8 @@ class SGLangClient:
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
         distribution after temperature, before top-p and top-k; with ``kept_of`` they are those among
         the tokens that both kept.  Cancelling the call aborts the request on its server; so does a
-        timeout.  Raises BadAnswer or AnswerCutShort after
-        too many of them, and AnswerLate for a late answer of a server whose ``/health`` is silent
-        too.
+        timeout.  Raises BadAnswer or AnswerCutShort after too many of them, and AnswerLate for a late
+        answer of a server whose ``/health`` is silent too.
         """
         with self._adapter_of(request):
             return await self._generate(request)
@@ -278,17 +278,25 @@ class SGLangClient:
             # a server aborts every id that begins with the given one, so an end mark closes the id
             rid = f"{self._name}-{request.sample_id}-{next(self._requests)}."
             self._load[server] += 1
-            self._running[rid] = server
-            # what brings no routes needs no transport of routes
+            # an answer without routes needs no transport of routes
             transport = self._transport if request.wants_routes else self._direct
             try:
-                return await transport.generate(self.http, server, {**body, "rid": rid}, request)
-            except (asyncio.CancelledError, AnswerLate):
-                self._abort_later(server, rid)
-                raise
+                return await self._send(server, rid, body, request, transport)
             finally:
                 self._load[server] -= 1
-                del self._running[rid]
+
+    async def _send(
+        self, server: int, rid: str, body: dict[str, Any], request: Request, transport: Transport
+    ) -> Any:
+        """Send a request under this id, and abort it once nobody waits for its answer."""
+        self._running[rid] = server
+        try:
+            return await transport.generate(self.http, server, {**body, "rid": rid}, request)
+        except (asyncio.CancelledError, AnswerLate):
+            self._abort_later(server, rid)
+            raise
+        finally:
+            del self._running[rid]
 
     @property
     def num_servers(self) -> int:
@@ -299,9 +307,9 @@ class SGLangClient:
     ) -> Rescored:
         """Compute a text again, on the group's server if none is given.
 
-        Log-probs from position 0 make the server start without a cached prefix.  A key of its own
-        keeps the request from the prefix cache for good: without it the chunks of a long prefill
-        would be given the rows of the same text that is cached.
+        Log-probs from position 0 make the server start without a cached prefix.  A cache key of its own
+        keeps all of the request away from the cache: otherwise the later chunks of a long prefill would
+        get the rows of the same text from there.
         """
         assert self._sent_routes is not None, "there are no routes to compute again"
         with self._adapter_of(request):
@@ -329,7 +337,7 @@ class SGLangClient:
             "extra_key": rid,
             **self._names_adapter(request),
         }
-        answer = await self._call_here(server, rid, body, request)
+        answer = await self._send(server, rid, body, request, self._direct)
         return read_rescored(
             answer,
             request,
@@ -343,27 +351,13 @@ class SGLangClient:
         """Draw tokens on a server, and compute them again there."""
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
         with self._adapter_of(request):
-            answer = await self._call_here(server, rid, self._body(request), request)
+            answer = await self._send(server, rid, self._body(request), request, self._direct)
         drawn = read_answer(
             answer, request, routes=self._sent_routes, of_adapter=self._adapters is not None
         )
         tokens = np.concatenate([request.token_ids, drawn.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
         return drawn, await self.rescore(again, "whole", server)
-
-    async def _call_here(
-        self, server: int, rid: str, body: dict[str, Any], request: Request
-    ) -> Any:
-        """Send a request past the transport, and abort it where nobody waits for it any more."""
-        self._running[rid] = server
-        what = f"sample {request.sample_id}"
-        try:
-            return await self.http.call(server, "/generate", {**body, "rid": rid}, what=what)
-        except (asyncio.CancelledError, AnswerLate):
-            self._abort_later(server, rid)
-            raise
-        finally:
-            del self._running[rid]
 
     async def _healthy(self, server: int) -> bool:
         try:

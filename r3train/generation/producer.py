@@ -51,7 +51,7 @@ _ABORT_EVERY_S = 0.3
 _REWARDS_AWAITED_S = 30.0
 _CLOSE_S = 30.0
 # A request that is retracted so often in a row ends the run.  Each time it waits until half of the
-# places are free, so the KV pools then hold less than half of what the requests in flight need.
+# places are free: KV pools that retract it even then hold less than half of what all places need.
 _MAX_RETRACTIONS = 3
 
 
@@ -84,13 +84,12 @@ class Producer:
     answer takes several requests, and the tokens of finished ones survive a lost server.
     ``check_alive`` raises when an engine process has ended.  ``on_outcome`` is called with the
     outcome of each prompt.  ``state`` is an earlier run's ``snapshot``.  With ``keep_decoded``
-    samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says what
-    the servers' KV pools hold and what they need, for the error of a request that is retracted again
-    and again.  The servers compute a share of the samples again: ``audit_share`` (see ``rescored``).
-    ``eval_places`` bounds the requests of an evaluation while rollouts are left to generate.
-    ``versions_stay``: servers keep a version beside newer ones, so an answer ends on the version on which
-    it began, and ``set_version`` needs no ``quiesced``.
-    Rollouts run from
+    samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says how much
+    the servers' KV pools hold and how much the requests need, for the error of a request that is
+    retracted again and again.  ``audit_share`` is the share of the samples that the servers compute
+    again (see ``rescored``).  ``eval_places`` bounds the requests of an evaluation while rollouts are
+    left to generate.  With ``versions_stay`` servers keep a version beside newer ones, so an answer ends
+    on the version on which it began, and ``set_version`` needs no ``quiesced``.  Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
 
     A failure anywhere in the producer is raised by every later call that waits.  It does not cancel
@@ -157,7 +156,9 @@ class Producer:
         self._going_on = 0  # resumed rollouts that wait for a place in flight
         self._evaluating = 0  # places taken by an evaluation, beside those of ``_in_flight``
         self._to_evaluate = 0  # answers of an evaluation that wait for a place
-        self._short_of_room = 0  # retracted rollouts that wait, in their place, for others to end
+        self._short_of_room = (
+            0  # retracted rollouts that keep their place and wait for others to end
+        )
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
         self._aborting = False  # requests are aborted by an update, to be resumed after it
@@ -179,7 +180,9 @@ class Producer:
         """
         while True:
             self._wait(self._batch_ready(rollout_id), on_wait)
-            groups = self._call(self._take())  # apart: a wait that ends early must take nothing
+            groups = self._call(
+                self._take()
+            )  # a call of its own: a wait that is cut short takes nothing
             if groups is not None:
                 return groups
 
@@ -207,7 +210,7 @@ class Producer:
         self._call(self._set_version(version))
 
     def resume(self) -> None:
-        """Continue after a failed ``quiesced``; new servers hold the version of ``set_version``."""
+        """Continue after a failed ``quiesced``, once new servers hold the version of ``set_version``."""
         self._call(self._resume())
 
     def snapshot(self) -> ProducerState:
@@ -283,7 +286,7 @@ class Producer:
         """Run a call that waits for the engines; cancel it if an engine has ended."""
         future, next_alive = self._post(call), 0.0
         try:
-            # asked first: what is ready is returned, though an engine has died or a stop has come
+            # the result first: what is ready is returned, even after an engine's death or a stop
             while not wait([future], timeout=_TICK_S).done:
                 now = time.monotonic()
                 if now >= next_alive:
@@ -663,9 +666,9 @@ class Producer:
     async def _room_in_the_pools(self) -> None:
         """Wait until half of the places in flight are free; nothing new is sent meanwhile.
 
-        A server retracts the request with the fewest tokens first, so one that is asked for again
-        among as many others is retracted again (seen 42 times in a row).  After the wait others that
-        are sent later have fewer tokens: pools that hold half of what all places need hold it.
+        A server retracts the request with the fewest tokens first.  Sent again among as many others,
+        this one would be that request once more (seen 42 times in a row).  After the wait, those that
+        are sent later have fewer tokens, and pools with half of what all places need hold this one.
         """
         half = max(1, self._rollout.most_in_flight // 2)
         self._short_of_room += 1
@@ -714,8 +717,8 @@ def _outcome(task: asyncio.Task[list[Row]]) -> list[Row] | Exception:
 class _EvaluationRoom:
     """A place in flight for each answer of an evaluation, ``places`` at once at most.
 
-    The next answers of its share come before new rollouts: without that a freed place would always
-    go to a rollout.
+    Answers that wait for a place come before new rollouts; otherwise every freed place would go to a
+    rollout.
     """
 
     def __init__(self, producer: Producer, places: int) -> None:
@@ -832,7 +835,7 @@ class _Turns:
     def _is_retracted(self, segment: Segment) -> bool:
         """Count an answer that a server retracted; True if it must not be kept.
 
-        Its rows are of the forwards that computed the request again, its log-probs of the first ones.
+        Its rows come from the forwards that computed the request again, its log-probs from the first.
         Raises EngineError after too many in a row.
         """
         p, item = self._producer, self._item

@@ -14,7 +14,7 @@ import numpy as np
 from r3train.types import TokenLayout
 
 PADDING = -1
-# runs must hold this many rows on average for one copy a run to be faster
+# rows that a run must hold on average, for one copy of each run to be faster than an index of all rows
 _LONG_RUN = 16
 _BLOCK_ROWS = 128  # rows of routes turned at a time: some tens of kilobytes, which stay in the core's own cache
 
@@ -98,8 +98,8 @@ def take_rows(
 ) -> np.ndarray:
     """Gather a flat stream into padded rows.
 
-    stream: [F, ...]; rows: int64[n] indices into it, -1 for padding; runs: ``runs_of(rows)``, for who takes
-    several streams.  Returns [n, ...] of the same dtype, ``fill`` in padding rows.
+    stream: [F, ...]; rows: int64[n] indices into it, -1 for padding; runs: ``runs_of(rows)``, where the
+    caller takes several streams by the same rows.  Returns [n, ...] of the same dtype, ``fill`` in padding rows.
     """
     out = np.empty((rows.shape[0], *stream.shape[1:]), dtype=stream.dtype)
     runs = runs_of(rows) if runs is None else runs
@@ -115,7 +115,7 @@ def take_rows(
 
 
 def runs_of(rows: np.ndarray) -> Runs:
-    """Split rows into runs, each a single copy; no run where they are too short to be faster.
+    """Split rows into runs of adjoining ones, to be copied at once; [] where they are too short to gain.
 
     A sample is one run of rows (two under context parallelism).
     """
@@ -170,7 +170,7 @@ def take_routes(
 
 
 def _turn(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy routes [n, l, K] to such that lie in memory layer by layer, in blocks of rows."""
+    """Copy routes [n, l, K] into an array that lies in memory layer by layer, a block of rows at a time."""
     row_bytes = source.shape[2] * source.itemsize
     if row_bytes in (2, 4, 8) and source.strides[2] == source.itemsize:  # a row is one number
         source, target = source.view(f"u{row_bytes}"), target.view(f"u{row_bytes}")

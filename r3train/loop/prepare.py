@@ -58,9 +58,9 @@ def prepare(
 ) -> Prepared:
     """Deal a rollout's samples to the data-parallel ranks and pack them into microbatches.
 
-    row_shape: of a row of the samples' routes, None without R3; topologies: every rank's, by rank;
-    passes: the passes that run the routers; plant: spoils the trained samples, not those that the
-    fingerprints are taken of.
+    row_shape: the shape of a row of routes, None without R3; topologies: every rank's, by rank;
+    passes: those that run the routers; plant: spoils the samples that are trained, while fingerprints
+    are taken of ``samples`` as they are.
     """
     trained = samples if plant is None else plant(rollout_id, samples)
     place = topologies[0]
@@ -177,8 +177,8 @@ def build_microbatches(
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
-    Microbatches are numbered from ``first_microbatch_id``, per data-parallel rank alike.  Without
-    ``route_shape`` they hold no routes.  The rest: as for ``build_microbatch``.
+    On each data-parallel rank the numbers of microbatches begin at ``first_microbatch_id``.  Without
+    ``route_shape`` a microbatch holds no routes.  The other arguments: as for ``build_microbatch``.
     """
     return [
         [
@@ -202,10 +202,11 @@ def build_microbatches(
 def _rows_current(
     rollout_id: int, versions: Sequence[np.ndarray], config: RunConfig, passes: Sequence[str]
 ) -> dict[str, int]:
-    """Rows that the actor's own weights computed, or drew, for each pass; versions: of each sample's rows.
+    """Count for each pass the rows that the actor's own weights computed, or drew.
 
-    The actor holds weight version ``rollout_id`` in an old-log-prob pass and in the first optimizer
-    step.  After that step it holds weights that no server ever held.
+    versions: those of each sample's rows.  The actor holds weight version ``rollout_id`` in an
+    old-log-prob pass and in the first optimizer step.  After that step it holds weights that no server
+    ever held.
     """
     of_sample = [int((own == rollout_id).sum()) for own in versions]
     first_step = len(versions) // config.steps_per_rollout
@@ -247,7 +248,7 @@ def recorded_kept_tokens(
     num_data_ranks: int,
     output_layer: int,
 ) -> Recorded:
-    """Take the fingerprints of the kept tokens of samples, as layer ``output_layer`` alone."""
+    """Take the fingerprints of the samples' kept tokens, as those of the one layer ``output_layer``."""
     recorded, data_rank_of = Recorded(num_data_ranks, [output_layer]), data_rank_of_samples(steps)
     for sample in (s.sample for s in samples):
         data_rank = data_rank_of.get(sample.sample_id, 0)
