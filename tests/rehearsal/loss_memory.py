@@ -1,6 +1,6 @@
 """Peak bytes of the log-prob pass and of the loss at real size, counted of tensors without content.
 
-    python -m tests.rehearsal.loss_memory REPORT TP ROWS VOCAB [CHUNK]
+    python -m tests.rehearsal.loss_memory REPORT TP ROWS VOCAB CHUNK [CHUNK ...]
 
 A rank's bfloat16 logits come out of production's bfloat16 wrapper and go through production's forward
 steps, forward and backward, under FakeTensorMode and a group that sends nothing.  The logits count.
@@ -32,7 +32,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from r3train.config.algorithm import AlgorithmSection  # noqa: E402
-from r3train.config.trainer import TrainerSection  # noqa: E402
 from r3train.trainer.megatron import forward_step, model  # noqa: E402
 from r3train.trainer.megatron.forward_step import DeviceSlice  # noqa: E402
 
@@ -138,11 +137,12 @@ def peaks(rows: int, vocab: int, temperature: float, chunk: int) -> dict[str, in
 if __name__ == "__main__":
     report = Path(sys.argv[1])
     tp, rows, vocab = map(int, sys.argv[2:5])
-    default = TrainerSection.model_fields["log_probs_chunk_size"].default
-    chunk = int(sys.argv[5]) if len(sys.argv) > 5 else default
     dist.init_process_group("fake", rank=0, world_size=tp, store=FakeStore())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp, create_gloo_process_groups=False
     )
-    found = {f"T={t}": peaks(rows, vocab // tp, t, chunk) for t in (1.0, 0.7)}
+    found = [
+        {f"T={t}": peaks(rows, vocab // tp, t, int(chunk)) for t in (1.0, 0.7)}
+        for chunk in sys.argv[5:]
+    ]
     report.write_text(json.dumps(found))

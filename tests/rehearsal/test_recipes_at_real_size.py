@@ -180,7 +180,7 @@ def test_logits_on_paper_are_what_the_loss_takes_at_its_peak(checkpoints, tmp_pa
         logits[logits_bytes(config, vocab)] = config, vocab
     for config, vocab in (logits[min(logits)], logits[max(logits)]):
         tp, rows = config.parallel.tensor_model_parallel_size, config.trainer.max_tokens_per_gpu
-        counted = peaks(tmp_path, tp, rows, vocab, config.trainer.log_probs_chunk_size)
+        (counted,) = peaks(tmp_path, tp, rows, vocab, config.trainer.log_probs_chunk_size)
         for entropy, names in ((0.0, ("log-probs", "loss")), (0.01, ("loss with entropy",))):
             most = max(cases[name] for cases in counted.values() for name in names)
             algorithm = config.algorithm.model_copy(update={"entropy_coef": entropy})
