@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from r3train.config.checkpoint import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
@@ -26,6 +27,13 @@ TWO_RANKS: dict[str, Any] = dict(
 )
 # a dense layer before those with experts; latent attention; sinks, and biases of experts
 CASES = {"glm4_moe": {}, "glm4_moe bf16": dict(bf16=True), "deepseek_v3": {}, "gpt_oss": {}}
+
+
+# as checkpoints have them since before there were any of Transformer Engine's layers
+NAMES = {
+    "glm4_moe": "mlp.linear_fc1.layer_norm_weight",
+    "deepseek_v3": "self_attention.kv_layernorm.weight",
+}
 
 
 def resumed(scratch: Path, source: str | None, target: str) -> dict[str, dict[str, Any]]:
@@ -68,6 +76,10 @@ def test_weights_moments_and_the_next_step_are_those_of_the_run_that_was_saved(
         patch.setattr(actors, "SEARCHED", [str(STAND_INS)])
         te, _ = in_ranks(2, tmp_path / "te", resumed, tmp_path, "local", "te")
     back, _ = in_ranks(2, tmp_path / "back", resumed, tmp_path, "te", "back")
+    for layers in ("local", "te"):
+        for case, name in NAMES.items():
+            kept = FileSystemReader(tmp_path / f"{case} {layers}/iter_0000002").read_metadata()
+            assert f"decoder.layers.1.{name}" in kept.state_dict_metadata, (case, layers)
     for case in CASES:
         was, there = saved[case], te[case]
         assert (was["adam"], there["adam"]) == ("torch.optim.adamw", "transformer_engine")

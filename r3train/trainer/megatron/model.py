@@ -225,20 +225,21 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     }
 
 
-def _save_norms_as_te(layer: TransformerLayerSubmodules) -> None:
-    """Name a local layer's norms in checkpoints as Transformer Engine's layers do, and no others.
+def _save_norms_as_local(layer: TransformerLayerSubmodules) -> None:
+    """Name a Transformer Engine layer's norms in checkpoints as Megatron's local layers name theirs.
 
-    Megatron's own map has the norm before experts in a linear too, and leaves out latent attention's.
+    Local layers with latent attention name norms after themselves, others after the linear behind, also the
+    norm before experts.
     """
-    attention, fused = layer.self_attention.module, {}
-    if issubclass(attention, MLASelfAttention):
+    is_dense, names = layer.mlp.module is MLP, {}
+    if issubclass(layer.self_attention.module, MLASelfAttention):
         for norm, behind in (("q_layernorm", "q_up"), ("kv_layernorm", "kv_up")):
-            fused[f"self_attention.{norm}"] = f"self_attention.linear_{behind}_proj"
-    else:
-        fused["input_layernorm"] = "self_attention.linear_qkv"
-    if layer.mlp.module is MLP:
-        fused["pre_mlp_layernorm"] = "mlp.linear_fc1"
-    layer.sharded_state_dict_keys_map = {f"{a}.": f"{b}.layer_norm_" for a, b in fused.items()}
+            names[f"self_attention.linear_{behind}_proj.layer_norm_"] = f"self_attention.{norm}."
+        if is_dense:
+            names["mlp.linear_fc1.layer_norm_"] = "pre_mlp_layernorm."
+    elif not is_dense:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    layer.sharded_state_dict_keys_map = names
 
 
 def _build_chunk(
@@ -253,9 +254,11 @@ def _build_chunk(
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention
-            _save_norms_as_te(layer.submodules)
     elif adapted:
         lora.norms_apart(spec)
+    else:
+        for layer in spec.layer_specs:
+            _save_norms_as_local(layer.submodules)
     first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
     bridge.adapt_layers(spec, bridge.hf_config, first_layer, use_te)
     return GPTModel(
