@@ -73,7 +73,7 @@ class AlgorithmSection(Section):
     overlong_penalty_factor: float = Field(default=1.0, gt=0)
     """Penalty of an answer that fills rollout_max_response_len, with overlong_buffer_len."""
     length_penalty_coef: float = Field(default=0.0, ge=0)
-    """Reward that an answer of rollout_max_response_len tokens loses; a shorter one loses its share."""
+    """Reward that an answer of rollout_max_response_len tokens loses; a shorter one loses in proportion."""
     mask_truncated: bool = False
     """Do not train on answers that were cut at their longest length; their rewards still count for
     their group."""
@@ -119,8 +119,8 @@ class AlgorithmSection(Section):
     tis_clip_low: float = Field(default=0.0, ge=0)
     """Lower bound of that weight."""
     rollout_rs: tuple[Rejection, ...] = Field(default=(), strict=False)
-    """Reject rows by the gap between actor and engine; all masks must keep a row.  A rejected row has
-    no policy loss, and still counts in the loss's mean."""
+    """Reject rows by the gap between actor and engine; a row stays if each of these keeps it.  A rejected
+    row has no policy loss, and still counts in the loss's mean."""
     rollout_rs_threshold: tuple[str, ...] = Field(default=(), strict=False)
     """Bound of each rollout_rs, or one for all: LOWER_UPPER of the ratio for k1 (a single number b
     means 1/b to b), the largest estimate for k2 and k3."""
@@ -135,7 +135,7 @@ class AlgorithmSection(Section):
     opd_kl_coef: float = Field(default=1.0, gt=0)
     """Factor of that difference of log-probs."""
     min_ess: float = Field(default=0.0, ge=0, le=1)
-    """Skip an optimizer step whose effective share of samples (train/ess) is lower.  The run ends after
+    """Skip an optimizer step whose effective share of samples (train/ess) is below this.  The run ends after
     max_bad_steps rollouts in a row without a step (max_weight_staleness + 1, if that is more)."""
 
     @property

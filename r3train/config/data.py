@@ -57,7 +57,8 @@ class DataSection(Section):
 
     prompt_data: tuple[str, ...] = Field(min_length=1, strict=False)
     """Files of prompts: one a line (.jsonl) or one a row (.parquet).  PATH@[0:1000] takes a part of a
-    file; PATH*0.3 gives it a share of all prompts drawn, of weights that every file then has."""
+    file; PATH*0.3 gives it a weight, by which it has its share of the prompts drawn; then every file
+    needs one."""
     input_key: str = Field(default="input", min_length=1)
     """Key of the prompt: text, or chat messages with apply_chat_template.  a.b is key b of table a."""
     label_key: str = Field(default="label", min_length=1)

@@ -37,9 +37,9 @@ class EvalSection(Section):
     title: ClassVar[str] = "Evaluation"
 
     eval_prompt_data: tuple[str, ...] = Field(default=(), strict=False)
-    """Evaluation sets: a name and a file of prompts each, alternating."""
+    """Evaluation sets: for each a name, and then its file of prompts."""
     datasets: tuple[EvalDataset, ...] = Field(default=(), strict=False)
-    """Evaluation sets that differ: [[eval.datasets]] tables with name, path and any of input_key,
+    """Evaluation sets with settings of their own: [[eval.datasets]] tables with name, path and any of input_key,
     label_key, metadata_key, apply_chat_template, rm_type, n_samples_per_eval_prompt, temperature,
     top_p, top_k, max_response_len."""
     eval_interval: int | None = Field(default=None, ge=1)
@@ -63,8 +63,8 @@ class EvalSection(Section):
     eval_label_key: str | None = Field(default=None, min_length=1)
     """Key of the label.  Unset: label_key."""
     eval_max_concurrency: int | None = Field(default=None, ge=1)
-    """Most of the requests in flight at once that an evaluation takes while rollouts are generated too;
-    unset: half of them."""
+    """Most requests that an evaluation may have in flight while rollouts are generated too; unset: half of
+    all that may be."""
 
     @field_validator("eval_prompt_data")
     @classmethod

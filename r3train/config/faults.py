@@ -17,7 +17,7 @@ class FaultsSection(Section):
     max_bad_steps: int = Field(default=3, ge=1)
     """The run ends after this many rollouts in a row with a non-finite loss or gradient."""
     max_bad_answers: int = Field(default=3, ge=1)
-    """A request is sent again when its answer is late, cut short or contradicts it.  The run ends
+    """A request is sent again when its answer is late, is cut short or contradicts the request.  The run ends
     after this many bad answers in a row to one request."""
     signal_grace_s: float = Field(default=120.0, gt=0)
     """Seconds that the run gets after SIGTERM, SIGUSR1 or Ctrl-C to write a checkpoint and end.

@@ -41,11 +41,11 @@ class ReplaySection(Section):
     """Check the first N rollouts, every Nth after them, and the first of every start, each with all
     of its router calls; 1 checks every rollout.  Replay goes on in the others, unchecked."""
     r3_evidence: Literal["calls", "summed"] = "calls"
-    """With the check on: calls writes a record and two log lines of every router call; summed one of all
-    calls of a rank, pass and layer in a step, and every call of a step in which anything is wrong."""
+    """With the check on: calls writes a record and two log lines of every router call; summed
+    writes one for all calls of a rank, pass and layer in a step, and every call where anything is wrong."""
     r3_mismatch_threshold: float = Field(default=1e-2, ge=0, le=1)
-    """The check fails if a larger share of the rows has no expert in common.  It counts rows that the
-    actor's own weight version computed; of staler rows a larger share is a warning."""
+    """The check fails if a larger share of rows has no expert in common with the trainer's own choice.
+    Rows of the actor's own weight version count; a larger share of staler rows is a warning."""
     r3_audit_share: float = Field(default=0.01, ge=0, le=1)
     """With the check on: share of a rollout's samples, at least one, that their servers compute again,
     to compare rows and log-probs with those delivered; 0 is off."""
@@ -58,10 +58,10 @@ class ReplaySection(Section):
     experts."""
     route_stores: bool = False
     """Keep routes on the first rank of each data-parallel replica instead of rank 0.  Each keeps a
-    share and fetches the rest that its ranks train from the others."""
+    share, and fetches from the others what else its ranks train."""
     route_store_host: str | None = Field(default=None, min_length=1)
     """Address or network interface that the route stores bind.  Unset: loopback on one node; over
     several nodes, the address by which each node reaches the rendezvous."""
     plant_bug: Literal[RouteBug, PublishBug] | None = None
-    """Plant a deliberate bug in the replay, (answer_...) in the servers' answers, or in the weights' way
-    to the servers, to test that its check fails."""
+    """Plant a deliberate bug, to see its check fail: in the replay, in the servers' answers (answer_...), or
+    in the weights on their way to the servers."""

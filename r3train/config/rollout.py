@@ -29,8 +29,8 @@ class RolloutSection(Section):
     rollout_max_context_len: int | None = Field(default=None, ge=2)
     """Longest prompt and response together; unset means the model's own limit."""
     rollout_temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; the actor computes log-probs at the same temperature.  1.0 with
-    rollout_top_k 1."""
+    """Sampling temperature; the actor computes log-probs at the same temperature.  It must
+    be 1.0 with rollout_top_k 1."""
     rollout_top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling; 1 is off.  Below 1 it needs rollout_top_k."""
     rollout_top_k: int = Field(default=-1, ge=-1)
@@ -46,8 +46,8 @@ class RolloutSection(Section):
     rollout_seed: int = Field(default=42, ge=0)
     """Seed of the prompt order and of sampling."""
     max_weight_staleness: int = Field(default=1, ge=0)
-    """Rollouts by which the weights that generate may lag behind training, however many optimizer
-    steps each holds (a rollout makes one weight version); 0 is synchronous."""
+    """Rollouts by which the weights that generate may lag behind training; 0 is synchronous.  A rollout
+    makes one weight version, however many optimizer steps it holds."""
     rollout_segment_len: int | None = Field(default=None, ge=1)
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
     loses one segment at most.  Unset: 256 with --max-engine-restarts, else no limit."""
@@ -65,14 +65,15 @@ class RolloutSection(Section):
     rollout_filter: tuple[Literal["zero_variance", "aborted"], ...] = Field(
         default=(), strict=False
     )
-    """Groups to replace by another prompt's: all rewards equal, or a sample aborted."""
+    """Groups to replace by another prompt's.  zero_variance: those whose rewards are all equal.
+    aborted: those with an aborted sample."""
     pause_generation_mode: Literal["drain", "in_place", "abort", "retract"] = "drain"
     """Treatment of requests in flight during a weight update.  drain: wait for them.  in_place:
     freeze them and continue with the new weights.  abort: abort them and resume from their tokens.
     retract: compute their cache again (not with R3)."""
     retraction_policy: Literal["regenerate", "accept"] = "regenerate"
-    """With R3: treatment of an answer that a server retracted for lack of KV cache.  It computed the
-    rows again, in forwards that made no log-prob.  regenerate: throw the answer away and ask again.
+    """With R3: treatment of an answer that a server retracted for lack of KV cache.  Its rows
+    were computed again, in forwards that made none of its log-probs.  regenerate: throw the answer away and ask again.
     accept: train it as it is."""
     flush_cache_on_update: bool = True
     """Do not let requests after an update use prefixes that were cached with older weights."""
@@ -89,14 +90,14 @@ class RolloutSection(Section):
     environment_max_turn_len: int | None = Field(default=None, ge=1)
     """Longest turn in tokens; unset means as much as rollout_max_response_len leaves."""
     environment_timeout_s: float = Field(default=300.0, gt=0)
-    """Seconds that one step of the environment, or making one, may take; a longer one ends the run."""
+    """Seconds that making the environment, and each of its steps, may take; a longer one ends the run."""
     environment_samples: Literal["trajectory", "turn"] = "trajectory"
     """Samples to train from an episode: one of the whole trajectory, or one of each turn."""
     rollout_request_timeout_s: float = Field(default=300.0, gt=0)
     """Seconds that a request may take; a later answer is a bad one (--max-bad-answers)."""
     rollout_server_start_timeout_s: float = Field(default=1800.0, gt=0)
-    """Seconds that a server may take to start.  One that ends is noticed at once; large checkpoints take
-    many minutes to load."""
+    """Seconds that a server may take to start.  A server that ends is noticed at once; large
+    checkpoints take many minutes to load."""
     colocate: bool = False
     """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
     KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""

@@ -34,13 +34,13 @@ class RunSection(Section):
     run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$")
     """Name in the run directory and in titles."""
     dry_run: bool = False
-    """Check everything, print the resolved configuration and what it would run, and stop."""
+    """Check everything, print the resolved configuration and what a run would do, and stop."""
     world_size: int | None = Field(default=None, ge=1)
-    """Ranks that a --dry-run without torchrun stands for; torchrun says it otherwise."""
+    """Number of ranks for a --dry-run without torchrun; a run has as many as torchrun starts."""
     estimate: bool = False
     """With --dry-run: print memory of every rank and server and seconds of a step, on paper (docs/gpu.md)."""
     gpu_memory_gb: float | None = Field(default=None, gt=0)
-    """With --estimate: 10^9 bytes of a GPU.  Unset: those of the GPUs here, and 80 where there are none."""
+    """With --estimate: memory of a GPU in 10^9 bytes.  Unset: that of the GPUs here, and 80 without any."""
     tensorboard: bool = True
     """Write TensorBoard files."""
     plot: bool = True
@@ -55,7 +55,7 @@ class RunSection(Section):
     profile_step_start: int = Field(default=10, ge=0)
     """First rollout that is profiled, counted from 0 as in metrics.jsonl."""
     profile_step_end: int = Field(default=12, ge=1)
-    """First rollout behind those that are profiled."""
+    """First rollout after those that are profiled."""
     profile_ranks: tuple[int, ...] = Field(default=(0,), strict=False)
     """Ranks that are profiled."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -21,10 +21,11 @@ class TrainerSection(Section):
     """Most tokens of a microbatch on one rank."""
     log_probs_chunk_size: int = Field(default=1024, ge=-1)
     """Rows of a microbatch whose logits are held in float32 at once, for log-probs and entropy; -1: all.
-    Less takes less memory."""
+    Fewer rows take less memory."""
     reuse_log_probs: Literal["auto", "on", "off"] = "auto"
     """Take the old log-probs from the forward of the train step, and skip the pass that would compute
-    them before it: exact with one optimizer step a rollout.  auto: then; on: refuse to start otherwise."""
+    them before it.  This is exact with one optimizer step a rollout.  auto: do so then; on: refuse to start
+    with more steps; off: never."""
     optimizer: Literal["adam", "sgd"] = "adam"
     """Optimizer; adam is AdamW."""
     optimizer_overrides: dict[str, OverrideScalar] = {}

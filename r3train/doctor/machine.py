@@ -52,7 +52,7 @@ CONFLICTS: dict[str, tuple[Callable[[str], bool], Callable[..., Finding], str, s
     "transformer-engine": (
         lambda version: _major_minor(version) != (2, 12),
         problem,
-        "2.11 has no attention with sinks for packed sequences, and what 2.12 chooses was read, no newer one",
+        "2.12 was looked at; 2.11 has no attention with sinks for packed sequences, and newer ones are not known",
         "pip install --no-build-isolation 'transformer-engine[core_cu13,pytorch]==2.12.0'",
     ),
     "numpy": (

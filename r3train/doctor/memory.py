@@ -446,7 +446,7 @@ def check_room(
 
 def check_host_memory(available: float, parts: dict[str, float]) -> Finding:
     """Memory of the host for this node's ranks, and on a CPU machine for the server too."""
-    remedy = "fewer ranks, a smaller model, a machine with more, or other programs closed"
+    remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
     return room("memory", "the host", available, parts, remedy, margin=_HOST_MARGIN)
 
 
@@ -463,8 +463,8 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         taken = [gpu for gpus in servers for gpu in gpus]
     except ValueError as error:
         remedy = (
-            "docs/slurm.md says who takes which GPU; if fewer than "
-            f"{node.num_ranks} ranks are on this node, --nproc-per-node says so"
+            "docs/slurm.md says who takes which GPU; if this node has fewer than "
+            f"{node.num_ranks} ranks, give their number with --nproc-per-node"
         )
         yield problem("servers", str(error), remedy)
     shared = [gpu for gpu in taken if gpu < node.num_ranks]
@@ -474,8 +474,10 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
             yield ok("servers", text)
         shared = []
     elif shared:
-        text = f"SGLang and a rank share GPU {', '.join(map(str, shared))}: its memory and its time"
-        remedy = "--sglang-mem-fraction-static leaves the rank its part; or fewer ranks than GPUs"
+        text = f"SGLang and a rank share GPU {', '.join(map(str, shared))}, its memory and its time"
+        remedy = (
+            "leave the rank its part (--sglang-mem-fraction-static), or start fewer ranks than GPUs"
+        )
         yield warning("servers", text, remedy)
     elif taken:
         yield ok("servers", f"SGLang takes GPU {', '.join(map(str, taken))}, no rank does")

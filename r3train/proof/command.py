@@ -48,9 +48,9 @@ _CLAIM_WORDS = {
     "--r3-mismatch-threshold",
     "threshold",
     type=click.FloatRange(0, 1),
-    help="Share of rows (of the actor's own weight version, where evidence tells versions) without a "
-    "common expert that may be, in the place of the run's own threshold "
-    "and of its verdict by it.  [default: the run's own, else 0.01]",
+    help="Largest share of rows that may have no expert in common (rows of the actor's own weight version, "
+    "where evidence tells versions); it replaces the run's own threshold and the run's verdict on it."
+    "  [default: the run's own, else 0.01]",
 )
 @click.option(
     "--min-steps",

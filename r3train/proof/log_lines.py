@@ -151,7 +151,9 @@ def audit_logs(
         audit.find(Finding("covered", "top-k of the calls", got=got, expected=expected))
     for finding in _above_threshold(lines.calls, threshold):
         if run.get("rows_stale_mismatch"):
-            audit.notes.append(f"not judged, the evidence tells which rows are stale: {finding}")
+            audit.notes.append(
+                f"not judged here: the evidence tells which rows are stale: {finding}"
+            )
         elif accepted_steps:
             audit.notes.append(f"accepted, with steps that were trained again: {finding}")
         else:
@@ -167,10 +169,10 @@ def _wrong_calls(calls: Mapping[tuple[int, str], _Calls]) -> list[Finding]:
     for (rank, stage), of in sorted(calls.items()):
         place = (None, (rank,), "any pass", stage, None)
         if of.parted:
-            what = "calls without both R3 lines, wrapper and check, of the same rows"
+            what = "calls that lack a wrapper or a check line, or have other rows in each"
             found.append(Finding("covered", what, *place, str(of.parted), "0"))
         if of.impossible:
-            what = "calls whose replay_idx_sum no distinct experts have"
+            what = "calls whose replay_idx_sum is impossible for distinct experts"
             found.append(Finding("covered", what, *place, str(of.impossible), "0"))
         if some_rows and not of.rows:
             found.append(Finding("covered", "rows in R3 check lines", *place, "0", "some"))
@@ -203,7 +205,7 @@ def _missing_calls(
     found = []
     for rank in run.get("calling_ranks", ()):
         if not got[rank]:
-            what = "no R3 line in the log files, and calls in the run's evidence"
+            what = "no R3 line in the log files, though the run's evidence has calls of this rank"
             found.append(Finding("covered", what, ranks=(rank,)))
         elif got[rank] < expected.get(rank, 0):
             values = {
@@ -248,4 +250,6 @@ def _why_partial(calls: Mapping[tuple[int, str], _Calls]) -> str:
         found = "router calls differ between ranks"
     else:
         return ""
-    return f"{found}, as with pipeline stages and with lost lines: judge it beside RUN_DIR"
+    return (
+        f"{found}, as pipeline stages and lost lines both cause it: judge the logs beside RUN_DIR"
+    )

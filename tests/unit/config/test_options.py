@@ -191,7 +191,7 @@ def test_transformer_overrides_take_names_and_typed_values():
 @pytest.mark.parametrize(
     "words, message",
     [
-        ("--hf-chekpoint m", "Did you mean '--hf-checkpoint'?"),
+        ("--hf-chekpoint m", "'--hf-checkpoint'"),
         ("--num_rollout 1", "'--num-rollout'"),
         ("--moe-zzz-qqq 1", "--transformer-override NAME=VALUE"),
         ("--optimizer adan", "Did you mean adam?"),

@@ -48,7 +48,10 @@ def test_log_lines_fail_over_the_threshold_without_checks_and_over_an_assertion(
     assert only.ranks == (1,) and only.claim == "agreement" and only.got == "61 of 220"
     log = tmp_path / "short.log"
     log.write_text(2 * (evidence_lines(record(0, 0, "train", 2))[0] + "\n"))
-    assert "without both R3 lines" in audit_logs([write_log(log, good, mode="a")]).findings[0].what
+    assert (
+        "lack a wrapper or a check line"
+        in audit_logs([write_log(log, good, mode="a")]).findings[0].what
+    )
     for text, claim in [
         ("AssertionError: R3 mismatch tokens (5) > threshold (1.1)", "agreement"),
         ("AssertionError: R3 check failed at step 3:", "applied"),
@@ -148,7 +151,7 @@ def test_ranks_below_others_without_a_line_are_no_evidence_alone(tmp_path, ranks
     log = write_log(tmp_path / "a.log", [r for rank in ranks for r in calls(rank, 4)])
     result = check("--logs", log)
     text = " ".join(result.output.split())
-    assert result.exit_code == 3 and "judge it beside RUN_DIR" in text
+    assert result.exit_code == 3 and "judge the logs beside RUN_DIR" in text
     assert ("rank 2" if 0 in ranks else "ranks 0..1") in text
     # a definite failure is one all the same
     write_log(log, calls(3, 1, rows_mismatch=100), mode="a")
@@ -165,7 +168,7 @@ def test_ranks_with_unequal_calls_are_no_evidence_alone(tmp_path, rank, rows):
     result = check("--logs", log)
     text = " ".join(result.output.split())
     assert result.exit_code == 3 and "router calls differ between ranks" in text
-    assert "judge it beside RUN_DIR" in text
+    assert "judge the logs beside RUN_DIR" in text
     claims = audit_logs([log]).claims
     assert claims["covered"] == "no evidence" and claims["agreement"] == "passed"
     # equal numbers of calls in all, of which one rank recomputed

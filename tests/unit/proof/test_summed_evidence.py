@@ -249,7 +249,7 @@ def test_log_lines_of_sums_count_their_calls(tmp_path):
     assert audit.numbers["num_calls"] == 2 * 9 and audit.numbers["checks"] == 2 * 3
     text = logs[0].read_text()
     logs[0].write_text(text.replace("%), calls=5", "%), calls=4"))
-    assert "without both R3 lines" in audit_logs(logs).findings[0].what
+    assert "lack a wrapper or a check line" in audit_logs(logs).findings[0].what
 
 
 # -- parts ---------------------------------------------------------------------------------------
