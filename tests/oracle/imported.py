@@ -9,7 +9,14 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 torch.set_num_threads(1)
 prepare_device()
 
+from r3train.torchvision_stub import declare_torchvision_ops  # noqa: E402
+
+declare_torchvision_ops()
+
 import r3train.launch.actor  # noqa: E402, F401
+import r3train.launch.routes  # noqa: E402, F401
+import r3train.trainer.megatron.checkpoint  # noqa: E402, F401
+import r3train.trainer.megatron.families  # noqa: E402, F401
 import r3train.verify.worker  # noqa: E402, F401
 
 gc.freeze()  # ranks do not search these imports for garbage
