@@ -95,7 +95,7 @@ def estimate(
     parallel, bf16 = config.parallel, config.model.bf16
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     etp, stages = parallel.expert_tensor_parallel_size, 1 if of_stage else pp
-    dense = weights.dense / (tp * stages)
+    dense = ((weights.dense - weights.whole) / tp + weights.whole) / stages
     expert = weights.expert / (parallel.expert_model_parallel_size * etp * stages)
     weight_bytes = 2 if bf16 else 4
     state = (8 if config.trainer.optimizer == "adam" else 0) + (4 if bf16 else 0)
@@ -310,7 +310,8 @@ def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
 def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
     """Numbers of queries and keys that attention keeps beside its matrices' outputs.
 
-    A norm of each head keeps as many; one over all heads keeps float32 too.
+    A norm of each head keeps as many; one over all heads keeps float32 too.  It has one number more here: its layers
+    have little else that is counted twice, and took more than they had.
     """
     of = f"model.layers.{layer - 1}.self_attn."
     if f"{of}k_proj.weight" not in kinds:  # of MLA's low ranks
@@ -319,7 +320,7 @@ def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
     norm = kinds.get(f"{of}q_norm.weight")
     if norm is None:
         return width
-    return width * (4 if norm.shape[0] == kinds[f"{of}q_proj.weight"].shape[0] else 2)
+    return width * (5 if norm.shape[0] == kinds[f"{of}q_proj.weight"].shape[0] else 2)
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:

@@ -22,13 +22,17 @@ from r3train.routing.layers import layers_by_stage
 if TYPE_CHECKING:
     from r3train.hf_checkpoint import TensorKind
 
+# ends of names of matrices that tensor ranks do not share out
+_WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight", ".gate.weight", ".router.weight")
+
 
 @dataclass(frozen=True)
 class Weights:
     """Parameters that the actor holds of a checkpoint, counted from the headers of its files.
 
     Layers of multi-token prediction are on disk alone: ``num_bytes`` has them, and nothing else here.
-    ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.
+    ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.  ``whole``: those of
+    ``dense`` that every tensor rank has: matrices of routers, and the first of MLA's.
     """
 
     dense: int
@@ -37,6 +41,7 @@ class Weights:
     num_files: int
     adapter_dense: int = 0
     adapter_expert: int = 0
+    whole: int = 0
 
     @property
     def total(self) -> int:
@@ -149,7 +154,8 @@ def count_weights(
         *experts, rows, columns = kinds[name].shape
         adapters[".experts." in name] += lora.lora_rank * math.prod(experts) * (rows + columns)
     dense = sum(sizes.values()) - expert
-    return Weights(dense, expert, num_bytes, num_files, adapters[False], adapters[True])
+    whole = sum(size for name, size in sizes.items() if name.endswith(_WHOLE))
+    return Weights(dense, expert, num_bytes, num_files, adapters[False], adapters[True], whole)
 
 
 def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKind]]:

@@ -4,7 +4,8 @@
 
 Model, forward step, loss, Megatron's schedule and the step of the optimizer are production's, on the meta device;
 JSON are settings of the configuration.  Other stages send nothing: what comes from them is a new tensor.  Kernels
-are those of ``layer_memory``.  Every stage gets twice as many microbatches as there are stages, all of them full.
+are those of ``layer_memory``.  Every stage gets one microbatch more than there are stages, of interleaved chunks twice
+as many as stages, all of them full.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ def prepare(built: Any, config: RunConfig, num_experts: int) -> None:
 
 def train(built: Any, config: RunConfig) -> None:
     """Run the schedule, as the actor does."""
-    number = 2 * config.parallel.pipeline_model_parallel_size
+    pp = config.parallel.pipeline_model_parallel_size
+    # the schedule of chunks takes whole rounds of the stages
+    number = 2 * pp if config.parallel.virtual_pipeline_model_parallel_size else pp + 1
     with torch.device(META):
         batch = slice_of(config.trainer.max_tokens_per_gpu)
     production = make_train_step(

@@ -61,8 +61,9 @@ class Places(Account):
         self._of_host = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        self._of_host |= not all(map(self.on_device, given))
+        if self.host:
+            given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+            self._of_host |= not all(map(self.on_device, given))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:

@@ -31,11 +31,12 @@ STAGED = {
 INTERLEAVED = STAGED | {"virtual_pipeline_model_parallel_size": 2}
 # recipe, a rank of each stage that is counted, and settings beside the recipe's
 CASES = (
-    ("glm_4_5_air", (0, 16, 48), {}),
-    ("deepseek_v3", (0, 224), {}),
+    ("glm_4_5_air", (0, 48), {}),
+    ("deepseek_v3", (224,), {}),
+    ("minimax_m2", (16,), {}),
+    ("mixtral_8x7b", (0, 8), {}),
     ("gpt_oss_20b_one_node", (0,), {}),
     ("glm_4_7_flash_one_node", (0,), {}),
-    ("qwen3_30b_a3b_colocated", (0,), {}),
     ("qwen3_30b_a3b", (0, 2, 6), STAGED),
     ("qwen3_30b_a3b", (0, 2, 6), INTERLEAVED),
 )
@@ -99,7 +100,7 @@ def off(counted: dict[str, list[dict[str, int]]], checkpoints: Path) -> list[Rat
 def test_passes_take_no_more_than_the_estimate_has_and_not_much_less(counted, checkpoints):
     assert not off(counted, checkpoints)
     for ratio in sum(ratios(counted, checkpoints), []):
-        assert 0.95 < ratio.whole < 1.05, ratio
+        assert 0.999 < ratio.whole < 1.05, ratio
 
 
 def test_a_layer_beside_the_logits_and_forgotten_messages_are_seen(
