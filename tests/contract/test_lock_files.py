@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 import tomllib
+from importlib.metadata import distribution, packages_distributions
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from benchmarks.gpu_smoke import STEPS
 from r3train.config import RunConfig
 from r3train.doctor.machine import CONFLICTS
 from r3train.launch.preflight import check_sinks
@@ -93,3 +100,62 @@ def test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there():
     assert f"lmsysorg/sglang:v{tag}" in (ROOT / "docs/installation.md").read_text()
     copied = [word for line in re.findall(r"^COPY (.+)$", text, re.M) for word in line.split()[:-1]]
     assert len(copied) > 8 and all((ROOT / path).exists() for path in copied)
+
+
+def of_image() -> set[str]:
+    """Distributions that the image and the environment of docs/installation.md have: the lock's and the tools'."""
+    commands = [
+        re.findall(r"pip install .*-c requirements/dev\.txt -e \S+ (.+)$", text, re.M)
+        for text in (
+            (ROOT / "docker/Dockerfile").read_text(),
+            (ROOT / "docs/installation.md").read_text(),
+        )
+    ]
+    assert commands[0] == commands[1] and len(commands[0]) == 1, commands
+    found, waiting = {"r3train", *pins("gpu.txt")}, commands[0][0].split()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name not in found:
+            found.add(name)
+            needs = map(Requirement, distribution(name).requires or ())
+            waiting += [n.name for n in needs if not n.marker or n.marker.evaluate({"extra": ""})]
+    return found
+
+
+COLLECT = """
+import importlib, importlib.abc, json, sys
+import pytest
+hidden = set(json.loads(sys.argv[1]))
+class Hide(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in hidden:
+            raise ModuleNotFoundError(f"the image has no {name}", name=name)
+sys.meta_path.insert(0, Hide())
+modules = sys.argv[2].split()
+for module in modules:
+    importlib.import_module(module)
+sys.exit(pytest.main(["--collect-only", "-q", "-p", "pytest_timeout", "-p", "pytest_asyncio", "tests/gpu"]))
+"""
+
+
+@pytest.mark.parametrize("lacking", ["", "hypothesis"])
+def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
+    """Tests and benchmarks of its steps are imported while every other distribution is hidden."""
+    there = of_image() - {lacking}
+    hidden = [
+        module
+        for module, names in packages_distributions().items()
+        if not there & set(map(canonicalize_name, names))
+    ]
+    words = [shlex.split(step.command) for step in STEPS]
+    modules = {w[2] for w in words if w[:2] == ["python", "-m"] and w[2].startswith("benchmarks.")}
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, json.dumps(hidden), " ".join(sorted(modules))],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert len(modules) == 3 and (done.returncode == 0) == (not lacking), done.stdout + done.stderr
+    assert f"the image has no {lacking}" in done.stdout + done.stderr or not lacking
