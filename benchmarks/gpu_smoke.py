@@ -55,7 +55,12 @@ def _job(name: str, flags: str, proves: str, num_gpus: int = 1, num_ranks: int =
 STEPS = (
     Step("model", "r3train make-tiny-model --output runs/tiny --force", "the package is installed"),
     Step("doctor", "r3train doctor", "versions go together; GPUs, shared memory"),
-    Step("nccl", "python -m pytest tests/gpu/test_nccl.py", "GPUs reach one another", 2),
+    Step(
+        "nccl",
+        "python -m pytest tests/gpu/test_nccl.py -s",
+        "GPUs reach one another; the log has the bandwidth",
+        2,
+    ),
     Step(
         "replay",
         "python -m pytest tests/gpu/test_routing_on_gpu.py",
