@@ -1,9 +1,10 @@
 """Process groups that rank 0 of a large job makes, of stand-ins that connect nothing.
 
-    python -m tests.rehearsal.groups REPORT [gloo-everywhere]
+    python -m tests.rehearsal.groups REPORT
 
-With ``gloo-everywhere`` the default group has a gloo half, so that all groups have one, and Megatron makes
-gloo groups of its own as it does by default: a job that did not keep the host's messages apart.
+Counted twice: as they are made, and *gloo everywhere*.  There the default group has a gloo half, so that all
+groups have one, and Megatron makes gloo groups of its own as it does by default: a job that did not keep the
+host's messages apart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from r3train.trainer.megatron.cpu_device import prepare_device
 
@@ -24,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from r3train.config.parallel import ParallelSection  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
-from r3train.trainer.megatron.topology import init_model_parallel  # noqa: E402
+from r3train.trainer.megatron.topology import init_model_parallel, shutdown  # noqa: E402
 
 NUM_RANKS = 512
 PARALLEL = ParallelSection(
@@ -46,14 +49,17 @@ def made(gloo_everywhere: bool) -> dict[str, int]:
         calls.append((len(members) if 0 in members else 0, backend))
         return new_group(ranks, backend="fake", **facts)
 
-    dist.new_group = counted
-    if gloo_everywhere:
-        make = parallel_state.initialize_model_parallel
-        parallel_state.initialize_model_parallel = lambda **facts: make(
-            **{**facts, "create_gloo_process_groups": True}
-        )
-    join_ranks("fake", FakeStore(), 0, NUM_RANKS, timeout=timedelta(minutes=1))
-    init_model_parallel(PARALLEL, seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", counted)
+        if gloo_everywhere:
+            make = parallel_state.initialize_model_parallel
+            patch.setattr(
+                *(parallel_state, "initialize_model_parallel"),
+                lambda **facts: make(**{**facts, "create_gloo_process_groups": True}),
+            )
+        join_ranks("fake", FakeStore(), 0, NUM_RANKS, timeout=timedelta(minutes=1))
+        init_model_parallel(PARALLEL, seed=1)
+        shutdown()
     own = [(NUM_RANKS, None)] + [(size, backend) for size, backend in calls if size > 1]
     return {
         "calls": len(calls),
@@ -63,4 +69,5 @@ def made(gloo_everywhere: bool) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(made("gloo-everywhere" in sys.argv[2:])))
+    found = {"as made": made(False), "gloo everywhere": made(True)}
+    Path(sys.argv[1]).write_text(json.dumps(found))
