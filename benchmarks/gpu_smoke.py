@@ -54,7 +54,11 @@ def _job(name: str, flags: str, proves: str, num_gpus: int = 1, num_ranks: int =
 # variants and figures behind what they are variants of; topologies last, whose bounds no device has met
 STEPS = (
     Step("model", "r3train make-tiny-model --output runs/tiny --force", "the package is installed"),
-    Step("doctor", "r3train doctor", "versions go together; GPUs, shared memory"),
+    Step(
+        "doctor",
+        "r3train doctor",
+        "versions go together, Transformer Engine imports; GPUs, shared memory",
+    ),
     Step(
         "nccl",
         "python -m pytest tests/gpu/test_nccl.py -s",

@@ -110,6 +110,8 @@ def diagnose(
     yield from machine.check_versions(cuda=bool(num_gpus))
     yield from machine.check_devices(node, os.cpu_count() or 1)
     yield from machine.check_capability(num_gpus)
+    if config is None:  # a job's own checks say it too
+        yield from machine.check_transformer_engine(num_gpus)
     yield from machine.check_shared_memory(num_ranks)
     for port in ports:
         yield from machine.check_port("port", "127.0.0.1", port)

@@ -150,6 +150,21 @@ def check_capability(num_gpus: int) -> Findings:
             yield warning("GPU", text, "an H100, H200 or B200, or a small --max-tokens-per-gpu")
 
 
+def check_transformer_engine(num_gpus: int) -> Findings:
+    """Its part for torch, which is compiled where it is installed and imports beside a driver alone."""
+    if not num_gpus:
+        return
+    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+
+    try:
+        uses_transformer_engine("te", on_cuda=True)
+    except ValueError as error:
+        remedy = "compile it against the torch that is here (docs/installation.md)"
+        yield problem("Transformer Engine", str(error), remedy)
+    else:
+        yield ok("Transformer Engine", "its part for torch imports")
+
+
 def existing_parent(path: Path) -> Path:
     """``path``, or its nearest parent that exists."""
     return next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())

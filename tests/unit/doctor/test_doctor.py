@@ -7,8 +7,10 @@ import json
 import shutil
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from aiohttp import web
@@ -16,7 +18,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.doctor import command, machine, memory
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
 from r3train.doctor.model import read_weights
 from tests.unit.hf_model import facts
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
@@ -330,6 +332,26 @@ def test_a_gpu_without_fused_attention_of_packs_is_named(capabilities, worried, 
     found = [f for f in command.diagnose(None, 1) if f.subject == "GPU"]
     assert [f.text.split(":")[0].split()[-1] for f in found] == worried
     assert all(f.level == WARNING and f.remedy for f in found)
+
+
+def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_torch(monkeypatch):
+    """The image's smoke test: that part is compiled, and may be there and not import."""
+    monkeypatch.setattr(command, "gpus_here", lambda: (1, 80 * 10**9))
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+    def asked() -> list[Finding]:
+        return [f for f in command.diagnose(None, 1) if f.subject == "Transformer Engine"]
+
+    (found,) = asked()
+    assert (
+        found.level == PROBLEM and "transformer_engine.pytorch, which does not import" in found.text
+    )
+    for name in ("transformer_engine", "transformer_engine.pytorch"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert [f.level for f in asked()] == [OK]
+    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
+    assert not asked()
 
 
 def test_pinned_versions_are_fine_and_another_python_is_not():
