@@ -151,7 +151,7 @@ def check_capability(num_gpus: int) -> Findings:
 
 
 def check_transformer_engine(num_gpus: int) -> Findings:
-    """Its part for torch, which is compiled where it is installed and imports beside a driver alone."""
+    """Its part for torch, which is compiled where it is installed."""
     if not num_gpus:
         return
     from r3train.trainer.megatron.cpu_device import uses_transformer_engine
