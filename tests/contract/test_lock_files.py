@@ -9,7 +9,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from importlib.metadata import distribution, packages_distributions
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -123,9 +123,16 @@ def of_image() -> set[str]:
 
 
 COLLECT = """
-import importlib, importlib.abc, json, sys
+import importlib, importlib.abc, importlib.metadata, json, sys
 import pytest
-hidden = set(json.loads(sys.argv[1]))
+from packaging.utils import canonicalize_name
+there = set(json.loads(sys.argv[1]))
+# here, where nothing has put what setuptools brings along on the path
+hidden = {
+    module
+    for module, names in importlib.metadata.packages_distributions().items()
+    if not there & set(map(canonicalize_name, names))
+}
 class Hide(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name in hidden:
@@ -142,16 +149,11 @@ sys.exit(pytest.main(["--collect-only", "-q", "-p", "pytest_timeout", "-p", "pyt
 def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
     """Tests and benchmarks of its steps are imported while every other distribution is hidden."""
     there = of_image() - {lacking}
-    hidden = [
-        module
-        for module, names in packages_distributions().items()
-        if not there & set(map(canonicalize_name, names))
-    ]
     words = [shlex.split(step.command) for step in STEPS]
     modules = {w[2] for w in words if w[:2] == ["python", "-m"] and w[2].startswith("benchmarks.")}
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", COLLECT, json.dumps(hidden), " ".join(sorted(modules))],
+        [sys.executable, "-c", COLLECT, json.dumps(sorted(there)), " ".join(sorted(modules))],
         cwd=ROOT,
         env=env,
         capture_output=True,
