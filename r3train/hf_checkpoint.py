@@ -386,9 +386,9 @@ def export_checkpoint(
 ) -> tuple[int, int]:
     """Write ``directory`` with the weights, and configuration and tokenizer of ``hf_checkpoint``.
 
-    transformers and SGLang load it.  An earlier export is replaced once the new one is whole.
-    A vision tower comes along as it was.  Returns (tensors, bytes).  Raises OSError (a full disk) with the old one intact, and ValueError
-    as ``write_shards`` and ``check_export_directory`` do.
+    transformers and SGLang load it.  An earlier export is replaced once the new one is whole.  A vision
+    tower comes along as it was.  Returns (tensors, bytes).  Raises OSError (a full disk), which leaves
+    the earlier export intact, and ValueError as ``write_shards`` and ``check_export_directory`` do.
     """
     check_export_directory(directory, hf_checkpoint)
     with replaced_directory(directory) as partial:

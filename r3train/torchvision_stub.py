@@ -14,7 +14,8 @@ def declare_torchvision_ops() -> None:
 
     torch calls it at the end of its import where r3train is installed (entry point
     ``torch.backends``), so that a user's own script imports transformers too; our code calls it before
-    anything imports transformers or torchvision.  The schema is enough: nothing here calls the ops.  Safe to call again, and does nothing with a CUDA build of torch.
+    anything imports transformers or torchvision.  The schema is enough: nothing here calls the ops.  It
+    is safe to call again, and does nothing with a CUDA build of torch.
     """
     import torch
 

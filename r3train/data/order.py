@@ -12,8 +12,8 @@ import numpy as np
 class PromptOrder:
     """Endless epochs over ``num_prompts`` prompts, each shuffled anew from (seed, epoch).
 
-    It holds no state but the last permutation: the cursor, a count of prompts drawn since the start, is the caller's, so a
-    resumed run goes on where it stopped.
+    It holds no state but the last permutation.  The cursor, a count of prompts drawn since the start, is
+    the caller's: so a resumed run goes on where it stopped.
     """
 
     num_prompts: int

@@ -74,8 +74,9 @@ def load_prompts(
     ``rows`` picks lines or rows by their 0-based number.  A key a.b is key b of table a.
     ``limit_name`` says in errors where ``max_prompt_len`` (tokens) comes from.  Longer prompts are
     left out and ``note`` is told, once; without it they are errors.  Blank lines are skipped; labels,
-    metadata and tools may be absent.  ``tools`` are those of rows without tools of their own.  Raises ValueError naming file, line (or row) and key for a
-    missing or empty file, bad JSON, a missing key and an empty prompt.
+    metadata and tools may be absent.  ``tools`` are those of rows without tools of their own.  Raises
+    ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key
+    and an empty prompt.
     """
     path = Path(path)
     prompts, overlong = [], []

@@ -104,7 +104,8 @@ class SGLangHTTP:
         It retries only if no connection was made, so that nothing runs twice.  Raises EngineDied,
         EngineUnreachable without a connection, AnswerLate without an answer in time, AnswerCutShort
         for a connection that broke, and EngineError for a status of 400 and above, a JSON answer
-        with ``success: false``, and where no descriptor is left for a connection.  Every message begins with ``what``, the name of the call.
+        with ``success: false``, and where no descriptor is left for a connection.  Every message
+        begins with ``what``, the name of the call.
         """
         if self._adapters_alone:
             name = path.strip("/").partition("?")[0]

@@ -15,8 +15,8 @@ _LEAST_LEN = 16
 def engine_api_key(environ: Mapping[str, str], variable: str = ENGINE_KEY_VARIABLE) -> str | None:
     """Return the API key of all servers of the job, or None if it is not set.
 
-    variable: another one for servers of somebody else.  Raises ValueError for a key that is short or cannot stand in an HTTP header; the message does
-    not show the key.
+    variable: another one for servers of somebody else.  Raises ValueError for a key that is short or
+    cannot stand in an HTTP header; the message does not show the key.
     """
     key = environ.get(variable)
     if key is None:

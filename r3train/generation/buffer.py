@@ -204,9 +204,8 @@ class GroupBuffer:
     def _candidates(self) -> list[Group]:
         """The groups that the next step would train; fewer than a batch while it must wait."""
         batch = self._rollout.rollout_batch_size
-        if (
-            self._rollout.groups_per_rollout == batch
-        ):  # the next prompts, whichever is complete first
+        # the next prompts, whichever is complete first
+        if self._rollout.groups_per_rollout == batch:
             first = [self._groups[g] for g in sorted(self._groups)[:batch]]
             return [group for group in first if group.complete]
         complete = [group for group in self._groups.values() if group.complete]

@@ -1,8 +1,8 @@
 """Rollouts of several turns: the model, then the environment, on one growing list of tokens.
 
 Token-in, token-out: the model's tokens are sent back unchanged, and only the environment's
-observations are tokenised, or written by the chat template.  Each turn asks the engine for the rows that the sample lacks, and
-after each turn the rows must have no gap.
+observations are tokenised, or written by the chat template.  Each turn asks the engine for the rows
+that the sample lacks.  After each turn the rows must have no gap.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from r3train.types import Prompt, RolloutSample
 class Conversation:
     """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
 
-    begin: makes the environment; it and the steps run in ``guests``.  reply: writes messages behind a turn that ends with the given token; None without
-    --apply-chat-template.
+    begin: makes the environment; it and the steps run in ``guests``.  reply: writes messages behind a
+    turn that ends with the given token; None without --apply-chat-template.
     """
 
     def __init__(

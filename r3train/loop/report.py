@@ -1,4 +1,4 @@
-"""Metrics of a step under the keys that people, plots and scripts read (see evidence.metrics)."""
+"""Metrics of a step under the keys that people, plots and scripts read (see observe.metrics)."""
 
 from __future__ import annotations
 

@@ -163,8 +163,8 @@ class RunDisplay:
         """Print the last words of a run, and stop the progress.
 
         Known keys: reward_first, reward_last, steps, tokens, r3 (a verdict in a word), wall_s, steps_s
-        (the part of it that the report shows), run_dir, all optional; ``metrics.summarise`` makes most of them.  Any other key whose value
-        is a string or a number is shown as it is.
+        (the part of it that the report shows), run_dir, all optional; ``metrics.summarise`` makes most of
+        them.  Any other key whose value is a string or a number is shown as it is.
         """
         self._stop_progress()
         verdict = str(summary.get("r3", ""))

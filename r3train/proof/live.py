@@ -30,9 +30,10 @@ def prove_step(
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
-    A collective.  Records that may be summed are written behind the judgement: it tells whether they are
-    right.  No verdict is written before the records of all ranks.  expectation: on rank 0 alone, which alone has a verdict.  rescored: comparisons
-    with samples that were computed again, None without any to expect; missed: see ``Sampling``.
+    A collective.  Records that may be summed are written after the judgement, which tells whether they are
+    right.  No verdict is written before the records of all ranks.  expectation: on rank 0 alone, which
+    alone has a verdict.  rescored: comparisons with samples that were computed again, None without any
+    to expect; missed: see ``Sampling``.
     """
     if not evidence.summed:
         evidence.write(records)

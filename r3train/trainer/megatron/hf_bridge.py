@@ -207,7 +207,7 @@ def _reads(name: str) -> bool:
 class _OneState:
     """A chunk as ``as_te_names`` gives it, whose state is read once: mbridge asks once a parameter.
 
-    Of the parameters alone that are ``wanted``, and without Transformer Engine's state of no checkpoint.
+    It holds the ``wanted`` parameters alone, without the state of Transformer Engine that no checkpoint has.
     """
 
     def __init__(self, adapted: Any, wanted: Callable[[str], bool] = lambda name: True):
@@ -256,8 +256,8 @@ def parameters_unlike(
 ) -> list[str]:
     """This rank's parameters that differ from those that a checkpoint would load, bit for bit.
 
-    value_of: what was exported for a parameter.  A collective like ``load_hf_weights``, and the same code: it shows that an export is what the
-    actor holds without the code that exported it.
+    value_of: what was exported for a parameter.  A collective like ``load_hf_weights``, and the same
+    code: it shows that an export is what the actor holds, without the code that exported it.
     """
     compared = [_Compared(as_te_names(c), value_of) for c in chunks]
     bridge.load_weights(compared, str(path))

@@ -208,8 +208,9 @@ class RoutingReplayManager:
     """The replay objects of one rank's routers, and the routes that they serve.
 
     ``enable_check_replay_result`` is True if the R3 check or ci_test is on.  If it is False, a router
-    call does no extra work; nor while ``records`` is False, which changes between passes.  drift: set where the router's drift is logged.  keep_score_ratio: as in
-    --r3-keep-score-ratio; 0 keeps every replayed expert.
+    call does no extra work; nor while ``records`` is False, which changes between passes.  drift: set
+    where the router's drift is logged.  keep_score_ratio: as in --r3-keep-score-ratio; 0 keeps every
+    replayed expert.
     """
 
     def __init__(
