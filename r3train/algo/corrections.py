@@ -71,7 +71,7 @@ def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | Non
 
     Each name in ``rollout_rs`` is LEVEL_ESTIMATE.  The estimates of a row, with d as above, are
     k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.  Levels: the token's own; the sample's sum, mean or
-    largest.  exp(k1) must lie within its two bounds, k2 and k3 must not exceed theirs.
+    largest.  exp(k1) must lie within its two bounds; k2 and k3 must not exceed theirs.
     ``opsm_delta``: a row with A < 0 is dropped if the mean over its sample of old - new exceeds it.
     Returns bool[n] (None if neither is set) and the sums ``rs_rejected``, ``opsm_dropped`` of rows.
     Source: verl's rejection masks of these names; off-policy sequence masking of DeepSeek-V3.2.
@@ -104,8 +104,8 @@ def kept_rows(rows: LossRows, algorithm: AlgorithmSection) -> tuple[Tensor | Non
 def mismatch_sums(rows: LossRows) -> dict[str, Tensor]:
     """Sums from which ``mismatch_metrics`` makes the metrics of the engine's gap.
 
-    What belongs to a sample is spread over its loss rows, so that each sample counts once however its
-    rows lie over ranks.
+    A sample's own numbers are spread over its loss rows.  So each sample counts once, on however many
+    ranks its rows are.
     """
     d = log_ratio(rows.old_log_probs, rows.rollout_log_probs)
     return {

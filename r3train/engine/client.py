@@ -90,19 +90,18 @@ class DirectTransport:
 class SGLangClient:
     """Generation over one or more servers (implements ``RolloutBackend``).
 
-    A group's samples go to one server, where its prompt is cached; a new group goes to the least
-    loaded one.  Use it from a single event loop.  ``routes`` is the shape of an answer's
-    rows; with None the client does not ask for routed experts.  ``sent_routes`` is their shape as
-    servers send them, where the transport makes something else of them.  ``versions`` knows what each server
-    holds: a request never goes to one without the weights that it asks for.  ``cache_per_version``
-    keeps prefixes cached under one version from requests of another, where a flush is impossible
-    because requests are running.  ``transport`` carries requests whose answers hold routes.  A
-    request whose answer was bad is sent again, to another server where there is one, until
-    ``max_bad_answers`` have come; ``on_bad_answer`` is called for each.  No answer within
-    ``request_timeout_s`` is a bad one, if ``/health`` answers within ``health_timeout_s``.  On
-    ``shared_servers`` only requests of this client are ever aborted.  With ``adapters`` a request names
-    the adapter of its version, which stays loaded until the answer has come, and its tokens are of that
-    version.
+    A group's samples go to one server, where its prompt is cached; a new group goes to the least loaded
+    one.  Use it from a single event loop.  ``routes`` is the shape of an answer's rows; with None the
+    client does not ask for routed experts.  ``sent_routes`` is their shape as servers send them, where
+    the transport makes something else of them.  ``versions`` knows what each server holds: a request
+    never goes to one without the weights that it asks for.  ``cache_per_version`` hides prefixes cached
+    under one version from requests of another, where a flush is impossible because requests are
+    running.  ``transport`` carries requests whose answers hold routes.  A request whose answer was bad
+    is sent again, to another server where there is one, until ``max_bad_answers`` have come;
+    ``on_bad_answer`` is called for each.  An answer that is not there within ``request_timeout_s`` is a
+    bad one, if ``/health`` answers within ``health_timeout_s``.  On ``shared_servers`` only requests of
+    this client are ever aborted.  With ``adapters`` a request names the adapter of its version, which
+    stays loaded until the answer has come, and its tokens are of that version.
     """
 
     def __init__(

@@ -80,9 +80,8 @@ def _storages(tag: str) -> list[torch.UntypedStorage]:
 def _tensors_in(held: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of a KV pool, of the pools that it is made of, and of their lists."""
     if isinstance(held, torch.Tensor):
-        if (
-            held.is_floating_point()
-        ):  # others are addresses and places, which SGLang does not release
+        # others are addresses and places, which SGLang does not release
+        if held.is_floating_point():
             yield held
     elif isinstance(held, (list, tuple)):
         for each in held:

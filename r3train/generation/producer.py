@@ -156,9 +156,8 @@ class Producer:
         self._going_on = 0  # resumed rollouts that wait for a place in flight
         self._evaluating = 0  # places taken by an evaluation, beside those of ``_in_flight``
         self._to_evaluate = 0  # answers of an evaluation that wait for a place
-        self._short_of_room = (
-            0  # retracted rollouts that keep their place and wait for others to end
-        )
+        # retracted rollouts that keep their place and wait for others to end
+        self._short_of_room = 0
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
         self._aborting = False  # requests are aborted by an update, to be resumed after it
@@ -180,9 +179,8 @@ class Producer:
         """
         while True:
             self._wait(self._batch_ready(rollout_id), on_wait)
-            groups = self._call(
-                self._take()
-            )  # a call of its own: a wait that is cut short takes nothing
+            # a call of its own: a wait that is cut short takes nothing
+            groups = self._call(self._take())
             if groups is not None:
                 return groups
 
@@ -666,9 +664,10 @@ class Producer:
     async def _room_in_the_pools(self) -> None:
         """Wait until half of the places in flight are free; nothing new is sent meanwhile.
 
-        A server retracts the request with the fewest tokens first.  Sent again among as many others,
-        this one would be that request once more (seen 42 times in a row).  After the wait, those that
-        are sent later have fewer tokens, and pools with half of what all places need hold this one.
+        A server retracts the request with the fewest tokens first.  If a retracted request were sent
+        again among as many others, it would have the fewest once more (seen 42 times in a row).  After
+        the wait, requests that are sent later have fewer, and pools with half of what all places need
+        hold it.
         """
         half = max(1, self._rollout.most_in_flight // 2)
         self._short_of_room += 1

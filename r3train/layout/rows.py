@@ -18,9 +18,8 @@ PADDING = -1
 _LONG_RUN = 16
 _BLOCK_ROWS = 128  # rows of routes turned at a time: some tens of kilobytes, which stay in the core's own cache
 
-Runs = list[
-    tuple[int, int, int]
-]  # (begin, end, first row) of adjoining rows, or of one padding row
+# (begin, end, first row) of adjoining rows, or of one padding row
+Runs = list[tuple[int, int, int]]
 
 
 def round_up(n: int, multiple: int) -> int:

@@ -247,9 +247,8 @@ class _RunAudit:
         self._failed_before: set[int] = set()  # at a time that does not count
         self._num_records = 0
         self._compared: Counter[str] = Counter()  # over the times that count
-        self._untold: set[int] = (
-            set()
-        )  # steps whose samples were to be computed again, and were not
+        # steps whose samples were to be computed again, and were not
+        self._untold: set[int] = set()
         # over the times that count
         self._sums = StepTotals(RouteShape(0, 1, 1))
         self._own_choice: dict[int, Counter[str]] = {}  # by layer, see ``_Step.own_choice``

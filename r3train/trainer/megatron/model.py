@@ -203,9 +203,8 @@ def _transformer_overrides(
         fields["use_cpu_initialization"] = True
     if config.lora.enabled:  # overlapped shared experts do without the collectives of their linears
         fields["moe_shared_expert_overlap"] = False
-    if (
-        config.trainer.freeze_moe_router or config.lora.enabled
-    ):  # the bias is no parameter, and moves by this rate
+    # the bias is no parameter, and moves by this rate
+    if config.trainer.freeze_moe_router or config.lora.enabled:
         fields["moe_router_bias_update_rate"] = 0.0
     fields.update(model.transformer_overrides)
     return fields
