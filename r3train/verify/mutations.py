@@ -703,7 +703,7 @@ def teacher_replays_the_rollout(
     if not of_teacher:
         return original(self, slices, replay_pass, *args, **how)
     # its routes alone are wrong: the evidence is as ever
-    with mock.patch.object(self.replay, "recorder", mock.Mock()):
+    with mock.patch.object(self.replay, "_recorder", mock.Mock()):
         return original(self, slices, "old_log_prob", *args, of_teacher=True, **how)
 
 
