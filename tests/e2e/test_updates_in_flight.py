@@ -85,7 +85,7 @@ def spanning_samples(
                 rollout_batch_size=2,
                 n_samples_per_prompt=2,
                 num_rollout=3,
-                rollout_max_response_len=200,
+                rollout_max_response_len=400,
                 max_weight_staleness=2,
                 rollout_max_concurrency=in_flight,
                 pause_generation_mode=mode,
@@ -98,7 +98,7 @@ def spanning_samples(
                 cache_per_version=flush and mode == "in_place",
             ),
             prompt_of,
-            SamplingParams(200, ignore_eos=True),
+            SamplingParams(400, ignore_eos=True),
         )
         with beside or nullcontext(), producer:
             for version in (1, 2):
@@ -122,7 +122,7 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
     reference = MixedReference(models)
     spanned = 0
     for sample in samples:
-        assert sample.response_len == 200
+        assert sample.response_len == 400
         versions = sample.weight_versions[sample.prompt_len :]
         spanned += len(np.unique(versions)) == 3
         # what the server did: after a flush all is computed again, else old KV is built upon
@@ -151,16 +151,16 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
 @pytest.mark.parametrize("shared", [True, False])
 def test_an_abort_on_a_shared_server_reaches_its_own_requests_alone(shared, server, models):
     """On a server of its own (``shared`` False) everything is aborted: the check can fail."""
-    stranger = Stranger(server.addr, 250)
+    stranger = Stranger(server.addr, 500)
     samples = spanning_samples(server, models, "abort", False, shared=shared, beside=stranger)
     # its own were aborted in mid-generation, and gone on with
-    assert all(sample.response_len == 200 for sample in samples)
+    assert all(sample.response_len == 400 for sample in samples)
     assert any(len(np.unique(s.weight_versions[s.loss_mask])) == 3 for s in samples)
     # the stranger's came to its end, which the update waited for, and nobody else's came back
     got = stranger.sample
     assert set(got.weight_versions[got.loss_mask].tolist()) == {0}
     assert got.finish_reason == ("length" if shared else "abort")
-    assert (got.response_len == 250) is shared
+    assert (got.response_len == 500) is shared
 
 
 @pytest.mark.parametrize("mode", ["in_place", pytest.param("abort", marks=pytest.mark.slow)])
