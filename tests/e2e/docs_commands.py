@@ -61,7 +61,7 @@ RULES = (
         "tests/unit/benchmarks/test_gpu_smoke.py::test_a_step_is_a_command_that_is_there",
     ),
     Rule(
-        r"docker |pip install .*-c requirements/gpu\.txt",
+        r"docker |pip install .*-c requirements/gpu\.txt|packages=|export CPATH=",
         Kind.ELSEWHERE,
         "needs Docker and CUDA's compiler",
         "tests/contract/test_lock_files.py::test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there",

@@ -285,7 +285,7 @@ _THEIRS = {
     *("--rdzv-backend", "--node-rank", "--master-addr"),
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
     *("--exclusive", "--mem", "--export", "--batch", "--gpus"),
-    *("--gpus-per-node", "--gpus-per-task"),
+    *("--gpus-per-node", "--gpus-per-task", "--rm", "--ipc"),
     *(
         "--flag",
         "--requeue",
