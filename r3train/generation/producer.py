@@ -666,8 +666,8 @@ class Producer:
 
         A server retracts the request with the fewest tokens first.  If a retracted request were sent
         again among as many others, it would have the fewest once more (seen 42 times in a row).  After
-        the wait, requests that are sent later have fewer, and pools with half of what all places need
-        hold it.
+        the wait, requests that are sent later have fewer tokens than it.  Pools that hold half of what all
+        places need have room for it then.
         """
         half = max(1, self._rollout.most_in_flight // 2)
         self._short_of_room += 1
