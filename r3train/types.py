@@ -372,7 +372,7 @@ ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]
 
 
 def next_checked(rollout_id: int, interval: int) -> int:
-    """Return the first rollout behind this one whose replay ``--r3-check-interval`` proves.
+    """Return the first rollout after this one whose replay ``--r3-check-interval`` proves.
 
     >>> next_checked(2, 4), next_checked(3, 4), next_checked(4, 4), next_checked(6, 1)
     (3, 4, 8, 7)

@@ -310,8 +310,8 @@ def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
 def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
     """Numbers of queries and keys that attention keeps beside its matrices' outputs.
 
-    A norm of each head keeps as many; one over all heads keeps float32 too.  It has one number more here: its layers
-    have little else that is counted twice, and took more than they had.
+    A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
+    numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
     """
     of = f"model.layers.{layer - 1}.self_attn."
     if f"{of}k_proj.weight" not in kinds:  # of MLA's low ranks

@@ -214,7 +214,7 @@ class DistributedPublisher(WeightPublisher):
         self._wait(joining.done, joined, "the weight-update group was not made")
         self._group, self._is_warm = joining.result(), False
         logger.info(
-            "weight-update group %s: this rank, %d of servers", self._group_name, sum(sizes)
+            "weight-update group %s: this rank and %d of the servers", self._group_name, sum(sizes)
         )
 
     def publish(self, named_tensors: NamedTensors, *, version: int) -> Published:

@@ -86,7 +86,7 @@ def _model_state(actor: MegatronActor) -> dict[str, Any]:
 
 
 def _is_extra(name: str) -> bool:
-    """Return whether it is a layer's extra state: empty without FP8, and not the same layers' on a CPU."""
+    """Return whether it is a layer's extra state.  It is empty without FP8, and on a CPU other layers have one."""
     return "_extra_state" in name
 
 

@@ -138,9 +138,9 @@ def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -
     """Make expert gradients reduce over the expert-data-parallel group if it is another, and count in the norm.
 
     Megatron-Core 0.16.1 looks at EP alone.  With EP 1 and an expert TP other than TP it reduces expert
-    gradients over the dense group, which silently leaves out or mixes tokens.  Biases of experts, which
-    are whole under an expert TP of 1 alone, it takes for those of the first tensor rank on all others: their
-    norm would lack them, and with EP 1 tensor ranks would clip by different norms.
+    gradients over the dense group, which silently leaves out or mixes tokens.  Biases of experts have no
+    mark of tensor parallelism, so it counts them on the first tensor rank alone: the norms of the others would
+    lack them, and with EP 1 tensor ranks would clip by different norms.
     """
     for name, p in chunk.named_parameters():
         if ".mlp.experts." in name:
@@ -227,8 +227,8 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
 def _save_norms_as_local(layer: TransformerLayerSubmodules) -> None:
     """Name a Transformer Engine layer's norms in checkpoints as Megatron's local layers name theirs.
 
-    Local layers with latent attention name norms after themselves, others after the linear behind, also the
-    norm before experts.
+    With latent attention a norm has its own name there.  In all other layers it has the name of the linear
+    that follows, and the norm before experts that of a dense layer's.
     """
     is_dense, names = layer.mlp.module is MLP, {}
     if issubclass(layer.self_attention.module, MLASelfAttention):

@@ -364,7 +364,9 @@ class RoutingReplayManager:
         return (args[0], ~staged.real[:, None]), {}
 
     def _record_call(self, router: TopKRouter, args: tuple, output: tuple) -> None:
-        staged = self.staged(self._vp_stage_of(router)) if self.recorder is not None else None
+        if self.recorder is None:
+            return
+        staged = self.staged(self._vp_stage_of(router))
         if staged is not None:
             vp_stage = self._vp_stage_of(router)
             probs, routing_map = output
