@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 
+from r3train.config.data import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
@@ -281,7 +282,7 @@ def _train_tokenizer(directory: Path, vocab_size: int, tokenizer: TrainedTokeniz
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    records = read_records(tokenizer.source, slice(None))
+    records = read_records(PromptFile(tokenizer.source))
     trained.train_from_iterator((text for r in records for text in _texts(r.content)), trainer)
     saved = PreTrainedTokenizerFast(
         tokenizer_object=trained, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"

@@ -2,50 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from r3train.config.data import DataSection, PromptFile
 from r3train.data.prompts import ChatTemplate, read_records, Record, require_messages, required
 from r3train.types import Prompt, RolloutSample
 
 
 def load_conversations(
-    path: Path,
-    *,
-    rows: slice = slice(None),
+    file: PromptFile,
+    data: DataSection,
     tokenizer: Any,
-    input_key: str,
-    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    tool_key: str | None = None,
-    max_prompt_len: int,
-    prompt_limit_name: str,
+    limit: tuple[int, str],
+    *,
     max_response_len: int,
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[RolloutSample]:
     """Read every conversation of a .jsonl or .parquet file as a sample, in the order of the file.
 
-    rows, template_kwargs, tool_key: as for ``load_prompts``.
+    data, limit, note: as for ``load_prompts``.
     A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
     assistant's tokens, with those that the template closes an answer with.  Its ids and weight versions
     are to be set where it is drawn, and no engine gave it log-probs: they are 0.
-    Conversations that are too long are left out and ``note`` is told, once; without it they are errors.
     Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
     without an answer, or that the template does not render piece by piece.
     """
     if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(f"{path}: the checkpoint's tokenizer has no chat template for messages")
+        raise ValueError(
+            f"{file.path}: the checkpoint's tokenizer has no chat template for messages"
+        )
     if not tokenizer.is_fast:
         raise ValueError(
-            f"{path}: the checkpoint's tokenizer does not tell the places of its tokens"
+            f"{file.path}: the checkpoint's tokenizer does not tell the places of its tokens"
         )
     samples, overlong = [], []
-    template = ChatTemplate(tokenizer, template_kwargs, tool_key)
-    for record in read_records(path, rows):
-        messages = require_messages(record, input_key, required(record, input_key))
+    template = ChatTemplate(tokenizer, data)
+    for record in read_records(file):
+        messages = require_messages(record, data.input_key, required(record, data.input_key))
         text, spans = _rendered(record, messages, template)
         tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         token_ids = np.asarray(tokens["input_ids"], dtype=np.int32)
@@ -55,19 +51,19 @@ def load_conversations(
             mask |= (begin >= start) & (end <= stop) & (end > begin)
         if not mask.any():
             raise ValueError(
-                f"{record.where}: key {input_key}: no token of an assistant's to train"
+                f"{record.where}: key {data.input_key}: no token of an assistant's to train"
             )
         prompt_len = int(mask.argmax())
         response_len = len(token_ids) - prompt_len
         faults = [
             f"{record.where}: {what} has {length} tokens, at most {most} fit ({name})"
             for what, length, most, name in (
-                ("the prompt", prompt_len, max_prompt_len, prompt_limit_name),
+                ("the prompt", prompt_len, *limit),
                 ("from its first answer on the text", response_len, max_response_len, _RESPONSE),
             )
             if length > most
         ]
-        if faults and note is None:
+        if faults and data.overlong_prompts == "error":
             raise ValueError(faults[0])
         if faults:
             overlong.append(faults[0])
@@ -77,7 +73,7 @@ def load_conversations(
                 sample_id=record.index,
                 group_id=record.index,
                 prompt=Prompt(
-                    prompt_id=f"{path.name}:{record.index}",
+                    prompt_id=f"{file.path.name}:{record.index}",
                     index=record.index,
                     text=text[: spans[0][0]],
                     token_ids=token_ids[:prompt_len],
@@ -96,10 +92,10 @@ def load_conversations(
     if overlong:
         text = f"{len(overlong):,} of {len(overlong) + len(samples):,} conversations, which are too long"
         if not samples:
-            raise ValueError(f"{path}: nothing is left without {text}: {overlong[0]}")
-        note(f"{path}: dropped {text}; the first: {overlong[0]}")
+            raise ValueError(f"{file.path}: nothing is left without {text}: {overlong[0]}")
+        note(f"{file.path}: dropped {text}; the first: {overlong[0]}")
     if not samples:
-        raise ValueError(f"{path}: holds no conversations")
+        raise ValueError(f"{file.path}: holds no conversations")
     return samples
 
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
+from r3train.config.data import DataSection, PromptFile
 from r3train.types import Prompt
 
 
@@ -54,68 +54,58 @@ class Record:
 
 
 def load_prompts(
-    path: Path | str,
-    *,
+    file: PromptFile,
+    data: DataSection,
     tokenizer: Tokenizer,
-    input_key: str = "input",
-    label_key: str = "label",
-    metadata_key: str = "metadata",
-    apply_chat_template: bool = False,
-    template_kwargs: Mapping[str, Any] = MappingProxyType({}),
-    tool_key: str | None = None,
+    limit: tuple[int, str],
+    *,
     tools: Sequence[dict[str, Any]] = (),
-    rows: slice = slice(None),
-    max_prompt_len: int | None = None,
-    limit_name: str = "rollout_max_prompt_len",
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[Prompt]:
     """Read the prompts of a .jsonl or .parquet file, in the order of the file.
 
-    ``rows`` picks lines or rows by their 0-based number.  A key a.b is key b of table a.
-    ``limit_name`` says in errors where ``max_prompt_len`` (tokens) comes from.  Longer prompts are
-    left out and ``note`` is told, once; without it they are errors.  Blank lines are skipped; labels,
-    metadata and tools may be absent.  ``tools`` are those of rows without tools of their own.  Raises
-    ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key
+    data: the keys, the chat template's settings, and the treatment of prompts that are longer than ``limit``: its
+    tokens, and words for where it comes from.  ``note`` is told, once, of those that were dropped.
+    tools: of rows without tools of their own.  Blank lines are skipped; labels, metadata and tools may be absent.
+    Raises ValueError naming file, line (or row) and key for a missing or empty file, bad JSON, a missing key
     and an empty prompt.
     """
-    path = Path(path)
     prompts, overlong = [], []
-    template = None
-    if apply_chat_template:
-        template = ChatTemplate(tokenizer, template_kwargs, tool_key, tools)
-    texts = ((r, _prompt_text(r, input_key, template)) for r in read_records(path, rows))
+    most, limit_name = limit
+    template = ChatTemplate(tokenizer, data, tools) if data.apply_chat_template else None
+    texts = ((r, _prompt_text(r, data.input_key, template)) for r in read_records(file))
     # a chat template writes the special tokens itself
-    for record, text, tokens in _tokenized(texts, tokenizer, special=not apply_chat_template):
+    for record, text, tokens in _tokenized(texts, tokenizer, special=template is None):
         if not tokens:
-            raise ValueError(f"{record.where}: key {input_key}: the prompt has no tokens")
-        if max_prompt_len is not None and len(tokens) > max_prompt_len:
-            if note is not None:
+            raise ValueError(f"{record.where}: key {data.input_key}: the prompt has no tokens")
+        if len(tokens) > most:
+            if data.overlong_prompts == "drop":
                 overlong.append(len(tokens))
                 continue
             raise ValueError(
                 f"{record.where}: the prompt has {len(tokens)} tokens,"
-                f" at most {max_prompt_len} fit ({limit_name})"
+                f" at most {most} fit ({limit_name})"
             )
         prompts.append(
             Prompt(
-                prompt_id=f"{path.name}:{record.index}",
+                prompt_id=f"{file.path.name}:{record.index}",
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
-                label=_lookup(record, label_key),
-                metadata=_metadata(record, metadata_key),
+                label=_lookup(record, data.label_key),
+                metadata=_metadata(record, data.metadata_key),
             )
         )
     if overlong:
         text = (
-            f"{len(overlong):,} of {len(overlong) + len(prompts):,} prompts above {max_prompt_len:,}"
+            f"{len(overlong):,} of {len(overlong) + len(prompts):,} prompts above {most:,}"
             f" tokens ({limit_name}; longest {max(overlong):,})"
         )
         if not prompts:
-            raise ValueError(f"{path}: nothing is left without {text}")
-        note(f"{path}: dropped {text}")
+            raise ValueError(f"{file.path}: nothing is left without {text}")
+        note(f"{file.path}: dropped {text}")
     if not prompts:
-        raise ValueError(f"{path}: holds no prompts")
+        raise ValueError(f"{file.path}: holds no prompts")
     return prompts
 
 
@@ -175,12 +165,12 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
     )
 
 
-def read_records(path: Path, rows: slice) -> Iterator[Record]:
-    """Read the lines or rows of a file, of those ``rows``; raises ValueError naming file and line."""
-    for record in _all_records(path):
-        if rows.stop is not None and record.index >= rows.stop:
+def read_records(file: PromptFile) -> Iterator[Record]:
+    """Read the lines or rows of a file that count; raises ValueError naming file and line."""
+    for record in _all_records(file.path):
+        if file.stop is not None and record.index >= file.stop:
             return
-        if record.index >= (rows.start or 0):
+        if record.index >= file.start:
             yield record
 
 
@@ -278,8 +268,7 @@ class ChatTemplate:
     """The chat template of a tokenizer and what else is given to it."""
 
     tokenizer: Tokenizer
-    variables: Mapping[str, Any]
-    tool_key: str | None = None
+    data: DataSection
     tools: Sequence[dict[str, Any]] = ()  # of rows that have none of their own
 
     def render(self, record: Record, messages: list[dict[str, Any]], *, asks: bool = True) -> str:
@@ -287,7 +276,7 @@ class ChatTemplate:
 
         asks: end with the words that ask for an answer.
         """
-        own = None if self.tool_key is None else _tools(record, self.tool_key)
+        own = None if self.data.tool_key is None else _tools(record, self.data.tool_key)
         return _whole(self._rendered(record.where, messages, asks, own or self.tools), record)
 
     def reply(self, messages: list[dict[str, Any]], last: int) -> list[int]:
@@ -330,7 +319,7 @@ class ChatTemplate:
     def _rendered(
         self, where: str, messages: list[dict[str, Any]], asks: bool, tools: Sequence[Any]
     ) -> str:
-        given = dict(self.variables)
+        given = dict(self.data.apply_chat_template_kwargs)
         if tools:
             given["tools"] = list(tools)
         try:

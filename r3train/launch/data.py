@@ -10,7 +10,7 @@ from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.cross_checks import eval_prompt_limit, prompt_limit
-from r3train.config.data import DataSection
+from r3train.config.data import DataSection, PromptFile
 from r3train.config.evaluation import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
@@ -22,13 +22,14 @@ from r3train.types import Prompt, RolloutSample
 
 # environment variable with the key of --judge-url
 JUDGE_KEY = "R3TRAIN_JUDGE_API_KEY"
+_OF_PROMPTS = {"input_key", "label_key", "metadata_key", "apply_chat_template"}
 
 
 def read_prompts(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None],
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[list[Prompt]]:
     """Read the prompts of each file; each leaves room for the longest response in the context.
@@ -36,26 +37,9 @@ def read_prompts(
     note: told of prompts that were dropped (--overlong-prompts); tools: those of rows without any.
     Raises ValueError naming file and line, also for a prompt that is read twice.
     """
-    data = config.data
-    limit, limit_name = prompt_limit(config, hf)
-    files = data.prompt_files
+    files, limit = config.data.prompt_files, prompt_limit(config, hf)
     found = [
-        load_prompts(
-            file.path,
-            rows=slice(file.start, file.stop),
-            tokenizer=tokenizer,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            metadata_key=data.metadata_key,
-            apply_chat_template=data.apply_chat_template,
-            template_kwargs=data.apply_chat_template_kwargs,
-            tool_key=data.tool_key,
-            tools=tools,
-            max_prompt_len=limit,
-            limit_name=limit_name,
-            note=note if data.overlong_prompts == "drop" else None,
-        )
-        for file in files
+        load_prompts(file, config.data, tokenizer, limit, tools=tools, note=note) for file in files
     ]
     if len({file.path.name for file in files}) < len({file.path for file in files}):
         found = [
@@ -78,27 +62,16 @@ def read_conversations(
     config: RunConfig,
     hf: HfModelFacts,
     tokenizer: Any,
-    note: Callable[[str], None] | None = None,
+    note: Callable[[str], None],
 ) -> list[list[RolloutSample]]:
     """Read the conversations of each file (--loss-type sft); raises ValueError naming file and line.
 
     note: told of conversations that were dropped (--overlong-prompts).
     """
-    data = config.data
-    limit, limit_name = prompt_limit(config, hf)
+    data, limit = config.data, prompt_limit(config, hf)
+    most = config.rollout.rollout_max_response_len
     return [
-        load_conversations(
-            file.path,
-            rows=slice(file.start, file.stop),
-            tokenizer=tokenizer,
-            input_key=data.input_key,
-            template_kwargs=data.apply_chat_template_kwargs,
-            tool_key=data.tool_key,
-            max_prompt_len=limit,
-            prompt_limit_name=limit_name,
-            max_response_len=config.rollout.rollout_max_response_len,
-            note=note if data.overlong_prompts == "drop" else None,
-        )
+        load_conversations(file, data, tokenizer, limit, max_response_len=most, note=note)
         for file in data.prompt_files
     ]
 
@@ -114,39 +87,28 @@ def read_eval_data(
 
     tools: those of rows without any.
     """
-    limit, limit_name = eval_prompt_limit(config, hf, dataset)
+    limit = eval_prompt_limit(config, hf, dataset)
+    data, key = _data_of(config.data, dataset), os.environ.get(JUDGE_KEY)
     try:
-        prompts = load_prompts(
-            dataset.path,
-            tokenizer=tokenizer,
-            input_key=dataset.input_key,
-            label_key=dataset.label_key,
-            metadata_key=dataset.metadata_key,
-            apply_chat_template=dataset.apply_chat_template,
-            template_kwargs=config.data.apply_chat_template_kwargs,
-            tool_key=config.data.tool_key,
-            tools=tools,
-            max_prompt_len=limit,
-            limit_name=limit_name,
-        )
-        settings, key = scored_by(config.data, dataset), os.environ.get(JUDGE_KEY)
+        prompts = load_prompts(PromptFile(dataset.path), data, tokenizer, limit, tools=tools)
         own = dataset.rm_type is not None and ":" not in dataset.rm_type
         weights = None if own else config.algorithm.weight_of_key
-        reward = Scorer(settings, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
+        reward = Scorer(data, rm_type=dataset.rm_type, judge_key=key, weight_of_key=weights)
     except ValueError as error:
         raise ValueError(f"evaluation set {dataset.name}: {error}") from None
     return EvalData(dataset, prompts, reward, FileFingerprint.of(dataset.path))
 
 
-def scored_by(data: DataSection, dataset: EvalDataset) -> DataSection:
-    """The reward's settings for an evaluation set.
+def _data_of(data: DataSection, dataset: EvalDataset) -> DataSection:
+    """The settings of an evaluation set: of its prompts, none of which may be too long, and of its reward.
 
     --group-rm is of --custom-rm-path alone; --reward-key is of the functions of the user.
     """
-    if dataset.rm_type is None:
-        return data
-    key = data.reward_key if ":" in dataset.rm_type else None
-    return data.model_copy(update={"group_rm": False, "reward_key": key})
+    own = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
+    if dataset.rm_type is not None:
+        key = data.reward_key if ":" in dataset.rm_type else None
+        own |= {"group_rm": False, "reward_key": key}
+    return data.model_copy(update=own)
 
 
 def check_rewards(data: EvalData) -> None:
@@ -177,14 +139,6 @@ def check_longest_conversation(config: RunConfig, conversations: Sequence[Rollou
         )
 
 
-def chat_template(
-    config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]
-) -> ChatTemplate:
-    """Return the tokenizer's chat template with what the settings give it; tools: an environment's."""
-    data = config.data
-    return ChatTemplate(tokenizer, data.apply_chat_template_kwargs, data.tool_key, tools)
-
-
 def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any]]) -> None:
     """Raise ValueError for tools of an environment that its prompts or replies would not show."""
     if not tools:
@@ -193,6 +147,6 @@ def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any
     if not config.data.apply_chat_template:
         raise ValueError(f"{name} has tools, which the model sees with --apply-chat-template alone")
     try:
-        chat_template(config, tokenizer, tools).check_tools()
+        ChatTemplate(tokenizer, config.data, tools).check_tools()
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None

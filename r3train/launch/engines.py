@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
+from r3train.data.prompts import ChatTemplate
 from r3train.environments.registry import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
 from r3train.launch.own_servers import start_servers
-from r3train.launch.data import chat_template
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
 from r3train.loop.parts import RolloutSide
@@ -446,7 +446,7 @@ def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
         return None
     environment, reply = get_environment(rollout.environment), None
     if job.config.data.apply_chat_template:
-        reply = chat_template(job.config, job.tokenizer, get_tools(environment)).reply
+        reply = ChatTemplate(job.tokenizer, job.config.data, get_tools(environment)).reply
     guests = GuestLoop()
     return lambda prompt: Conversation(
         lambda: environment(prompt),

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.data.prompts import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.loop.replay_source import dump_rollout
 from r3train.tiny import TinyOptions, build
 from r3train.types import RolloutSample
+from tests.all_prompts import all_prompts
 from tests.e2e import jobs
 
 pytestmark = pytest.mark.ranks
@@ -53,9 +53,7 @@ def rehearsed(request, tmp_path_factory) -> tuple[jobs.Job, list[dict]]:
 def rollout(directory) -> list:
     """Groups of the first prompts, with random responses and routes."""
     facts = read_hf_facts(directory / "model")
-    prompts = load_prompts(
-        directory / "prompts.jsonl", tokenizer=load_tokenizer(directory / "model")
-    )
+    prompts = all_prompts(directory / "prompts.jsonl", load_tokenizer(directory / "model"))
     rng = np.random.default_rng(0)
     return [
         [sample(rng, facts, prompts[g], g * SAMPLES + i, g) for i in range(SAMPLES)]

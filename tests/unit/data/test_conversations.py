@@ -9,6 +9,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from r3train.config.data import DataSection, PromptFile
 from r3train.data.conversations import load_conversations
 from r3train.launch.data import check_longest_conversation
 from tests.unit.config.test_config import config
@@ -35,18 +36,14 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     return made
 
 
-def load(tmp_path, *lines, template=TEMPLATE, longest=100, note=None):
+def load(tmp_path, *lines, template=TEMPLATE, longest=100, told=None):
     path = tmp_path / "talk.jsonl"
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
-    return load_conversations(
-        path,
-        tokenizer=tokenizer(template),
-        input_key="messages",
-        max_prompt_len=longest,
-        prompt_limit_name="rollout_max_prompt_len",
-        max_response_len=longest,
-        note=note,
-    )
+    overlong = "error" if told is None else "drop"
+    data = DataSection(prompt_data=str(path), input_key="messages", overlong_prompts=overlong)
+    limit, note = (longest, "rollout_max_prompt_len"), None if told is None else told.append
+    options = {"max_response_len": longest, "note": note}
+    return load_conversations(PromptFile(path), data, tokenizer(template), limit, **options)
 
 
 def says(role: str, content: str) -> dict[str, str]:
@@ -60,12 +57,12 @@ def trained(sample) -> list[str]:
 def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
     short = [says("user", "cat"), says("assistant", "cat")]
     long, told = [says("user", "cat"), says("assistant", "cat " * 9)], []
-    (one,) = load(tmp_path, long, short, longest=5, note=told.append)
+    (one,) = load(tmp_path, long, short, longest=5, told=told)
     assert one.prompt.prompt_id == "talk.jsonl:1"
     (text,) = told
     assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
     with pytest.raises(ValueError, match="nothing is left without 1 of 1 conversations"):
-        load(tmp_path, long, longest=5, note=told.append)
+        load(tmp_path, long, longest=5, told=told)
     with pytest.raises(ValueError, match="talk.jsonl.*rollout_max_response_len"):
         load(tmp_path, long, short, longest=5)
 

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 from r3train.config.data import DataSection, PromptFile
-from r3train.data import PromptOrder, load_prompts, load_tokenizer
+from r3train.data import PromptOrder, load_tokenizer
 from r3train.data.order import MixedOrder
 from r3train.data.prompts import ChatTemplate, unknown_tokens
 from r3train.torchvision_stub import declare_torchvision_ops
 from r3train.types import Prompt
+from tests.all_prompts import all_prompts
 
 
 class WordTokenizer:
@@ -32,8 +33,8 @@ class WordTokenizer:
         return " ".join([*turns, "<assistant>"])
 
 
-def load(path, **options):
-    return load_prompts(path, tokenizer=WordTokenizer(), **options)
+def load(path, tokenizer=WordTokenizer(), **settings):
+    return all_prompts(path, tokenizer, **settings)
 
 
 def jsonl(tmp_path, *lines):
@@ -42,6 +43,7 @@ def jsonl(tmp_path, *lines):
     return path
 
 
+NO_SETTINGS = DataSection(prompt_data="p.jsonl")
 LINE = {"input": "name some animals", "label": ["cat"]}
 
 
@@ -118,7 +120,7 @@ def test_a_parquet_row_is_named(tmp_path):
 def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, bad, message):
     path = jsonl(tmp_path, LINE, bad)
     with pytest.raises(ValueError, match=r"prompts\.jsonl " + message):
-        load(path, max_prompt_len=3, limit_name="the limit's name")
+        load(path, limit=(3, "the limit's name"), overlong_prompts="error")
 
 
 @pytest.mark.parametrize("bad", [[], 7, [{"role": "user"}], ["hi"]])
@@ -161,20 +163,20 @@ def test_a_key_with_a_dot_goes_into_tables_as_verls_files_need_it(tmp_path, kind
 
 def test_rows_pick_lines_by_their_number_and_leave_it_to_them(tmp_path):
     path = jsonl(tmp_path, *({"input": f"{n} x"} for n in range(6)))
-    assert [p.prompt_id for p in load(path, rows=slice(2, 4))] == [
+    assert [p.prompt_id for p in load(path, rows=(2, 4))] == [
         "prompts.jsonl:2",
         "prompts.jsonl:3",
     ]
-    assert [p.index for p in load(path, rows=slice(4, None))] == [4, 5]
+    assert [p.index for p in load(path, rows=(4, None))] == [4, 5]
 
 
 def test_prompts_that_are_too_long_are_dropped_and_told_of_once(tmp_path):
     path, told = jsonl(tmp_path, LINE, {"input": "a b c d e"}, {"input": "a b c d"}, LINE), []
-    limit = {"max_prompt_len": 3, "limit_name": "the limit's name"}
-    assert [prompt.index for prompt in load(path, note=told.append, **limit)] == [0, 3]
+    limit = (3, "the limit's name")
+    assert [prompt.index for prompt in load(path, told=told, limit=limit)] == [0, 3]
     assert told == [f"{path}: dropped 2 of 4 prompts above 3 tokens (the limit's name; longest 5)"]
     with pytest.raises(ValueError, match="nothing is left without 2 of 2 prompts above 3 tokens"):
-        load(path, rows=slice(1, 3), note=told.append, **limit)
+        load(path, rows=(1, 3), told=told, limit=limit)
 
 
 class Chat(WordTokenizer):
@@ -187,13 +189,13 @@ def test_the_chat_template_gets_its_variables_and_the_tools_of_a_row(tmp_path):
     tools = [{"type": "function", "function": {"name": "search"}}]
     rows = [{**LINE, "tools": tools}, {**LINE, "tools": json.dumps(tools)}, {**LINE, "tools": []}]
     options = {"tokenizer": Chat(), "apply_chat_template": True, "tool_key": "tools"}
-    options["template_kwargs"] = {"thinking": False}
-    texts = [prompt.text for prompt in load_prompts(jsonl(tmp_path, *rows, LINE), **options)]
+    options["apply_chat_template_kwargs"] = {"thinking": False}
+    texts = [prompt.text for prompt in load(jsonl(tmp_path, *rows, LINE), **options)]
     assert texts[0] == texts[1]
     assert texts[0].endswith(f"thinking=False tools={json.dumps(tools)}")
     assert texts[2] == texts[3] and texts[2].endswith("tools=null")
     with pytest.raises(ValueError, match="line 1: key tools must be a list of tools, got dict"):
-        load_prompts(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
+        load(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
 
 
 def test_messages_of_parquet_lack_the_fields_that_only_others_have(tmp_path):
@@ -210,7 +212,7 @@ def test_messages_of_parquet_lack_the_fields_that_only_others_have(tmp_path):
             seen.extend(conversation)
             return "text"
 
-    load_prompts(tmp_path / "p.parquet", tokenizer=Records(), apply_chat_template=True)
+    load(tmp_path / "p.parquet", Records(), apply_chat_template=True)
     assert seen == [{"role": "user", "content": "hi"}, calls]
 
 
@@ -220,7 +222,7 @@ def test_a_chat_template_that_fails_names_the_line(tmp_path):
             raise RuntimeError("no such role")
 
     with pytest.raises(ValueError, match="line 1: the chat template fails: no such role"):
-        load_prompts(jsonl(tmp_path, LINE), tokenizer=Broken(), apply_chat_template=True)
+        load(jsonl(tmp_path, LINE), Broken(), apply_chat_template=True)
 
 
 @pytest.mark.parametrize(
@@ -412,14 +414,14 @@ RESULT = [{"role": "tool", "content": "42"}, {"role": "user", "content": "so?"}]
 )
 def test_a_reply_is_what_the_template_writes_behind_an_answer(template, last, expected):
     tokenizer = Characters(template)
-    chat = ChatTemplate(tokenizer, {}, tools=[{"name": "search"}])
+    chat = ChatTemplate(tokenizer, NO_SETTINGS, tools=[{"name": "search"}])
     assert tokenizer.text(chat.reply(RESULT, last)) == expected
 
 
 def test_the_tokens_of_a_reply_are_those_of_the_whole_conversation():
     """For a template that changes nothing in earlier messages."""
     tokenizer = Characters(THINKING.replace("<think></think>", ""))
-    chat = ChatTemplate(tokenizer, {})
+    chat = ChatTemplate(tokenizer, NO_SETTINGS)
     asked = [{"role": "user", "content": "?"}]
     whole = [*asked, {"role": "assistant", "content": "call"}, *RESULT]
     text = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -436,14 +438,14 @@ def test_a_template_that_leaves_the_answer_out_or_fails_is_refused():
         ("{{ messages[0].content / 2 }}", "the chat template fails"),
     ):
         with pytest.raises(ValueError, match=said):
-            ChatTemplate(Characters(template), {}).reply(RESULT, 7)
+            ChatTemplate(Characters(template), NO_SETTINGS).reply(RESULT, 7)
 
 
 def test_tools_that_the_template_does_not_show_are_refused():
     tools = [{"type": "function", "function": {"name": "search"}}]
-    ChatTemplate(Characters(THINKING), {}, tools=tools).check_tools()
+    ChatTemplate(Characters(THINKING), NO_SETTINGS, tools=tools).check_tools()
     with pytest.raises(ValueError, match="chat template does not show them"):
-        ChatTemplate(Characters(ENDLESS), {}, tools=tools).check_tools()
+        ChatTemplate(Characters(ENDLESS), NO_SETTINGS, tools=tools).check_tools()
     known = "{% if m.role == 'tool' %}{{ raise_exception('no such role') }}{% endif %}"
     left_out = THINKING.replace("m in messages", "m in messages if m.role != 'tool'")
     for template, said in (
@@ -451,7 +453,7 @@ def test_tools_that_the_template_does_not_show_are_refused():
         (left_out, "does not write messages of role tool"),
     ):
         with pytest.raises(ValueError, match=said):
-            ChatTemplate(Characters(template), {}, tools=tools).check_tools()
+            ChatTemplate(Characters(template), NO_SETTINGS, tools=tools).check_tools()
 
 
 @pytest.mark.parametrize("lengths", [[0], [0, 3], [3, 0, 3], [3, 3, 0]])
@@ -470,5 +472,5 @@ def test_rows_without_tools_of_their_own_get_those_of_the_environment(tmp_path):
     own, common = ([{"type": "function", "function": {"name": n}}] for n in ("own", "common"))
     options = {"tokenizer": Chat(), "apply_chat_template": True, "tool_key": "tools"}
     rows = jsonl(tmp_path, {**LINE, "tools": own}, LINE)
-    texts = [prompt.text for prompt in load_prompts(rows, tools=common, **options)]
+    texts = [prompt.text for prompt in load(rows, tools=common, **options)]
     assert [json.loads(text.partition("tools=")[2]) for text in texts] == [own, common]

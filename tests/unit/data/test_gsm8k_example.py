@@ -17,6 +17,7 @@ from tests.unit.rewards.test_scoring import sample, scored
 
 from r3train.cli import main
 from r3train.config import RunConfig
+from r3train.config.data import PromptFile
 from r3train.data import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.preflight import preflight
@@ -49,13 +50,8 @@ def test_the_prepared_files_are_read_and_scored_as_the_recipe_says(tmp_path, nam
     assert done.returncode == 0, done.stderr
     assert "train.parquet: 2 prompts" in done.stdout and "test.parquet: 2 p" in done.stdout
     data = RunConfig.from_toml(RECIPE).data
-    prompts = load_prompts(
-        tmp_path / "out/test.parquet",
-        tokenizer=WordTokenizer(),
-        apply_chat_template=data.apply_chat_template,
-        input_key=data.input_key,
-        label_key=data.label_key,
-    )
+    file = PromptFile(tmp_path / "out/test.parquet")
+    prompts = load_prompts(file, data, WordTokenizer(), (1 << 20, "no limit"))
     assert [prompt.label for prompt in prompts] == ["7", "1,500"]
     assert prompts[0].text.startswith("<user> Ann has 3 hens") and "after ####." in prompts[0].text
     answers = ["7 animals, so #### 7", "#### 1500", r"it is \boxed{1500.00}", "#### 15"]

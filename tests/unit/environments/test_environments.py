@@ -13,11 +13,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests import whole_samples
+from tests.all_prompts import all_prompts
 from tests.e2e.test_environments import as_the_template_writes_them
 from tests.e2e.tool_calculator import ToolCalculator, use_template
 from tests.unit.simulated_engine import PROMPT_LEN, SimulatedEngine, rollout_section
 
-from r3train.data.prompts import ChatTemplate, load_prompts
+from r3train.config.data import DataSection
+from r3train.data.prompts import ChatTemplate
 from r3train.data.tokenizer import load_tokenizer
 
 from r3train.environments import StepResult, Turn, get_environment
@@ -521,14 +523,10 @@ def test_a_dumped_episode_reads_as_the_template_writes_it(tmp_path):
     build(tmp_path, TinyOptions(task="calculator"))
     use_template(tmp_path / "model")
     tokenizer = load_tokenizer(tmp_path / "model")
-    template = ChatTemplate(tokenizer, {}, tools=ToolCalculator.tools)
+    path, tools = tmp_path / "prompts.jsonl", ToolCalculator.tools
+    template = ChatTemplate(tokenizer, DataSection(prompt_data=str(path)), tools)
     template.check_tools()
-    prompts = load_prompts(
-        tmp_path / "prompts.jsonl",
-        tokenizer=tokenizer,
-        apply_chat_template=True,
-        tools=ToolCalculator.tools,
-    )
+    prompts = all_prompts(path, tokenizer, apply_chat_template=True, tools=tools)
     engine = DrawingEngine(len(tokenizer), {1, 2})
 
     def episode(prompt, reply):

@@ -14,8 +14,9 @@ from click.testing import CliRunner
 from r3train import tiny
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
-from r3train.data import load_prompts, load_tokenizer
+from r3train.data import load_tokenizer
 from r3train.rewards.accepted_words import accepted_words
+from tests.all_prompts import all_prompts
 
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -116,9 +117,9 @@ def test_every_word_of_the_task_is_one_token_of_its_own(model):
 
 
 def test_the_task_has_distinct_prompts_for_four_categories_without_shared_words(model):
-    prompts = load_prompts(
-        model / "prompts.jsonl", tokenizer=load_tokenizer(model / "model"), max_prompt_len=16
-    )
+    limit = (16, "16")
+    tokenizer = load_tokenizer(model / "model")
+    prompts = all_prompts(model / "prompts.jsonl", tokenizer, limit=limit, overlong_prompts="error")
     assert len({prompt.text for prompt in prompts}) == len(prompts) >= 32
     labels = {tuple(prompt.label) for prompt in prompts}
     assert len(labels) == 4
@@ -130,7 +131,7 @@ def test_chance_leaves_room_to_learn(model):
     import random
 
     tokenizer = load_tokenizer(model / "model")
-    prompts = load_prompts(model / "prompts.jsonl", tokenizer=tokenizer)
+    prompts = all_prompts(model / "prompts.jsonl", tokenizer)
     generator = random.Random(0)
     vocabulary = list(range(len(tokenizer)))
     scores = [

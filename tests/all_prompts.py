@@ -1,0 +1,26 @@
+"""The prompts of a file, with settings by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from r3train.config.data import DataSection, PromptFile
+from r3train.data.prompts import Tokenizer, load_prompts
+from r3train.types import Prompt
+
+
+def all_prompts(
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    rows: tuple[int, int | None] = (0, None),
+    limit: tuple[int, str] = (1 << 20, "no limit"),
+    tools: Any = (),
+    told: list[str] | None = None,
+    **settings: Any,
+) -> list[Prompt]:
+    """Load what ``load_prompts`` does; settings: of the section of the data."""
+    data = DataSection(prompt_data=str(path), **settings)
+    note = [].append if told is None else told.append
+    return load_prompts(PromptFile(path, *rows), data, tokenizer, limit, tools=tools, note=note)
