@@ -23,7 +23,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import deal_bins, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions
 from r3train.loop.recorded import Recorded, decoded_kept_tokens, decoded_rows
-from r3train.proof.check import StepExpectation, expected_calls
+from r3train.proof.check import Place, StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
 
@@ -284,13 +284,13 @@ def step_expectation(
     num_rows = sum(s.sample.num_tokens for s in samples)
     return StepExpectation(
         step=rollout_id,
-        fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
-        rows_replayed=dict(zip(layers, whole.tolist())),
-        rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
-        rows_current=_rows_current(rollout_id, versions, config, passes),
-        kept_current=kept_current,
+        expected_fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
+        expected_rows_replayed=dict(zip(layers, whole.tolist())),
+        expected_rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
+        expected_rows_current=_rows_current(rollout_id, versions, config, passes),
+        expected_kept_current=kept_current,
         keep_score_ratio=config.replay.r3_keep_score_ratio,
-        num_calls=expected_calls(
+        expected_calls=expected_calls(
             passes=passes,
             num_microbatches=num_microbatches,
             ranks_per_stage=len(topologies) // topologies[0].pp_size,
@@ -298,10 +298,11 @@ def step_expectation(
             recomputed=recomputed_moe_layers(config.parallel, config.model, hf),
             kept_layers=() if kept is None else kept.layers.tolist(),
         ),
-        fingerprints_of_ranks={
-            tuple(t.rank for t in topologies if t.dp_rank == data_rank): dict(
-                zip(layers, own.tolist())
+        places=[
+            Place(
+                [t.rank for t in topologies if t.dp_rank == data_rank],
+                dict(zip(layers, own.tolist())),
             )
             for data_rank, own in enumerate(of_all.fingerprints)
-        },
+        ],
     )

@@ -29,7 +29,6 @@ from r3train.proof.check import (
     judge,
     native,
     SAMPLING_MASK,
-    StepExpectation,
     StepTotals,
     StepVerdict,
 )
@@ -395,18 +394,8 @@ class _RunAudit:
             if own.cells:
                 of_rank[rank] = own
                 totals.merge(own)
-        expectation = StepExpectation(
-            line.step,
-            line.expected_fingerprints,
-            line.expected_rows_replayed,
-            line.expected_rows_filled,
-            line.expected_calls,
-            line.expected_rows_current,
-            line.expected_kept_current,
-            line.keep_score_ratio or 0.0,
-        )
         limit = line.mismatch_threshold if self._threshold is None else self._threshold
-        verdict = judge(totals, expectation, shape, mismatch_threshold=limit)
+        verdict = judge(totals, line, shape, mismatch_threshold=limit)
         superseded = self._latest[line.step] != place
         return _Step(line, superseded, shape, limit, of_rank, totals, verdict)
 

@@ -10,12 +10,23 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from operator import attrgetter
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from r3train.routing.agreement import chance_levels
-from r3train.types import ReplayEvidence, ReplayStage, RouteShape
+from r3train.types import (
+    Amount,
+    Fingerprint,
+    LayerNumber,
+    Rank,
+    ReplayEvidence,
+    ReplayPass,
+    ReplayStage,
+    RouteShape,
+)
 
 STAGES: tuple[str, ...] = get_args(ReplayStage)
 # The stage of kept tokens, which no router call has.
@@ -218,30 +229,36 @@ def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int
     return num_rows * low, num_rows * (topk * (num_experts - 1) - low)
 
 
-@dataclass(frozen=True)
-class StepExpectation:
+class Place(msgspec.Struct, frozen=True):
+    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
+
+    ranks: list[Rank]
+    fingerprints: dict[LayerNumber, Fingerprint]
+
+
+class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that the rollout side knows of a step before the trainer has run.
 
-    Per-layer values are by 1-based layer number.  ``num_calls[pass][stage][layer]`` counts router
-    calls over all ranks.
+    Per-layer values are by 1-based layer number.  ``expected_calls`` counts router calls over all ranks.
+    ``places``: where to look if a fingerprint is wrong.
     """
 
-    step: int
-    fingerprints: dict[int, int]  # unsigned 64-bit
-    rows_replayed: dict[int, int]  # rows whose every slot was recorded
-    rows_filled: dict[int, int]  # real rows with at least one slot missing
-    num_calls: dict[str, dict[str, dict[int, int]]]
-    # rows of the weight version that the actor holds, by pass: not known of old evidence
-    rows_current: dict[str, int] | None = None
+    step: Amount
+    expected_fingerprints: dict[LayerNumber, Fingerprint]
+    expected_rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
+    expected_rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
+    # rows of the weight version that the actor holds: not known of old evidence
+    expected_rows_current: dict[ReplayPass, Amount] | None = None
     # the same of tokens with kept tokens, drawn by the weights that the actor holds; None without such
-    kept_current: dict[str, int] | None = None
-    keep_score_ratio: float = 0.0  # with 0 no replayed expert may be let go
-    # the same fingerprints for the ranks that share a data-parallel rank: where to look
-    fingerprints_of_ranks: dict[tuple[int, ...], dict[int, int]] = field(default_factory=dict)
+    expected_kept_current: dict[ReplayPass, Amount] | None = None
+    # with 0, and in old evidence, no replayed expert may be let go
+    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
+    places: list[Place] = []
 
     def total_calls(self) -> int:
         """Router calls over all passes, stages and layers; kept tokens are none."""
-        places = [(s, of) for stages in self.num_calls.values() for s, of in stages.items()]
+        places = [(s, of) for stages in self.expected_calls.values() for s, of in stages.items()]
         return sum(sum(of.values()) for stage, of in places if stage != SAMPLING_MASK)
 
 
@@ -332,9 +349,9 @@ def judge(
     counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
     places = [
         (replay_pass, stage, layer)
-        for replay_pass in expectation.num_calls
+        for replay_pass in expectation.expected_calls
         for stage in STAGES
-        for layer in expectation.fingerprints
+        for layer in expectation.expected_fingerprints
     ]
     for cell in places:
         got = totals.counters(cell)
@@ -363,8 +380,8 @@ def judge(
     for cell in sorted(totals.cells.keys() - set(places)):
         failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
     counts["num_calls_expected"] = expectation.total_calls()
-    place = native(expectation.num_calls)
-    own_choice = [totals.counters((*place, layer)) for layer in expectation.fingerprints]
+    place = native(expectation.expected_calls)
+    own_choice = [totals.counters((*place, layer)) for layer in expectation.expected_fingerprints]
     agreement = agreement_shares(own_choice, shape)
     agreement |= _kept_agreement(totals, place[0], expectation)
     warning = None
@@ -381,15 +398,16 @@ def judge(
 def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
     """The only right value of each quantity that has one."""
     replay_pass, stage, layer = cell
-    calls = expectation.num_calls[replay_pass].get(stage, {}).get(layer, 0)
+    calls = expectation.expected_calls[replay_pass].get(stage, {}).get(layer, 0)
     wanted = {"num_calls": calls, **dict.fromkeys(ERRORS, 0)}
     if calls:
-        wanted["fingerprint"] = expectation.fingerprints[layer]
+        wanted["fingerprint"] = expectation.expected_fingerprints[layer]
         # recorded rows that were left over would be missing here
-        wanted["rows_replayed"] = expectation.rows_replayed[layer] - got["rows_let_go"]
-        wanted["rows_filled"] = expectation.rows_filled[layer]
-        of_kept = stage == SAMPLING_MASK
-        current = expectation.kept_current if of_kept else expectation.rows_current
+        wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_let_go"]
+        wanted["rows_filled"] = expectation.expected_rows_filled[layer]
+        current = expectation.expected_rows_current
+        if stage == SAMPLING_MASK:
+            current = expectation.expected_kept_current
         if current is not None:
             wanted["rows_current"] = current[replay_pass]
     if not expectation.keep_score_ratio:
@@ -401,7 +419,7 @@ def _kept_agreement(
     totals: StepTotals, replay_pass: str, expectation: StepExpectation
 ) -> dict[str, float]:
     """Shares of the rows whose kept tokens are the trainer's likeliest, and of those without its likeliest."""
-    layers = expectation.num_calls[replay_pass].get(SAMPLING_MASK, {})
+    layers = expectation.expected_calls[replay_pass].get(SAMPLING_MASK, {})
     of = [totals.counters((replay_pass, SAMPLING_MASK, layer)) for layer in layers]
     rows = sum(values["rows_replayed"] for values in of)
     names = ("equal", "mismatch") if rows else ()
@@ -452,29 +470,24 @@ def step_line(
     def hexadecimal(fingerprints: dict[int, int]) -> dict[int, str]:
         return {layer: f"{value:#018x}" for layer, value in fingerprints.items()}
 
-    places = [
-        {"ranks": ranks, "fingerprints": hexadecimal(own)}
-        for ranks, own in expectation.fingerprints_of_ranks.items()
+    expected = msgspec.structs.asdict(expectation)
+    expected["expected_fingerprints"] = hexadecimal(expectation.expected_fingerprints)
+    expected["places"] = [
+        {"ranks": place.ranks, "fingerprints": hexadecimal(place.fingerprints)}
+        for place in expectation.places
     ]
+    if verdict.passed:
+        del expected["places"]
     return {
         "step": verdict.step,
         "passed": verdict.passed,
-        "passes": list(expectation.num_calls),
+        "passes": list(expectation.expected_calls),
         "world_size": world_size,
         "num_experts": shape.num_experts,
         "topk": shape.topk,
         "mismatch_threshold": mismatch_threshold,
         **({} if check_interval == 1 else {"check_interval": check_interval}),
-        "expected_fingerprints": hexadecimal(expectation.fingerprints),
-        "expected_rows_replayed": expectation.rows_replayed,
-        "expected_rows_filled": expectation.rows_filled,
-        "expected_rows_current": expectation.rows_current,
-        "expected_kept_current": expectation.kept_current,
-        "keep_score_ratio": (
-            None if expectation.rows_current is None else expectation.keep_score_ratio
-        ),
-        "expected_calls": expectation.num_calls,
-        **({} if verdict.passed else {"places": places}),
+        **expected,
         "counts": verdict.counts,
         "agreement": verdict.agreement,
         "failures": [asdict(f) for f in verdict.failures],

@@ -49,7 +49,7 @@ def prove_step(
         if rescored is not None:
             verdict = replace(verdict, sampling=judge_rescored(rescored, missed))
         place = native(passes)
-        layers = (totals.counters((*place, layer)) for layer in expectation.fingerprints)
+        layers = (totals.counters((*place, layer)) for layer in expectation.expected_fingerprints)
         wrong = not verdict.passed or any(map(beaten_by, layers))
     if evidence.summed:
         flag = torch.tensor([bool(wrong)])

@@ -17,17 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from r3train.data.parts import PartError, PartLines
-from r3train.proof.check import COUNTS, Failure, LATER, SAMPLING_MASK
+from r3train.proof.check import COUNTS, Failure, LATER, SAMPLING_MASK, StepExpectation
 from r3train.proof.rescored import RescoredRecord
-from r3train.types import (
-    Amount,
-    Fingerprint,
-    LayerNumber,
-    Rank,
-    ReplayEvidence,
-    ReplayPass,
-    ReplayStage,
-)
+from r3train.types import Amount, Fingerprint, ReplayEvidence, ReplayPass
 
 # A failed step of 4096 ranks with 100 layers takes some ten MB.
 _MAX_LINE = 64 << 20
@@ -65,13 +57,6 @@ class SamplingLine(msgspec.Struct, frozen=True):
     failures: list[Failure]
 
 
-class Place(msgspec.Struct, frozen=True):
-    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
-
-    ranks: list[Rank]
-    fingerprints: dict[LayerNumber, Fingerprint]
-
-
 _Count = Annotated[int, Meta(ge=0)]
 Counts = msgspec.defstruct(
     "Counts",
@@ -83,11 +68,10 @@ Counts = msgspec.defstruct(
 )
 
 
-class StepLine(msgspec.Struct, frozen=True, kw_only=True):
+class StepLine(StepExpectation, frozen=True, kw_only=True):
     """One line of ``steps.jsonl``: the run's own verdict on a step, and all that it was judged by."""
 
     attempt: Attempt = ""
-    step: Amount
     passed: bool
     passes: Annotated[list[ReplayPass], Meta(min_length=1)]
     world_size: Annotated[int, Meta(ge=1, le=1 << 17)]
@@ -95,14 +79,6 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True):
     topk: Annotated[int, Meta(ge=1)]
     mismatch_threshold: Annotated[float, Meta(ge=0, le=1)]
     check_interval: Annotated[int, Meta(ge=1)] = 1
-    expected_fingerprints: dict[LayerNumber, Fingerprint]
-    expected_rows_replayed: dict[LayerNumber, Amount]
-    expected_rows_filled: dict[LayerNumber, Amount]
-    expected_rows_current: dict[ReplayPass, Amount] | None = None
-    expected_kept_current: dict[ReplayPass, Amount] | None = None
-    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
-    expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
-    places: list[Place] = []
     counts: Counts
     agreement: dict[str, float]
     failures: list[Failure]

@@ -11,6 +11,7 @@ from r3train.proof.check import (
     LATER,
     expected_calls,
     judge,
+    Place,
     step_line,
     StepExpectation,
     StepTotals,
@@ -185,7 +186,7 @@ def expectation_of(
     calls = len(ranks) * microbatches
     current = {p: n * calls for p, n in CURRENT_ROWS.items()}
     each = {
-        (rank,): {
+        rank: {
             layer: sum(fingerprint(step + 1000 * m, rank, layer) for m in range(microbatches))
             % (1 << 64)
             for layer in LAYERS
@@ -194,20 +195,21 @@ def expectation_of(
     }
     return StepExpectation(
         step=step,
-        fingerprints={
+        expected_fingerprints={
             layer: sum(own[layer] for own in each.values()) % (1 << 64) for layer in LAYERS
         },
-        rows_replayed=dict.fromkeys(LAYERS, ROWS * calls),
-        rows_filled=dict.fromkeys(LAYERS, 4 * calls),
-        num_calls=expected_calls(
+        expected_rows_replayed=dict.fromkeys(LAYERS, ROWS * calls),
+        expected_rows_filled=dict.fromkeys(LAYERS, 4 * calls),
+        expected_calls=expected_calls(
             passes=PASSES,
             num_microbatches=microbatches,
             ranks_per_stage=len(ranks),
             moe_layers=LAYERS,
             recomputed=(),
         ),
-        rows_current=current if versions else None,
-        fingerprints_of_ranks=each,
+        expected_rows_current=current if versions else None,
+        keep_score_ratio=0.0 if versions else None,
+        places=[Place([rank], own) for rank, own in each.items()],
     )
 
 

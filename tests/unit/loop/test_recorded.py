@@ -114,9 +114,9 @@ def expected_and_dispatched(samples: list[RolloutSample]) -> tuple[dict, dict, i
     data_rank_of = data_rank_of_samples(ready.steps)
     expectation = ready.expectation(record_samples(samples, data_rank_of, 1, LAYERS))
     return (
-        expectation.fingerprints,
+        expectation.expected_fingerprints,
         {layer: to_unsigned(value) for layer, value in dispatched.items()},
-        expectation.rows_replayed[1],
+        expectation.expected_rows_replayed[1],
         rows,
     )
 
@@ -159,9 +159,9 @@ def kept_tokens_expected_and_trained(samples: list[RolloutSample]) -> tuple[int,
         trained += int(route_hashes(uids, ids[:, None], layer).sum())
         rows += int((counts > 0).sum())
     return (
-        expectation.fingerprints[layer],
+        expectation.expected_fingerprints[layer],
         to_unsigned(trained),
-        expectation.rows_replayed[layer],
+        expectation.expected_rows_replayed[layer],
         rows,
     )
 
@@ -305,7 +305,7 @@ def test_rows_of_the_actors_own_version_end_with_its_first_optimizer_step(optimi
     def current(rollout_id: int) -> dict[str, int]:
         prepared = prepare(rollout_id, samples, config, HF, ROUTES, [place], passes=passes)
         recorded = record_samples([s.sample for s in samples], {}, 1, LAYERS)
-        return prepared.expectation(recorded).rows_current
+        return prepared.expectation(recorded).expected_rows_current
 
     first, second = (s.sample.num_tokens - 1 for s in samples)
     assert current(3) == {"old_log_prob": first, "ref_log_prob": 0, "train": first}
