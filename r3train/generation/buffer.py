@@ -26,9 +26,9 @@ OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt th
 _MAX_DROPPED_BATCHES = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Group:
-    """One prompt on its way; ``attempt`` counts up when it is generated again."""
+    """One attempt at a prompt; ``attempt`` counts up when it is generated again."""
 
     group_id: int
     prompt: Prompt
@@ -74,10 +74,20 @@ class ProducerState:
 
 
 class GroupBuffer:
-    """Groups from submission to training; ``start_rollout`` is the first that is trained."""
+    """Groups from submission to training; ``start_rollout`` is the first that is trained.
 
-    def __init__(self, rollout: RolloutSection, *, start_rollout: int = 0):
+    ``prompt_for(g)`` gives the prompt of group g.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        prompt_for: Callable[[int], Prompt],
+        *,
+        start_rollout: int = 0,
+    ):
         self._rollout = rollout
+        self._prompt_for = prompt_for
         self.next_rollout = start_rollout
         self.next_group = start_rollout * rollout.rollout_batch_size
         self.outcomes: Counter[str] = Counter()
@@ -107,35 +117,28 @@ class GroupBuffer:
         allowed = (rollouts - 1) * r.rollout_batch_size + r.groups_per_rollout
         return min(allowed, r.buffer_groups) - self.outstanding
 
-    def wants_prompt(self) -> bool:
-        """True when the next group to submit is a new one (``submit`` needs its prompt)."""
-        return not self._again
-
-    def submit(self, prompt: Prompt | None) -> Group:
-        """Put the next group in flight: a regenerated one first, else a new one of ``prompt``."""
+    def submit(self) -> Group:
+        """Put the next group in flight: a regenerated one first, else one of the next prompt."""
         if self._again:
             group = self._again.popleft()
         else:
-            assert prompt is not None
-            group = Group(self.next_group, prompt)
+            group = Group(self.next_group, self._prompt_for(self.next_group))
             self.next_group += 1
         self._groups[group.group_id] = group
         return group
 
-    def current(self, group_id: int, attempt: int) -> Group | None:
-        """Return the group if this attempt at it is still wanted, else None."""
-        group = self._groups.get(group_id)
-        return group if group is not None and group.attempt == attempt else None
+    def holds(self, group: Group) -> bool:
+        """True if this attempt at a prompt is still wanted."""
+        return self._groups.get(group.group_id) is group
 
     # -- completion --------------------------------------------------------------------------
 
-    def finish(self, group: Group, place: int, scored: Sequence[Scored]) -> bool:
-        """Add a finished rollout to its group; True if the group is now complete or dropped."""
+    def finish(self, group: Group, place: int, scored: Sequence[Scored]) -> None:
+        """Add a finished rollout to its group, which may be complete then, or dropped."""
         group.samples[place] = list(scored)
         if not self._complete(group):
-            return False
-        reason = self._filtered(group)
-        if reason is not None:
+            return
+        if reason := self._filtered(group):
             self._dropped_in_row += 1
             self._remove(group, f"dropped_{reason}")
             if self._dropped_in_row > _MAX_DROPPED_BATCHES * self._rollout.rollout_batch_size:
@@ -145,7 +148,6 @@ class GroupBuffer:
                 )
         elif self._too_stale(group, self.next_rollout):
             self._expire(group)
-        return True
 
     def _complete(self, group: Group) -> bool:
         """Set ``complete`` and ``oldest`` if all rollouts of the group are done."""
@@ -274,7 +276,7 @@ class GroupBuffer:
         facts = {"next_step": self.next_rollout, "next_group": self.next_group, "groups": groups}
         return ProducerState(samples, facts)
 
-    def restore(self, state: ProducerState, prompt_for: Callable[[int], Prompt]) -> list[Group]:
+    def restore(self, state: ProducerState) -> list[Group]:
         """Fill a new buffer from a saved state; return the incomplete groups, in order of group id.
 
         Raises ValueError if the state is of another rollout or its prompts have changed.
@@ -288,7 +290,7 @@ class GroupBuffer:
         self.next_group = facts["next_group"]
         start = 0
         for saved in facts["groups"]:
-            prompt = prompt_for(saved["group_id"])
+            prompt = self._prompt_for(saved["group_id"])
             if prompt.prompt_id != saved["prompt_id"]:
                 raise ValueError(
                     f"group {saved['group_id']} is of prompt {saved['prompt_id']} in the saved "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,8 @@ from r3train.types import Prompt, RolloutSample
 Row = dict[str, Any]
 # a sample and its own reward, None if its episode gave none
 Answer = tuple[RolloutSample, float | None]
+# makes what an answer enters for as long as its requests are in flight
+Room = Callable[[], AbstractAsyncContextManager[Any]]
 
 # sample ids of evaluations begin here: no rollout has them, so no seed is drawn twice
 _FIRST_ID = 1 << 62
@@ -54,44 +56,39 @@ async def evaluate(
     asked: EvalSet,
     backend: RolloutBackend,
     version: int | None,
-    room: AbstractAsyncContextManager,
-    num_workers: int,
+    room: Room,
     on_answer: Callable[[], None] = lambda: None,
 ) -> list[Row]:
     """Return the rows of a set in order of prompt and sample, all answered by one weight version.
 
     version: the one that every token must carry; None: any, the same for all.  room: entered for
-    each answer, it bounds the requests in flight.  num_workers: answers that wait or run at once.
-    on_answer: called after each answer.
+    each answer, it bounds the requests in flight.  on_answer: called after each answer.
     Raises the first error, and ValueError where versions differ.
     """
-    rows: dict[int, list[Row]] = {}  # by the prompt's place
-    answers: list[dict[int, Answer]] = [{} for _ in asked.prompts]
 
-    async def score(place: int) -> None:
-        done = [answer for _, answer in sorted(answers[place].items())]
+    async def answer(place: int, number: int) -> Answer:
+        async with room():
+            samples, own = await _answer(asked, backend, version, place, number)
+        on_answer()
+        return samples[-1], own
+
+    async def scored(answers: Sequence[asyncio.Task[Answer]]) -> list[Row]:
+        done = [await each for each in answers]
         unscored = [sample for sample, own in done if own is None]
         found = iter(await asked.score(unscored) if unscored else [])
         rewards = [next(found) if own is None else own for _, own in done]
-        rows[place] = [_row(i, sample, r) for i, ((sample, _), r) in enumerate(zip(done, rewards))]
+        return [_row(i, sample, r) for i, ((sample, _), r) in enumerate(zip(done, rewards))]
 
-    async def work(jobs: Iterator[tuple[int, int]], tasks: asyncio.TaskGroup) -> None:
-        for place, number in jobs:
-            async with room:
-                samples, own = await _answer(asked, backend, version, place, number)
-            answers[place][number] = (samples[-1], own)
-            on_answer()
-            if len(answers[place]) == asked.num_samples:
-                tasks.create_task(score(place))
-
-    jobs = ((p, i) for p in range(len(asked.prompts)) for i in range(asked.num_samples))
+    rows = []
     try:
         async with asyncio.TaskGroup() as tasks:
-            for _ in range(num_workers):
-                tasks.create_task(work(jobs, tasks))
+            for place in range(len(asked.prompts)):
+                numbers = range(asked.num_samples)
+                answers = [tasks.create_task(answer(place, number)) for number in numbers]
+                rows.append(tasks.create_task(scored(answers)))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    found = [row for place in sorted(rows) for row in rows[place]]
+    found = [row for of_prompt in rows for row in of_prompt.result()]
     versions = {row["version"] for row in found}
     if len(versions) > 1:
         raise ValueError(f"answers of several weight versions: {sorted(versions)}")

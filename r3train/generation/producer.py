@@ -25,9 +25,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, InitVar, KW_ONLY, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, 
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.episode import Episode, generate_once
-from r3train.generation.evaluate import EvalSet, EvaluationEnded, Row, evaluate
+from r3train.generation.evaluate import EvalSet, EvaluationEnded, Room, Row, evaluate
 from r3train.generation.rates import Rates
 from r3train.generation.rescoring import AWAITED_S, Rescoring, Unbroken
 from r3train.rewards.parts import scored
@@ -55,23 +55,11 @@ _CLOSE_S = 30.0
 _MAX_RETRACTIONS = 3
 
 
-@dataclass(frozen=True, slots=True)
-class RolloutItem:
-    """One rollout to make or to resume: sample number ``place`` of one attempt at a group."""
-
-    group: Group
-    attempt: int
-    place: int
-    sample_id: int
-    sampling: SamplingParams
-    episode: Episode
-
-    @property
-    def key(self) -> tuple[int, int]:
-        """Group id and attempt."""
-        return self.group.group_id, self.attempt
+async def _no_reward(sample: RolloutSample) -> float:
+    return 0.0
 
 
+@dataclass(eq=False)
 class Producer:
     """Continuous generation beside training; the public methods are the training thread's.
 
@@ -96,76 +84,59 @@ class Producer:
     requests in flight, so ``snapshot`` still finds the samples that were complete.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSection,
-        make_backend: Callable[[], RolloutBackend],
-        prompt_for: Callable[[int], Prompt],
-        sampling: SamplingParams,
-        *,
-        start_rollout: int = 0,
-        segment_len: int | None = None,
-        score: Callable[[RolloutSample], Awaitable[float]] | None = None,
-        score_group: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]] | None = None,
-        teacher: Teacher | None = None,
-        make_episode: Callable[[Prompt], Episode] | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
-        check_alive: Callable[[], None] | None = None,
-        on_outcome: Callable[[Outcome], None] | None = None,
-        state: ProducerState | None = None,
-        keep_decoded: bool = False,
-        pool_facts: str | None = None,
-        audit_share: float = 0.0,
-        eval_places: int = 1,
-        versions_stay: bool = False,
-    ) -> None:
-        self._rollout = rollout
-        self._make_backend = make_backend
-        self._prompt_for = prompt_for
-        self._sampling = sampling
-        self._segment_len = segment_len
-        self._score = score
-        self._score_group = score_group
-        self._teacher = teacher
-        self._make_episode = make_episode or (lambda prompt: generate_once)
-        self._decode = decode or (lambda ids: "")
-        self._keep_decoded = keep_decoded
-        self._pool_facts = f": {pool_facts}" if pool_facts else ""
-        self._audit_share = audit_share
-        self._eval_places = eval_places
-        self._versions_stay = versions_stay
-        self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
-        self._rescoring: Rescoring | None = None
-        self._measuring: asyncio.Task[None] | None = None
-        self._last_taken: list[Group] = []
-        self._check_alive = check_alive or (lambda: None)
-        self._on_outcome = on_outcome or (lambda outcome: None)
-        # True: a frozen request continues under a newer version
-        self._freezes = rollout.pause_generation_mode in ("in_place", "retract")
+    rollout: RolloutSection
+    make_backend: Callable[[], RolloutBackend]
+    prompt_for: Callable[[int], Prompt]
+    sampling: SamplingParams
+    _: KW_ONLY
+    start_rollout: int = 0
+    segment_len: int | None = None
+    score: Callable[[RolloutSample], Awaitable[float]] = _no_reward
+    score_group: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]] | None = None
+    teacher: Teacher | None = None
+    make_episode: Callable[[Prompt], Episode] = lambda prompt: generate_once
+    decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
+    check_alive: Callable[[], None] = lambda: None
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None
+    state: InitVar[ProducerState | None] = None
+    keep_decoded: bool = False
+    pool_facts: str | None = None
+    audit_share: float = 0.0
+    eval_places: int = 1
+    versions_stay: bool = False
 
+    def __post_init__(self, state: ProducerState | None) -> None:
+        # True: a frozen request continues under a newer version
+        self._freezes = self.rollout.pause_generation_mode in ("in_place", "retract")
+        # the first error of the producer, None while there is none
+        self.failure: BaseException | None = None
         self._loop = asyncio.new_event_loop()
         self._changed = self._loop.create_future()  # done and replaced at every change
         self._backend: RolloutBackend | None = None
-        self._version = start_rollout
-        self._buffer = GroupBuffer(rollout, start_rollout=start_rollout)
-        self._items: deque[RolloutItem] = deque()  # to be sent
-        self._tasks: dict[tuple[int, int], set[asyncio.Task[None]]] = {}
+        self._version = self.start_rollout
+        self._buffer = GroupBuffer(self.rollout, self.prompt_for, start_rollout=self.start_rollout)
+        self._unsent: deque[_Turns] = deque()
+        self._tasks: dict[asyncio.Task[None], Group] = {}
         self._scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
+        self._last_taken: list[Group] = []
         self._rates = Rates()
+        self._rescoring = Rescoring(
+            self.rollout, self.audit_share, self._rates, versions_stay=self.versions_stay
+        )
+        self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
         self._in_flight = 0  # places taken, each for one rollout's requests
-        self._going_on = 0  # resumed rollouts that wait for a place in flight
         self._evaluating = 0  # places taken by an evaluation, beside those of ``_in_flight``
-        self._to_evaluate = 0  # answers of an evaluation that wait for a place
+        self._waiting = 0  # resumed rollouts and answers of an evaluation that wait for a place
         # retracted rollouts that keep their place and wait for others to end
         self._short_of_room = 0
         self._pauses = 0  # weight updates under way: nothing is sent
         self._frozen = False  # the servers were told to pause
         self._aborting = False  # requests are aborted by an update, to be resumed after it
-        self._error: BaseException | None = None
         self._closing = False
         if state is not None:
-            for group in self._buffer.restore(state, prompt_for):
-                self._add_items(group)
+            for group in self._buffer.restore(state):
+                self._add(group)
+        self._opening = self._loop.create_task(self._open())
         self._thread = threading.Thread(target=self._run, name="producer", daemon=True)
         self._thread.start()
 
@@ -248,11 +219,6 @@ class Producer:
         """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
         return self._call(self._stats())
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The first error of the producer, None while there is none."""
-        return self._call(self._failure()) if self._thread.is_alive() else self._error
-
     def close(self) -> None:
         """Cancel all rollouts, close the backend and end the thread. Idempotent."""
         if not self._thread.is_alive():
@@ -289,7 +255,7 @@ class Producer:
                 now = time.monotonic()
                 if now >= next_alive:
                     next_alive = now + _ALIVE_EVERY_S
-                    self._check_alive()
+                    self.check_alive()
                 if on_wait is not None:
                     on_wait(self.stats())
             future.result()
@@ -299,45 +265,29 @@ class Producer:
     # ---- the loop: calls of the training thread --------------------------------------------------
 
     def _run(self) -> None:
-        self._loop.call_soon(self._start)
         try:
             self._loop.run_forever()
         finally:
             self._loop.close()
 
-    def _start(self) -> None:
+    async def _open(self) -> None:
+        """Make the backend, measure the servers' rounding, and then let generation begin."""
+        backend = None
         try:
-            backend = self._make_backend()
-        except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
-            self._fail(error)
-        else:
-            if self._audit_share:
-                self._measuring = self._loop.create_task(self._measure_noise(backend))
-            else:
-                self._backend = backend
-        self._advance()
-
-    async def _measure_noise(self, backend: RolloutBackend) -> None:
-        """Measure the servers' rounding, and then let generation begin."""
-        self._rescoring = Rescoring(
-            self._rollout,
-            backend,
-            self._audit_share,
-            self._rates,
-            versions_stay=self._versions_stay,
-        )
-        try:
-            first = self._buffer.next_group
-            prompts = [self._prompt_for(first + i) for i in range(self._rollout.rollout_batch_size)]
-            await self._rescoring.measure_noise(prompts, self._sampling, self._version)
+            backend = self.make_backend()
+            if self.audit_share:
+                first = self._buffer.next_group
+                batch = range(first, first + self.rollout.rollout_batch_size)
+                prompts = [self.prompt_for(group) for group in batch]
+                await self._rescoring.open(backend, prompts, self.sampling, self._version)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
         finally:
             self._backend = backend
-        self._advance()
+            self._advance()
 
     async def _batch_ready(self, rollout_id: int) -> None:
-        rollout, buffer = self._rollout, self._buffer
+        rollout, buffer = self.rollout, self._buffer
         assert rollout_id < rollout.num_rollout, f"step {rollout_id} of {rollout.num_rollout}"
         assert rollout_id - self._version <= rollout.max_weight_staleness, (
             f"step {rollout_id} is never submitted while the servers hold version {self._version}: "
@@ -356,32 +306,43 @@ class Producer:
 
     async def _take(self) -> list[list[Scored]] | None:
         """Take a rollout's groups; None if an older group has been submitted again meanwhile."""
-        if self._buffer.ready() < self._rollout.rollout_batch_size:
+        if self._buffer.ready() < self.rollout.rollout_batch_size:
             return None
         groups = self._last_taken = self._buffer.take()
         self._expire()
-        if self._buffer.next_rollout == self._rollout.num_rollout:  # no rollout is left
-            self._items.clear()
-            self._cancel(*self._tasks)
+        if self._buffer.next_rollout == self.rollout.num_rollout:  # no rollout is left
+            self._unsent.clear()
+            for task in self._tasks:
+                task.cancel()
         self._log_outcomes()
         self._advance()
         return [group.scored() for group in groups]
 
     async def _begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
         assert not self._evaluation, "the evaluation before was not taken"
-        over = self._buffer.next_rollout == self._rollout.num_rollout  # nothing is left to generate
-        places = self._rollout.max_concurrency if over else self._eval_places
-        room = _EvaluationRoom(self, places)
+        over = self._buffer.next_rollout == self.rollout.num_rollout  # nothing is left to generate
+        places = self.rollout.max_concurrency if over else self.eval_places
+        room = partial(self._evaluation_place, asyncio.Semaphore(places))
         for asked in sets:
-            task = self._loop.create_task(self._evaluate(asked, self._version, room, places))
+            task = self._loop.create_task(self._evaluate(asked, self._version, room))
             task.add_done_callback(lambda _: self._advance())
             self._evaluation[asked.name] = task
 
-    async def _evaluate(
-        self, asked: EvalSet, version: int, room: _EvaluationRoom, places: int
-    ) -> list[Row]:
+    async def _evaluate(self, asked: EvalSet, version: int, room: Room) -> list[Row]:
         await self._until(lambda: self._backend is not None)
-        return await evaluate(asked, self._backend, version, room, places)
+        return await evaluate(asked, self._backend, version, room)
+
+    @contextlib.asynccontextmanager
+    async def _evaluation_place(self, share: asyncio.Semaphore) -> AsyncIterator[None]:
+        """Hold a place in flight for an answer of an evaluation, as many at once as its ``share`` has."""
+        async with share:
+            await self._free_place(lambda: not self._short_of_room)
+            self._evaluating += 1
+            try:
+                yield
+            finally:
+                self._evaluating -= 1
+                self._advance()
 
     @property
     def _evaluation_done(self) -> bool:
@@ -389,14 +350,16 @@ class Producer:
 
     async def _take_evaluation(self) -> dict[str, list[Row] | Exception]:
         tasks, self._evaluation = self._evaluation, {}
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return {name: _outcome(task) for name, task in tasks.items()}
+        outcomes = await _ended(*tasks.values())
+        given_up = EvaluationEnded("it was given up before its end")
+        return {
+            name: given_up if isinstance(found, asyncio.CancelledError) else found
+            for name, found in zip(tasks, outcomes)
+        }
 
     async def _pause(self) -> None:
         """Stop sending, and drain, freeze or abort the requests in flight."""
-        mode = self._rollout.pause_generation_mode
+        mode = self.rollout.pause_generation_mode
         try:
             if mode != "drain":  # draining leaves time enough for what is computed again
                 await self._rescored_beside_generation()
@@ -425,7 +388,7 @@ class Producer:
 
     async def _rescored_beside_generation(self) -> None:
         """Wait a little for what is computed again, while tokens are generated beside it."""
-        under_way = [] if self._rescoring is None else self._rescoring.under_way
+        under_way = self._rescoring.under_way
         for task in under_way:
             task.add_done_callback(lambda _: self._advance())
         with contextlib.suppress(TimeoutError):
@@ -435,8 +398,7 @@ class Producer:
                 )
 
     async def _end_rescoring(self) -> None:
-        if self._rescoring is not None:
-            await self._rescoring.close(idle=self._in_flight == 0 and not self._closing)
+        await self._rescoring.close(idle=self._in_flight == 0 and not self._closing)
 
     async def _thaw(self) -> None:
         if self._frozen:
@@ -447,7 +409,7 @@ class Producer:
         await self._thaw()
         self._aborting = False
         self._pauses -= 1
-        if self._rescoring is not None and not self._pauses:
+        if not self._pauses:
             self._rescoring.reopen()
         self._advance()
 
@@ -459,8 +421,7 @@ class Producer:
     async def _resume(self) -> None:
         self._pauses = 0
         self._frozen = self._aborting = False  # the paused servers have ended
-        if self._rescoring is not None:
-            self._rescoring.reopen()
+        self._rescoring.reopen()
         self._advance()
 
     async def _snapshot(self) -> ProducerState:
@@ -476,9 +437,7 @@ class Producer:
         self._log_outcomes()
 
     async def _rescored(self) -> RescoredRollout | None:
-        if self._rescoring is None:
-            return None
-        return await self._rescoring.of_groups(self._last_taken)
+        return await self._rescoring.of_groups(self._last_taken) if self.audit_share else None
 
     async def _stats(self) -> dict[str, Any]:
         return {
@@ -490,41 +449,32 @@ class Producer:
             **self._rates.stats(),
         }
 
-    async def _failure(self) -> BaseException | None:
-        return self._error
-
     async def _close(self) -> None:
         self._closing = True
         self._buffer.close()
         self._log_outcomes()
-        running = [task for tasks in self._tasks.values() for task in tasks]
-        self._cancel(*self._tasks)
-        if self._measuring is not None:
-            self._measuring.cancel()
-            running.append(self._measuring)
-        await self._take_evaluation()
-        await asyncio.gather(*running, return_exceptions=True)
+        await _ended(self._opening, *self._tasks, *self._evaluation.values())
         await self._end_rescoring()
         if self._backend is not None:
             with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._thaw()
             await self._backend.aclose()
-        if self._teacher is not None:
-            await self._teacher.aclose()
+        if self.teacher is not None:
+            await self.teacher.aclose()
 
     # ---- the loop: its own work ------------------------------------------------------------------
 
     def _advance(self) -> None:
         """Send all rollouts that may be sent, and wake all waiters; called after every change."""
         try:
-            while (item := self._next_item()) is not None:
-                turns = _Turns(self, item)
-                name = f"sample {item.sample_id} of prompt {item.group.prompt.prompt_id}"
-                task = self._loop.create_task(self._one(item, turns), name=name)
-                self._tasks.setdefault(item.key, set()).add(task)
-                task.add_done_callback(partial(self._forget, item.key, turns))
+            while (turns := self._next()) is not None:
+                turns.take_place()
+                name = f"sample {turns.sample_id} of prompt {turns.group.prompt.prompt_id}"
+                task = self._loop.create_task(self._one(turns), name=name)
+                self._tasks[task] = turns.group
+                task.add_done_callback(partial(self._forget, turns))
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
-            self._error = self._error or error
+            self.failure = self.failure or error
         changed, self._changed = self._changed, self._loop.create_future()
         changed.set_result(None)
 
@@ -536,130 +486,101 @@ class Producer:
             await asyncio.shield(self._changed)
 
     def _fail(self, error: BaseException) -> None:
-        self._error = self._error or error
+        self.failure = self.failure or error
         self._advance()
 
     def _raise_failure(self) -> None:
-        if self._error is not None:
-            raise self._error
+        if self.failure is not None:
+            raise self.failure
 
-    def _next_item(self) -> RolloutItem | None:
-        """The next rollout to send, with its place in flight taken; None while it must wait."""
-        if self._error is not None or self._closing or self._backend is None or self._pauses:
+    def _next(self) -> _Turns | None:
+        """The next rollout to send; None while it must wait.
+
+        A resumed rollout comes before a new one, and so does one that was retracted.
+        """
+        if self.failure is not None or self._closing or self._backend is None:
             return None
-        # a resumed rollout comes before a new one, and so does one that was retracted
-        if self._short_of_room:
+        if self._pauses or self._short_of_room or self._waiting >= self._free_places:
             return None
-        waiting = self._going_on + self._to_evaluate
-        if self._in_flight + self._evaluating + waiting >= self._rollout.max_concurrency:
-            return None
-        while True:
-            if not self._items and not self._submit_group():
-                return None
-            item = self._items.popleft()
-            if self._buffer.current(*item.key) is item.group:
-                break
-        if item.group.started_version is None:
-            item.group.started_version = self._version
-        self._take_place()
-        return item
+        while self._unsent or self._submit_group():
+            turns = self._unsent.popleft()
+            if self._buffer.holds(turns.group):
+                if turns.group.started_version is None:
+                    turns.group.started_version = self._version
+                return turns
+        return None
 
     def _submit_group(self) -> bool:
-        buffer = self._buffer
-        if buffer.room(self._version) <= 0:
+        if self._buffer.room(self._version) <= 0:
             return False
-        new = self._prompt_for(buffer.next_group) if buffer.wants_prompt() else None
-        self._add_items(buffer.submit(new))
+        self._add(self._buffer.submit())
         return True
 
-    def _add_items(self, group: Group) -> None:
-        for place in range(self._rollout.n_samples_per_prompt):
-            if place not in group.samples:
-                number = group.group_id * self._rollout.n_samples_per_prompt + place
-                sample_id = number * self._rollout.samples_per_episode
-                episode = self._make_episode(group.prompt)
-                self._items.append(
-                    RolloutItem(group, group.attempt, place, sample_id, self._sampling, episode)
-                )
+    def _add(self, group: Group) -> None:
+        places = range(self.rollout.n_samples_per_prompt)
+        self._unsent += [_Turns(self, group, p) for p in places if p not in group.samples]
 
-    async def _one(self, item: RolloutItem, turns: _Turns) -> None:
+    async def _one(self, turns: _Turns) -> None:
         """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
-            await self._make(item, turns)
+            await self._make(turns)
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
         finally:
-            self._scoring.discard(item.sample_id)
+            self._scoring.discard(turns.sample_id)
             self._advance()
 
-    async def _make(self, item: RolloutItem, turns: _Turns) -> None:
-        group = item.group
+    async def _make(self, turns: _Turns) -> None:
+        group = turns.group
         try:
-            samples, own = await item.episode(
-                turns, group.prompt, sampling=item.sampling, sample_id=item.sample_id
+            samples, own = await turns.episode(
+                turns, group.prompt, sampling=self.sampling, sample_id=turns.sample_id
             )
         finally:
             turns.release()
-        if self._rescoring is not None:
-            unbroken = turns.unbroken
-            self._rescoring.finished(group, item.place, samples[-1], unbroken, self._version)
-        if not self._keep_decoded:
+        self._rescoring.finished(group, turns.place, samples[-1], turns.unbroken, self._version)
+        if not self.keep_decoded:
             samples = [replace(sample, decoded=(), decoded_kept=()) for sample in samples]
         self._rates.finished(samples)
-        self._scoring.add(item.sample_id)
-        if self._teacher is not None:
-            samples = list(await asyncio.gather(*map(self._teacher, samples)))
-        if self._score_group is not None:
-            (group.unscored[item.place],) = samples
-            if len(group.unscored) + len(group.samples) < self._rollout.n_samples_per_prompt:
-                return  # the group's last rollout has it scored
-        if self._score_group is not None:
-            places = await self._rewards_of(group)
+        self._scoring.add(turns.sample_id)
+        if self.teacher is not None:
+            samples = list(await asyncio.gather(*map(self.teacher, samples)))
+        if self.score_group is None:
+            rewards = [own if own is not None else await self.score(s) for s in samples]
+            places = {turns.place: list(map(scored, samples, rewards))}
         else:
-            places = {item.place: [scored(s, await self._reward(s, own)) for s in samples]}
-        if self._buffer.current(*item.key) is group:
-            if self._score_group is not None:
-                group.samples.clear()
+            (group.unscored[turns.place],) = samples
+            if len(group.unscored) + len(group.samples) < self.rollout.n_samples_per_prompt:
+                return  # the group's last rollout has it scored
+            # also samples that an earlier run has scored
+            earlier = {place: before[0][0] for place, before in group.samples.items()}
+            whole = dict(sorted((earlier | group.unscored).items()))
+            rewards = await self.score_group(list(whole.values()))
+            places = {p: [scored(s, reward)] for (p, s), reward in zip(whole.items(), rewards)}
+            group.samples.clear()
+        if self._buffer.holds(group):
             for place, of_place in places.items():
                 self._buffer.finish(group, place, of_place)
             self._log_outcomes()
 
-    async def _rewards_of(self, group: Group) -> dict[int, list[Scored]]:
-        """Score a group as a whole, also samples that an earlier run has scored; by place."""
-        earlier = {place: before[0][0] for place, before in group.samples.items()}
-        samples = dict(sorted((earlier | group.unscored).items()))
-        rewards = await self._score_group(list(samples.values()))
-        return {p: [scored(s, reward)] for (p, s), reward in zip(samples.items(), rewards)}
-
-    async def _reward(self, sample: RolloutSample, own: float | None) -> float:
-        """Return the episode's ``own`` reward, or if that is None the reward of the text."""
-        if own is not None:
-            return own
-        return 0.0 if self._score is None else await self._score(sample)
-
-    def _take_place(self) -> None:
-        self._in_flight += 1
+    def count_in_flight(self, change: int) -> None:
+        """Note that a rollout takes a place, or gives it back."""
+        self._in_flight += change
         self._rates.in_flight(self._in_flight)
 
-    def _leave_place(self) -> None:
-        self._in_flight -= 1
-        self._rates.in_flight(self._in_flight)
-        self._advance()
+    @property
+    def _free_places(self) -> int:
+        return self.rollout.max_concurrency - self._in_flight - self._evaluating
 
-    async def _place_to_go_on(self) -> None:
-        """Wait for a place in flight, for a rollout that is resumed."""
-        self._going_on += 1
-        limit = self._rollout.max_concurrency
+    async def _free_place(self, may_go_on: Callable[[], bool]) -> None:
+        """Wait for a free place, before new rollouts, and until ``may_go_on``."""
+        self._waiting += 1
         try:
-            await self._until(
-                lambda: not self._pauses and self._in_flight + self._evaluating < limit,
-                though_failed=True,
-            )
-            self._take_place()
+            await self._until(lambda: may_go_on() and self._free_places > 0, though_failed=True)
         finally:
-            self._going_on -= 1
+            self._waiting -= 1
 
     async def _room_in_the_pools(self) -> None:
         """Wait until half of the places in flight are free; nothing new is sent meanwhile.
@@ -669,7 +590,7 @@ class Producer:
         the wait, requests that are sent later have fewer tokens than it.  Pools that hold half of what all
         places need have room for it then.
         """
-        half = max(1, self._rollout.most_in_flight // 2)
+        half = max(1, self.rollout.most_in_flight // 2)
         self._short_of_room += 1
         try:
             await self._until(
@@ -684,84 +605,56 @@ class Producer:
     def _expire(self) -> None:
         """Drop or regenerate the groups that would be too stale for the next rollout."""
         stale = self._buffer.expire(self._buffer.next_rollout)
-        self._cancel(*((group.group_id, group.attempt) for group in stale))
+        for task, group in self._tasks.items():
+            if group in stale:
+                task.cancel()
         self._log_outcomes()
 
-    def _cancel(self, *keys: tuple[int, int]) -> None:
-        for key in keys:
-            for task in self._tasks.get(key, ()):
-                task.cancel()
-
-    def _forget(self, key: tuple[int, int], turns: _Turns, task: asyncio.Task[None]) -> None:
+    def _forget(self, turns: _Turns, task: asyncio.Task[None]) -> None:
         turns.release()  # a task that was cancelled before it began still holds its place
-        left = self._tasks[key]
-        left.discard(task)
-        if not left:
-            del self._tasks[key]
+        del self._tasks[task]
 
     def _log_outcomes(self) -> None:
         for outcome in self._buffer.drain_log():
-            self._on_outcome(outcome)
+            self.on_outcome(outcome)
 
 
-def _outcome(task: asyncio.Task[list[Row]]) -> list[Row] | Exception:
-    if task.cancelled():
-        return EvaluationEnded("it was given up before its end")
-    error = task.exception()
-    if error is None:
-        return task.result()
-    return error if isinstance(error, Exception) else EvaluationEnded(repr(error))
-
-
-class _EvaluationRoom:
-    """A place in flight for each answer of an evaluation, ``places`` at once at most.
-
-    Answers that wait for a place come before new rollouts; otherwise every freed place would go to a
-    rollout.
-    """
-
-    def __init__(self, producer: Producer, places: int) -> None:
-        self._producer = producer
-        self._share = asyncio.Semaphore(places)
-
-    async def __aenter__(self) -> None:
-        p = self._producer
-        limit = p._rollout.max_concurrency
-        await self._share.acquire()
-        p._to_evaluate += 1
-        try:
-            await p._until(
-                lambda: not p._short_of_room and p._in_flight + p._evaluating < limit,
-                though_failed=True,
-            )
-            p._evaluating += 1
-        except BaseException:
-            self._share.release()
-            raise
-        finally:
-            p._to_evaluate -= 1
-
-    async def __aexit__(self, *_exc: object) -> None:
-        self._producer._evaluating -= 1
-        self._share.release()
-        self._producer._advance()
+async def _ended(*tasks: asyncio.Task[Any]) -> list[Any]:
+    """Cancel tasks, and return the result or the error of each."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Turns:
-    """The turns of one rollout (a ``Generate``); its first place in flight is already taken."""
+    """One rollout to make or to resume: sample number ``place`` of one attempt at a group.
 
-    def __init__(self, producer: Producer, item: RolloutItem) -> None:
+    It is the ``Generate`` of its episode, and holds a place in flight while it generates.
+    """
+
+    def __init__(self, producer: Producer, group: Group, place: int) -> None:
+        rollout = producer.rollout
         self._producer = producer
-        self._item = item
-        self._held = True
+        self.group = group
+        self.place = place
+        number = group.group_id * rollout.n_samples_per_prompt + place
+        self.sample_id = number * rollout.samples_per_episode
+        self.episode = producer.make_episode(group.prompt)
+        self._held = False
         self._retracted = 0  # answers in a row that a server retracted
         self.unbroken = Unbroken()
+
+    def take_place(self) -> None:
+        """Take a place in flight, which is free."""
+        self._held = True
+        self._producer.count_in_flight(1)
 
     def release(self) -> None:
         """Give the place in flight back if it is still held."""
         if self._held:
             self._held = False
-            self._producer._leave_place()
+            self._producer.count_in_flight(-1)
+            self._producer._advance()
 
     async def __call__(
         self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
@@ -774,44 +667,43 @@ class _Turns:
         The place in flight is kept between the segments of an answer, and given back during an
         update.
         """
-        p, item = self._producer, self._item
+        p, group = self._producer, self.group
         sample = resume_from or stitch.begin(
-            item.group.prompt, sample_id=item.sample_id, group_id=item.group.group_id
+            group.prompt, sample_id=self.sample_id, group_id=group.group_id
         )
         version = p._version
         while True:
             if not self._held:
-                await p._place_to_go_on()
-                self._held = True
+                await p._free_place(lambda: not p._pauses)
+                self.take_place()
             if self._retracted:
                 await p._room_in_the_pools()
-            limit = stitch.shortest(turn_limit, p._segment_len)
-            if not p._versions_stay:
+            limit = stitch.shortest(turn_limit, p.segment_len)
+            if not p.versions_stay:
                 version = p._version
             request = stitch.next_request(
                 sample,
-                item.sampling,
+                p.sampling,
                 limit=limit,
                 weight_version=version,
                 exact_version=not p._freezes,
             )
-            if p._rescoring is not None and p._freezes and not sample.loss_mask.any():
-                p._rescoring.sent(item.group, item.place, request)
+            if p._freezes and not sample.loss_mask.any():
+                p._rescoring.sent(group, self.place, request)
             goes_on, began = False, time.monotonic()
             try:
                 segment = await p._backend.generate(request)
                 self._check_newest(segment.weight_versions.max(initial=-1))
                 again = self._is_retracted(segment)
-                if again:
-                    segment = stitch.thrown_away(segment)
-                self.unbroken.answered(request, segment)
-                sample = stitch.extend(sample, segment)
+                count = 0 if again else len(segment.token_ids)
+                if not again:
+                    self.unbroken.answered(request, segment)
+                    sample = stitch.extend(sample, segment)
                 waited_s = sample.generation_s + time.monotonic() - began
                 sample = replace(sample, generation_s=waited_s)
-                count = len(segment.token_ids)
                 if turn_limit is not None:
                     turn_limit -= count
-                left = stitch.shortest(stitch.tokens_left(sample, item.sampling), turn_limit)
+                left = stitch.shortest(stitch.tokens_left(sample, p.sampling), turn_limit)
                 unfinished = again or stitch.is_cut(segment, limit, left)
                 # checked while the place is held: once it is given back, the update may end
                 interrupted = p._aborting and (unfinished or segment.finish_reason == "abort")
@@ -828,7 +720,7 @@ class _Turns:
             if left <= 0:
                 sample = replace(sample, finish_reason="length")
                 break
-        text = p._decode(sample.token_ids[sample.prompt_len :].tolist())
+        text = p.decode(sample.token_ids[sample.prompt_len :].tolist())
         return replace(sample, text=text)
 
     def _is_retracted(self, segment: Segment) -> bool:
@@ -837,18 +729,19 @@ class _Turns:
         Its rows come from the forwards that computed the request again, its log-probs from the first.
         Raises EngineError after too many in a row.
         """
-        p, item = self._producer, self._item
+        p = self._producer
         p._rates.retracted += segment.num_retractions > 0
         if segment.num_retractions == 0 or segment.rows is None:
             self._retracted = 0
             return False
-        if p._rollout.retraction_policy == "accept":
+        if p.rollout.retraction_policy == "accept":
             return False
         self._retracted += 1
         if self._retracted == _MAX_RETRACTIONS:
+            facts = f": {p.pool_facts}" if p.pool_facts else ""
             raise EngineError(
-                f"sample {item.sample_id} (prompt {item.group.prompt.prompt_id!r}) was retracted by"
-                f" its server {_MAX_RETRACTIONS} times in a row{p._pool_facts}; lower"
+                f"sample {self.sample_id} (prompt {self.group.prompt.prompt_id!r}) was retracted by"
+                f" its server {_MAX_RETRACTIONS} times in a row{facts}; lower"
                 " --rollout-max-concurrency, or give the servers more memory"
                 " (--sglang-mem-fraction-static, --sglang-max-total-tokens)"
             )
@@ -858,6 +751,6 @@ class _Turns:
         given = self._producer._version
         if newest > given:
             raise ValueError(
-                f"sample {self._item.sample_id}: a token of weight version {newest}, the servers "
+                f"sample {self.sample_id}: a token of weight version {newest}, the servers "
                 f"were given {given} at most"
             )

@@ -59,24 +59,21 @@ class Rescoring:
 
     Samples are numbered in blocks of ``rollout_batch_size`` groups, which are the rollouts unless
     groups are filtered.  Of each block at least one is chosen, by the block's number and the run's
-    seed.  ``versions_stay``: servers can compute with an older version beside the newest.
+    seed; none without a share.  ``versions_stay``: servers can compute with an older version beside the newest.
     """
 
     def __init__(
         self,
         rollout: RolloutSection,
-        backend: RolloutBackend,
         share: float,
         rates: Rates,
         *,
         versions_stay: bool = False,
     ) -> None:
         self._rollout = rollout
-        self._backend = backend
         self._share = share
         self._versions_stay = versions_stay
         self._tasks: dict[asyncio.Task[None], Group] = {}
-        self._turn = asyncio.Semaphore(backend.num_servers)
         self._closed = False
         self._opened = time.monotonic()
         self._noise: list[tuple[RolloutSample, Rescored]] = []
@@ -85,7 +82,7 @@ class Rescoring:
 
     def _chosen_of_block(self, block: int) -> frozenset[int]:
         samples = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt
-        count = max(1, round(self._share * samples))
+        count = max(1, round(self._share * samples)) if self._share else 0
         random = np.random.default_rng([self._rollout.rollout_seed, block])
         return frozenset(random.choice(samples, count, replace=False).tolist())
 
@@ -96,14 +93,20 @@ class Rescoring:
         places = range(self._rollout.n_samples_per_prompt)
         return [place for place in places if first + place in self._chosen(block)]
 
-    async def measure_noise(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int
+    async def open(
+        self,
+        backend: RolloutBackend,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
     ) -> None:
-        """Draw some samples on every server and compute them again; before anything else is sent."""
+        """Measure the rounding of every server by samples drawn there and computed again; before anything else."""
+        self._backend = backend
+        self._turn = asyncio.Semaphore(backend.num_servers)
         # the log-probs of a prefill are those of the whole vocabulary
         sampling = replace(sampling, kept_of=None)
         calls = []
-        for server in range(self._backend.num_servers):
+        for server in range(backend.num_servers):
             for i in range(_NOISE_SAMPLES):
                 prompt = prompts[i % len(prompts)]
                 calls.append(self._drawn_twice(prompt, sampling, version, server, i))

@@ -90,11 +90,13 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
     Raises ValueError naming the sample if only one of the two has routes, if the rows leave a gap,
     and if they do not end just before the last token.
     """
-    known = sample.routed_experts
-    if known is None and segment.rows is not None and not sample.loss_mask.any():
-        known = segment.rows[:0]  # the first answer shows that there are routes, and their shape
+    known, counts, ids = sample.routed_experts, sample.kept_counts, sample.kept_ids
+    if not sample.loss_mask.any():  # the first answer shows what answers bring
+        if known is None and segment.rows is not None:
+            known = segment.rows[:0]
+        if counts is None and segment.kept_counts is not None:  # the prompt has none
+            counts, ids = np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
     if len(segment.token_ids) == 0:
-        counts, ids = _kept_so_far(sample, segment)
         return replace(
             sample,
             routed_experts=known,
@@ -102,11 +104,14 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
             kept_counts=counts,
             kept_ids=ids,
         )
-    if (known is None) != (segment.rows is None):
-        raise ValueError(
-            f"sample {sample.sample_id}: of the sample and its next answer only one has routes"
-        )
-    sample = _with_kept_tokens(sample, segment)
+    for name, ours, theirs in (
+        ("routes", known, segment.rows),
+        ("kept tokens", counts, segment.kept_counts),
+    ):
+        if (ours is None) != (theirs is None):
+            raise ValueError(
+                f"sample {sample.sample_id}: of the sample and its next answer only one has {name}"
+            )
     generated = np.ones(len(segment.token_ids), dtype=bool)
     rows, decoded, num_rows = None, sample.decoded, sample.num_tokens + len(generated) - 1
     if known is not None:
@@ -121,6 +126,11 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         )
         # rows that were known already are recorded as they came the first time
         decoded = (*decoded, (len(known), segment.rows[len(known) - start :]))
+    decoded_kept = sample.decoded_kept
+    if counts is not None:
+        decoded_kept += ((sample.num_tokens, segment.kept_counts, segment.kept_ids),)
+        counts = np.concatenate([counts, segment.kept_counts])
+        ids = np.concatenate([ids, segment.kept_ids])
     return replace(
         sample,
         token_ids=np.concatenate([sample.token_ids, segment.token_ids]).astype(np.int32),
@@ -131,48 +141,9 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         finish_reason=segment.finish_reason,
         num_retractions=sample.num_retractions + segment.num_retractions,
         decoded=decoded,
-    )
-
-
-def _kept_so_far(
-    sample: RolloutSample, segment: Segment
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Counts and ids of the sample's kept tokens; the first answer shows that there are such."""
-    if sample.kept_counts is None and segment.kept_counts is not None:
-        if not sample.loss_mask.any():
-            return np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
-    return sample.kept_counts, sample.kept_ids
-
-
-def _with_kept_tokens(sample: RolloutSample, segment: Segment) -> RolloutSample:
-    """Append an answer's kept tokens to those of the sample; its prompt has none."""
-    counts, ids = _kept_so_far(sample, segment)
-    if (counts is None) != (segment.kept_counts is None):
-        raise ValueError(
-            f"sample {sample.sample_id}: of the sample and its next answer only one has kept tokens"
-        )
-    if counts is None:
-        return sample
-    decoded = (sample.num_tokens, segment.kept_counts, segment.kept_ids)
-    return replace(
-        sample,
-        kept_counts=np.concatenate([counts, segment.kept_counts]),
-        kept_ids=np.concatenate([ids, segment.kept_ids]),
-        decoded_kept=(*sample.decoded_kept, decoded),
-    )
-
-
-def thrown_away(segment: Segment) -> Segment:
-    """An answer in place of one that is not kept: as of a request aborted before its first token."""
-    return Segment(
-        token_ids=segment.token_ids[:0],
-        log_probs=segment.log_probs[:0],
-        weight_versions=segment.weight_versions[:0],
-        rows=None if segment.rows is None else segment.rows[:0],
-        rows_start=segment.rows_start,
-        finish_reason="abort",
-        kept_counts=None if segment.kept_counts is None else segment.kept_counts[:0],
-        kept_ids=None if segment.kept_ids is None else segment.kept_ids[:0],
+        kept_counts=counts,
+        kept_ids=ids,
+        decoded_kept=decoded_kept,
     )
 
 

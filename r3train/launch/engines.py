@@ -32,7 +32,7 @@ from r3train.engine.control import MEMORY, EngineControl, ServerVersions
 from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
-from r3train.generation.episode import generate_once
+from r3train.generation.episode import Episode, generate_once
 from r3train.generation.evaluate import EvalSet
 from r3train.generation.guest_loop import GuestLoop
 from r3train.generation.producer import Producer
@@ -342,7 +342,7 @@ class Engines(RolloutSide):
             ),
             start_rollout=self._start_rollout,
             segment_len=self._segment_len,
-            score=None if job.reward.takes_groups else job.reward,
+            score=job.reward,
             score_group=job.reward.group if job.reward.takes_groups else None,
             teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
             make_episode=_conversations(job),
@@ -376,7 +376,7 @@ class Engines(RolloutSide):
                     seed=rollout.rollout_seed,
                 ),
                 score=data.reward.group,
-                make_episode=_conversations(job) or (lambda prompt: generate_once),
+                make_episode=_conversations(job),
                 decode=self._decode,
                 ids_per_episode=rollout.samples_per_episode,
                 segment_len=self._segment_len,
@@ -439,11 +439,11 @@ def _broadcast(job: Job, hosts: Sequence[str], asked: str | None) -> dict[str, A
     )
 
 
-def _conversations(job: Job) -> Callable[[Prompt], Conversation] | None:
-    """Return a function that begins the episode of a prompt; None without --environment."""
+def _conversations(job: Job) -> Callable[[Prompt], Episode]:
+    """Return a function that begins the episode of a prompt: one turn without --environment."""
     rollout = job.config.rollout
     if rollout.environment is None:
-        return None
+        return lambda prompt: generate_once
     environment, reply = get_environment(rollout.environment), None
     if job.config.data.apply_chat_template:
         reply = ChatTemplate(job.tokenizer, job.config.data, get_tools(environment)).reply

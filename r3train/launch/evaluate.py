@@ -132,9 +132,8 @@ def _rows(engines: Engines, asked: EvalSet, places: int, display: RunDisplay) ->
     async def run() -> list[Row]:
         client = engines.make_client()
         try:
-            return await evaluate(
-                asked, client, None, asyncio.Semaphore(places), places, on_answer=on_answer
-            )
+            room = asyncio.Semaphore(places)
+            return await evaluate(asked, client, None, lambda: room, on_answer)
         finally:
             await client.aclose()
 

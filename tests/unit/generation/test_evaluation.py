@@ -236,7 +236,8 @@ def test_without_a_version_to_ask_for_all_answers_must_still_be_of_one():
     engine = Engine()
 
     async def run():
-        return await evaluate(eval_set(), engine, None, asyncio.Semaphore(1), 1)
+        room = asyncio.Semaphore(1)
+        return await evaluate(eval_set(), engine, None, lambda: room)
 
     engine.version = 12
     assert {row["version"] for row in asyncio.run(run())} == {12}

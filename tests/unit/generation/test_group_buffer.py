@@ -44,10 +44,14 @@ def limits(**changes) -> RolloutSection:
     return rollout_section(**{NAMES.get(name, name): value for name, value in base.items()})
 
 
+def buffer_of(rollout: RolloutSection, **start) -> GroupBuffer:
+    return GroupBuffer(rollout, prompt, **start)
+
+
 def submit(buffer: GroupBuffer, version: int, count: int):
     groups = []
     for _ in range(count):
-        group = buffer.submit(prompt(buffer.next_group) if buffer.wants_prompt() else None)
+        group = buffer.submit()
         group.started_version = version
         groups.append(group)
     return groups
@@ -60,7 +64,7 @@ def complete(buffer, group, versions=(0,), rewards=(0.0, 1.0), finish_reason="st
 
 
 def test_room_is_what_the_staleness_and_the_buffer_allow():
-    buffer = GroupBuffer(limits())
+    buffer = buffer_of(limits())
     assert buffer.room(version=0) == 4  # steps 0 and 1
     groups = submit(buffer, 0, 4)
     assert buffer.room(0) == 0
@@ -74,12 +78,12 @@ def test_room_is_what_the_staleness_and_the_buffer_allow():
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_no_room_past_the_last_step(staleness):
-    buffer = GroupBuffer(limits(num_rollout=1, staleness=staleness, size=8))
+    buffer = buffer_of(limits(num_rollout=1, staleness=staleness, size=8))
     assert buffer.room(0) == 2
 
 
 def test_in_order_a_step_waits_for_its_own_prompts():
-    buffer = GroupBuffer(limits())
+    buffer = buffer_of(limits())
     groups = submit(buffer, 0, 4)
     for group in groups[1:]:
         complete(buffer, group)
@@ -89,7 +93,7 @@ def test_in_order_a_step_waits_for_its_own_prompts():
 
 
 def test_over_sampled_the_first_complete_are_taken_oldest_weights_first():
-    buffer = GroupBuffer(limits(over_sampling=3, size=5, staleness=2), start_rollout=1)
+    buffer = buffer_of(limits(over_sampling=3, size=5, staleness=2), start_rollout=1)
     groups = submit(buffer, 0, 5)
     complete(buffer, groups[4], versions=(1,))
     complete(buffer, groups[3], versions=(0, 1))
@@ -103,7 +107,7 @@ def test_over_sampled_the_first_complete_are_taken_oldest_weights_first():
     "policy, outcome", [("drop", "dropped_stale"), ("regenerate", "regenerated")]
 )
 def test_a_group_too_old_for_the_next_step_leaves_in_flight_or_waiting(policy, outcome):
-    buffer = GroupBuffer(limits(over_sampling=4, size=6, stale_policy=policy))
+    buffer = buffer_of(limits(over_sampling=4, size=6, stale_policy=policy))
     groups = submit(buffer, 0, 6)
     for group in groups[:3]:
         complete(buffer, group)
@@ -114,16 +118,14 @@ def test_a_group_too_old_for_the_next_step_leaves_in_flight_or_waiting(policy, o
     assert buffer.outcomes == {"trained": 2, outcome: 4}
     assert buffer.outstanding == 0
     late = groups[3]
-    assert buffer.current(late.group_id, late.attempt) is None, "its answers come too late"
-    if policy == "regenerate":
-        assert not buffer.wants_prompt()
-        again = submit(buffer, 2, 4)
-        assert [(g.group_id, g.attempt) for g in again] == [(2, 1), (3, 1), (4, 1), (5, 1)]
-    assert buffer.wants_prompt()
+    assert not buffer.holds(late), "its answers come too late"
+    again = [(g.group_id, g.attempt) for g in submit(buffer, 2, 4)]
+    first = (2, 6)[policy == "drop"]
+    assert again == [(first + i, int(policy == "regenerate")) for i in range(4)]
 
 
 def test_staleness_is_of_the_oldest_token_not_of_the_newest():
-    buffer = GroupBuffer(limits(over_sampling=3, size=5), start_rollout=2)
+    buffer = buffer_of(limits(over_sampling=3, size=5), start_rollout=2)
     group = submit(buffer, 0, 1)[0]
     complete(buffer, group, versions=(0, 1, 2, 2))
     assert buffer.outcomes == {"dropped_stale": 1}
@@ -133,7 +135,7 @@ def test_staleness_is_of_the_oldest_token_not_of_the_newest():
 
 
 def test_too_old_a_group_is_never_trained_silently():
-    buffer = GroupBuffer(limits())
+    buffer = buffer_of(limits())
     for group in submit(buffer, 0, 2):
         complete(buffer, group)
     buffer.next_rollout = 5  # a bug of ours: nobody expired
@@ -146,27 +148,27 @@ def test_too_old_a_group_is_never_trained_silently():
     [("zero_variance", {"rewards": (1.0, 1.0)}), ("aborted", {"finish_reason": "abort"})],
 )
 def test_a_filter_drops_what_it_names_and_makes_room_for_another_prompt(name, options):
-    buffer = GroupBuffer(limits(filters=[name]))
+    buffer = buffer_of(limits(filters=[name]))
     groups = submit(buffer, 0, 4)
     complete(buffer, groups[0], **options)
     assert buffer.outcomes == {f"dropped_{name}": 1} and buffer.room(0) == 1
     for group in groups[1:3]:
         complete(buffer, group)
     assert [g.group_id for g in buffer.take()] == [1, 2]
-    unfiltered = GroupBuffer(limits())
+    unfiltered = buffer_of(limits())
     complete(unfiltered, submit(unfiltered, 0, 1)[0], **options)
     assert not unfiltered.outcomes
 
 
 def test_a_filter_that_drops_everything_ends_the_run_instead_of_spinning():
-    buffer = GroupBuffer(limits(filters=["zero_variance"]))
+    buffer = buffer_of(limits(filters=["zero_variance"]))
     with pytest.raises(RuntimeError, match="dropped 129 groups in a row for step 0"):
         for _ in range(1000):
             complete(buffer, submit(buffer, 0, 1)[0], rewards=(0.5, 0.5))
 
 
 def test_every_prompt_has_one_account():
-    buffer = GroupBuffer(limits(over_sampling=3, size=5, filters=["zero_variance"]))
+    buffer = buffer_of(limits(over_sampling=3, size=5, filters=["zero_variance"]))
     groups = submit(buffer, 0, 5)
     complete(buffer, groups[0], rewards=(1.0, 1.0))
     complete(buffer, groups[1])

@@ -268,7 +268,7 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
         fail if where == "make_backend" else FakeBackend,
         fail if where == "prompt_for" else prompt_for,
         SamplingParams(4),
-        score=fail if where == "score" else None,
+        **({"score": fail} if where == "score" else {}),
     )
     with producer, pytest.raises(ValueError, match=f"{where} is broken"):
         producer.next_batch(0)

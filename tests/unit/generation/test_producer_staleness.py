@@ -293,7 +293,8 @@ def test_a_rollout_cancelled_before_it_began_gives_its_place_back():
         producer._pauses = 0
         producer._advance()
         assert producer._tasks
-        producer._cancel(*producer._tasks)
+        for task in producer._tasks:
+            task.cancel()
         producer._pauses = 1
 
     with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=2) as producer:

@@ -82,7 +82,7 @@ def producer(
 
 def chosen(share: float, groups: int = 64, **section) -> list[tuple[int, int]]:
     rollout = rollout_section(rollout_batch_size=8, n_samples_per_prompt=4, **section)
-    rescoring = Rescoring(rollout, Engine(), share, Rates())
+    rescoring = Rescoring(rollout, share, Rates())
     return [(g, place) for g in range(groups) for place in rescoring.chosen(g)]
 
 
@@ -146,7 +146,7 @@ ONE = dict(rollout_batch_size=2, n_samples_per_prompt=2)
 
 def the_chosen() -> int:
     """The sample that a share of a hundredth chooses of the first rollout."""
-    rescoring = Rescoring(rollout_section(**ONE), Engine(), 0.01, Rates())
+    rescoring = Rescoring(rollout_section(**ONE), 0.01, Rates())
     ((group, place),) = ((g, place) for g in range(2) for place in rescoring.chosen(g))
     return 2 * group + place
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
 
 
-def producer_of(engine, *, score=None, versions_stay=False, **settings):
+def producer_of(engine, options=MappingProxyType({}), **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
     return Producer(
         rollout,
@@ -22,8 +23,7 @@ def producer_of(engine, *, score=None, versions_stay=False, **settings):
         prompt_for,
         SamplingParams(20),
         segment_len=6,
-        score=score,
-        versions_stay=versions_stay,
+        **options,
     )
 
 
@@ -66,7 +66,7 @@ def test_where_versions_stay_an_answer_ends_on_its_version_in_all_segments_and_n
             )
 
     engine = SideBySide(length=lambda _: 20, tick_s=0.005)
-    with producer_of(engine, versions_stay=True) as producer:
+    with producer_of(engine, {"versions_stay": True}) as producer:
         time.sleep(0.05)
         running = set(engine.running)
         producer.set_version(1)
@@ -119,7 +119,7 @@ def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a
         return 1.0
 
     engine = OneBad()
-    with producer_of(engine, score=slow_reward, max_weight_staleness=0) as producer:
+    with producer_of(engine, {"score": slow_reward}, max_weight_staleness=0) as producer:
         assert producer.failure is None
         with pytest.raises(BadAnswer, match="sample 3: 2 log-probs, expected 4"):
             producer.next_batch(0)
