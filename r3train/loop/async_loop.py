@@ -29,6 +29,7 @@ import shutil
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, InitVar, KW_ONLY
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,16 +51,10 @@ from r3train.loop.keeper import Keeper
 from r3train.loop.kl_reward import pay_for_kl
 from r3train.loop.parts import RankZero
 from r3train.observe.profiler import StepProfiler
-from r3train.loop.prepare import Plant, Prepared, prepare, train_samples
+from r3train.loop.prepare import Plant, Prepared, prepare
 from r3train.loop.recovery import Recovery
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import (
-    RolloutReport,
-    notable_samples,
-    rollout_metrics,
-    source_metrics,
-    train_metrics,
-)
+from r3train.loop.report import report_rollout, train_metrics
 from r3train.loop.routes import Routes, planted_in_routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stages import StagePublisher
@@ -77,6 +72,7 @@ logger = logging.getLogger(__name__)
 _TRAINING = ("weights", "gradients", "optimizer")  # what the actor holds in its turn
 
 
+@dataclass(eq=False)
 class AsyncLoop:
     """Trains one rollout after another; all ranks call its methods together.
 
@@ -85,33 +81,23 @@ class AsyncLoop:
     profiler: of the steps that the settings name; stage: sends a later pipeline stage's weights, on its leader.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        hf: HfModelFacts,
-        actor: MegatronActor,
-        *,
-        rank_zero: RankZero | None,
-        evidence: EvidenceWriter | None,
-        keeper: Keeper,
-        routes: Routes,
-        plant: Plant | None = None,
-        profiler: StepProfiler | None = None,
-        stage: StagePublisher | None = None,
-    ):
-        self._profiler = profiler
-        self._stage = stage
-        self._config = config
-        self._hf = hf
-        self._actor = actor
-        self._rank_zero = rank_zero
-        self._evidence = evidence
-        self._keeper = keeper
-        self._routes = routes
+    config: RunConfig
+    hf: HfModelFacts
+    actor: MegatronActor
+    _: KW_ONLY
+    rank_zero: RankZero | None
+    evidence: EvidenceWriter | None
+    keeper: Keeper
+    routes: Routes
+    plant: InitVar[Plant | None] = None
+    profiler: StepProfiler | None = None
+    stage: StagePublisher | None = None
+
+    def __post_init__(self, plant: Plant | None) -> None:
+        config, engines = self.config, self.rank_zero and self.rank_zero.engines
         self._warned_of_staleness = False
         self._loss_error = ""  # of the user's loss, on all ranks
-        self._plant = planted_in_routes(plant, routes) if plant is not None else None
-        engines = rank_zero.engines if rank_zero is not None else None
+        self._plant = planted_in_routes(plant, self.routes) if plant is not None else None
         self._recovery = Recovery(engines, enabled=config.faults.max_engine_restarts > 0)
         self._colocate = config.rollout.colocate
         # on rank 0: no request is sent until the servers have their memory back
@@ -123,11 +109,11 @@ class AsyncLoop:
         self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
         self._weight_index = None
         self._speed = None
-        if rank_zero is not None:
-            self._speed = TrainSpeed(config, hf, dist.get_world_size())
-        if rank_zero is not None and config.has_engines:
-            self._weight_index = WeightIndex(hf, config.model.dtype_name, config.lora)
-        self._topologies = gather_topologies(actor.topology)
+        if engines is not None:
+            self._speed = TrainSpeed(config, self.hf, dist.get_world_size())
+            if config.has_engines:
+                self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
+        self._topologies = gather_topologies(self.actor.topology)
         self._stages_send = bool(config.weight_leaders(len(self._topologies)))
         self._passes = config.replay_passes
 
@@ -136,16 +122,16 @@ class AsyncLoop:
 
         Raises what went wrong, on the rank where it did.
         """
-        config, keeper = self._config, self._keeper
+        config, keeper = self.config, self.keeper
         num_rollout = config.rollout.num_rollout
         if start_rollout_id or config.servers_may_hold_other_weights:
             self._publish(start_rollout_id)
-        if self._rank_zero is not None:
-            self._source = keeper.watch(self._rank_zero.engines.start_producer())
+        if self.rank_zero is not None:
+            self._source = keeper.watch(self.rank_zero.engines.start_producer())
         self._begin_evaluation(start_rollout_id, at_start=True)
         for rollout_id in range(start_rollout_id, num_rollout):
-            if self._profiler is not None:
-                self._profiler.at(rollout_id)
+            if self.profiler is not None:
+                self.profiler.at(rollout_id)
             began = time.monotonic()
             taken = self._take_rollout(rollout_id)
             if taken is None:  # told to stop while waiting
@@ -156,9 +142,9 @@ class AsyncLoop:
             slices, prepared, metrics = taken
             waited = time.monotonic()
             checked = self._checks(rollout_id, start_rollout_id)
-            self._actor.check_replay(checked)
+            self.actor.check_replay(checked)
             if self._colocate:
-                self._actor.memory.hold(*_TRAINING)
+                self.actor.memory.hold(*_TRAINING)
             try:
                 metrics.update(self._train(rollout_id, slices, prepared))
             except GuestFailed as error:  # on all ranks, and no weight has moved
@@ -168,7 +154,7 @@ class AsyncLoop:
                 raise
             verdict = self._judge(rollout_id, prepared) if checked else None
             metrics.update(self._route_metrics())
-            if self._evidence is not None and not checked:
+            if self.evidence is not None and not checked:
                 metrics["r3/unchecked"] = True
             if verdict is not None:
                 metrics.update(_replay_metrics(verdict))
@@ -207,7 +193,7 @@ class AsyncLoop:
             evaluated = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
             if self._colocate:  # what is saved is here until the servers' turn
-                self._save(rollout_id + 1, goes_on=not stopping and not is_last, now=is_last)
+                keeper.save_due(rollout_id + 1, goes_on=not stopping and not is_last, now=is_last)
             saved = time.monotonic()
             # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
@@ -216,7 +202,7 @@ class AsyncLoop:
                 self._begin_evaluation(rollout_id + 1)
             published = time.monotonic()
             if not self._colocate:
-                self._save(rollout_id + 1, goes_on=not stopping and not is_last)
+                keeper.save_due(rollout_id + 1, goes_on=not stopping and not is_last)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
             if prepared is not None and self._speed is not None:
@@ -239,8 +225,7 @@ class AsyncLoop:
                 keeper.stopped(rollout_id + 1)
                 return rollout_id + 1
         if num_rollout > start_rollout_id:
-            keeper.save(num_rollout)
-            keeper.finish()
+            keeper.save_last(num_rollout)
             # after the save, which an evaluation cannot spoil then
             if config.eval_due(num_rollout) and not stopping:
                 if not config.trainer.check_weight_update_equal:
@@ -253,31 +238,22 @@ class AsyncLoop:
             raise self._recovery.fatal
         return max(num_rollout, start_rollout_id)
 
-    def _save(self, next_rollout_id: int, *, goes_on: bool, now: bool = False) -> None:
-        """Save what is due, or ``now``; export what is due, unless the run ends: the last export is not the loop's."""
-        self._keeper.poll()
-        due = self._keeper.due(next_rollout_id)
-        if due or now:
-            self._keeper.save(next_rollout_id)
-        if due and goes_on:
-            self._keeper.export(next_rollout_id)
-
     def _begin_evaluation(self, weight_version: int, *, at_start: bool = False) -> None:
         """Rank 0: begin to evaluate the weights that the servers hold, if the settings ask for it."""
         failed = self._recovery.fatal is not None  # then the servers may hold older weights
-        if self._rank_zero is not None and self._config.eval_due(weight_version) and not failed:
-            self._rank_zero.evaluations.begin(self._source, weight_version, at_start=at_start)
+        if self.rank_zero is not None and self.config.eval_due(weight_version) and not failed:
+            self.rank_zero.evaluations.begin(self._source, weight_version, at_start=at_start)
 
     def _end_evaluation(self) -> None:
         """Wait for the evaluation under way, which rank 0 writes; a collective."""
         with rank_zero_alone():
-            if self._rank_zero is not None:
-                self._rank_zero.evaluations.end(self._source)
+            if self.rank_zero is not None:
+                self.rank_zero.evaluations.end(self._source)
 
     def _report(self, rollout_id: int, metrics: dict[str, Any]) -> None:
-        if self._rank_zero is not None:
-            self._rank_zero.metrics.write(rollout_id, metrics)
-            self._rank_zero.display.step_line({**metrics, "step": rollout_id})
+        if self.rank_zero is not None:
+            self.rank_zero.metrics.write(rollout_id, metrics)
+            self.rank_zero.display.step_line({**metrics, "step": rollout_id})
 
     # -- rollout -----------------------------------------------------------------------------
 
@@ -288,83 +264,65 @@ class AsyncLoop:
 
         None, on all ranks, when rank 0 was told to stop while it waited.
         """
-        plan: dict[str, Any] | None = None
+        recovery, plan, failure = self._recovery, None, None
         prepared: Prepared | None = None
-        metrics, failure = {}, None
+        metrics: dict[str, Any] = {}
         with rank_zero_alone():
-            if self._rank_zero is not None:
-                groups, plan, failure = self._wait_for_groups(rollout_id)
-                if groups is not None:
-                    try:
-                        prepared, metrics = self._prepare(rollout_id, groups)
-                        plan = {"microbatches": prepared.counts}
-                    except (
-                        Exception
-                    ) as error:  # noqa: BLE001 - raised when the checkpoint is written
-                        self._recovery.fatal = error
+            if self.rank_zero is not None:
+                what = "generation failed"
+                try:
+                    if recovery.fatal is not None:
+                        raise recovery.fatal
+                    batch_size = self.config.rollout.rollout_batch_size
+                    groups = self.rank_zero.next_groups(self._source, rollout_id, batch_size)
+                    if self._colocate:
+                        self._end_turn_of_servers()
+                    what = "a rollout could not be scored"
+                    prepared, metrics = self._prepare(rollout_id, groups)
+                    plan = {"microbatches": prepared.counts}
+                except StopRequested:
+                    plan = {"microbatches": None}
+                except recovery.caught as error:
+                    failure = error
+                except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
+                    if what == "a rollout could not be scored":
                         self._source.put_back()
-                        plan = {"failed": str(error), "what": "a rollout could not be scored"}
+                    recovery.fatal = error
+                    plan = {"failed": str(error), "what": what}
         if self._recovery.needed(failure):
             self._revive(rollout_id)
             if self._colocate:
-                self._actor.memory.hold()
+                self.actor.memory.hold()
             return self._take_rollout(rollout_id)
         plan = broadcast_json(plan)
         if "failed" in plan:
             self._last_turn()
-            self._keeper.failed(rollout_id, plan["failed"], plan["what"])
+            self.keeper.failed(rollout_id, plan["failed"], plan["what"])
             raise self._recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
         counts = plan["microbatches"]
         if counts is None:
             return None
-        mine = self._routes.slices(prepared, sum(counts))
+        mine = self.routes.slices(prepared, sum(counts))
         steps, start = [], 0
         for count in counts:
             steps.append(mine[start : start + count])
             start += count
         return steps, prepared, metrics
 
-    def _wait_for_groups(
-        self, rollout_id: int
-    ) -> tuple[list[list[Scored]] | None, dict[str, Any] | None, BaseException | None]:
-        """Rank 0: wait for groups; (groups, plan for all ranks, error that a restart mends)."""
-        recovery = self._recovery
-        if recovery.fatal is None:
-            try:
-                batch_size = self._config.rollout.rollout_batch_size
-                groups = self._rank_zero.next_groups(self._source, rollout_id, batch_size)
-                if self._colocate:
-                    self._end_turn_of_servers()
-                return groups, None, None
-            except StopRequested:
-                return None, {"microbatches": None}, None
-            except recovery.caught as error:
-                return None, None, error
-            except Exception as error:  # noqa: BLE001 - raised when the checkpoint is written
-                recovery.fatal = error
-        return None, {"failed": str(recovery.fatal), "what": "generation failed"}, None
-
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]
     ) -> tuple[Prepared, dict[str, Any]]:
         """Rank 0: score the rollout, deal it and pack it."""
-        samples, stats = train_samples(
-            groups, self._config.algorithm, self._config.rollout.rollout_max_response_len
+        before, self._source_stats = self._source_stats, self._source.stats()
+        samples, metrics = report_rollout(
+            rollout_id, groups, self.config, self.rank_zero.metrics, self._source_stats, before
         )
-        turns = self._config.rollout.environment is not None
-        report = RolloutReport(rollout_id, stats, turns)
-        metrics = rollout_metrics(report, samples, self._config.algorithm.reward_keys)
-        self._rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
-        counts_now = self._source.stats()
-        metrics.update(source_metrics(counts_now, self._source_stats))
-        self._source_stats = counts_now
-
         prepared = prepare(
             rollout_id,
             samples,
-            self._config,
-            self._hf,
-            self._routes.row_shape,
+            self.config,
+            self.hf,
+            self.routes.row_shape,
             self._topologies,
             passes=self._passes,
             plant=self._plant,
@@ -381,52 +339,52 @@ class AsyncLoop:
         Raises GuestFailed, on all ranks, for code of the user that fails before the first step.  After a
         later failure the rollout's other steps are skipped, and ``self._loss_error`` says why.
         """
-        if self._rank_zero is not None:
-            self._rank_zero.display.train_update("training")
+        if self.rank_zero is not None:
+            self.rank_zero.display.train_update("training")
         began = time.monotonic()
         everything = [s for step in steps for s in step]
         old = ref = teacher = None
-        if not self._config.reuses_log_probs:
-            old = self._actor.compute_log_probs(
+        if not self.config.reuses_log_probs:
+            old = self.actor.compute_log_probs(
                 everything, "old_log_prob", weight_version=rollout_id
             )
-        if self._config.algorithm.needs_reference:
-            ref = self._actor.compute_log_probs(
-                everything, "ref_log_prob", routing=self._config.algorithm.ref_routing
+        if self.config.algorithm.needs_reference:
+            ref = self.actor.compute_log_probs(
+                everything, "ref_log_prob", routing=self.config.algorithm.ref_routing
             )
-        if self._config.algorithm.holds_teacher:
+        if self.config.algorithm.holds_teacher:
             # another model than the one that generated: its own routers choose
-            teacher = self._actor.compute_log_probs(everything, None, of_teacher=True)
+            teacher = self.actor.compute_log_probs(everything, None, of_teacher=True)
         log_prob_s = time.monotonic() - began
         paid: dict[str, Any] = {}
-        if self._config.algorithm.kl_coef:
+        if self.config.algorithm.kl_coef:
             steps, paid = pay_for_kl(
                 steps,
                 prepared,
                 old,
                 ref,
-                self._config.algorithm,
+                self.config.algorithm,
                 self._topologies,
-                self._actor.topology.rank,
+                self.actor.topology.rank,
             )
         reports = []
         for i, step in enumerate(steps):
             version = rollout_id if i == 0 else None
             reports.append(
-                self._actor.train_step(step, old, ref, version, teacher_log_probs=teacher)
+                self.actor.train_step(step, old, ref, version, teacher_log_probs=teacher)
             )
             if reports[-1]["skipped_steps"] and not self._loss_error:
-                errors = chain.from_iterable(gather_json(self._actor.loss_errors))
+                errors = chain.from_iterable(gather_json(self.actor.loss_errors))
                 self._loss_error = next(errors, "")
                 if self._loss_error and i == 0:
                     raise GuestFailed(self._loss_error)
-        if self._config.trainer.ci_test and rollout_id == 0:
-            is_actor = not self._config.lora.lora_adapter_path
-            replayed = self._config.algorithm.ref_routing == "replay"
+        if self.config.trainer.ci_test and rollout_id == 0:
+            is_actor = not self.config.lora.lora_adapter_path
+            replayed = self.config.algorithm.ref_routing == "replay"
             _check_first_step(reports[0], reference_is_actor=is_actor and replayed)
-        drift = self._actor.collect_drift()
+        drift = self.actor.collect_drift()
         return {
-            **train_metrics(reports, self._actor.maxima),
+            **train_metrics(reports, self.actor.maxima),
             **drift,
             **paid,
             "perf/log_prob_s": log_prob_s,
@@ -437,31 +395,31 @@ class AsyncLoop:
 
         So a start's first verdict tells an audit where the interval of the start before it ends.
         """
-        interval = self._config.replay.r3_check_interval
+        interval = self.config.replay.r3_check_interval
         starts = rollout_id == start_rollout_id
-        return self._evidence is not None and (starts or is_checked(rollout_id, interval))
+        return self.evidence is not None and (starts or is_checked(rollout_id, interval))
 
     def _judge(self, rollout_id: int, prepared: Prepared | None) -> StepVerdict | None:
         """Prove the step's replay on all ranks; the verdict is on rank 0 alone."""
-        assert self._evidence is not None
-        records = self._actor.collect_evidence(rollout_id)
-        recorded = self._routes.recorded(prepared)
+        assert self.evidence is not None
+        records = self.actor.collect_evidence(rollout_id)
+        recorded = self.routes.recorded(prepared)
         rescored, missed = self._compared(rollout_id, prepared)
         return prove_step(
-            self._evidence,
+            self.evidence,
             records,
             prepared.expectation(recorded) if prepared is not None else None,
-            self._hf.route_shape,
+            self.hf.route_shape,
             passes=self._passes,
-            mismatch_threshold=self._config.replay.r3_mismatch_threshold,
-            check_interval=self._config.replay.r3_check_interval,
+            mismatch_threshold=self.config.replay.r3_mismatch_threshold,
+            check_interval=self.config.replay.r3_check_interval,
             rescored=rescored,
             missed=missed,
         )
 
     def _failed_claim(self, verdict: StepVerdict | None) -> str:
         """ "replay" if it was not exact, "threshold" if only that was exceeded, else ""; on all ranks."""
-        if self._evidence is None:
+        if self.evidence is None:
             return ""
         failed = ""
         if verdict is not None and not verdict.passed:
@@ -487,20 +445,20 @@ class AsyncLoop:
             rollout_id,
             rescored,
             [s.sample for s in prepared.samples],
-            self._routes.read,
-            self._hf.moe_layer_numbers,
+            self.routes.read,
+            self.hf.moe_layer_numbers,
             # a prefill has the log-probs of the whole vocabulary, at temperature 1
-            log_probs=self._config.rollout.rollout_temperature == 1
-            and not self._config.rollout.replays_kept_tokens,
+            log_probs=self.config.rollout.rollout_temperature == 1
+            and not self.config.rollout.replays_kept_tokens,
         )
         # a prompt that was computed under other weights than its answer is not compared
         return records, rescored.missed + len(rescored.parts) - len(records)
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""
-        metrics = self._routes.metrics()
-        if self._rank_zero is not None and self._config.replay.use_rollout_routing_replay:
-            now = self._rank_zero.engines.route_wire_bytes()
+        metrics = self.routes.metrics()
+        if self.rank_zero is not None and self.config.replay.use_rollout_routing_replay:
+            now = self.rank_zero.engines.route_wire_bytes()
             metrics["perf/route_wire_bytes_rank0"] = now - self._route_wire_bytes
             self._route_wire_bytes = now
         return metrics
@@ -509,22 +467,22 @@ class AsyncLoop:
 
     def _publish(self, weight_version: int) -> dict[str, Any]:
         """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0."""
-        if not self._config.has_engines:
+        if not self.config.has_engines:
             return {}
-        if self._rank_zero is not None:
-            self._rank_zero.display.train_update("publishing weights")
+        if self.rank_zero is not None:
+            self.rank_zero.display.train_update("publishing weights")
         quiet: AbstractContextManager[None] = nullcontext()
-        if self._source is not None and not self._config.serves_adapters and not self._colocate:
+        if self._source is not None and not self.config.serves_adapters and not self._colocate:
             quiet = self._source.quiesced()
         metrics, failure = self._serve(weight_version, quiet)
         if self._recovery.needed(failure):
             metrics = self._revive(weight_version)
         self._servers_hold_base = not self._colocate
-        if self._config.trainer.check_weight_update_equal:
+        if self.config.trainer.check_weight_update_equal:
             # after the pause, because a paused server would not answer
             metrics.update(self._check_update(weight_version))
             if self._colocate:
-                self._actor.memory.hold()
+                self.actor.memory.hold()
         return metrics
 
     def _end_turn_of_servers(self) -> None:
@@ -535,7 +493,7 @@ class AsyncLoop:
         try:
             with ExitStack() as quiet:
                 quiet.enter_context(self._source.quiesced())
-                self._rank_zero.engines.hold_memory()
+                self.rank_zero.engines.hold_memory()
                 self._quiet = quiet.pop_all()
         except BaseException:
             self._source.put_back()
@@ -553,22 +511,22 @@ class AsyncLoop:
             return self._send_weights(weight_version, quiet)
         failure: BaseException | None = None
         with rank_zero_alone():
-            if self._rank_zero is not None:
+            if self.rank_zero is not None:
                 try:
-                    self._rank_zero.engines.hold_memory()
+                    self.rank_zero.engines.hold_memory()
                 except self._recovery.caught as error:
                     failure = error
         if self._recovery.needed(failure):
             return {}, failure
-        self._actor.memory.hold("weights")
+        self.actor.memory.hold("weights")
         host_barrier()
         metrics, failure = self._send_weights(weight_version, quiet)
-        if not self._config.trainer.check_weight_update_equal:
-            self._actor.memory.hold()
+        if not self.config.trainer.check_weight_update_equal:
+            self.actor.memory.hold()
         host_barrier()
-        if self._rank_zero is not None and failure is None and self._recovery.fatal is None:
+        if self.rank_zero is not None and failure is None and self._recovery.fatal is None:
             try:
-                self._rank_zero.engines.hold_memory("weights", "kv_cache")
+                self.rank_zero.engines.hold_memory("weights", "kv_cache")
                 self._quiet.close()
             except self._recovery.caught as error:
                 failure = error
@@ -576,12 +534,12 @@ class AsyncLoop:
 
     def _last_turn(self) -> None:
         """End the servers for the actor's memory, which a checkpoint or an export needs at the run's end."""
-        if not self._colocate or self._actor.memory.is_whole:
+        if not self._colocate or self.actor.memory.is_whole:
             return
         with rank_zero_alone():
-            if self._rank_zero is not None:
-                self._rank_zero.engines.stop_servers()
-        self._actor.memory.hold(*_TRAINING)
+            if self.rank_zero is not None:
+                self.rank_zero.engines.stop_servers()
+        self.actor.memory.hold(*_TRAINING)
 
     def _send_weights(
         self, weight_version: int, quiet: AbstractContextManager[None]
@@ -592,33 +550,31 @@ class AsyncLoop:
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
         are not those of the checkpoint.
         """
-        adapters = self._config.serves_adapters
-        targets_alone = self._servers_hold_base and self._config.may_send_targets_alone
+        adapters = self.config.serves_adapters
+        targets_alone = self._servers_hold_base and self.config.may_send_targets_alone
         if adapters:
-            weights = self._actor.adapter_weights()
+            weights = self.actor.adapter_weights()
         else:
-            weights = self._actor.hf_weights(
-                targets_alone=targets_alone, of_stage=self._stages_send
-            )
+            weights = self.actor.hf_weights(targets_alone=targets_alone, of_stage=self._stages_send)
         again = []
-        if self._config.trainer.check_weight_update_equal and not adapters:
+        if self.config.trainer.check_weight_update_equal and not adapters:
             # the servers' tensors are compared with a second, whole export
-            again = [self._actor.hf_weights()]
+            again = [self.actor.hf_weights()]
         self._held_export = None
         quietly, failure = ExitStack(), None
         with rank_zero_alone():  # requests in flight may take long to end
-            if self._rank_zero is not None:
+            if self.rank_zero is not None:
                 try:
                     quietly.enter_context(quiet)
                 except Exception as error:  # noqa: BLE001 - the other ranks go on first
                     failure = error
-        if self._rank_zero is None:
-            if self._stage is not None:
-                self._stage.send(weights, version=weight_version)
+        if self.rank_zero is None:
+            if self.stage is not None:
+                self.stage.send(weights, version=weight_version)
             for _ in chain(weights, *again):
                 raise AssertionError("only rank 0 holds whole tensors")
             return {}, None
-        engines, published = self._rank_zero.engines, None
+        engines, published = self.rank_zero.engines, None
 
         def drain() -> None:
             """Let the other ranks go on, which are sending."""
@@ -668,16 +624,15 @@ class AsyncLoop:
         while True:
             if self._colocate:  # a new server takes all of its memory
                 self._quiet.pop_all()
-                self._actor.memory.hold()
+                self.actor.memory.hold()
                 host_barrier()
             failure = self._recovery.restart()
             if failure is not None:
                 self._last_turn()
-                self._keeper.save(weight_version)
-                self._keeper.finish()
+                self.keeper.save_last(weight_version)
                 raise failure
-            if self._stage is not None:
-                self._stage.reconnect()
+            if self.stage is not None:
+                self.stage.reconnect()
             self._servers_hold_base = False  # a new one has the checkpoint's
             # new servers have nothing in flight; waiting requests are sent afterwards
             metrics, failure = self._serve(weight_version, nullcontext())
@@ -695,14 +650,14 @@ class AsyncLoop:
         rank 0.
         """
         update, other = f"weight update {weight_version}", []
-        if not self._config.serves_adapters:
+        if not self.config.serves_adapters:
             export = broadcast_json(self._held_export and str(self._held_export))
             if export is None:  # the source has failed, and nothing was sent
                 return {}
             other = self._unlike(Path(export), update)
-        text = weight_probe.probe_tokens(self._hf.vocab_size)
-        ours = weight_probe.actor_log_probs(self._actor, self._topologies, text)
-        if self._rank_zero is None:
+        text = weight_probe.probe_tokens(self.hf.vocab_size)
+        ours = weight_probe.actor_log_probs(self.actor, self._topologies, text)
+        if self.rank_zero is None:
             return {}
         for rank, names in enumerate(other):
             if names:
@@ -710,14 +665,14 @@ class AsyncLoop:
                     f"{update}: {len(names)} parameters of rank {rank} are not what was exported,"
                     f" {names[0]} among them"
                 )
-        engines = self._rank_zero.engines
+        engines = self.rank_zero.engines
         # before the probe, which leaves the text in the cache; a prompt may begin like the text
         if (stale := engines.stale_tokens(text)) > len(text) // 2:
             raise AssertionError(
                 f"{update}: a server still had {stale} of {len(text)} probe tokens in its cache,"
                 " computed with the weights before"
             )
-        tolerance = weight_probe.tolerance(self._hf, bf16=self._config.model.bf16)
+        tolerance = weight_probe.tolerance(self.hf, bf16=self.config.model.bf16)
         gap = max(
             weight_probe.compare(ours, theirs, weight_version, tolerance=tolerance)
             for theirs in engines.probe(text)
@@ -731,8 +686,8 @@ class AsyncLoop:
                 f"{update}: this rank does not see {export}: --check-weight-update-equal needs a run"
                 " directory that all ranks see"
             )
-        other = gather_json(self._actor.parameters_unlike(export))
-        if self._rank_zero is not None:
+        other = gather_json(self.actor.parameters_unlike(export))
+        if self.rank_zero is not None:
             shutil.rmtree(export, ignore_errors=True)
         return other
 

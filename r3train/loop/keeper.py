@@ -7,6 +7,7 @@ source and the files; they are None elsewhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, KW_ONLY
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ CONFIG_FILE = "config.toml"
 ANOTHER_RANK = "a signal to another rank"
 
 
+@dataclass(eq=False)
 class Keeper:
     """Keeps a run; see the module.
 
@@ -35,66 +37,64 @@ class Keeper:
     export: writes the weights after so many rollouts (--save-hf PATH/{rollout_id}), a collective.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        run_dir: Path,
-        *,
-        run_facts: dict[str, Any],
-        prompt_file: FileFingerprint | None,
-        stop: StopSignal,
-        checkpointer: Checkpointer | None,
-        note: Callable[[str], None],
-        with_routes: Callable[[RolloutSample], RolloutSample],
-        export: Callable[[int], None] | None = None,
-    ):
-        self._config = config
-        self._run_dir = run_dir
-        self._run_facts = run_facts
-        self._prompt_file = prompt_file
-        self._stop = stop
-        self._bad_steps = BadSteps(config.faults.max_bad_steps, run_dir)
+    config: RunConfig
+    run_dir: Path
+    _: KW_ONLY
+    run_facts: dict[str, Any]
+    prompt_file: FileFingerprint | None
+    stop: StopSignal
+    checkpointer: Checkpointer | None
+    note: Callable[[str], None]
+    with_routes: Callable[[RolloutSample], RolloutSample]
+    export: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._bad_rollouts = 0  # in a row, with a step that was skipped; the same on all ranks
         self._idle_rollouts = 0  # in a row, without a step because of --min-ess
-        self._checkpointer = checkpointer
-        self._note = note
-        self._with_routes = with_routes
-        self._export = export
         self._source: WatchedSource | None = None
         self._prompts_changed = False
 
     def watch(self, source: Any) -> WatchedSource:
         """Wrap rank 0's source of rollouts: a stop ends its waits, and rollouts are dumped."""
-        dump = self._dump if self._config.checkpoint.dump_rollouts else None
-        if self._config.checkpoint.ci_inject_rollout_data_path is not None:
+        dump = self._dump if self.config.checkpoint.dump_rollouts else None
+        if self.config.checkpoint.ci_inject_rollout_data_path is not None:
             source = InjectedRollouts(
                 source,
-                self._config.checkpoint,
-                needs_routes=self._config.replay.use_rollout_routing_replay,
+                self.config.checkpoint,
+                needs_routes=self.config.replay.use_rollout_routing_replay,
             )
-        self._source = WatchedSource(source, self._stop, dump)
+        self._source = WatchedSource(source, self.stop, dump)
         return self._source
 
     def _dump(self, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> None:
-        dump_rollout(self._run_dir / "rollouts", rollout_id, self._whole(groups))
+        dump_rollout(self.run_dir / "rollouts", rollout_id, self._whole(groups))
 
     def _whole(self, groups: Sequence[Sequence[Scored]]) -> list[list[Scored]]:
-        return [[(self._with_routes(s), reward) for s, reward in group] for group in groups]
+        return [[(self.with_routes(s), reward) for s, reward in group] for group in groups]
 
     def trained(self, rollout_id: int, skipped: int) -> None:
         """Record a trained rollout, of which ``skipped`` optimizer steps were not finite.
 
-        Raises FloatingPointError after too many bad rollouts in a row.
+        Raises FloatingPointError after max_bad_steps bad rollouts in a row.
         """
-        groups = None
         if self._source is not None:
-            groups = self._source.last
-            prompt_log.append(self._run_dir, rollout_id, groups, skipped)
+            prompt_log.append(self.run_dir, rollout_id, self._source.last, skipped)
             self._check_prompt_file()
-            groups = self._whole(groups) if skipped else None
-        text = self._bad_steps.count(rollout_id, skipped, groups)
-        if text:
-            self._note(text)
-            self._bad_steps.raise_if_too_many(text)
+        self._bad_rollouts = self._bad_rollouts + 1 if skipped else 0
+        if not skipped:
+            return
+        most = self.config.faults.max_bad_steps
+        text = (
+            f"rollout {rollout_id}: {skipped} optimizer step(s) skipped: the loss or a gradient is"
+            f" not finite ({self._bad_rollouts} in a row, max_bad_steps {most})"
+        )
+        if self._source is not None:
+            batch = self._whole(self._source.last)
+            path = dump_rollout(self.run_dir / "bad_steps", rollout_id, batch)
+            text += f"; the batch is in {path}"
+        self.note(text)
+        if self._bad_rollouts >= most:
+            raise FloatingPointError(text)
 
     def learned_nothing(self, rollout_id: int, low_ess_steps: int) -> None:
         """Count the rollouts in a row of which --min-ess left no optimizer step; a collective.
@@ -103,7 +103,7 @@ class Keeper:
         rollouts of older weights, if those are more: the weights stood still, so all later rollouts are
         of the actor's own, and are as far from it.
         """
-        config = self._config
+        config = self.config
         if low_ess_steps < config.steps_per_rollout:
             self._idle_rollouts = 0
             return
@@ -111,8 +111,7 @@ class Keeper:
         most = max(config.faults.max_bad_steps, config.rollout.max_weight_staleness + 1)
         if self._idle_rollouts < most:
             return
-        self.save(rollout_id + 1)
-        self.finish()
+        self.save_last(rollout_id + 1)
         raise RuntimeError(
             f"rollout {rollout_id}: {most} rollouts in a row had train/ess below --min-ess"
             f" {config.algorithm.min_ess}, so nothing was trained on them, and nothing changes by waiting:"
@@ -120,32 +119,36 @@ class Keeper:
         )
 
     def _check_prompt_file(self) -> None:
-        if not self._prompts_changed and self._prompt_file.changed():
+        if not self._prompts_changed and self.prompt_file.changed():
             self._prompts_changed = True
-            self._note(
+            self.note(
                 "warning: the prompt file has changed since the run began; this run goes on with"
                 " what it read, and its checkpoints will refuse to resume with the new content"
             )
 
     def stopping(self) -> bool:
         """True once the run was told to stop; a collective."""
-        return self._stop.agreed()
+        return self.stop.agreed()
 
-    def due(self, next_rollout_id: int) -> bool:
-        """True if ``--save-interval`` asks for a checkpoint, or an export, now."""
-        interval = self._config.checkpoint.save_interval
-        return bool(interval and next_rollout_id % interval == 0)
+    def save_due(self, next_rollout_id: int, *, goes_on: bool, now: bool = False) -> None:
+        """Save what --save-interval asks for, or ``now``, and export it unless the run ends; a collective.
 
-    def export(self, next_rollout_id: int) -> None:
-        """Export the weights where that is asked for during the run; a collective."""
-        if self._export is not None:
-            self._export(next_rollout_id)
+        The last export is not the keeper's.
+        """
+        interval = self.config.checkpoint.save_interval
+        due = bool(interval and next_rollout_id % interval == 0)
+        if self.checkpointer is not None:
+            self.checkpointer.poll()  # completes an asynchronous save that has been written
+        if due or now:
+            self.save(next_rollout_id)
+        if due and goes_on and self.export is not None:
+            self.export(next_rollout_id)
 
     def save(self, next_rollout_id: int) -> None:
         """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective."""
-        if self._checkpointer is None:
+        if self.checkpointer is None:
             return
-        write_extra, facts = None, {"run": self._run_facts}
+        write_extra, facts = None, {"run": self.run_facts}
         if self._source is not None:
             state = self._source.snapshot()
             facts = {**facts, HAS_BUFFER: state is not None}
@@ -153,22 +156,18 @@ class Keeper:
             def write_extra(directory: Path) -> None:
                 config = directory / CONFIG_FILE
                 if not config.exists():  # of a complete checkpoint only the buffer may be replaced
-                    config.write_text(self._config.to_toml(), encoding="utf-8")
+                    config.write_text(self.config.to_toml(), encoding="utf-8")
                 if state is not None:
                     [samples] = self._whole([state.samples])
                     write_samples(directory / BUFFER_FILE, samples, state.facts)
 
-        self._checkpointer.save(next_rollout_id, facts, write_extra)
+        self.checkpointer.save(next_rollout_id, facts, write_extra)
 
-    def poll(self) -> None:
-        """Complete an asynchronous save that has been written; a collective."""
-        if self._checkpointer is not None:
-            self._checkpointer.poll()
-
-    def finish(self) -> None:
-        """Wait for the last save; a collective."""
-        if self._checkpointer is not None:
-            self._checkpointer.finish()
+    def save_last(self, next_rollout_id: int) -> None:
+        """Save, and wait until all is written; a collective."""
+        self.save(next_rollout_id)
+        if self.checkpointer is not None:
+            self.checkpointer.finish()
 
     def failed(self, next_rollout_id: int, cause: str, what: str = "generation failed") -> None:
         """Save and say why no further rollout will come; a collective.
@@ -176,63 +175,23 @@ class Keeper:
         If the save fails too, its error is raised after the first cause has been shown.
         """
         try:
-            self.save(next_rollout_id)
-            self.finish()
+            self.save_last(next_rollout_id)
         except Exception:
-            self._note(f"{what} after {next_rollout_id} rollouts: {cause}")
+            self.note(f"{what} after {next_rollout_id} rollouts: {cause}")
             raise
-        kept = "a checkpoint was saved" if self._checkpointer else "nothing was saved: no --save"
-        self._note(f"{what} after {next_rollout_id} rollouts; {kept}: {cause}")
+        kept = "a checkpoint was saved" if self.checkpointer else "nothing was saved: no --save"
+        self.note(f"{what} after {next_rollout_id} rollouts; {kept}: {cause}")
 
     def stopped(self, next_rollout_id: int) -> None:
         """Save because the run was told to stop, and say so; a collective."""
-        self.save(next_rollout_id)
-        self.finish()
-        self._stop.saved = self._checkpointer is not None
+        self.save_last(next_rollout_id)
+        self.stop.saved = self.checkpointer is not None
         kept = "nothing was saved: no --save"
-        if self._checkpointer:
-            save = self._config.checkpoint.save
+        if self.checkpointer:
+            save = self.config.checkpoint.save
             kept = f"a checkpoint was saved, and --load {save} goes on from it"
-        name = self._stop.received or ANOTHER_RANK
-        self._note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
-
-
-class BadSteps:
-    """Counts rollouts with a loss or a gradient that is not finite, whose optimizer steps are skipped.
-
-    All ranks hold the same counts.
-    """
-
-    def __init__(self, max_in_a_row: int, run_dir: Path):
-        self._max = max_in_a_row
-        self._directory = run_dir / "bad_steps"
-        self._in_a_row = 0
-        self.total = 0
-
-    def count(
-        self, rollout_id: int, skipped: int, groups: Sequence[Sequence[Scored]] | None
-    ) -> str:
-        """Count a rollout's skipped steps; returns a message for people, or "".
-
-        groups: the rollout on rank 0, dumped for inspection; None elsewhere.
-        """
-        if not skipped:
-            self._in_a_row = 0
-            return ""
-        self._in_a_row += 1
-        self.total += skipped
-        text = (
-            f"rollout {rollout_id}: {skipped} optimizer step(s) skipped: the loss or a gradient is"
-            f" not finite ({self._in_a_row} in a row, max_bad_steps {self._max})"
-        )
-        if groups is not None:
-            text += f"; the batch is in {dump_rollout(self._directory, rollout_id, groups)}"
-        return text
-
-    def raise_if_too_many(self, text: str) -> None:
-        """Raise FloatingPointError after ``max_in_a_row`` bad rollouts in a row."""
-        if self._in_a_row >= self._max:
-            raise FloatingPointError(text)
+        name = self.stop.received or ANOTHER_RANK
+        self.note(f"stopped by {name} after {next_rollout_id} rollouts; {kept}")
 
 
 class WatchedSource:

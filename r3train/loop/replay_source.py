@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, KW_ONLY, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,7 @@ class RolloutSource:
         return {"generated_tokens": 0, "buffered_groups": 0}
 
 
+@dataclass(eq=False)
 class DumpedRollouts(RolloutSource):
     """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
 
@@ -98,39 +99,31 @@ class DumpedRollouts(RolloutSource):
     and they are trained in one optimizer step a rollout.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        needs_routes: bool,
-        num_groups: int,
-        group_size: int,
-        steps_per_rollout: int = 1,
-    ):
-        self._directory = directory
-        self._needs_routes = needs_routes
-        self._num_groups = num_groups
-        self._group_size = group_size
-        self._steps_per_rollout = steps_per_rollout
+    directory: Path
+    _: KW_ONLY
+    needs_routes: bool
+    num_groups: int
+    group_size: int
+    steps_per_rollout: int = 1
 
     def next_batch(
         self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
     ) -> list[list[Scored]]:
         """The groups of one rollout; raises ValueError naming file and sample."""
-        groups = load_rollout(self._directory, rollout_id)
-        path = rollout_path(self._directory, rollout_id)
+        groups = load_rollout(self.directory, rollout_id)
+        path = rollout_path(self.directory, rollout_id)
         sizes = [len({episode_id(sample) for sample, _ in group}) for group in groups]
-        if len(sizes) != self._num_groups or set(sizes) != {self._group_size}:
+        if len(sizes) != self.num_groups or set(sizes) != {self.group_size}:
             raise ValueError(
                 f"{path}: holds {len(sizes)} groups of {sorted(set(sizes))} episodes, expected"
-                f" rollout_batch_size {self._num_groups} of n_samples_per_prompt {self._group_size}"
+                f" rollout_batch_size {self.num_groups} of n_samples_per_prompt {self.group_size}"
             )
-        if self._steps_per_rollout > 1 and groups[0][0][0].trajectory_id is not None:
+        if self.steps_per_rollout > 1 and groups[0][0][0].trajectory_id is not None:
             raise ValueError(
                 f"{path}: holds one sample a turn, which are trained in one optimizer step a"
-                f" rollout, but global_batch_size asks for {self._steps_per_rollout}"
+                f" rollout, but global_batch_size asks for {self.steps_per_rollout}"
             )
-        if self._needs_routes:
+        if self.needs_routes:
             _check_routes(path, groups)
         return groups
 
@@ -211,6 +204,7 @@ def _match(one: RolloutSample, other: RolloutSample) -> float:
     return 1.0 if longer == 0 else float((a[:short] == b[:short]).sum()) / longer
 
 
+@dataclass(eq=False)
 class Conversations(RolloutSource):
     """A RolloutSource of conversations (--loss-type sft): each is a group of one sample.
 
@@ -218,15 +212,9 @@ class Conversations(RolloutSource):
     stopped.  order: of the conversations; num_groups: those of a rollout.
     """
 
-    def __init__(
-        self,
-        conversations: Sequence[RolloutSample],
-        order: PromptOrder | MixedOrder,
-        num_groups: int,
-    ):
-        self._conversations = conversations
-        self._order = order
-        self._num_groups = num_groups
+    conversations: Sequence[RolloutSample]
+    order: PromptOrder | MixedOrder
+    num_groups: int
 
     def next_batch(
         self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
@@ -234,9 +222,9 @@ class Conversations(RolloutSource):
         """The conversations of one rollout, without a reward (0)."""
         if on_wait is not None:
             on_wait(self.stats())
-        start = rollout_id * self._num_groups
-        drawn = self._order.indices(start, self._num_groups)
+        start = rollout_id * self.num_groups
+        drawn = self.order.indices(start, self.num_groups)
         return [
-            [(replace(self._conversations[i], sample_id=number, group_id=number), 0.0)]
+            [(replace(self.conversations[i], sample_id=number, group_id=number), 0.0)]
             for number, i in enumerate(drawn, start)
         ]

@@ -4,29 +4,51 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from r3train.algo.corrections import age_metrics, is_age_sum
 from r3train.algo.reward_stats import GroupStats
-from r3train.types import RolloutSample, TrainSample
+from r3train.config import RunConfig
+from r3train.loop.prepare import train_samples
+from r3train.observe.metrics import MetricsWriter
+from r3train.types import RolloutSample, Scored, TrainSample
 
 
-@dataclass(frozen=True)
-class RolloutReport:
-    """Facts of a rollout that its samples do not hold."""
+def report_rollout(
+    rollout_id: int,
+    groups: Sequence[Sequence[Scored]],
+    config: RunConfig,
+    writer: MetricsWriter,
+    counts: Mapping[str, Any],
+    counts_before: Mapping[str, Any],
+) -> tuple[list[TrainSample], dict[str, Any]]:
+    """Give a rollout's tokens their advantages and write a few samples; returns all of them, and metrics.
 
-    rollout_id: int
-    groups: GroupStats
-    turns: bool = False  # True with --environment
+    counts: the source's now, and at the rollout before.
+    """
+    most = config.rollout.rollout_max_response_len
+    samples, stats = train_samples(groups, config.algorithm, most)
+    writer.write_samples(rollout_id, notable_samples(samples))
+    turns = config.rollout.environment is not None
+    keys = config.algorithm.reward_keys
+    metrics = rollout_metrics(rollout_id, stats, samples, turns=turns, reward_keys=keys)
+    return samples, metrics | source_metrics(counts, counts_before)
 
 
 def rollout_metrics(
-    report: RolloutReport, samples: Sequence[TrainSample], reward_keys: Sequence[str] = ()
+    rollout_id: int,
+    groups: GroupStats,
+    samples: Sequence[TrainSample],
+    *,
+    turns: bool = False,
+    reward_keys: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Rewards, lengths, staleness of one rollout; reward_keys: the keys of the samples' reward parts."""
+    """Rewards, lengths, staleness of one rollout.
+
+    turns: True with --environment; reward_keys: the keys of the samples' reward parts.
+    """
     parts = [
         s.sample.reward_parts
         for s in samples
@@ -38,13 +60,12 @@ def rollout_metrics(
     truncated = sum(s.sample.finish_reason == "length" for s in samples)
     # tokens of the prompt and of an environment have version -1: no weights generated them
     generated = [_versions(s) for s in samples]
-    staleness = [report.rollout_id - int(versions[0]) for versions in generated if len(versions)]
+    staleness = [rollout_id - int(versions[0]) for versions in generated if len(versions)]
     histogram = {
         f"rollout/staleness_{age}": staleness.count(age)
         for age in range(max(staleness, default=0) + 1)
     }
     seconds = np.array([s.sample.generation_s for s in samples])
-    groups = report.groups
     return {
         "rollout/reward_mean": groups.mean,
         "rollout/reward_std": groups.std,
@@ -73,7 +94,7 @@ def rollout_metrics(
         "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
         "rollout/spanning_samples": sum(len(versions) > 1 for versions in generated),
         **histogram,
-        **(_turn_metrics([s.sample for s in samples]) if report.turns else {}),
+        **(_turn_metrics([s.sample for s in samples]) if turns else {}),
     }
 
 

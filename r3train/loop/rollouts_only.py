@@ -8,14 +8,8 @@ from pathlib import Path
 from r3train.config import RunConfig
 from r3train.loop.keeper import WatchedSource
 from r3train.loop.parts import RankZero
-from r3train.loop.prepare import train_samples
 from r3train.loop.replay_source import dump_rollout
-from r3train.loop.report import (
-    RolloutReport,
-    notable_samples,
-    rollout_metrics,
-    source_metrics,
-)
+from r3train.loop.report import report_rollout
 from r3train.loop.stop import StopRequested, StopSignal
 
 
@@ -35,13 +29,10 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
         except StopRequested as request:
             display.note(f"stopped by {request} after {rollout_id} rollouts")
             return
-        samples, stats = train_samples(groups, config.algorithm, rollout.rollout_max_response_len)
-        report = RolloutReport(rollout_id, stats, turns=rollout.environment is not None)
-        metrics = rollout_metrics(report, samples, config.algorithm.reward_keys)
-        rank_zero.metrics.write_samples(rollout_id, notable_samples(samples))
         before, counts = counts, source.stats()
+        _, metrics = report_rollout(rollout_id, groups, config, rank_zero.metrics, counts, before)
         step_s = time.monotonic() - began
-        metrics |= source_metrics(counts, before) | rank_zero.engines.fault_counts()
+        metrics |= rank_zero.engines.fault_counts()
         metrics |= {
             "perf/rollout_wait_s": step_s,
             "perf/step_s": step_s,

@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import HfModelFacts
+from r3train.generation import stitch
 from r3train.host_group import host_group
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
-from r3train.types import Prompt, RankTopology, RolloutSample, TrainSample
+from r3train.types import Prompt, RankTopology, TrainSample
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -41,7 +42,9 @@ def actor_log_probs(
 
     A collective; every rank gets the result.  The actor routes by itself, at temperature 1.
     """
-    text = _as_sample(token_ids)
+    prompt = Prompt("probe", 0, "", token_ids, None)
+    sample = stitch.begin(prompt, sample_id=0, group_id=0)
+    text = TrainSample(sample, 0.0, np.zeros(len(token_ids), dtype=np.float32))
     mine = actor.topology
     # data-parallel ranks other than 0 take part with a pack of padding alone
     some = topologies[0]
@@ -67,24 +70,6 @@ def actor_log_probs(
                 out[torch.from_numpy(s.positions[rows]) + 1] = found[torch.from_numpy(rows)]
     dist.all_reduce(out, group=host_group())
     return out.numpy()
-
-
-def _as_sample(token_ids: np.ndarray) -> TrainSample:
-    n = len(token_ids)
-    prompt = Prompt("probe", 0, "", token_ids, None)
-    sample = RolloutSample(
-        sample_id=0,
-        group_id=0,
-        prompt=prompt,
-        token_ids=np.asarray(token_ids, dtype=np.int32),
-        prompt_len=n,
-        loss_mask=np.zeros(n, dtype=bool),
-        rollout_log_probs=np.zeros(n, dtype=np.float32),
-        routed_experts=None,
-        weight_versions=np.full(n, -1, dtype=np.int32),
-        finish_reason="length",
-    )
-    return TrainSample(sample, 0.0, np.zeros(n, dtype=np.float32))
 
 
 def compare(

@@ -77,7 +77,7 @@ class Run:
         return self.loops[kind]._publish(self.version)
 
     def planted(self, bug: str, kind: str):
-        return MUTATIONS[bug].planted(self.loops[kind]._config, self.hf)
+        return MUTATIONS[bug].planted(self.loops[kind].config, self.hf)
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +210,10 @@ def test_a_planted_bug_is_caught_by_name(run, bug, kind, text, count):
 @pytest.mark.parametrize("bug", ["expert_never_sent", "expert_bias_not_exported"])
 def test_a_tensor_that_never_went_out_is_named_without_the_flag_too(run, bug, monkeypatch):
     loop = run.loops["distributed"]
-    trainer = loop._config.trainer.model_copy(update={"check_weight_update_equal": False})
-    unchecked = loop._config.model_copy(update={"trainer": trainer})
+    trainer = loop.config.trainer.model_copy(update={"check_weight_update_equal": False})
+    unchecked = loop.config.model_copy(update={"trainer": trainer})
     with monkeypatch.context() as flag:
-        flag.setattr(loop, "_config", unchecked)
+        flag.setattr(loop, "config", unchecked)
         run.publish("distributed")
         with run.planted(bug, "distributed"), pytest.raises(ValueError) as error:
             run.publish("distributed")

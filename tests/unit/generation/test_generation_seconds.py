@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from safetensors import safe_open
 
-from r3train.loop.report import RolloutReport, notable_samples, rollout_metrics, source_metrics
+from r3train.loop.report import notable_samples, rollout_metrics, source_metrics
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
@@ -54,7 +54,7 @@ def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():
     assert slowest["generation_s"] == 3.0
     assert slowest["sample_id"] == samples[1].sample.sample_id
     groups = GroupStats(2, 0, mean=0, std=0, min=0, max=0, pass_at_k={})
-    metrics = rollout_metrics(RolloutReport(0, groups), samples)
+    metrics = rollout_metrics(0, groups, samples)
     assert metrics["rollout/generation_s_mean"] == 1.0
     assert metrics["rollout/generation_s_max"] == 3.0
 

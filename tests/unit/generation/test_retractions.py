@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, 
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.loop.report import RolloutReport, rollout_metrics, source_metrics
+from r3train.loop.report import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 
 
@@ -85,7 +85,7 @@ def test_accepted_answers_are_counted_and_trained_as_they_are():
     assert source_metrics(counts, {})["rollout/retracted"] >= len(accepted)
     groups = group_stats(np.zeros((2, 2)))
     of_step = [TrainSample(s, 0.0, np.zeros(s.num_tokens, np.float32)) for s in samples]
-    metrics = rollout_metrics(RolloutReport(0, groups), of_step)
+    metrics = rollout_metrics(0, groups, of_step)
     assert metrics["rollout/retracted_samples"] == len(accepted)
     assert accepted and all(RETRACTED in s.token_ids for s in accepted)
     assert all(RETRACTED not in s.token_ids for s in samples if not s.num_retractions)

@@ -27,7 +27,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop import prompt_log
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.evaluation import Evaluations
-from r3train.loop.keeper import BUFFER_FILE, BadSteps, Keeper, WatchedSource
+from r3train.loop.keeper import BUFFER_FILE, Keeper, WatchedSource
 from r3train.loop.parts import RankZero
 from r3train.loop.replay_source import Conversations
 from r3train.loop.rollout_file import read_samples
@@ -153,14 +153,18 @@ def test_what_closes_after_the_loop_has_the_grace_period_too(saved):
 
 
 def test_bad_steps_are_dumped_counted_and_end_the_run_only_in_a_row(tmp_path):
-    bad = BadSteps(2, tmp_path)
-    bad.raise_if_too_many(bad.count(0, 1, groups()))
+    path, told = tmp_path / "data.jsonl", []
+    path.write_text("one\n")
+    keeper = keeper_of(tmp_path, path, told, config=config(max_bad_steps=2))
+    keeper.watch(SimpleNamespace(next_batch=lambda step, on_wait: groups())).next_batch(0)
+    keeper.trained(0, 1)
     assert (tmp_path / "bad_steps" / "rollout_0000000.safetensors").exists()
-    assert bad.count(1, 0, groups()) == ""
-    bad.raise_if_too_many(bad.count(2, 1, None))
+    keeper.trained(1, 0)
+    keeper.trained(2, 1)
     with pytest.raises(FloatingPointError, match="2 in a row"):
-        bad.raise_if_too_many(bad.count(3, 1, None))
-    assert bad.total == 3
+        keeper.trained(3, 1)
+    dumped = ["bad_steps/rollout_" in line for line in told]
+    assert dumped == [True] * 3, "of rollouts 0, 2 and 3"
 
 
 @pytest.mark.parametrize("staleness, most", [(1, 3), (4, 5)])

@@ -181,13 +181,13 @@ def test_kept_tokens_as_decoded_are_those_that_are_trained(sample_a_turn, tmp_pa
 
 @pytest.mark.parametrize("sample_a_turn", [False, True])
 def test_kept_tokens_joined_in_the_wrong_order_are_caught(sample_a_turn, monkeypatch):
-    right = stitch._with_kept_tokens
+    right = stitch.extend
 
     def backwards(sample, segment):
         done = right(sample, segment)
         return replace(done, kept_ids=done.kept_ids[::-1])
 
-    monkeypatch.setattr(stitch, "_with_kept_tokens", backwards)
+    monkeypatch.setattr(stitch, "extend", backwards)
     expected, trained, _, _ = kept_tokens_expected_and_trained(play(sample_a_turn, KEPT))
     assert expected != trained
 

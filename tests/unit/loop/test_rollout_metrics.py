@@ -13,7 +13,7 @@ from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.parts import RankZero
 from r3train.loop.prepare import train_samples
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import RolloutReport, rollout_metrics, train_metrics
+from r3train.loop.report import rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
 from r3train.observe.metrics import nothing_learned
@@ -21,7 +21,7 @@ from r3train.observe.metrics import nothing_learned
 
 def metrics(groups):
     samples, stats = train_samples(groups, AlgorithmSection(), 8)
-    return rollout_metrics(RolloutReport(0, stats), samples)
+    return rollout_metrics(0, stats, samples)
 
 
 def test_pass_at_k_counts_answers_with_a_reward_of_1():
@@ -43,7 +43,7 @@ def test_each_part_of_the_rewards_has_its_mean():
         [(sample(0, reward_parts=(1.0, 4.0)), 5.0), (sample(1, reward_parts=(0.0, 8.0)), 8.0)]
     ]
     samples, stats = train_samples(groups, AlgorithmSection(), 8)
-    got = rollout_metrics(RolloutReport(0, stats), samples, ("right", "short"))
+    got = rollout_metrics(0, stats, samples, reward_keys=("right", "short"))
     assert (got["rollout/reward_mean_right"], got["rollout/reward_mean_short"]) == (0.5, 6.0)
 
 
@@ -124,7 +124,7 @@ def test_a_masked_answer_is_as_stale_as_it_is():
     samples, stats = train_samples(
         [[(cut, 0.0), (new, 1.0)]], AlgorithmSection(mask_truncated=True), 8
     )
-    got = rollout_metrics(RolloutReport(5, stats), samples)
+    got = rollout_metrics(5, stats, samples)
     assert (got["rollout/staleness_max"], got["rollout/spanning_samples"]) == (2, 1)
 
 
@@ -146,7 +146,7 @@ def episode(sample_id, *turns, observed=2, **changes):
 def test_turns_are_counted_and_lengths_leave_the_environments_tokens_out():
     groups = [[(episode(0, 3), 0.0), (episode(1, 2, 4, 1), 1.0)]]
     samples, stats = train_samples(groups, AlgorithmSection(), 20)
-    got = rollout_metrics(RolloutReport(0, stats, turns=True), samples)
+    got = rollout_metrics(0, stats, samples, turns=True)
     assert (got["rollout/turns_mean"], got["rollout/turns_max"]) == (2.0, 3)
     assert got["rollout/observation_len_mean"] == 2.0
     assert (got["rollout/response_len_mean"], got["rollout/response_len_max"]) == (5.0, 7)
@@ -175,7 +175,7 @@ def test_one_sample_a_turn_counts_its_episode_once():
         steps.append((step, 1.0))
     other = [(replace(s, sample_id=s.sample_id + 10, trajectory_id=14), r) for s, r in steps]
     samples, stats = train_samples([[*steps, *other]], AlgorithmSection(), 20)
-    got = rollout_metrics(RolloutReport(0, stats, turns=True), samples)
+    got = rollout_metrics(0, stats, samples, turns=True)
     assert (got["rollout/turns_mean"], got["rollout/observation_len_mean"]) == (3.0, 4.0)
     assert got["rollout/response_len_mean"] == pytest.approx(7 / 3)
 
