@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, KW_ONLY, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from r3train.plugs import guest, quoted
 from r3train.types import Prompt, RolloutSample
 
 
+@dataclass(eq=False)
 class Conversation:
     """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
 
@@ -32,22 +33,13 @@ class Conversation:
     turn that ends with the given token; None without --apply-chat-template.
     """
 
-    def __init__(
-        self,
-        begin: Callable[[], Environment],
-        rollout: RolloutSection,
-        guests: GuestLoop,
-        *,
-        encode: Callable[[str], list[int]],
-        decode: Callable[[Sequence[int]], str],
-        reply: Callable[[list[dict[str, Any]], int], list[int]] | None = None,
-    ) -> None:
-        self._begin = begin
-        self._rollout = rollout
-        self._guests = guests
-        self._encode = encode
-        self._decode = decode
-        self._reply = reply
+    begin: Callable[[], Environment]
+    rollout: RolloutSection
+    guests: GuestLoop
+    _: KW_ONLY
+    encode: Callable[[str], list[int]]
+    decode: Callable[[Sequence[int]], str]
+    reply: Callable[[list[dict[str, Any]], int], list[int]] | None = None
 
     async def __call__(
         self, generate: Generate, prompt: Prompt, *, sampling: SamplingParams, sample_id: int
@@ -57,12 +49,12 @@ class Conversation:
         Raises ValueError naming prompt, sample, turn and environment for a reward that is no finite
         number, and for an observation that is neither text nor tokens nor messages.
         """
-        rollout = self._rollout
+        rollout = self.rollout
         beginning = (
             f"prompt {prompt.prompt_id}, sample {sample_id}: --environment {rollout.environment}"
         )
         limit_s = rollout.environment_timeout_s
-        environment = await self._guests.ask(self._begin, beginning, limit_s)
+        environment = await self.guests.ask(self.begin, beginning, limit_s)
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
         # for each turn: the begin and end of its own tokens, and the number of answers so far
@@ -79,7 +71,7 @@ class Conversation:
                 or sample.finish_reason == "abort"
             )
             ids = sample.token_ids[start:].tolist()
-            turn = Turn(index, ids, self._decode(ids), last)
+            turn = Turn(index, ids, self.decode(ids), last)
             step = (
                 f"prompt {prompt.prompt_id}, sample {sample_id}, turn {index}: the step of"
                 f" --environment {rollout.environment}"
@@ -103,7 +95,7 @@ class Conversation:
         steps = [
             _one_turn(sample, i, *ends[i], is_last=i + 1 == len(ends)) for i in range(len(ends))
         ]
-        texts = [self._decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
+        texts = [self.decode(sample.token_ids[a:b].tolist()) for a, b, _ in ends]
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
     async def _step(self, environment: Environment, turn: Turn, step: str) -> StepResult:
@@ -112,8 +104,8 @@ class Conversation:
         Raises ValueError beginning with ``step`` for one that takes too long, raises, exits or returns
         anything but a StepResult.
         """
-        limit_s = self._rollout.environment_timeout_s
-        result = await self._guests.ask(lambda: environment.step(turn), step, limit_s)
+        limit_s = self.rollout.environment_timeout_s
+        result = await self.guests.ask(lambda: environment.step(turn), step, limit_s)
         if not isinstance(result, StepResult):
             kind = type(result).__name__
             raise ValueError(f"{step} returned {kind}, expected a StepResult")
@@ -123,7 +115,7 @@ class Conversation:
         """The tokens of an observation; last: the turn's last token."""
         given = result.observation
         if isinstance(given, str):
-            return self._encode(given)
+            return self.encode(given)
         if isinstance(given, Sequence) and all(isinstance(i, int) for i in given):
             return list(given)
         if not are_messages(given):
@@ -131,10 +123,10 @@ class Conversation:
                 f"{step} gave the observation {quoted(given)}, which is no text, no tokens and no"
                 " messages with role and content"
             )
-        if self._reply is None:
+        if self.reply is None:
             raise ValueError(f"{step} answers with messages, which need --apply-chat-template")
         with guest(f"{step} gave the observation {quoted(given)}"):
-            return self._reply(given, last)
+            return self.reply(given, last)
 
 
 def _finite(reward: float, step: str) -> float:

@@ -35,9 +35,9 @@ from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, Segment, Teacher
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
+from r3train.generation.counts import Counts
 from r3train.generation.episode import Episode, generate_once
 from r3train.generation.evaluate import EvalSet, EvaluationEnded, Room, Row, evaluate
-from r3train.generation.rates import Rates
 from r3train.generation.rescoring import AWAITED_S, Rescoring, Unbroken
 from r3train.rewards.parts import scored
 from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
@@ -119,13 +119,12 @@ class Producer:
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
         self._last_taken: list[Group] = []
-        self._rates = Rates()
+        self._counts = Counts()
         self._rescoring = Rescoring(
-            self.rollout, self.audit_share, self._rates, versions_stay=self.versions_stay
+            self.rollout, self.audit_share, self._counts, versions_stay=self.versions_stay
         )
         self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
-        self._in_flight = 0  # places taken, each for one rollout's requests
-        self._evaluating = 0  # places taken by an evaluation, beside those of ``_in_flight``
+        self._evaluating = 0  # places taken by an evaluation, beside those of rollouts
         self._waiting = 0  # resumed rollouts and answers of an evaluation that wait for a place
         # retracted rollouts that keep their place and wait for others to end
         self._short_of_room = 0
@@ -216,7 +215,7 @@ class Producer:
         return self._call(self._take_evaluation())
 
     def stats(self) -> dict[str, Any]:
-        """Counts for a live display; tokens_per_s is the rate of the last ten seconds."""
+        """Counts for a live display and for metrics."""
         return self._call(self._stats())
 
     def close(self) -> None:
@@ -302,7 +301,7 @@ class Producer:
         try:
             await self._until(lambda: buffer.ready() == rollout.rollout_batch_size)
         finally:
-            self._rates.waiting_s += time.monotonic() - began
+            self._counts.waiting_s += time.monotonic() - began
 
     async def _take(self) -> list[list[Scored]] | None:
         """Take a rollout's groups; None if an older group has been submitted again meanwhile."""
@@ -376,14 +375,14 @@ class Producer:
         elif mode == "abort":
             await self._end_rescoring()  # an abort ends these too
             self._aborting = True
-            while self._in_flight:
+            while self._counts.in_flight:
                 # repeated: an abort misses a request that is still on its way to the server
                 await self._backend.abort()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(_ABORT_EVERY_S):
-                        await self._until(lambda: self._in_flight == 0)
+                        await self._until(lambda: self._counts.in_flight == 0)
         else:
-            await self._until(lambda: self._in_flight == 0)
+            await self._until(lambda: self._counts.in_flight == 0)
             await self._end_rescoring()
 
     async def _rescored_beside_generation(self) -> None:
@@ -394,11 +393,11 @@ class Producer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(AWAITED_S):
                 await self._until(
-                    lambda: not self._in_flight or all(task.done() for task in under_way)
+                    lambda: not self._counts.in_flight or all(task.done() for task in under_way)
                 )
 
     async def _end_rescoring(self) -> None:
-        await self._rescoring.close(idle=self._in_flight == 0 and not self._closing)
+        await self._rescoring.close(idle=self._counts.in_flight == 0 and not self._closing)
 
     async def _thaw(self) -> None:
         if self._frozen:
@@ -441,12 +440,9 @@ class Producer:
 
     async def _stats(self) -> dict[str, Any]:
         return {
-            "weight_version": self._version,
-            "in_flight": self._in_flight,
-            "submitted_groups": self._buffer.next_group,
             "buffered_groups": self._buffer.complete_groups,
             "outcomes": dict(self._buffer.outcomes),
-            **self._rates.stats(),
+            **self._counts.stats(),
         }
 
     async def _close(self) -> None:
@@ -543,7 +539,7 @@ class Producer:
         self._rescoring.finished(group, turns.place, samples[-1], turns.unbroken, self._version)
         if not self.keep_decoded:
             samples = [replace(sample, decoded=(), decoded_kept=()) for sample in samples]
-        self._rates.finished(samples)
+        self._counts.finished_samples += len(samples)
         self._scoring.add(turns.sample_id)
         if self.teacher is not None:
             samples = list(await asyncio.gather(*map(self.teacher, samples)))
@@ -565,14 +561,9 @@ class Producer:
                 self._buffer.finish(group, place, of_place)
             self._log_outcomes()
 
-    def count_in_flight(self, change: int) -> None:
-        """Note that a rollout takes a place, or gives it back."""
-        self._in_flight += change
-        self._rates.in_flight(self._in_flight)
-
     @property
     def _free_places(self) -> int:
-        return self.rollout.max_concurrency - self._in_flight - self._evaluating
+        return self.rollout.max_concurrency - self._counts.in_flight - self._evaluating
 
     async def _free_place(self, may_go_on: Callable[[], bool]) -> None:
         """Wait for a free place, before new rollouts, and until ``may_go_on``."""
@@ -595,7 +586,7 @@ class Producer:
         try:
             await self._until(
                 lambda: not self._frozen
-                and self._in_flight + self._evaluating - self._short_of_room < half,
+                and self._counts.in_flight + self._evaluating - self._short_of_room < half,
                 though_failed=True,
             )
         finally:
@@ -647,13 +638,13 @@ class _Turns:
     def take_place(self) -> None:
         """Take a place in flight, which is free."""
         self._held = True
-        self._producer.count_in_flight(1)
+        self._producer._counts.change_in_flight(1)
 
     def release(self) -> None:
         """Give the place in flight back if it is still held."""
         if self._held:
             self._held = False
-            self._producer.count_in_flight(-1)
+            self._producer._counts.change_in_flight(-1)
             self._producer._advance()
 
     async def __call__(
@@ -713,8 +704,8 @@ class _Turns:
             finally:
                 if not goes_on:
                     self.release()
-            p._rates.tokens(count)
-            p._rates.resumed += interrupted and not again
+            p._counts.generated_tokens += count
+            p._counts.resumed_rollouts += interrupted and not again
             if not (interrupted or goes_on):
                 break
             if left <= 0:
@@ -730,7 +721,7 @@ class _Turns:
         Raises EngineError after too many in a row.
         """
         p = self._producer
-        p._rates.retracted += segment.num_retractions > 0
+        p._counts.retracted_answers += segment.num_retractions > 0
         if segment.num_retractions == 0 or segment.rows is None:
             self._retracted = 0
             return False

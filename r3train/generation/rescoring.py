@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, KW_ONLY, replace
 from functools import lru_cache
 
 import numpy as np
@@ -23,7 +23,7 @@ from r3train.config.rollout import RolloutSection
 from r3train.engine.backend import EngineError, Request, RolloutBackend, SamplingParams, Segment
 from r3train.generation import stitch
 from r3train.generation.buffer import Group
-from r3train.generation.rates import Rates
+from r3train.generation.counts import Counts
 from r3train.types import Prompt, Rescored, RescoredPart, RescoredRollout, RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class Unbroken:
         self.server = segment.server
 
 
+@dataclass(eq=False)
 class Rescoring:
     """Computes a ``share`` of the samples again; for the producer's event loop.
 
@@ -62,35 +63,30 @@ class Rescoring:
     seed; none without a share.  ``versions_stay``: servers can compute with an older version beside the newest.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutSection,
-        share: float,
-        rates: Rates,
-        *,
-        versions_stay: bool = False,
-    ) -> None:
-        self._rollout = rollout
-        self._share = share
-        self._versions_stay = versions_stay
+    rollout: RolloutSection
+    share: float
+    counts: Counts
+    _: KW_ONLY
+    versions_stay: bool = False
+
+    def __post_init__(self) -> None:
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._closed = False
         self._opened = time.monotonic()
         self._noise: list[tuple[RolloutSample, Rescored]] = []
-        self._rates = rates
         self._chosen = lru_cache(maxsize=64)(self._chosen_of_block)
 
     def _chosen_of_block(self, block: int) -> frozenset[int]:
-        samples = self._rollout.rollout_batch_size * self._rollout.n_samples_per_prompt
-        count = max(1, round(self._share * samples)) if self._share else 0
-        random = np.random.default_rng([self._rollout.rollout_seed, block])
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        count = max(1, round(self.share * samples)) if self.share else 0
+        random = np.random.default_rng([self.rollout.rollout_seed, block])
         return frozenset(random.choice(samples, count, replace=False).tolist())
 
     def chosen(self, group_id: int) -> list[int]:
         """The places of a group whose samples are computed again."""
-        block, at = divmod(group_id, self._rollout.rollout_batch_size)
-        first = at * self._rollout.n_samples_per_prompt
-        places = range(self._rollout.n_samples_per_prompt)
+        block, at = divmod(group_id, self.rollout.rollout_batch_size)
+        first = at * self.rollout.n_samples_per_prompt
+        places = range(self.rollout.n_samples_per_prompt)
         return [place for place in places if first + place in self._chosen(block)]
 
     async def open(
@@ -139,7 +135,7 @@ class Rescoring:
         sample: of an episode's samples the last one, which holds all of its tokens.
         """
         first = part.first
-        if first is None or (first.weight_version != version and not self._versions_stay):
+        if first is None or (first.weight_version != version and not self.versions_stay):
             return
         if place in self.chosen(group.group_id):
             request = replace(first, sample_id=sample.sample_id, token_ids=sample.token_ids)
@@ -162,7 +158,7 @@ class Rescoring:
         try:
             async with self._turn:
                 group.rescored.append(await self._backend.rescore(request, part, server))
-            self._rates.rescored_tokens += len(request.token_ids)
+            self.counts.rescored_tokens += len(request.token_ids)
         except (EngineError, ValueError) as error:
             logger.warning("sample %s was not computed again: %s", request.name, error)
 
@@ -180,7 +176,7 @@ class Rescoring:
         self._closed = True
         if idle and self._tasks:
             since = time.monotonic() - self._opened
-            await asyncio.wait(self._tasks, timeout=min(AWAITED_S, self._share * since))
+            await asyncio.wait(self._tasks, timeout=min(AWAITED_S, self.share * since))
         late = self.under_way
         for task in late:
             task.cancel()
@@ -193,12 +189,10 @@ class Rescoring:
 
     async def of_groups(self, groups: Sequence[Group]) -> RescoredRollout:
         """All that was computed again of these groups; waits a little for what is under way."""
-        ids = {id(group) for group in groups}
-        own = [task for task, group in self._tasks.items() if id(group) in ids]
-        if own:
+        if own := [task for task, group in self._tasks.items() if group in groups]:
             await asyncio.wait(own, timeout=AWAITED_S)
         parts = [part for group in groups for part in group.rescored]
         chosen = sum(len(self.chosen(group.group_id)) for group in groups)
-        episode = self._rollout.samples_per_episode
+        episode = self.rollout.samples_per_episode
         done = {part.sample_id // episode for part in parts}
         return RescoredRollout(parts, chosen - len(done), self._noise)

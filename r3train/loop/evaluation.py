@@ -7,6 +7,7 @@ at all, so a crash loses the sets that were not complete, and nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from r3train.generation.evaluate import EvalSet, Row, evaluation_metrics
@@ -18,24 +19,18 @@ if TYPE_CHECKING:
     from r3train.loop.keeper import WatchedSource
 
 
+@dataclass(eq=False)
 class Evaluations:
     """Begins and ends the evaluations of a run; without ``sets`` it does nothing.
 
     settings: a fingerprint for each set of all that its answers depend on, beside the weights.
     """
 
-    def __init__(
-        self,
-        sets: Sequence[EvalSet],
-        settings: Mapping[str, str],
-        metrics: MetricsWriter,
-        display: RunDisplay,
-    ):
-        self._sets = {asked.name: asked for asked in sets}
-        self._settings = settings
-        self._metrics = metrics
-        self._display = display
-        self._version: int | None = None  # of the evaluation that is under way
+    sets: Sequence[EvalSet]
+    settings: Mapping[str, str]
+    metrics: MetricsWriter
+    display: RunDisplay
+    _version: int | None = None  # of the evaluation that is under way
 
     def begin(self, source: WatchedSource, version: int, *, at_start: bool = False) -> None:
         """Begin to evaluate ``version``, which the servers hold.
@@ -45,8 +40,9 @@ class Evaluations:
         """
         sets = [
             asked
-            for name, asked in self._sets.items()
-            if not (at_start and self._metrics.evaluated(version, name, self._settings[name]))
+            for asked in self.sets
+            if not at_start
+            or not self.metrics.evaluated(version, asked.name, self.settings[asked.name])
         ]
         if sets:
             self._version = version
@@ -62,26 +58,23 @@ class Evaluations:
             return
         version, self._version = self._version, None
         ended_by: Exception | None = None
-        self._display.train_update("waiting for the evaluation")
+        self.display.train_update("waiting for the evaluation")
         try:
             source.await_evaluation()
         except StopRequested as error:
             ended_by = StopRequested(f"stopped by {error}")
         except Exception as error:  # noqa: BLE001 - the next rollout or update says more
             ended_by = error
-        for name, outcome in source.take_evaluation().items():
+        outcomes = source.take_evaluation()
+        for asked in self.sets:
+            name, outcome = asked.name, outcomes.get(asked.name)
             if isinstance(outcome, Exception):
                 cause = ended_by or outcome
-                self._display.note(
-                    f"warning: weight version {version} was not evaluated on {name}: {cause}",
-                    style="yellow",
-                )
-            else:
-                self._write(version, name, outcome)
-
-    def _write(self, version: int, name: str, rows: list[Row]) -> None:
-        asked, settings = self._sets[name], self._settings[name]
-        self._display.note(write_evaluation(self._metrics, asked, version, settings, rows))
+                text = f"warning: weight version {version} was not evaluated on {name}: {cause}"
+                self.display.note(text, style="yellow")
+            elif outcome is not None:
+                settings = self.settings[name]
+                self.display.note(write_evaluation(self.metrics, asked, version, settings, outcome))
 
 
 def write_evaluation(

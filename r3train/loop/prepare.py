@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, groupby
+from typing import Any
 
 import numpy as np
 
@@ -78,7 +79,7 @@ def prepare(
         built = build_microbatches(
             dealt,
             place,
-            row_shape,
+            route_shape=row_shape,
             first_microbatch_id=sum(counts),
             rollout_id=rollout_id,
             fresh_prefixes=config.rollout.fresh_prefixes,
@@ -165,35 +166,18 @@ def deal_samples(
 
 
 def build_microbatches(
-    samples: StepSamples,
-    place: RankTopology,
-    route_shape: RouteShape | None,
-    *,
-    first_microbatch_id: int,
-    fresh_prefixes: bool = True,
-    kept_tokens: bool = False,
-    teacher: bool = False,
-    rollout_id: int = 0,
+    samples: StepSamples, place: RankTopology, *, first_microbatch_id: int = 0, **settings: Any
 ) -> list[list[MicroBatch]]:
     """Pack an optimizer step's samples, [dp][microbatches].
 
-    On each data-parallel rank the numbers of microbatches begin at ``first_microbatch_id``.  Without
-    ``route_shape`` a microbatch holds no routes.  The other arguments: as for ``build_microbatch``.
+    On each data-parallel rank the numbers of microbatches begin at ``first_microbatch_id``.
+    settings: those of ``build_microbatch`` that are not of the topology.
     """
+    sizes = {"cp_size": place.cp_size, "tp_size": place.tp_size if place.sequence_parallel else 1}
     return [
         [
-            build_microbatch(
-                first_microbatch_id + j,
-                group,
-                cp_size=place.cp_size,
-                tp_size=place.tp_size if place.sequence_parallel else 1,
-                route_shape=route_shape,
-                fresh_prefixes=fresh_prefixes,
-                kept_tokens=kept_tokens,
-                teacher=teacher,
-                rollout_id=rollout_id,
-            )
-            for j, group in enumerate(groups)
+            build_microbatch(number, group, **sizes, **settings)
+            for number, group in enumerate(groups, first_microbatch_id)
         ]
         for groups in samples
     ]

@@ -6,6 +6,7 @@ later line counts, because the weights of the first are lost.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,5 +60,4 @@ def audit(records: Sequence[dict[str, Any]]) -> dict[str, list[int]]:
 
 
 def _twice(values: Sequence[int]) -> list[int]:
-    seen: set[int] = set()
-    return sorted({value for value in values if value in seen or seen.add(value)})
+    return sorted(value for value, count in Counter(values).items() if count > 1)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -210,11 +211,7 @@ def scatter_arrays(of_ranks: Sequence[np.ndarray] | None, dtype: type) -> np.nda
 
 def gather_topologies(topology: RankTopology) -> list[RankTopology]:
     """Gather every rank's topology, by rank; all ranks get the list."""
-    out = []
-    for facts in gather_json(asdict(topology)):
-        facts["moe_layer_numbers"] = tuple(tuple(c) for c in facts["moe_layer_numbers"])
-        out.append(RankTopology(**facts))
-    return out
+    return [msgspec.convert(facts, RankTopology) for facts in gather_json(asdict(topology))]
 
 
 def gather_json(value: Any) -> list[Any]:

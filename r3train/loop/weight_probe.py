@@ -16,7 +16,8 @@ from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import HfModelFacts
 from r3train.generation import stitch
 from r3train.host_group import host_group
-from r3train.layout.microbatch import build_microbatch, slice_microbatch
+from r3train.layout.microbatch import slice_microbatch
+from r3train.loop.prepare import build_microbatches
 from r3train.types import Prompt, RankTopology, TrainSample
 
 if TYPE_CHECKING:
@@ -52,13 +53,7 @@ def actor_log_probs(
     slices = []
     for j in range(count):
         own = [text] if mine.dp_rank == 0 and j == 0 else []
-        microbatch = build_microbatch(
-            j,
-            own,
-            cp_size=mine.cp_size,
-            tp_size=mine.tp_size if mine.sequence_parallel else 1,
-            route_shape=None,
-        )
+        [[microbatch]] = build_microbatches([[own]], mine, first_microbatch_id=j, route_shape=None)
         slices.append(slice_microbatch(microbatch, mine))
     log_probs = actor.compute_log_probs(slices, None, temperature=1.0)
     out = torch.zeros(len(token_ids), dtype=torch.float32)

@@ -110,7 +110,7 @@ def test_every_real_sample_position_and_layer_reaches_exactly_its_place(
     ]
     shape = RouteShape(t["num_layers"], TOPK, 300)
     dealt = deal_samples(samples, places[0], budget)
-    built = build_microbatches(dealt, places[0], shape, first_microbatch_id=0)
+    built = build_microbatches(dealt, places[0], route_shape=shape)
     last_rows = [token_uids(i, n)[-1] for i, n in enumerate(lengths)]
     arrivals: dict[tuple[int, int], list] = {}
     for place in places:

@@ -15,7 +15,7 @@ from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rates import Rates
+from r3train.generation.counts import Counts
 from r3train.types import TrainSample
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section
 from tests.unit.loop.test_rollout_file import scored
@@ -63,17 +63,17 @@ def test_the_seconds_of_rollout_are_those_with_a_request_in_flight_since_the_las
     monkeypatch,
 ):
     now = [100.0]
-    monkeypatch.setattr("r3train.generation.rates.time.monotonic", lambda: now[0])
-    rates, before = Rates(), {}
+    monkeypatch.setattr("r3train.generation.counts.time.monotonic", lambda: now[0])
+    counts, before = Counts(), {}
     seen = []
     for busy, idle in ((3.0, 1.0), (2.0, 0.0), (0.0, 4.0)):
-        rates.in_flight(2)
+        counts.change_in_flight(2)
         now[0] += busy
-        rates.in_flight(0)
+        counts.change_in_flight(-2)
         now[0] += idle
-        counts = {**rates.stats(), "outcomes": {}, "buffered_groups": 0}
-        seen.append(source_metrics(counts, before))
-        before = counts
+        stats = {**counts.stats(), "outcomes": {}, "buffered_groups": 0}
+        seen.append(source_metrics(stats, before))
+        before = stats
     assert [m["perf/rollout_s"] for m in seen] == [3.0, 2.0, 0.0]
     assert [m["perf/rollout_idle_share"] for m in seen] == [0.25, 0.0, 1.0]
 

@@ -309,7 +309,6 @@ def test_waiting_reports_counts_that_add_up():
         stats = producer.stats()
     assert seen and all(0 <= each["in_flight"] <= 4 for each in seen)
     assert stats["generated_tokens"] == 12 and stats["finished_samples"] == 6
-    assert stats["mean_response_len"] == 2 and stats["tokens_per_s"] > 0
     assert stats["in_flight"] == 0 and stats["buffered_groups"] == 0
     assert stats["waiting_s"] > 0.1
 

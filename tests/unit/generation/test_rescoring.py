@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, Sim
 
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.generation.rates import Rates
+from r3train.generation.counts import Counts
 from r3train.generation.rescoring import Rescoring
 from r3train.types import Rescored
 
@@ -82,7 +82,7 @@ def producer(
 
 def chosen(share: float, groups: int = 64, **section) -> list[tuple[int, int]]:
     rollout = rollout_section(rollout_batch_size=8, n_samples_per_prompt=4, **section)
-    rescoring = Rescoring(rollout, share, Rates())
+    rescoring = Rescoring(rollout, share, Counts())
     return [(g, place) for g in range(groups) for place in rescoring.chosen(g)]
 
 
@@ -146,7 +146,7 @@ ONE = dict(rollout_batch_size=2, n_samples_per_prompt=2)
 
 def the_chosen() -> int:
     """The sample that a share of a hundredth chooses of the first rollout."""
-    rescoring = Rescoring(rollout_section(**ONE), 0.01, Rates())
+    rescoring = Rescoring(rollout_section(**ONE), 0.01, Counts())
     ((group, place),) = ((g, place) for g in range(2) for place in rescoring.chosen(g))
     return 2 * group + place
 

@@ -1,0 +1,37 @@
+"""Counts of the producer: tokens, finished samples, and how long it had nothing in flight."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Counts:
+    """Counters of one producer."""
+
+    generated_tokens: int = 0
+    finished_samples: int = 0
+    resumed_rollouts: int = 0  # after an update aborted them
+    retracted_answers: int = 0  # by a server, kept or not
+    rescored_tokens: int = 0  # of texts that servers computed again
+    waiting_s: float = 0.0  # time that the training thread waited for batches
+    in_flight: int = 0  # places taken, each for one rollout's requests
+    idle_s: float = 0.0  # time with nothing in flight
+
+    def __post_init__(self) -> None:
+        self._began = self._changed = time.monotonic()
+
+    def change_in_flight(self, change: int) -> None:
+        """Note that a rollout takes a place (1), or gives it back (-1)."""
+        now = time.monotonic()
+        if self.in_flight == 0:
+            self.idle_s += now - self._changed
+        self.in_flight += change
+        self._changed = now
+
+    def stats(self) -> dict[str, Any]:
+        """Return the counts, and the seconds since the first."""
+        self.change_in_flight(0)
+        return asdict(self) | {"wall_s": self._changed - self._began}
