@@ -115,7 +115,6 @@ class AsyncLoop:
                 self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
         self._topologies = gather_topologies(self.actor.topology)
         self._stages_send = bool(config.weight_leaders(len(self._topologies)))
-        self._passes = config.replay_passes
 
     def run(self, start_rollout_id: int) -> int:
         """Train to the end, or until told to stop; returns the number of rollouts trained by then.
@@ -192,17 +191,18 @@ class AsyncLoop:
             self._end_evaluation()
             evaluated = time.monotonic()
             stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
+            goes_on = not stopping and not is_last
             if self._colocate:  # what is saved is here until the servers' turn
-                keeper.save_due(rollout_id + 1, goes_on=not stopping and not is_last, now=is_last)
+                keeper.save_due(rollout_id + 1, goes_on=goes_on, now=is_last)
             saved = time.monotonic()
             # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
                 metrics.update(self._publish(rollout_id + 1))
-            if not stopping and not is_last:
+            if goes_on:
                 self._begin_evaluation(rollout_id + 1)
             published = time.monotonic()
             if not self._colocate:
-                keeper.save_due(rollout_id + 1, goes_on=not stopping and not is_last)
+                keeper.save_due(rollout_id + 1, goes_on=goes_on)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
             if prepared is not None and self._speed is not None:
@@ -324,7 +324,7 @@ class AsyncLoop:
             self.hf,
             self.routes.row_shape,
             self._topologies,
-            passes=self._passes,
+            passes=self.config.replay_passes,
             plant=self._plant,
         )
         return prepared, metrics
@@ -410,7 +410,7 @@ class AsyncLoop:
             records,
             prepared.expectation(recorded) if prepared is not None else None,
             self.hf.route_shape,
-            passes=self._passes,
+            passes=self.config.replay_passes,
             mismatch_threshold=self.config.replay.r3_mismatch_threshold,
             check_interval=self.config.replay.r3_check_interval,
             rescored=rescored,

@@ -40,13 +40,14 @@ def decoded_kept_tokens(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray
 class Recorded:
     """Totals of each data-parallel rank's samples, one number a MoE layer.
 
-    fingerprints: uint64[dp, l]; whole_rows: int64[dp, l], rows whose every slot was reported.
+    fingerprints: uint64[dp, l]; whole_rows: int64[dp, l], rows whose every slot was reported.  Both are views of
+    table: int64[2, dp, l], to be added up over ranks.
     """
 
     def __init__(self, num_data_ranks: int, moe_layers: Sequence[int]) -> None:
         self.layers = np.asarray(moe_layers)
-        self.fingerprints = np.zeros((num_data_ranks, len(self.layers)), dtype=np.uint64)
-        self.whole_rows = np.zeros((num_data_ranks, len(self.layers)), dtype=np.int64)
+        self.table = np.zeros((2, num_data_ranks, len(self.layers)), dtype=np.int64)
+        self.fingerprints, self.whole_rows = self.table[0].view(np.uint64), self.table[1]
 
     def add(
         self, data_rank: int, sample_id: int, rows: np.ndarray, first_position: int = 0
@@ -69,17 +70,5 @@ class Recorded:
     def beside(self, other: Recorded) -> Recorded:
         """The totals of these layers and then of the other's."""
         both = Recorded(len(self.fingerprints), [*self.layers.tolist(), *other.layers.tolist()])
-        both.fingerprints = np.concatenate([self.fingerprints, other.fingerprints], axis=1)
-        both.whole_rows = np.concatenate([self.whole_rows, other.whole_rows], axis=1)
+        both.table[:] = np.concatenate([self.table, other.table], axis=2)
         return both
-
-    def table(self) -> np.ndarray:
-        """int64[2, dp, l], to be added up over ranks; fingerprints in the bits of their int64."""
-        return np.stack([self.fingerprints.view(np.int64), self.whole_rows])
-
-    @classmethod
-    def of_table(cls, table: np.ndarray, moe_layers: Sequence[int]) -> Recorded:
-        """The inverse of ``table``."""
-        out = cls(table.shape[1], moe_layers)
-        out.fingerprints, out.whole_rows = table[0].view(np.uint64), table[1]
-        return out

@@ -100,17 +100,17 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     """Arrays by name, and the JSON header; each prompt is written once."""
     tensors: dict[str, np.ndarray] = {}
     plain: dict[str, list[Any]] = {}
-    prompts: dict[int, int] = {}  # id() of a prompt -> its place
-    of_sample = [prompts.setdefault(id(sample.prompt), len(prompts)) for sample, _ in samples]
-    first = {place: samples[i][0].prompt for i, place in reversed(list(enumerate(of_sample)))}
+    prompts = {id(sample.prompt): sample.prompt for sample, _ in samples}
+    places = {name: place for place, name in enumerate(prompts)}
     for f in fields(RolloutSample):
         if f.name not in _NOT_IN_FILES:
             _put(f.name, [getattr(sample, f.name) for sample, _ in samples], tensors, plain)
     tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
     plain_prompts: dict[str, list[Any]] = {}
     for f in fields(Prompt):
-        values = [getattr(first[place], f.name) for place in range(len(prompts))]
+        values = [getattr(prompt, f.name) for prompt in prompts.values()]
         _put(f"prompt.{f.name}", values, tensors, plain_prompts)
+    of_sample = [places[id(sample.prompt)] for sample, _ in samples]
     header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
     return tensors, header
 
@@ -130,15 +130,11 @@ def _put(
 
 
 def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> list[Scored]:
-    count = len(header["prompt_of_sample"])
-    num_prompts = max(header["prompt_of_sample"], default=-1) + 1
-    names = [f"prompt.{f.name}" for f in fields(Prompt)]
-    columns = [_column(n, num_prompts, tensors, header["prompts"]) for n in names]
-    prompts = [
-        Prompt(**{n.removeprefix("prompt."): c[i] for n, c in zip(names, columns)})
-        for i in range(num_prompts)
-    ]
-    plain = header["samples"]
+    of_sample, plain = header["prompt_of_sample"], header["samples"]
+    names = [f.name for f in fields(Prompt)]
+    num_prompts = max(of_sample, default=-1) + 1
+    prompts = _rows(names, num_prompts, tensors, header["prompts"], prefix="prompt.")
+    prompts = [Prompt(**each) for each in prompts]
     # a field with a default may be younger than the file
     names = [
         f.name
@@ -146,17 +142,23 @@ def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> lis
         if f.name not in _NOT_IN_FILES
         and (f.default is MISSING or f.name in plain or f.name in tensors)
     ]
-    columns = [_column(n, count, tensors, plain) for n in names]
+    samples = _rows(names, len(of_sample), tensors, plain)
     return [
-        (
-            RolloutSample(
-                prompt=prompts[header["prompt_of_sample"][i]],
-                **{n: c[i] for n, c in zip(names, columns)},
-            ),
-            float(tensors["reward"][i]),
-        )
-        for i in range(count)
+        (RolloutSample(prompt=prompts[place], **each), reward)
+        for place, each, reward in zip(of_sample, samples, tensors["reward"].tolist(), strict=True)
     ]
+
+
+def _rows(
+    names: Sequence[str],
+    count: int,
+    tensors: Mapping[str, np.ndarray],
+    plain: Mapping[str, list[Any]],
+    prefix: str = "",
+) -> list[dict[str, Any]]:
+    """The named fields of each of ``count`` records."""
+    columns = [_column(prefix + name, count, tensors, plain) for name in names]
+    return [dict(zip(names, row)) for row in zip(*columns)]
 
 
 def _column(

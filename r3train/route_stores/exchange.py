@@ -147,9 +147,8 @@ class RouteExchange:
         own = Recorded(len(self._leaders), self._moe_layers)
         if self._recorded is not None:
             own = self._recorded.result()
-        table = torch.from_numpy(own.table())
-        dist.all_reduce(table, group=host_group())
-        return Recorded.of_table(table.numpy(), self._moe_layers)
+        dist.all_reduce(torch.from_numpy(own.table), group=host_group())
+        return own
 
     def metrics(self) -> dict[str, Any]:
         """The step's traffic, the largest of any leader; a collective."""
