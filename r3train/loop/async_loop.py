@@ -697,9 +697,9 @@ def _check_first_step(report: dict[str, float], *, reference_is_actor: bool) -> 
 
     reference_is_actor: it is the KL reference too.
     """
-    for name in ("ppo_kl", "kl") if reference_is_actor else ("ppo_kl",):
+    others = {"ppo_kl": "old log_probs"} | ({"kl": "ref_log_probs"} if reference_is_actor else {})
+    for name, other in others.items():
         if abs(report.get(name, 0.0)) > 1e-8:
-            other = "ref_log_probs" if name == "kl" else "old log_probs"
             raise AssertionError(
                 f"ci-test: first-step log_probs must equal {other}, but {name} is {report[name]:g}"
             )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from r3train.config import RunConfig
 from r3train.data.fingerprint import FileFingerprint
+from r3train.generation.producer import OnWait
 from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
 from r3train.loop.replay_source import InjectedRollouts, dump_rollout
@@ -208,9 +209,7 @@ class WatchedSource:
         self._dump = dump
         self.last: list[list[Scored]] = []
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[list[Scored]]:
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """Return the source's next batch; raise StopRequested once the run is told to stop.
 
         A batch whose dump fails is put back: it waits in the checkpoint that is saved then.

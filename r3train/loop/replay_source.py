@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, KW_ONLY, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import numpy as np
 from r3train.algo.trajectories import episode_id
 from r3train.config.checkpoint import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
+from r3train.generation.producer import OnWait
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.types import RescoredRollout, RolloutSample, Scored
 
@@ -56,9 +57,7 @@ class RolloutSource:
     The methods with a body are those of a source without servers.
     """
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[list[Scored]]:
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The groups of one rollout; ``on_wait`` gets ``stats`` while they are waited for."""
         raise NotImplementedError
 
@@ -106,9 +105,7 @@ class DumpedRollouts(RolloutSource):
     group_size: int
     steps_per_rollout: int = 1
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[list[Scored]]:
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The groups of one rollout; raises ValueError naming file and sample."""
         groups = load_rollout(self.directory, rollout_id)
         path = rollout_path(self.directory, rollout_id)
@@ -144,9 +141,7 @@ class InjectedRollouts:
         self._needs_routes = needs_routes
         self._match: float | None = None
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[list[Scored]]:
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The dumped groups of one rollout, once the source has generated its own.
 
         Raises ValueError naming the file where prompts differ, answers differ too much, or routes are
@@ -216,9 +211,7 @@ class Conversations(RolloutSource):
     order: PromptOrder | MixedOrder
     num_groups: int
 
-    def next_batch(
-        self, rollout_id: int, on_wait: Callable[[dict[str, Any]], None] | None = None
-    ) -> list[list[Scored]]:
+    def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The conversations of one rollout, without a reward (0)."""
         if on_wait is not None:
             on_wait(self.stats())

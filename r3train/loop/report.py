@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -114,11 +115,8 @@ def _turn_metrics(samples: Sequence[RolloutSample]) -> dict[str, Any]:
     own = [s.weight_versions >= 0 for s in episodes]
     # a turn begins with each token of the model behind one that is not
     turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in own])
-    observed = []
-    for generated in own:
-        places = np.flatnonzero(generated)
-        first = int(places[0]) if len(places) else len(generated)
-        observed.append(int((~generated[first:]).sum()))
+    # behind the first token of the model
+    observed = [int((~o[o.argmax() :]).sum()) if o.any() else 0 for o in own]
     return {
         "rollout/turns_mean": float(turns.mean()),
         "rollout/turns_max": int(turns.max()),
@@ -220,10 +218,13 @@ _NAMES = {
     "rs_rejected": "rs_rejected_share",
     "opsm_dropped": "opsm_dropped_share",
 }
-_LAST = ("lr",)
-# the p99.9 too: this is an upper bound of the p99.9 over all tokens of the rollout
-_MAX = ("log_prob_gap_p999",)
-_SUM = ("num_loss_tokens", "skipped_steps", "low_ess_steps")
+# how the numbers of optimizer steps are joined, those that have no mean
+_JOINED_BY = {
+    "lr": itemgetter(-1),
+    # an upper bound of the p99.9 over all tokens of the rollout
+    "log_prob_gap_p999": max,
+    **dict.fromkeys(("num_loss_tokens", "skipped_steps", "low_ess_steps"), sum),
+}
 
 
 def train_metrics(
@@ -237,11 +238,10 @@ def train_metrics(
     by_age = {name: sum(r[name] for r in reports) for name in reports[0] if is_age_sum(name)}
     for name in (name for name in reports[0] if name not in by_age):
         values = [r[name] for r in reports]
-        if name in maxima or name in _MAX:
-            value = max(values)
-        elif name in _SUM:
-            value = sum(values)
-        else:
-            value = values[-1] if name in _LAST else float(np.mean(values))
-        out[f"train/{_NAMES.get(name, name)}"] = value
+        join = max if name in maxima else _JOINED_BY.get(name, _mean)
+        out[f"train/{_NAMES.get(name, name)}"] = join(values)
     return out | {f"train/{name}": value for name, value in age_metrics(by_age).items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))
