@@ -106,25 +106,30 @@ class Mutation:
 MUTATIONS: dict[str, Mutation] = {}
 
 
-def mutation(claim: str, *, role: str = "patch", **fields: Any) -> Callable[[Callable], Callable]:
-    """Register a function as the mutation of its name; role: the field that it becomes."""
+def mutation(*shown: Any, role: str = "patch", **fields: Any) -> Callable[[Callable], Callable]:
+    """Register a function as the mutation of its name; its docstring is the claim.
+
+    shown: topology and phase.  role: the field that the function becomes.
+    """
 
     def register(plant: Callable) -> Callable:
         name = plant.__name__
         assert name not in MUTATIONS, name
-        MUTATIONS[name] = Mutation(name, claim, **{role: plant}, **fields)
+        claim = plant.__doc__.splitlines()[0].rstrip(".")
+        MUTATIONS[name] = Mutation(name, claim, *shown, **{role: plant}, **fields)
         return plant
 
     return register
 
 
+def spoils_routes(topology: str) -> Callable[[Callable], Callable]:
+    """Register a change of all samples' routes."""
+    return mutation(topology, ROUTES, role="spoil")
+
+
 def planted_by(test: str) -> list[Mutation]:
     """The bugs that a test file catches, by its path in the repository."""
     return [m for m in MUTATIONS.values() if m.caught_by == test]
-
-
-# registers a change of all samples' routes
-spoils_routes = partial(mutation, role="spoil", phase=ROUTES)
 
 
 def patched(owner: Any, name: str, replacement: Callable) -> AbstractContextManager[Any]:
@@ -137,17 +142,18 @@ def patched(owner: Any, name: str, replacement: Callable) -> AbstractContextMana
     return mock.patch.object(owner, name, call)
 
 
-def replaces(owner: Any, name: str) -> Callable[[Callable], Patch]:
-    """Make a patch of a replacement for ``owner.name``; its first argument is the original."""
+def replaces(owner: Any, name: str, *shown: Any, **fields: Any) -> Callable[[Callable], Patch]:
+    """Register a replacement for ``owner.name``; its first argument is the original."""
 
-    def make(replacement: Callable) -> Patch:
+    def register(replacement: Callable) -> Patch:
+        @mutation(*shown, **fields)
         @wraps(replacement)
         def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
             return patched(owner, name, replacement)
 
         return patch
 
-    return make
+    return register
 
 
 # -- in jobs -----------------------------------------------------------------------------------
@@ -216,95 +222,96 @@ def _full_disk() -> AbstractContextManager[Any]:
 # -- nothing -----------------------------------------------------------------------------------
 
 
-@mutation("no change at all", topology="tp2", phase=None)
+@mutation("tp2")
 def null(config, hf):
+    """No change at all."""
     return nullcontext()
 
 
-@mutation("a multi-token-prediction router is there and left alone", topology="one", phase=None)
+@mutation("one")
 def null_with_mtp(config, hf):
+    """A multi-token-prediction router is there and left alone."""
     return attached_mtp()
 
 
 # -- the samples' routes -----------------------------------------------------------------------
 
 
-@spoils_routes("every token gets the route of the token before it", topology="tp2")
+@spoils_routes("tp2")
 def token_shift(routes, hf):
+    """Every token gets the route of the token before it."""
     for r in routes:
         r[:] = np.roll(r, 1, axis=0)
 
 
-@spoils_routes("every token gets the route of the token after it", topology="ep2")
+@spoils_routes("ep2")
 def token_shift_minus(routes, hf):
+    """Every token gets the route of the token after it."""
     for r in routes:
         r[:] = np.roll(r, -1, axis=0)
 
 
-@spoils_routes("every layer gets the routes of the layer before it", topology="tp2")
+@spoils_routes("tp2")
 def layer_shift(routes, hf):
+    """Every layer gets the routes of the layer before it."""
     for r in routes:
         r[:] = np.roll(r, 1, axis=1)
 
 
-@spoils_routes("two adjacent layers get each other's routes", topology="ep2")
+@spoils_routes("ep2")
 def layer_swap(routes, hf):
+    """Two adjacent layers get each other's routes."""
     a, b = (n - 1 for n in hf.moe_layer_numbers[:2])
     for r in routes:
         r[:, [a, b]] = r[:, [b, a]]
 
 
-@spoils_routes("the last recorded row of every sample is lost", topology="cp2")
+@spoils_routes("cp2")
 def last_row_dropped(routes, hf):
+    """The last recorded row of every sample is lost."""
     for r in routes:
         r[-1] = hf.route_shape.missing
 
 
-@spoils_routes("two samples of a group get each other's routes", topology="dp2")
+@spoils_routes("dp2")
 def group_samples_swapped(routes, hf):
+    """Two samples of a group get each other's routes."""
     for a, b in zip(routes[::2], routes[1::2]):
         if a.shape == b.shape:
             a[:], b[:] = b.copy(), a.copy()
 
 
-@spoils_routes("one expert of one row of one layer is another", topology="ep2")
+@spoils_routes("ep2")
 def one_expert(routes, hf):
+    """One expert of one row of one layer is another."""
     row = routes[0][len(routes[0]) // 2, hf.moe_layer_numbers[0] - 1]
     row[0] = next(e for e in range(hf.num_experts) if e not in row)
 
 
-@spoils_routes("one row names an expert twice", topology="dp2")
+@spoils_routes("dp2")
 def duplicate_in_row(routes, hf):
+    """One row names an expert twice."""
     row = routes[0][2, hf.moe_layer_numbers[0] - 1]
     row[:] = row[0]
 
 
-@spoils_routes(
-    "layers are counted without the dense ones before them", topology="recompute_uniform"
-)
+@spoils_routes("recompute_uniform")
 def dense_offset_dropped(routes, hf):
+    """Layers are counted without the dense ones before them."""
     moe = [n - 1 for n in hf.moe_layer_numbers]
     for r in routes:
         r[:, moe] = r[:, : len(moe)].copy()
 
 
-@mutation(
-    "expert ids above 255 wrap round",
-    topology="one_wide300",
-    phase=ROUTES,
-    expect_error="twice",  # of 300 experts some row holds 13 and 269
-)
+@mutation("one_wide300", ROUTES, expect_error="twice")  # of 300 experts some row holds 13 and 269
 def uint8_wrap(config, hf):
+    """Expert ids above 255 wrap round."""
     return mock.patch.object(types.RouteShape, "dtype", np.dtype(np.uint8))
 
 
-@mutation(
-    "missing slots are filled with experts 0, 1, ... in turn, whatever the row holds",
-    topology="dp2",
-    phase=ROUTES,
-)
-@replaces(replay, "fill_missing")
+@replaces(replay, "fill_missing", "dp2", ROUTES)
 def cyclic_fill(original, scores, experts, missing):
+    """Missing slots are filled with experts 0, 1, ... in turn, whatever the row holds."""
     turn = torch.arange(experts.numel(), device=experts.device).view_as(experts)
     return torch.where(missing, turn % scores.shape[1], experts)
 
@@ -312,40 +319,38 @@ def cyclic_fill(original, scores, experts, missing):
 # -- dealing, slicing, sending -----------------------------------------------------------------
 
 
-@mutation(
-    "the last sample of the first microbatch is dealt to nobody", topology="dp2", phase=ROUTES
-)
-@replaces(prepare, "deal_bins")
+@replaces(prepare, "deal_bins", "dp2", ROUTES)
 def sample_not_dealt(original, *args):
+    """The last sample of the first microbatch is dealt to nobody."""
     dealt = original(*args)
     dealt[0][0].pop()
     return dealt
 
 
-@mutation("every data rank is sent the first one's microbatches", topology="dp2", phase=ROUTES)
-@replaces(scatter, "send_slices")
+@replaces(scatter, "send_slices", "dp2", ROUTES)
 def first_data_rank_everywhere(original, microbatches, topologies):
+    """Every data rank is sent the first one's microbatches."""
     return original(microbatches, [replace(t, dp_rank=0) for t in topologies])
 
 
-@mutation("every tensor rank is sent its neighbour's routes", topology="tp2", phase=ROUTES)
-@replaces(scatter, "slice_microbatch")
+@replaces(scatter, "slice_microbatch", "tp2", ROUTES)
 def neighbours_routes(original, batch, t):
+    """Every tensor rank is sent its neighbour's routes."""
     neighbours = original(batch, replace(t, tp_rank=t.tp_size - 1 - t.tp_rank))
     return replace(original(batch, t), routes=neighbours.routes)
 
 
-@mutation("context-parallel ranks take contiguous shares", topology="cp2", phase=FORWARD)
-@replaces(microbatch, "cp_rows")
+@replaces(microbatch, "cp_rows", "cp2", FORWARD)
 def contiguous_cp(original, rows, cu_seqlens_padded, cp_size, cp_rank):
+    """Context-parallel ranks take contiguous shares."""
     share = np.diff(cu_seqlens_padded) // cp_size
     starts = cu_seqlens_padded[:-1] + share * cp_rank
     return np.concatenate([rows[s : s + n] for s, n in zip(starts, share)])
 
 
-@mutation("the two zigzag chunks of a rank change places", topology="cp2", phase=FORWARD)
-@replaces(microbatch, "cp_rows")
+@replaces(microbatch, "cp_rows", "cp2", FORWARD)
 def cp_halves_swapped(original, rows, cu_seqlens_padded, cp_size, cp_rank):
+    """The two zigzag chunks of a rank change places."""
     own = original(rows, cu_seqlens_padded, cp_size, cp_rank)
     parts, start = [], 0
     for n in np.diff(cu_seqlens_padded) // (2 * cp_size):
@@ -354,13 +359,9 @@ def cp_halves_swapped(original, rows, cu_seqlens_padded, cp_size, cp_rank):
     return np.concatenate(parts)
 
 
-@mutation(
-    "routes are cut by a contiguous share where the tokens are cut in a zigzag",
-    topology="cp2",
-    phase=ROUTES,
-)
-@replaces(scatter, "slice_microbatch")
+@replaces(scatter, "slice_microbatch", "cp2", ROUTES)
 def contiguous_cp_routes(original, batch, t):
+    """Routes are cut by a contiguous share where the tokens are cut in a zigzag."""
     out = original(batch, t)
     n = len(batch.layout.rows) // t.cp_size
     rows = batch.layout.rows[n * t.cp_rank : n * (t.cp_rank + 1)]
@@ -369,26 +370,21 @@ def contiguous_cp_routes(original, batch, t):
     return replace(out, routes=own)
 
 
-@mutation(
-    "routes are not cut for sequence parallelism",
-    topology="tp2",
-    phase=ROUTES,
-    expect_error="the router sees",
-)
-@replaces(microbatch, "sp_rows")
+@replaces(microbatch, "sp_rows", "tp2", ROUTES, expect_error="the router sees")
 def sp_slice_skipped(original, rows, tp_size, tp_rank):
+    """Routes are not cut for sequence parallelism."""
     return rows
 
 
-@mutation("every tensor rank replays the first rank's rows", topology="tp2", phase=ROUTES)
-@replaces(microbatch, "sp_rows")
+@replaces(microbatch, "sp_rows", "tp2", ROUTES)
 def sp_first_share(original, rows, tp_size, tp_rank):
+    """Every tensor rank replays the first rank's rows."""
     return original(rows, tp_size, 0)
 
 
-@mutation("tensor ranks are counted backwards", topology="tp2", phase=ROUTES)
-@replaces(microbatch, "sp_rows")
+@replaces(microbatch, "sp_rows", "tp2", ROUTES)
 def tp_ranks_reversed(original, rows, tp_size, tp_rank):
+    """Tensor ranks are counted backwards."""
     return original(rows, tp_size, tp_size - 1 - tp_rank)
 
 
@@ -416,10 +412,9 @@ def layers_read(as_layer: Callable[[int, int], int]) -> Iterator[None]:
         yield
 
 
-@mutation(
-    "layers are counted as if all pipeline stages were equal", topology="pp2_uneven", phase=ROUTES
-)
+@mutation("pp2_uneven", ROUTES)
 def uneven_first_stage_ignored(config, hf):
+    """Layers are counted as if all pipeline stages were equal."""
     first = config.parallel.decoder_first_pipeline_num_layers
     even = hf.num_hidden_layers // config.parallel.pipeline_model_parallel_size
 
@@ -430,19 +425,18 @@ def uneven_first_stage_ignored(config, hf):
     return layers_read(as_layer)
 
 
-@mutation("the second model chunk replays the first one's layers", topology="vpp2pp2", phase=ROUTES)
+@mutation("vpp2pp2", ROUTES)
 def first_chunk_reused(config, hf):
+    """The second model chunk replays the first one's layers."""
     stride = hf.num_hidden_layers // config.parallel.virtual_pipeline_model_parallel_size
     return layers_read(lambda vp_stage, layer: layer - vp_stage * stride)
 
 
-@mutation(
-    "the router of a multi-token-prediction layer, whose numbers restart, counts as layer 1",
-    topology="one",
-    phase=ROUTES,
-)
+@mutation("one", ROUTES)
 @contextmanager
 def mtp_router_counted(config, hf):
+    """The router of a multi-token-prediction layer, whose numbers restart, counts as layer 1."""
+
     def all_routers(original, chunk):
         # the later of two routers with the same number is the one that keeps the layer's name
         routers = {
@@ -490,21 +484,18 @@ def attached_mtp() -> AbstractContextManager[Any]:
 # -- replay: passes and microbatches -----------------------------------------------------------
 
 
-@mutation("the actor replays nothing", topology="dp2", phase=ROUTES)
-@replaces(actor.MegatronActor, "__init__")
+@replaces(actor.MegatronActor, "__init__", "dp2", ROUTES)
 def bypass(original, self, *args, **kwargs):
+    """The actor replays nothing."""
     original(self, *args, **kwargs)
     self.replay.uninstall()
 
 
-@mutation(
-    "the routes of a forward-only pass stay and are served to the next one",
-    topology="dp2",
-    phase=ROUTES,
-    decoy_pass=True,
-)
+@mutation("dp2", ROUTES, decoy_pass=True)
 @contextmanager
 def routes_not_cleared(config, hf):
+    """The routes of a forward-only pass stay and are served to the next one."""
+
     def end_pass(original, self):
         staged = dict(self._staged)
         original(self)
@@ -520,65 +511,53 @@ def routes_not_cleared(config, hf):
             yield
 
 
-@mutation(
-    "recomputation uses the microbatch that ran forward last",
-    topology="pp2_uneven_level",
-    phase=ROUTES,
-)
-@replaces(RoutingReplayManager, "current_microbatch")
+@replaces(RoutingReplayManager, "current_microbatch", "pp2_uneven_level", ROUTES)
 def last_in_first_out_recompute(original, self, vp_stage):
+    """Recomputation uses the microbatch that ran forward last."""
     return self._forward[vp_stage] if self._active else None
 
 
-@mutation(
-    "recomputation uses the last microbatch forward, interleaved",
-    topology="vpp2pp2_level",
-    phase=ROUTES,
-)
+@mutation("vpp2pp2_level", ROUTES)
 def last_in_first_out_interleaved(config, hf):
+    """Recomputation uses the last microbatch forward, interleaved."""
     return last_in_first_out_recompute(config, hf)
 
 
-@mutation("recomputation routes for itself", topology="recompute_uniform", phase=ROUTES)
-@replaces(RoutingReplayManager, "staged")
+@replaces(RoutingReplayManager, "staged", "recompute_uniform", ROUTES)
 def native_recompute(original, self, vp_stage):
+    """Recomputation routes for itself."""
     return None if replay.in_recomputation() else original(self, vp_stage)
 
 
-@mutation("every microbatch gets the routes of the one before", topology="one_level", phase=ROUTES)
-@replaces(RoutingReplayManager, "begin_forward")
+@replaces(RoutingReplayManager, "begin_forward", "one_level", ROUTES)
 def stale_microbatch(original, self, vp_stage, microbatch_id):
+    """Every microbatch gets the routes of the one before."""
     before = getattr(self, "_before", microbatch_id)
     self._before = microbatch_id
     original(self, vp_stage, before if before in self._staged else microbatch_id)
 
 
-@mutation("the fused router returns before it asks for a replay", topology="tp2", phase=ROUTES)
-@replaces(megatron_router, "topk_routing_with_score_function")
+@replaces(megatron_router, "topk_routing_with_score_function", "tp2", ROUTES)
 def fused_router(original, *args, router_replay=None, **kwargs):
+    """The fused router returns before it asks for a replay."""
     return original(*args, router_replay=None, **kwargs)
 
 
-@mutation(
-    "moe_router_fusion set in spite of the start-up check",
-    topology="one",
-    phase=ROUTES,
-    overrides={"moe_router_fusion": True},
-    expect_error="fused",
-)
+@mutation("one", ROUTES, overrides={"moe_router_fusion": True}, expect_error="fused")
 def fused_router_flag(config, hf):
+    """The flag moe_router_fusion is set in spite of the start-up check."""
     return nullcontext()
 
 
-@mutation("padding rows count as load for the expert biases", topology="cp2_glm", phase=ROUTES)
-@replaces(RoutingReplayManager, "_mask_padding")
+@replaces(RoutingReplayManager, "_mask_padding", "cp2_glm", ROUTES)
 def padding_counted(original, *args):
+    """Padding rows count as load for the expert biases."""
     return None
 
 
-@mutation("the last microbatch of the step is left out", topology="dp2", phase=LOSS)
-@replaces(actor.MegatronActor, "_run_schedule")
+@replaces(actor.MegatronActor, "_run_schedule", "dp2", LOSS)
 def last_microbatch_skipped(original, self, step, slices, *, forward_only):
+    """The last microbatch of the step is left out."""
     kept = slices if forward_only else slices[:-1]
     return original(self, step, kept, forward_only=forward_only)
 
@@ -586,9 +565,9 @@ def last_microbatch_skipped(original, self, step, slices, *, forward_only):
 # -- gradients ---------------------------------------------------------------------------------
 
 
-@mutation("no gradient reaches the router through the gates", topology="tp2", phase=GRADIENTS)
-@replaces(RouterReplay, "get_replay_topk")
+@replaces(RouterReplay, "get_replay_topk", "tp2", GRADIENTS)
 def gates_detached(original, self, scores, *args):
+    """No gradient reaches the router through the gates."""
     return original(self, scores.detach(), *args)
 
 
@@ -599,30 +578,30 @@ def _scaled(original, chunks, num_tokens, factor, kwargs):
         chunk.scale_gradients(factor)
 
 
-@mutation("gradients are divided by this rank's tokens alone", topology="dp2", phase=GRADIENTS)
-@replaces(actor, "finalize_model_grads")
+@replaces(actor, "finalize_model_grads", "dp2", GRADIENTS)
 def local_token_normalisation(original, chunks, num_tokens=None, **kwargs):
+    """Gradients are divided by this rank's tokens alone."""
     local = float(num_tokens)
     _scaled(original, chunks, None, 1.0 / local, kwargs)
 
 
-@mutation("gradients are divided by the data-parallel size too", topology="dp2", phase=GRADIENTS)
-@replaces(actor, "finalize_model_grads")
+@replaces(actor, "finalize_model_grads", "dp2", GRADIENTS)
 def divided_by_dp(original, chunks, num_tokens=None, **kwargs):
+    """Gradients are divided by the data-parallel size too."""
     size = parallel_state.get_data_parallel_world_size()
     _scaled(original, chunks, num_tokens, 1.0 / size, kwargs)
 
 
-@mutation("gradients are multiplied by the context size", topology="cp2", phase=GRADIENTS)
-@replaces(actor, "finalize_model_grads")
+@replaces(actor, "finalize_model_grads", "cp2", GRADIENTS)
 def multiplied_by_cp(original, chunks, num_tokens=None, **kwargs):
+    """Gradients are multiplied by the context size."""
     size = parallel_state.get_context_parallel_world_size()
     _scaled(original, chunks, num_tokens, float(size), kwargs)
 
 
-@mutation("expert gradients are not reduced over their data ranks", topology="tp2", phase=GRADIENTS)
-@replaces(DistributedDataParallel, "finish_grad_sync")
+@replaces(DistributedDataParallel, "finish_grad_sync", "tp2", GRADIENTS)
 def expert_sync_skipped(original, self, *args, **kwargs):
+    """Expert gradients are not reduced over their data ranks."""
     groups, self.expert_parallel_bucket_groups = self.expert_parallel_bucket_groups, []
     try:
         original(self, *args, **kwargs)
@@ -630,20 +609,21 @@ def expert_sync_skipped(original, self, *args, **kwargs):
         self.expert_parallel_bucket_groups = groups
 
 
-@mutation("expert gradients are reduced over the dense group", topology="tp2", phase=GRADIENTS)
-@replaces(model, "_mark_expert_parameters")
+@replaces(model, "_mark_expert_parameters", "tp2", GRADIENTS)
 def expert_group_confused(original, chunk, parallel):
+    """Expert gradients are reduced over the dense group."""
     return None
 
 
-@mutation(
-    "norm and router gradients are averaged over tensor ranks, not summed",
-    topology="tp2",
-    phase=GRADIENTS,
-)
 # by its module's name: the package exports a function of the same name
-@replaces(sys.modules[megatron_finalize.__module__], "_allreduce_non_tensor_model_parallel_grads")
+@replaces(
+    sys.modules[megatron_finalize.__module__],
+    "_allreduce_non_tensor_model_parallel_grads",
+    "tp2",
+    GRADIENTS,
+)
 def tp_mean_instead_of_sum(original, chunks, config, *args):
+    """Norm and router gradients are averaged over tensor ranks, not summed."""
     original(chunks, config, *args)
     size = parallel_state.get_tensor_model_parallel_world_size()
     for chunk in chunks:
@@ -652,54 +632,47 @@ def tp_mean_instead_of_sum(original, chunks, config, *args):
                 p.main_grad /= size
 
 
-@mutation(
-    "a turn's sample takes the routes of earlier positions",
-    caught_by="tests/unit/loop/test_recorded.py",
-)
-@replaces(conversation, "_one_turn")
+@replaces(conversation, "_one_turn", caught_by="tests/unit/loop/test_recorded.py")
 def routes_of_earlier_positions(original, *args, **kwargs):
+    """A turn's sample takes the routes of earlier positions."""
     step = original(*args, **kwargs)
     return replace(step, routed_experts=np.roll(step.routed_experts, 1, axis=0))
 
 
 # -- the learning rule, in whole jobs ----------------------------------------------------------
 
-plants_rule = partial(mutation, caught_by="tests/oracle/test_algorithm.py")
+RULE = "tests/oracle/test_algorithm.py"
 
 
-def _actor_without(section: str, **settings: Any) -> Patch:
-    """A patch: the actor is built from a configuration in which these settings have other values."""
-
-    def init(original, self, config, *args):
-        other = getattr(config, section).model_copy(update=settings)
-        original(self, config.model_copy(update={section: other}), *args)
-
-    return lambda config, hf: patched(actor.MegatronActor, "__init__", init)
+def changed(config: RunConfig, section: str, **settings: Any) -> RunConfig:
+    """The configuration with other values of these settings."""
+    other = getattr(config, section).model_copy(update=settings)
+    return config.model_copy(update={section: other})
 
 
-@plants_rule("the gradients are not clipped")
-@replaces(optimizer, "OptimizerConfig")
+@replaces(optimizer, "OptimizerConfig", caught_by=RULE)
 def clip_grad_off(original, **settings):
+    """The gradients are not clipped."""
     return original(**settings | {"clip_grad": 0.0})
 
 
-@plants_rule("the KL reference is the actor itself")
-@replaces(actor.MegatronActor, "_reference_weights")
+@replaces(actor.MegatronActor, "_reference_weights", caught_by=RULE)
 def reference_is_the_actor(original, self):
+    """The KL reference is the actor itself."""
     return nullcontext()
 
 
-@plants_rule("the teacher is the actor itself")
-@replaces(actor.MegatronActor, "_teacher_weights")
+@replaces(actor.MegatronActor, "_teacher_weights", caught_by=RULE)
 def teacher_is_the_actor(original, self):
+    """The teacher is the actor itself."""
     return nullcontext()
 
 
-@plants_rule("the teacher's experts are those of the rollout")
-@replaces(actor.MegatronActor, "compute_log_probs")
+@replaces(actor.MegatronActor, "compute_log_probs", caught_by=RULE)
 def teacher_replays_the_rollout(
     original, self, slices, replay_pass, *args, of_teacher=False, **how
 ):
+    """The teacher's experts are those of the rollout."""
     if not of_teacher:
         return original(self, slices, replay_pass, *args, **how)
     # its routes alone are wrong: the evidence is as ever
@@ -707,16 +680,16 @@ def teacher_replays_the_rollout(
         return original(self, slices, "old_log_prob", *args, of_teacher=True, **how)
 
 
-@plants_rule("advantages fall where the teacher finds a token likelier")
-@replaces(policy_loss, "distilled")
+@replaces(policy_loss, "distilled", caught_by=RULE)
 def distilled_away_from_the_teacher(original, rows, algorithm):
+    """Advantages fall where the teacher finds a token likelier."""
     found, sums = original(rows, algorithm)
     return replace(rows, advantages=2 * rows.advantages - found.advantages), sums
 
 
-@plants_rule("the reference replays the rollout's routes though it should choose its own")
-@replaces(actor.MegatronActor, "compute_log_probs")
+@replaces(actor.MegatronActor, "compute_log_probs", caught_by=RULE)
 def native_reference_replays(original, self, slices, replay_pass, *args, routing="replay", **named):
+    """The reference replays the rollout's routes though it should choose its own."""
     found = original(self, slices, replay_pass, *args, **named)
     if routing == "native":  # the records would give it away
         calls = self.replay.recorder._calls
@@ -724,78 +697,79 @@ def native_reference_replays(original, self, slices, replay_pass, *args, routing
     return found
 
 
-@plants_rule("the reward of a token pays for the KL of the token before it")
-@replaces(kl_reward, "log_ratios")
+@replaces(kl_reward, "log_ratios", caught_by=RULE)
 def kl_of_the_token_before(original, *args):
+    """The reward of a token pays for the KL of the token before it."""
     return {i: np.roll(tokens, 1) for i, tokens in original(*args).items()}
 
 
-@plants_rule("each optimizer step takes its old log-probs from the actor as it has become")
-@replaces(forward_step, "LossRows")
+@replaces(forward_step, "LossRows", caught_by=RULE)
 def old_log_probs_move(original, **rows):
+    """Each optimizer step takes its old log-probs from the actor as it has become."""
     return original(**rows | {"old_log_probs": rows["log_probs"].detach()})
 
 
-@plants_rule("the actor does not know the sampling temperature")
-def temperature_not_handed_over(config, hf):
-    return _actor_without("rollout", rollout_temperature=1.0)(config, hf)
+@replaces(actor.MegatronActor, "__init__", caught_by=RULE)
+def temperature_not_handed_over(original, self, config, *args):
+    """The actor does not know the sampling temperature."""
+    original(self, changed(config, "rollout", rollout_temperature=1.0), *args)
 
 
-@plants_rule("the upper clip is the lower one")
-def eps_clip_high_not_handed_over(config, hf):
-    return _actor_without("algorithm", eps_clip_high=None)(config, hf)
+@replaces(actor.MegatronActor, "__init__", caught_by=RULE)
+def eps_clip_high_not_handed_over(original, self, config, *args):
+    """The upper clip is the lower one."""
+    original(self, changed(config, "algorithm", eps_clip_high=None), *args)
 
 
-@plants_rule("no importance weights between engine and actor")
-@replaces(policy_loss, "rollout_weights")
+@replaces(policy_loss, "rollout_weights", caught_by=RULE)
 def use_tis_not_handed_over(original, rows, algorithm):
+    """No importance weights between engine and actor."""
     # the metrics stay: a missing one would be found too easily
     _, beyond, sums = original(rows, algorithm)
     return None, beyond, sums
 
 
-@plants_rule("advantages are divided by their group's std though the setting is off")
-@replaces(prepare, "token_advantages")
+@replaces(prepare, "token_advantages", caught_by=RULE)
 def std_normalization_not_handed_over(original, groups, rewards, algorithm, *others):
+    """Advantages are divided by their group's std though the setting is off."""
     on = algorithm.model_copy(update={"grpo_std_normalization": True})
     return original(groups, rewards, on, *others)
 
 
-@plants_rule("several rewards are added up before they are compared")
-@replaces(prepare, "token_advantages")
+@replaces(prepare, "token_advantages", caught_by=RULE)
 def rewards_added_before_they_are_compared(original, groups, rewards, algorithm, *others):
+    """Several rewards are added up before they are compared."""
     weights = list(algorithm.weight_of_key.values())
     added = np.array([[np.dot(weights, s.reward_parts) for s in group] for group in groups])
     return original(groups, added, algorithm.model_copy(update={"advantage_estimator": "grpo"}))
 
 
-@plants_rule("the learning rate decays over rollouts, not optimizer steps")
-@replaces(actor, "build_scheduler")
+@replaces(actor, "build_scheduler", caught_by=RULE)
 def decay_counted_in_rollouts(original, config, optimizer):
-    one_step = config.trainer.model_copy(update={"global_batch_size": None})
-    return original(config.model_copy(update={"trainer": one_step}), optimizer)
+    """The learning rate decays over rollouts, not optimizer steps."""
+    return original(changed(config, "trainer", global_batch_size=None), optimizer)
 
 
-@plants_rule("a gradient that is not finite is not seen where the loss is")
-@replaces(actor.MegatronActor, "_finite")
+@replaces(actor.MegatronActor, "_finite", caught_by=RULE)
 def nan_gradients_unseen(original, self, loss):
+    """A gradient that is not finite is not seen where the loss is."""
     return math.isfinite(loss)
 
 
 # -- kept tokens -------------------------------------------------------------------------------
 
-of_kept_tokens = partial(mutation, caught_by="tests/oracle/test_kept_tokens.py")
+KEPT_TOKENS = "tests/oracle/test_kept_tokens.py"
 
 
-@of_kept_tokens("every row has the kept tokens of the row behind it")
-@replaces(microbatch, "take_ragged")
+@replaces(microbatch, "take_ragged", caught_by=KEPT_TOKENS)
 def kept_tokens_of_the_next_row(original, counts, ids, rows):
+    """Every row has the kept tokens of the row behind it."""
     return original(counts, ids, np.roll(rows, -1))
 
 
-@of_kept_tokens("the token that was drawn is dropped")
-@replaces(KeptTokens, "left_of")
+@replaces(KeptTokens, "left_of", caught_by=KEPT_TOKENS)
 def drawn_token_dropped(original, self, logits):
+    """The token that was drawn is dropped."""
     left = original(self, logits)
     first, size = shard_of(left)
     label = self.labels - first
@@ -805,19 +779,19 @@ def drawn_token_dropped(original, self, logits):
     return left.masked_fill(dropped, DROPPED)
 
 
-@of_kept_tokens("log-probs are those of the whole vocabulary")
-@replaces(KeptTokens, "left_of")
+@replaces(KeptTokens, "left_of", caught_by=KEPT_TOKENS)
 def kept_tokens_not_applied(original, self, logits):
+    """Log-probs are those of the whole vocabulary."""
     return logits.clone()
 
 
 # -- adapters ----------------------------------------------------------------------------------
 
-of_adapters = partial(mutation, caught_by="tests/oracle/test_lora.py")
+LORA = "tests/oracle/test_lora.py"
 
 
-def _changes_adapters(change: Callable[[lora.Lora], None]) -> Patch:
-    """Make a patch that changes every adapter of a rank once they are installed."""
+def changes_adapters(change: Callable[[lora.Lora], None]) -> Patch:
+    """Register a change of every adapter of a rank, made once they are installed."""
 
     @wraps(change)
     def install(original, config, bridge, chunks):
@@ -825,92 +799,92 @@ def _changes_adapters(change: Callable[[lora.Lora], None]) -> Patch:
         for adapter in lora.adapters(chunks):
             change(adapter)
 
-    return replaces(lora, "install")(install)
+    return replaces(lora, "install", caught_by=LORA)(install)
 
 
-@of_adapters("the adapters' gradients are neither reduced nor divided")
-@replaces(actor, "_finalize_adapter_grads")
+@replaces(actor, "_finalize_adapter_grads", caught_by=LORA)
 def adapter_gradients_not_finalised(original, chunks, *args, **kwargs):
+    """The adapters' gradients are neither reduced nor divided."""
     return None
 
 
-@of_adapters("A of query, key and value has the gradient of this rank's tokens alone")
-@_changes_adapters
+@changes_adapters
 def qkv_a_not_summed(adapter):
+    """A of query, key and value has the gradient of this rank's tokens alone."""
     if adapter.query_groups:
         adapter.a.sequence_parallel = False
 
 
-@of_adapters("B of the attention's output has the gradient of this rank's tokens alone")
-@_changes_adapters
+@changes_adapters
 def o_proj_b_not_summed(adapter):
+    """B of the attention's output has the gradient of this rank's tokens alone."""
     if not adapter.is_column and not adapter.is_expert:
         adapter.b0.sequence_parallel = False
 
 
-@of_adapters("an expert's replicated factors have the gradient of one expert-tensor shard")
-@replaces(lora, "sum_over_expert_tp")
+@replaces(lora, "sum_over_expert_tp", caught_by=LORA)
 def expert_tp_not_summed(original, chunks):
+    """An expert's replicated factors have the gradient of one expert-tensor shard."""
     return None
 
 
-@of_adapters("an expert's input gradient is summed over expert-tensor ranks twice")
-@replaces(lora.Lora, "forward")
+@replaces(lora.Lora, "forward", caught_by=LORA)
 def expert_input_summed_twice(original, self, x):
+    """An expert's input gradient is summed over expert-tensor ranks twice."""
     if self.is_expert and self.is_column:
         x = lora.copy_to_tensor_model_parallel_region(x, group=self.group)
     return original(self, x)
 
 
-@of_adapters("the parts of the attention's output are not summed over tensor ranks")
-@replaces(lora.Lora, "_across_ranks")
+@replaces(lora.Lora, "_across_ranks", caught_by=LORA)
 def o_proj_not_reduced(original, self, low):
+    """The parts of the attention's output are not summed over tensor ranks."""
     if self.is_column:
         return original(self, low)
     return low.chunk(self.group.size())[self.group.rank()]
 
 
-@of_adapters("the parts of the attention's output are averaged over tensor ranks")
-@replaces(lora.Lora, "_across_ranks")
+@replaces(lora.Lora, "_across_ranks", caught_by=LORA)
 def o_proj_averaged(original, self, low):
+    """The parts of the attention's output are averaged over tensor ranks."""
     return original(self, low) / (1 if self.is_column else self.group.size())
 
 
-@of_adapters("every tensor rank draws its replicas by itself")
-@replaces(lora, "drawn")
+@replaces(lora, "drawn", caught_by=LORA)
 def replicas_drawn_by_rank(original, seed):
+    """Every tensor rank draws its replicas by itself."""
     return original(seed + torch.distributed.get_rank())
 
 
-@of_adapters("the gradient norm counts replicas of experts as those of dense linears")
-@_changes_adapters
+@changes_adapters
 def norm_counts_naively(adapter):
+    """The gradient norm counts replicas of experts as those of dense linears."""
     for p in adapter.parameters():
         if p.sharded_dim is None:
             p.tensor_model_parallel, p.shared = False, False
 
 
-@of_adapters("a frozen embedding's output asks for no gradient, and layers are recomputed")
-@replaces(lora, "let_gradients_pass")
+@replaces(lora, "let_gradients_pass", caught_by=LORA)
 def embedding_asks_for_no_gradient(original, chunk):
+    """A frozen embedding's output asks for no gradient, and layers are recomputed."""
     return None
 
 
-@of_adapters("alpha / rank is forgotten in the merged weights")
-@replaces(lora.Lora, "delta")
+@replaces(lora.Lora, "delta", caught_by=LORA)
 def scale_not_merged(original, self):
+    """Alpha / rank is forgotten in the merged weights."""
     return original(self) / self.scale
 
 
-@of_adapters("query, key and value are joined as on disk, not a query group at a time")
-@replaces(lora.Lora, "_joined")
+@replaces(lora.Lora, "_joined", caught_by=LORA)
 def qkv_joined_as_on_disk(original, self, parts, dim):
+    """Query, key and value are joined as on disk, not a query group at a time."""
     return torch.cat(parts, dim)
 
 
-@of_adapters("a list holds the B's: overlapped gathers wait for what a called module holds itself")
-@_changes_adapters
+@changes_adapters
 def b_in_a_list(adapter):
+    """A list holds the B's: overlapped gathers wait for what a called module holds itself."""
     held = adapter.b
     for i, b in enumerate(held):
         delattr(adapter, f"b{i}")
@@ -918,63 +892,59 @@ def b_in_a_list(adapter):
     adapter.held = torch.nn.ParameterList(held)
 
 
-@of_adapters(
-    "Transformer Engine's norm stays in the linear behind it: the adapter's input is not normed"
-)
+@mutation(caught_by=LORA)
 @contextmanager
 def norm_left_in_the_linear(config, hf):
+    """Transformer Engine's norm stays in the linear behind it: the adapter's input is not normed."""
     fused = lora.te.TELayerNormColumnParallelLinear
     with patched(lora, "norms_apart", lambda original, layers: None):
         with mock.patch.object(lora, "_COLUMN", (*lora._COLUMN, fused)):
             yield
 
 
-@of_adapters("the experts of one linear take one another's rows")
-@replaces(lora, "_add_deltas")
+@replaces(lora, "_add_deltas", caught_by=LORA)
 def rows_of_another_expert(original, linear, args, output):
+    """The experts of one linear take one another's rows."""
     return original(linear, (args[0], args[1][::-1]), output)
 
 
-@of_adapters("every tensor rank's copy of a factor is exported")
-@replaces(lora, "_whole_factors")
+@replaces(lora, "_whole_factors", caught_by=LORA)
 def replicas_exported_twice(original, chunks, value_of):
+    """Every tensor rank's copy of a factor is exported."""
     for name, whole in original(chunks, value_of):
         yield name, whole
         if name.endswith("o_proj.lora_B"):
             yield name, whole
 
 
-@mutation(
-    "the adapter of the version before is loaded under the new version's name",
-    caught_by="tests/e2e/test_lora_job.py",
-)
-@replaces(adapters.AdapterPublisher, "_load")
+@replaces(adapters.AdapterPublisher, "_load", caught_by="tests/e2e/test_lora_job.py")
 def adapter_of_last_version(original, self, version):
+    """The adapter of the version before is loaded under the new version's name."""
     before = self._directory / adapters.adapter_name(max(version - 1, 0))
     self._engine.load_adapter(adapters.adapter_name(version), str(before))
 
 
-@of_adapters("gate and up are swapped")
-@replaces(lora.Lora, "_joined")
+@replaces(lora.Lora, "_joined", caught_by=LORA)
 def gate_and_up_swapped(original, self, parts, dim):
+    """Gate and up are swapped."""
     return original(self, parts[::-1] if len(parts) == 2 else parts, dim)
 
 
-@of_adapters("experts of all expert ranks are exported under the first rank's ids")
-@replaces(lora.Lora, "named_by_expert")
+@replaces(lora.Lora, "named_by_expert", caught_by=LORA)
 def local_expert_ids_exported(original, self, name, experts):
+    """Experts of all expert ranks are exported under the first rank's ids."""
     return ((name, factor) for factor in experts)
 
 
-@of_adapters("the adapters stay on in the pass of the KL reference")
-@replaces(lora, "switched_off")
+@replaces(lora, "switched_off", caught_by=LORA)
 def adapters_in_the_reference(original, chunks):
+    """The adapters stay on in the pass of the KL reference."""
     return nullcontext()
 
 
-@of_adapters("a checkpoint takes every factor for a replica, as Megatron's linears would")
-@replaces(lora, "sharded_state")
+@replaces(lora, "sharded_state", caught_by=LORA)
 def shards_saved_as_replicas(original, chunks):
+    """A checkpoint takes every factor for a replica, as Megatron's linears would."""
     ranks = {adapter.group.rank() for adapter in lora.adapters(chunks)}
     return {
         key: lora.ShardedTensor.from_rank_offsets(
@@ -984,9 +954,9 @@ def shards_saved_as_replicas(original, chunks):
     }
 
 
-@of_adapters("every tensor rank saves its copy of a replicated factor")
-@replaces(lora, "sharded_state")
+@replaces(lora, "sharded_state", caught_by=LORA)
 def replicas_saved_by_every_rank(original, chunks):
+    """Every tensor rank saves its copy of a replicated factor."""
     return {
         key: replace(tensor, replica_id=(0, 0, tensor.replica_id[2]))
         for key, tensor in original(chunks).items()
@@ -996,7 +966,7 @@ def replicas_saved_by_every_rank(original, chunks):
 # -- between a server's forward and its answer -------------------------------------------------
 
 # the answers' own server, asked again, is what shows these
-of_answers = partial(mutation, caught_by="tests/e2e/test_true_to_sampling.py")
+ANSWERS = "tests/e2e/test_true_to_sampling.py"
 
 
 def _of_a_rollout(request: Request) -> bool:
@@ -1012,8 +982,9 @@ def _without_second_stage(segment: Segment) -> Segment:
     return replace(segment, rows=rows)
 
 
-@of_answers("every answer comes with the rows of the answer before it")
+@mutation(caught_by=ANSWERS)
 def answer_with_rows_of_another(config, hf):
+    """Every answer comes with the rows of the answer before it."""
     last: list[np.ndarray] = []
 
     def read_answer(original, answer, request, **how):
@@ -1027,22 +998,24 @@ def answer_with_rows_of_another(config, hf):
     return patched(client, "read_answer", read_answer)
 
 
-@of_answers("the second half of the layers never reached the answer, as of a pipeline stage")
-@replaces(client, "read_answer")
+@replaces(client, "read_answer", caught_by=ANSWERS)
 def answer_without_second_stage(original, answer, request, **how):
+    """The second half of the layers never reached the answer, as of a pipeline stage."""
     segment = original(answer, request, **how)
     return _without_second_stage(segment) if _of_a_rollout(request) else segment
 
 
-@of_answers("the second half of the layers never arrived, nor when the noise was measured")
-@replaces(client, "read_answer")
+@replaces(client, "read_answer", caught_by=ANSWERS)
 def answer_wrong_from_the_start(original, answer, request, **how):
+    """The second half of the layers never arrived, nor when the noise was measured."""
     return _without_second_stage(original(answer, request, **how))
 
 
-@of_answers("servers keep the prefixes of the weights before an update, and use them")
+@mutation(caught_by=ANSWERS)
 @contextmanager
 def answer_on_stale_prefix(config, hf):
+    """Servers keep the prefixes of the weights before an update, and use them."""
+
     def init(original, self, *args, **how):
         original(self, *args, **{**how, "flush_cache": False})
 
@@ -1056,7 +1029,7 @@ def answer_on_stale_prefix(config, hf):
 
 # -- publishing --------------------------------------------------------------------------------
 
-publishing = partial(mutation, caught_by="tests/e2e/test_weights_are_proved.py")
+PUBLISHING = "tests/e2e/test_weights_are_proved.py"
 
 
 def _with_old(
@@ -1073,8 +1046,9 @@ def _some_expert(hf: HfModelFacts) -> str:
 
 
 def changes_transport(change: Callable) -> Patch:
-    """Make a patch that changes (hf, tensors) where the configured transport takes them."""
+    """Register a change of (hf, tensors) where the configured transport takes them."""
 
+    @mutation(caught_by=PUBLISHING)
     @wraps(change)
     def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
         owner, name = {
@@ -1088,8 +1062,9 @@ def changes_transport(change: Callable) -> Patch:
 
 
 def changes_export(change: Callable) -> Patch:
-    """Make a patch that changes (hf, tensors) where the actor exports them, for whatever use."""
+    """Register a change of (hf, tensors) where the actor exports them, for whatever use."""
 
+    @mutation(caught_by=PUBLISHING)
     @wraps(change)
     def patch(config: RunConfig, hf: HfModelFacts) -> AbstractContextManager[Any]:
         def changed(original, *args, **how):
@@ -1100,33 +1075,35 @@ def changes_export(change: Callable) -> Patch:
     return patch
 
 
-@publishing("one expert is never sent")
 @changes_transport
 def expert_never_sent(hf, tensors):
+    """One expert is never sent."""
     return ((n, t) for n, t in tensors if _some_expert(hf) not in n)
 
 
-@publishing("one tensor is sent as it was in the version before")
 @changes_transport
 def tensor_of_last_version(hf, tensors):
+    """One tensor is sent as it was in the version before."""
     return _with_old(hf, tensors, lambda name: name == _some_expert(hf) + "down_proj.weight")
 
 
-@publishing("every version is sent as the first one")
 @changes_transport
 def weights_frozen(hf, tensors):
+    """Every version is sent as the first one."""
     return _with_old(hf, tensors, lambda name: True)
 
 
-@publishing("every version is exported as the first one, to the transport and to its check")
 @changes_export
 def export_frozen(hf, tensors):
+    """Every version is exported as the first one, to the transport and to its check."""
     return _with_old(hf, tensors, lambda name: True)
 
 
-@publishing("the weights are frozen, and the probe compares the actor with itself")
+@mutation(caught_by=PUBLISHING)
 @contextmanager
 def probe_of_itself(config, hf):
+    """The weights are frozen, and the probe compares the actor with itself."""
+
     def compare(original, actor, engine, *args, **kwargs):
         return original(actor, actor, *args, **kwargs)
 
@@ -1135,21 +1112,23 @@ def probe_of_itself(config, hf):
             yield
 
 
-@publishing("the expert biases are not exported")
 @changes_export
 def expert_bias_not_exported(hf, tensors):
+    """The expert biases are not exported."""
     return ((n, t) for n, t in tensors if not n.endswith("e_score_correction_bias"))
 
 
-@publishing("the version label goes out with the first bucket instead of the last")
-@replaces(publish, "_with_last")
+@replaces(publish, "_with_last", caught_by=PUBLISHING)
 def version_with_first_bucket(original, items):
+    """The version label goes out with the first bucket instead of the last."""
     return ((item, i == 0) for i, item in enumerate(items))
 
 
-@publishing("the servers keep what they cached under the weights before")
+@mutation(caught_by=PUBLISHING)
 @contextmanager
 def cache_not_flushed(config, hf):
+    """The servers keep what they cached under the weights before."""
+
     def kept(original, *args, **kwargs):
         return original(*args, **{**kwargs, "flush_cache": False})
 
