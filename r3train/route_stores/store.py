@@ -55,21 +55,19 @@ class RouteStore:
         self._lock = threading.Lock()
         self._held: dict[int, np.ndarray] = {}
         self._gone: OrderedDict[int, None] = OrderedDict()
-        self._held_bytes = 0
-        self._peak_bytes = 0
-        self._wire_bytes = 0
+        self.held_bytes = 0
+        self.wire_bytes = 0  # base64 text received so far
 
     def put(self, key: int, rows: np.ndarray, wire_bytes: int = 0) -> None:
         """Keep rows, uint8/uint16 [R, L, K], unless their key has been released already."""
         rows = np.ascontiguousarray(rows)
         with self._lock:
-            self._wire_bytes += wire_bytes
+            self.wire_bytes += wire_bytes
             if self._gone.pop(key, key) is None:
                 return
             assert key not in self._held, f"key {key} is taken"
             self._held[key] = rows
-            self._held_bytes += rows.nbytes
-            self._peak_bytes = max(self._peak_bytes, self._held_bytes)
+            self.held_bytes += rows.nbytes
 
     def rows(self, key: int, start: int, stop: int) -> np.ndarray:
         """Rows [start, stop) of a key, a view.  Raises RouteStoreError where they are not held."""
@@ -86,21 +84,11 @@ class RouteStore:
             for key in keys:
                 rows = self._held.pop(key, None)
                 if rows is not None:
-                    self._held_bytes -= rows.nbytes
+                    self.held_bytes -= rows.nbytes
                     continue
                 self._gone[key] = None
                 if len(self._gone) > _REMEMBERED_KEYS:
                     self._gone.popitem(last=False)
-
-    def counts(self) -> dict[str, int]:
-        """Keys and bytes held, the most bytes held so far, and base64 bytes received so far."""
-        with self._lock:
-            return {
-                "held_keys": len(self._held),
-                "held_bytes": self._held_bytes,
-                "peak_bytes": self._peak_bytes,
-                "wire_bytes": self._wire_bytes,
-            }
 
 
 class RouteStoreApp:

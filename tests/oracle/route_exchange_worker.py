@@ -29,9 +29,9 @@ from r3train.loop.recorded import Recorded
 from r3train.loop.routes import RoutesOnRank0
 from r3train.loop.scatter import gather_json, pack_records
 from r3train.route_stores import tickets
-from r3train.route_stores.exchange import RouteExchange, leader_ranks
 from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys
+from r3train.route_stores.stores import RouteStores, leader_ranks
 from r3train.routing.layers import stage_layer_numbers
 from r3train.types import (
     Prompt,
@@ -168,18 +168,11 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             max_tokens_per_gpu=64,
         ),
     )
-    node = None
-    if rank in leaders:
-        node = RouteNode(topologies[rank].dp_rank, "key", routes, "127.0.0.1")
-    ports = gather_json(node.start() if node is not None else None)
-    if node is not None:
-        node.connect([f"http://127.0.0.1:{ports[leader]}" for leader in leaders])
-    keys = Keys(len(leaders))  # as rank 0 draws them; kept on every rank, so that all agree
     plain = RoutesOnRank0(routes, hf.moe_layer_numbers)
     plain.open(topologies[rank])
-    exchange = RouteExchange(
-        topologies, rank, hf.moe_layer_numbers, node=node, keys=keys if rank == 0 else None
-    )
+    stores = RouteStores(config, routes, hf.moe_layer_numbers)
+    stores.open(topologies[rank])
+    node, keys = stores.node, stores.keys or Keys(len(leaders))  # all ranks draw as rank 0 does
     rng, found = np.random.default_rng(7), {}
     prepared_for = partial(
         prepare,
@@ -208,26 +201,24 @@ def check(name: str, dtype: type, corrupt: bool, steps_per_rollout: int) -> dict
             dist.barrier()
             prepared = None
             if rank == 0:
-                prepared = prepared_for(rollout, kept, row_shape=tickets.TICKETS)
+                prepared = prepared_for(rollout, kept, row_shape=stores.row_shape)
             with counted_sends() as sent:
-                via = exchange.slices(prepared, count)
+                via = stores.slices(prepared, count)
             found[f"sent_{rollout}"] = dict(sent)
             found["group"] = [t.rank for t in topologies if t.dp_rank == topologies[rank].dp_rank]
-            recorded = exchange.recorded()
+            recorded = stores.recorded(prepared)
             same = np.array_equal(pack_records(direct), pack_records(via))
             found[f"slices_{rollout}"] = bool(same)
             found[f"routes_bytes_{rollout}"] = sum(s.routes.nbytes for s in via)
             if expected is not None:
                 found[f"recorded_{rollout}"] = same_records(recorded, expected)
             if node is not None:
-                found[f"held_{rollout}"] = node.store.counts()["held_keys"]
+                found[f"held_{rollout}"] = len(node.store._held)
                 found[f"fetched_{rollout}"] = node.fetched_bytes
-            exchange.metrics()
+            stores.metrics()
     finally:
         dist.barrier()
-        exchange.close()
-        if node is not None:
-            node.close()
+        stores.close()
     return found
 
 

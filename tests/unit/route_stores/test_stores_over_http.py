@@ -112,7 +112,7 @@ class Scene:
         return RouteRelay(self.urls, "the-key", self.keys)
 
     def held(self) -> list[int]:
-        return [node.store.counts()["held_keys"] for node in self.nodes]
+        return [len(node.store._held) for node in self.nodes]
 
 
 def one(client: SGLangClient, sample_id: int = 0, group_id: int = 0, **kwargs):
@@ -146,7 +146,7 @@ async def test_a_sample_by_way_of_a_store_is_the_sample_but_for_its_rows_which_a
         (body, key), (other, other_key) = scene.asked
         assert {**body, "rid": ""} == {**other, "rid": ""} and key == other_key
         assert key == "Bearer engine-key"
-        assert scene.nodes[0].store.counts()["wire_bytes"] > 0
+        assert scene.nodes[0].store.wire_bytes > 0
 
 
 async def test_a_groups_requests_stay_with_one_store_and_groups_take_turns():
@@ -222,7 +222,7 @@ async def test_a_groups_rows_are_freed_once_it_has_ended():
         assert scene.held() == [4, 0]
         release(scene, 2)
         assert scene.held() == [2, 0]
-        assert scene.nodes[0].store.counts()["held_bytes"] == 2 * rows_of(5).nbytes
+        assert scene.nodes[0].store.held_bytes == 2 * rows_of(5).nbytes
 
 
 async def test_a_cancelled_requests_rows_are_not_kept_when_they_come():
@@ -352,11 +352,9 @@ def test_a_store_counts_what_it_holds_and_forgets_what_is_released():
     store.put(1, rows_of(5), wire_bytes=128)
     store.put(2, rows_of(9))
     store.release([1])
-    counts = store.counts()
-    assert counts["held_keys"] == 1 and counts["held_bytes"] == rows_of(9).nbytes
-    assert counts["peak_bytes"] == rows_of(9).nbytes + rows_of(5).nbytes
+    assert (store.held_bytes, store.wire_bytes) == (rows_of(9).nbytes, 128)
     store.release([3, 2, 2])
     store.put(3, rows_of(5))  # released before it came
-    assert store.counts()["held_keys"] == store.counts()["held_bytes"] == 0
+    assert store.held_bytes == len(store._held) == 0
     with pytest.raises(RouteStoreError, match="key 3 are asked, held: nothing"):
         store.rows(3, 0, 1)
