@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import secrets
-import selectors
+import select
 import signal
 import subprocess
 import sys
@@ -33,7 +33,6 @@ _MEMORY_BYTES = 1 << 30
 _FILE_BYTES = 64 << 20
 # of what a program prints; more is no answer
 _OUTPUT_BYTES = 1 << 20
-_POLL_S = 0.05
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.S)
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
@@ -122,7 +121,6 @@ def run_program(
 
     Returns its output if it, and the tests behind it, came to their end in time, else None.
     """
-    deadline = time.monotonic() + timeout_s
     if timeout_s <= 0:
         return None
     token = secrets.token_hex(8)
@@ -133,6 +131,7 @@ def run_program(
         _directory() as directory,
         tempfile.TemporaryFile() as job_file,
         tempfile.TemporaryFile() as stdin,
+        tempfile.TemporaryFile() as stdout,
         open(result, "rb", buffering=0) as result_file,
     ):
         job_file.write(json.dumps(job).encode())
@@ -140,18 +139,12 @@ def run_program(
         for file in (job_file, stdin):
             file.seek(0)
         fds = job_file.fileno(), result_end
+        launcher = (sys.executable, "-I", str(_LAUNCHER), *map(str, fds))
         try:
             process = subprocess.Popen(
-                [
-                    *_ends_with_us(),
-                    *isolation(),
-                    sys.executable,
-                    "-I",
-                    str(_LAUNCHER),
-                    *map(str, fds),
-                ],
+                [*_ends_with_us(), *isolation(), *launcher],
                 stdin=stdin,
-                stdout=subprocess.PIPE,
+                stdout=stdout,
                 stderr=subprocess.DEVNULL,
                 cwd=directory,
                 env={"PATH": os.defpath, "HOME": directory, "TMPDIR": directory},
@@ -161,37 +154,19 @@ def run_program(
         finally:
             os.close(result_end)
         try:
-            output = _read(process, deadline)
+            ends = select.poll()  # select() takes no descriptor above 1023
+            ends.register(result, select.POLLIN)
+            ends.poll(timeout_s * 1000)  # the token, or the end of all that could write it
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.stdout.close()
         os.set_blocking(result, False)
         came_to_its_end = result_file.read(len(token)) == token.encode()
-    return output.decode(errors="replace") if came_to_its_end and output is not None else None
-
-
-def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes | None:
-    """All that a process prints until it ends; None if that is too much or takes too long."""
-    output, fd = bytearray(), process.stdout.fileno()
-    with selectors.PollSelector() as selector:  # select() takes no descriptor above 1023
-        selector.register(fd, selectors.EVENT_READ)
-        while time.monotonic() < deadline:
-            ended = process.poll() is not None
-            if selector.select(0 if ended else _POLL_S):
-                part = os.read(fd, 1 << 16)
-                output += part
-                if len(output) > _OUTPUT_BYTES:
-                    return None
-                if part:
-                    continue
-                with contextlib.suppress(subprocess.TimeoutExpired):  # it closed its output
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                    return bytes(output)
-            elif ended:  # a child of it may keep the pipe open
-                return bytes(output)
-    return None
+        output = os.pread(stdout.fileno(), _OUTPUT_BYTES + 1, 0)
+    if not came_to_its_end or len(output) > _OUTPUT_BYTES:
+        return None
+    return output.decode(errors="replace")
 
 
 @contextlib.contextmanager
