@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from r3train.rewards.base import bad_label
 from r3train.types import Prompt
 
 
@@ -18,9 +19,7 @@ def accepted_words(prompt: Prompt, text: str) -> float:
         or not accepted
         or not all(isinstance(word, str) for word in accepted)
     ):
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: accepted_words needs a label of words, got {prompt.label!r}"
-        )
+        raise bad_label(prompt, "accepted_words needs a label of words")
     asked = prompt.metadata.get("num_words", 0)
     if not isinstance(asked, int) or isinstance(asked, bool) or asked < 0:
         raise ValueError(

@@ -25,3 +25,8 @@ class Reward:
 
     def close(self) -> None:
         """End helpers."""
+
+
+def bad_label(prompt: Prompt, needs: str) -> ValueError:
+    """Make the error for a label that a reward cannot use; needs: what the reward expects."""
+    return ValueError(f"prompt {prompt.prompt_id}: {needs}, got {prompt.label!r}")

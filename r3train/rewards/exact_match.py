@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from r3train.rewards.base import bad_label
 from r3train.types import Prompt
 
 
@@ -11,7 +12,5 @@ def exact_match(prompt: Prompt, text: str) -> float:
     The label is text or a number.  Raises ValueError for a label of another kind.
     """
     if not isinstance(prompt.label, (str, int, float)):
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: exact_match needs a label of text, got {prompt.label!r}"
-        )
+        raise bad_label(prompt, "exact_match needs a label of text")
     return float(text.strip() == str(prompt.label).strip())

@@ -6,7 +6,7 @@ import os
 import re
 
 from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
-from r3train.rewards.base import Reward
+from r3train.rewards.base import Reward, bad_label
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
 
@@ -53,9 +53,8 @@ class MathReward(Reward):
 
     async def _equal(self, prompt: Prompt, answer: str) -> float:
         label = wanted_answer(prompt, self.name)
-        number, found = number_of(label), number_of(answer)
-        if number is not None and found is not None:
-            return float(number == found)
+        if (same := _same_number(label, answer)) is not None:
+            return float(same)
         try:
             equal = await self._workers.call(label, answer, timeout_s=self._timeout_s)
         except (TimeoutError, WorkerEnded):
@@ -79,9 +78,7 @@ class MathReward(Reward):
 def label_text(prompt: Prompt, name: str) -> str:
     """The label as text; raises ValueError for one that is neither text nor a number."""
     if isinstance(prompt.label, bool) or not isinstance(prompt.label, (str, int, float)):
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: {name} needs a label of text, got {prompt.label!r}"
-        )
+        raise bad_label(prompt, f"{name} needs a label of text")
     return str(prompt.label)
 
 
@@ -101,10 +98,7 @@ def gsm8k(prompt: Prompt, text: str) -> float:
     """
     label = number_of(wanted_answer(prompt, "gsm8k").rstrip("%"))
     if label is None:
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: gsm8k needs a label that is a number or ends in"
-            f" '#### number', got {prompt.label!r}"
-        )
+        raise bad_label(prompt, "gsm8k needs a label that is a number or ends in '#### number'")
     answer = number_of((final_answer(text) or "").rstrip("%"))
     return float(answer == label)
 
@@ -120,10 +114,14 @@ def dapo(prompt: Prompt, text: str) -> float:
     if not lines:
         return -1.0
     answer = last_box(lines[-1]) or lines[-1]
-    number, found = number_of(label), number_of(answer)
-    if number is not None and found is not None:
-        return 1.0 if number == found else -1.0
-    return 1.0 if _bare(answer) == _bare(label) else -1.0
+    same = _same_number(label, answer)
+    return 1.0 if (_bare(answer) == _bare(label) if same is None else same) else -1.0
+
+
+def _same_number(label: str, answer: str) -> bool | None:
+    """True if two numbers are equal; None where one of the two is no plain number."""
+    wanted, found = number_of(label), number_of(answer)
+    return None if wanted is None or found is None else wanted == found
 
 
 def _bare(text: str) -> str:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from r3train.rewards.answers import TAIL, last_box
+from r3train.rewards.base import bad_label
 from r3train.types import Prompt
 
 _LETTERS = string.ascii_uppercase
@@ -47,10 +48,8 @@ def _choices(prompt: Prompt) -> tuple[Sequence[str], str]:
             return letters, letters[choices.index(label)]
     elif isinstance(label, int) and not isinstance(label, bool) and 0 <= label < len(letters):
         return letters, letters[label]
-    raise ValueError(
-        f"prompt {prompt.prompt_id}: gpqa needs a label that is one of {letters[0]} to {letters[-1]},"
-        f" a number below {len(letters)} or one of metadata.choices, got {label!r}"
-    )
+    needs = f"one of {letters[0]} to {letters[-1]}, a number below {len(letters)}"
+    raise bad_label(prompt, f"gpqa needs a label that is {needs} or one of metadata.choices")
 
 
 def f1(prompt: Prompt, text: str) -> float:
@@ -60,10 +59,7 @@ def f1(prompt: Prompt, text: str) -> float:
     """
     labels = prompt.label if isinstance(prompt.label, list) else [prompt.label]
     if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
-        raise ValueError(
-            f"prompt {prompt.prompt_id}: f1 needs a label of text or a list of texts,"
-            f" got {prompt.label!r}"
-        )
+        raise bad_label(prompt, "f1 needs a label of text or a list of texts")
     return max(_word_f1(_words(text), _words(str(label))) for label in labels)
 
 
