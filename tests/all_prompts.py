@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config.data import DataSection, PromptFile
-from r3train.data.prompts import Tokenizer, load_prompts
+from r3train.data.prompts import load_prompts
 from r3train.types import Prompt
 
 
 def all_prompts(
     path: Path,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     *,
     rows: tuple[int, int | None] = (0, None),
     limit: tuple[int, str] = (1 << 20, "no limit"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,34 +23,18 @@ class PromptOrder:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def __post_init__(self) -> None:
-        if self.num_prompts < 1:
-            raise ValueError(f"num_prompts must be at least 1, got {self.num_prompts}")
-
-    def epoch(self, number: int) -> np.ndarray:
-        """The indices of one epoch.  Returns int64[num_prompts], a permutation."""
+    def index(self, cursor: int) -> int:
+        """The prompt of draw number ``cursor``, from 0 on."""
+        epoch, place = divmod(cursor, self.num_prompts)
         if not self.shuffle:
-            return np.arange(self.num_prompts)
-        indices = self._last.get(number)
-        if indices is None:  # draws come one by one, and a million rows take 30 ms to shuffle
-            indices = np.random.default_rng((self.seed, number)).permutation(self.num_prompts)
+            return place
+        if (
+            epoch not in self._last
+        ):  # draws come one by one, and a million rows take 30 ms to shuffle
+            indices = np.random.default_rng((self.seed, epoch)).permutation(self.num_prompts)
             self._last.clear()
-            self._last[number] = indices
-        return indices
-
-    def indices(self, start: int, count: int) -> list[int]:
-        """The ``count`` prompt indices from cursor ``start`` on, across epochs."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start and count must not be negative, got {start} and {count}")
-        return list(self._draw(start, count))
-
-    def _draw(self, start: int, count: int) -> Iterator[int]:
-        number, place = divmod(start, self.num_prompts)
-        while count > 0:
-            share = self.epoch(number)[place : place + count]
-            yield from share.tolist()
-            count -= len(share)
-            number, place = number + 1, 0
+            self._last[epoch] = indices
+        return int(self._last[epoch][place])
 
 
 class MixedOrder:
@@ -68,27 +52,21 @@ class MixedOrder:
         self._counts = _shares(weights)
         self._seed, self._shuffle = seed, shuffle
 
-    def indices(self, start: int, count: int) -> list[int]:
-        """The ``count`` prompt indices from cursor ``start`` on."""
-        if start < 0 or count < 0:
-            raise ValueError(f"start and count must not be negative, got {start} and {count}")
-        return [self._index(cursor) for cursor in range(start, start + count)]
-
-    def _index(self, cursor: int) -> int:
+    def index(self, cursor: int) -> int:
+        """The prompt of draw number ``cursor``, from 0 on."""
         block, place = divmod(cursor, _BLOCK)
         files = self._files(block)
         file = int(files[place])
         before = block * self._counts[file] + int((files[:place] == file).sum())
-        return int(self._first[file]) + self._orders[file].indices(int(before), 1)[0]
+        return int(self._first[file]) + self._orders[file].index(int(before))
 
     def _files(self, block: int) -> np.ndarray:
         """The file of each draw of a block, int64[1000]."""
+        files = np.repeat(np.arange(len(self._counts)), self._counts)
         if self._shuffle:
-            files = np.repeat(np.arange(len(self._counts)), self._counts)
             return np.random.default_rng((self._seed, block, 1)).permutation(files)
         # spread evenly: draw i of a file with n draws belongs at (i + 0.5) / n of the block
         at = np.concatenate([(np.arange(n) + 0.5) / n for n in self._counts])
-        files = np.repeat(np.arange(len(self._counts)), self._counts)
         return files[np.argsort(at, kind="stable")]
 
 

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from r3train.config.data import DataSection, PromptFile
 from r3train.types import Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _SHOWN_TOKENS, _SHOWN_TEXT = 64, 2000
 _UNKNOWN_SHARE = 0.1
@@ -21,27 +23,6 @@ _BATCH = 256  # texts that are tokenised at once
 # words of an answer that no template has
 _STAND_IN = "r3train-stands-in-for-an-answer"
 _RESULT = "r3train-stands-in-for-a-result"
-
-
-class Tokenizer(Protocol):
-    """The part of a Hugging Face tokenizer that prompts need."""
-
-    def __call__(
-        self, text: list[str], *, add_special_tokens: bool = ..., **returned: bool
-    ) -> Mapping[str, list[list[int]]]: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
-
-    def apply_chat_template(
-        self,
-        conversation: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool,
-        tokenize: bool,
-        **variables: Any,
-    ) -> str: ...
-
-    def convert_ids_to_tokens(self, ids: list[int]) -> list[str]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,21 +148,17 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
 
 def read_records(file: PromptFile) -> Iterator[Record]:
     """Read the lines or rows of a file that count; raises ValueError naming file and line."""
-    for record in _all_records(file.path):
+    path = file.path
+    if not path.is_file():
+        raise ValueError(f"{path}: no such prompt file (prompt_data)")
+    readers = {".parquet": _parquet_records, ".jsonl": _jsonl_records, ".json": _jsonl_records}
+    if path.suffix not in readers:
+        raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, got {path.suffix!r}")
+    for record in readers[path.suffix](path):
         if file.stop is not None and record.index >= file.stop:
             return
         if record.index >= file.start:
             yield record
-
-
-def _all_records(path: Path) -> Iterator[Record]:
-    if not path.is_file():
-        raise ValueError(f"{path}: no such prompt file (prompt_data)")
-    if path.suffix == ".parquet":
-        return _parquet_records(path)
-    if path.suffix in (".jsonl", ".json"):
-        return _jsonl_records(path)
-    raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, got {path.suffix!r}")
 
 
 def _jsonl_records(path: Path) -> Iterator[Record]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -45,6 +45,7 @@ from r3train.engine.publish_memory import SharedMemoryPublisher
 from r3train.hf_checkpoint import NamedTensors
 from r3train.types import Prompt
 
+T = TypeVar("T", bound=DiskPublisher | SharedMemoryPublisher)
 
 # Segments of this length cost a few per cent; a crashed server loses at most one of each request.
 _SEGMENT_LEN = 256
@@ -67,9 +68,8 @@ class Engines(RolloutSide):
         self._start_rollout = start_rollout
         self._buffer = buffer
         config = job.config
-        self._route_shape = None
-        if config.replay.use_rollout_routing_replay:
-            self._route_shape = job.hf.route_shape
+        replays = config.replay.use_rollout_routing_replay
+        self._route_shape = job.hf.route_shape if replays else None
         self._servers = list(servers)
         self._producer: Producer | None = None
         self._control: EngineControl | None = None
@@ -108,7 +108,6 @@ class Engines(RolloutSide):
 
         Raises EngineDied after --max-engine-restarts, EngineError if a server does not start.
         """
-        assert self._supervisor is not None and self._versions is not None
         self._versions.record(None)
         with self._display.phase("restarting SGLang") as phase:
             self._show_starts_in(phase)
@@ -119,7 +118,6 @@ class Engines(RolloutSide):
 
     def hold_memory(self, *kinds: str) -> None:
         """Let every server hold these kinds of memory alone: see ``EngineControl.hold_memory``."""
-        assert self._control is not None and self._supervisor is not None
         self._supervisor.rest(True)
         self._control.hold_memory(*kinds)
         self._supervisor.rest(kinds != MEMORY)
@@ -149,14 +147,13 @@ class Engines(RolloutSide):
 
     def restored(self, version: int) -> None:
         """Send broken-off requests again: restarted servers now hold the weights of ``version``."""
-        assert self._supervisor is not None
         if self._producer is not None:
             self._producer.resume()
         self._supervisor.restored(version)
 
     def wait_ready(self) -> None:
         """Wait for the servers, and show their progress."""
-        started: int | None = None
+        rollout, faults = self.job.config.rollout, self.job.config.faults
         if self._servers:
             with self._display.phase("starting SGLang") as phase:
                 self._show_starts_in(phase)
@@ -164,25 +161,23 @@ class Engines(RolloutSide):
                     server.wait_ready()
             self._addrs = [server.addr for server in self._servers]
             self._api_key = self._servers[0].api_key
-            if self._adapters is None:  # else none holds an adapter yet
-                started = 0
-            faults = self.job.config.faults
             self._supervisor = EngineSupervisor(
                 self._servers,
                 max_restarts=faults.max_engine_restarts,
                 backoff_s=faults.engine_restart_backoff_s,
                 health_timeout_s=faults.engine_health_timeout_s,
             )
-        self._versions = ServerVersions([started] * len(self._addrs))
+        # started ones hold the checkpoint, which is version 0 where versions are no adapters
+        version = 0 if self._servers and self._adapters is None else None
+        self._versions = ServerVersions([version] * len(self._addrs))
         self._control = EngineControl(
             self._addrs,
             api_key=self._api_key,
-            timeout_s=self.job.config.rollout.rollout_request_timeout_s,
+            timeout_s=rollout.rollout_request_timeout_s,
             check_alive=self.check_alive,
             versions=self._versions,
             adapters_alone=self._adapters is not None,
         )
-        rollout = self.job.config.rollout
         self._control.require_settings(
             replay=self._route_shape is not None,
             kept_top_k=rollout.kept_top_k,
@@ -196,15 +191,9 @@ class Engines(RolloutSide):
             self._display.note(f"warning: {shortage}", style="yellow")
 
     @property
-    def _flush_cache(self) -> bool:
-        """True when servers drop their caches at an update; frozen requests still need theirs."""
-        return self.job.config.rollout.fresh_prefixes
-
-    @property
     def publisher(self) -> WeightPublisher:
         """The configured transport of new weights."""
         if self._publisher is None:
-            assert self._control is not None, "wait_ready first"
             trainer = self.job.config.trainer
             if self._adapters is not None:
                 self._publisher = AdapterPublisher(
@@ -217,13 +206,9 @@ class Engines(RolloutSide):
                 )
             elif trainer.update_weight_transfer_mode != "distributed":
                 on_disk = trainer.update_weight_transfer_mode == "disk"
-                self._publisher = (DiskPublisher if on_disk else SharedMemoryPublisher)(
-                    self._control,
-                    directory=self._run_dir / "weights",
-                    hf_checkpoint=self.job.config.model.hf_checkpoint,
-                    bucket_bytes=trainer.update_weight_buffer_size,
-                    flush_cache=self._flush_cache,
-                )
+                kind = DiskPublisher if on_disk else SharedMemoryPublisher
+                fresh = self.job.config.rollout.fresh_prefixes
+                self._publisher = self._by_files(kind, "weights", flush_cache=fresh)
             else:
                 self._publisher = StagesPublisher(
                     self._control,
@@ -231,6 +216,16 @@ class Engines(RolloutSide):
                     **_broadcast(self.job, self.hosts, trainer.update_weight_master_address),
                 )
         return self._publisher
+
+    def _by_files(self, kind: type[T], name: str, *, flush_cache: bool) -> T:
+        """Make a publisher that writes checkpoints to a directory of the run."""
+        return kind(
+            self._control,
+            directory=self._run_dir / name,
+            hf_checkpoint=self.job.config.model.hf_checkpoint,
+            bucket_bytes=self.job.config.trainer.update_weight_buffer_size,
+            flush_cache=flush_cache,
+        )
 
     @property
     def hosts(self) -> list[str]:
@@ -242,20 +237,13 @@ class Engines(RolloutSide):
 
         Raises AssertionError: see ``require_equal_on_servers``.
         """
-        assert self._control is not None
-        reference = DiskPublisher(
-            self._control,
-            directory=self._run_dir / "weight_check",
-            hf_checkpoint=self.job.config.model.hf_checkpoint,
-            bucket_bytes=self.job.config.trainer.update_weight_buffer_size,
-            flush_cache=False,  # the publish must have done it
-        )
+        # the publish must have dropped the caches
+        reference = self._by_files(DiskPublisher, "weight_check", flush_cache=False)
         require_equal_on_servers(self._control, reference, weights, version=version)
         return reference.newest
 
     def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
         """Return the log-probs of one text on every server, float32[T-1] each."""
-        assert self._control is not None
         return [
             self._control.probe_log_probs(token_ids, server=i, adapter=self._newest_adapter)
             for i in range(self._control.num_servers)
@@ -267,8 +255,7 @@ class Engines(RolloutSide):
         The text must have been asked for after the update before.  0 where requests keep apart what
         each version cached.
         """
-        assert self._control is not None
-        if not self._flush_cache:
+        if not self.job.config.rollout.fresh_prefixes:
             return 0
         return self._control.cached_tokens(token_ids, adapter=self._newest_adapter)
 
@@ -306,7 +293,7 @@ class Engines(RolloutSide):
             shared_servers=not self._servers,
             health_timeout_s=job.config.faults.engine_health_timeout_s,
             versions=self._versions,
-            cache_per_version=rollout.flush_cache_on_update and not self._flush_cache,
+            cache_per_version=rollout.flush_cache_on_update and not rollout.fresh_prefixes,
             transport=self._routes.transport(),
             adapters=self._adapters,
         )
@@ -328,7 +315,7 @@ class Engines(RolloutSide):
         self._producer = Producer(
             rollout,
             self.make_client,
-            lambda group: job.prompts[order.indices(group, 1)[0]],
+            lambda group: job.prompts[order.index(group)],
             SamplingParams(
                 max_new_tokens=rollout.rollout_max_response_len,
                 temperature=rollout.rollout_temperature,

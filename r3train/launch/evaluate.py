@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 # fields that a configuration needs and an evaluation does not
 _UNUSED = ("--num-rollout", "1", "--rollout-batch-size", "1", "--prompt-data", "none")
+# what is evaluated is the checkpoint, whatever the recipe trains.  Another job may hold the recipe's
+# directory of checkpoints.  Nothing starts a server again: its end is the evaluation's
+_OVERRIDDEN = (
+    *("--no-use-rollout-routing-replay", "--lora-serving", "merged"),
+    *("--save", "none", "--max-engine-restarts", "0"),
+)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -81,21 +87,7 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
             if word.partition("=")[0] == "--eval-max-response-len":
                 value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
                 before += ["--rollout-max-response-len", value]
-    # another job may hold the recipe's directory of checkpoints
-    after = [
-        "--hf-checkpoint",
-        str(checkpoint),
-        "--no-use-rollout-routing-replay",
-        # what is evaluated is the checkpoint, whatever the recipe trains
-        "--lora-serving",
-        "merged",
-        "--save",
-        "none",
-        # nothing here starts a server again: its end is the evaluation's
-        "--max-engine-restarts",
-        "0",
-    ]
-    return [*before, *words, *after]
+    return [*before, *words, "--hf-checkpoint", str(checkpoint), *_OVERRIDDEN]
 
 
 def _run(job: Job, run_dir: Path, display: RunDisplay) -> list[str]:

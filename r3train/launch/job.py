@@ -128,14 +128,11 @@ def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
         "stop": job.stop_token_ids,
         "context": rollout.rollout_max_context_len,
         "reward": (data.rm_type, data.custom_rm_path, data.reward_key),
-        **(
-            {"reward_keys": weights_of}
-            if (weights_of := job.config.algorithm.weight_of_key)
-            else {}
-        ),
         "environment": rollout.environment,
         "turns": (rollout.environment_max_turns, rollout.environment_max_turn_len),
     }
+    if weight_of_key := job.config.algorithm.weight_of_key:
+        shared["reward_keys"] = weight_of_key
     return {
         each.dataset.name: facts_fingerprint(
             {

@@ -34,9 +34,7 @@ def taken_port(host: str, port: object) -> Lack | None:
     if lack := no_port(port):
         return lack
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind((host, int(str(port))))
+        _bind(host, int(str(port)))
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             remedy = f"choose another, or end who holds it (ss -ltnp 'sport = :{port}')"
@@ -49,26 +47,29 @@ def taken_port(host: str, port: object) -> Lack | None:
 def no_address(host: str) -> Lack | None:
     """Try to listen on any port of an address of this node."""
     try:
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
-            sock.bind((host, 0))
+        _bind(host, 0)
     except OSError as error:
         text = f"{host!r} is no address of this machine ({error.strerror})"
         return text, "name one with --sglang-host, or unset it"
     return None
 
 
+def _bind(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+
+
 def server_ports(config: RunConfig) -> tuple[str, list[object]]:
     """The address and the ports of the servers that a run starts, [] where they choose their own."""
     rollout = config.rollout
     own = config.has_engines and not rollout.rollout_external_engine_addrs
-    first = rollout.sglang.get("port") if own else None
-    host = str(rollout.sglang.get("host", LOOPBACK))
-    meeting = rollout.sglang.get("nccl_port") if own else None
-    others = [] if meeting is None else [meeting] * rollout.rollout_num_engines
-    if first is None or not str(first).isdecimal():
-        return host, [*([] if first is None else [first]), *others]
-    ports = [int(str(first)) + index for index in range(rollout.rollout_num_engines)]
-    return host, [*ports, *others]
+    host, count = str(rollout.sglang.get("host", LOOPBACK)), rollout.rollout_num_engines
+    first, meeting = (rollout.sglang.get(name) if own else None for name in ("port", "nccl_port"))
+    ports: list[object] = [] if first is None else [first]
+    if str(first).isdecimal():
+        ports = [int(str(first)) + index for index in range(count)]
+    return host, ports + ([] if meeting is None else [meeting] * count)
 
 
 def needed_files(num_requests: int) -> str:

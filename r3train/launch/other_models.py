@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,11 +18,6 @@ from r3train.engine.teacher import ServedTeacher, TEACHER_KEY
 from r3train.hf_checkpoint import check_tensors, read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
 
-# facts in which a KL reference, or a teacher that the ranks hold, must be the actor's model
-_SAME_MODEL = (
-    *("model_type", "num_hidden_layers", "num_experts", "num_experts_per_tok", "vocab_size"),
-    *("hidden_size", "num_attention_heads", "num_key_value_heads", "moe_layer_numbers"),
-)
 # keys of config.json, or patterns of them, that change no log-prob of the actor; all others must be equal
 _WITHOUT_EFFECT = """
     _* architectures auto_map transformers_version dtype torch_dtype *_token_id use_cache return_dict
@@ -39,10 +33,9 @@ def check_other_model(flag: str, path: Path, actor: HfModelFacts) -> None:
         check_trainable(hf)
     except ValueError as error:
         raise ValueError(f"{flag}: {error}") from None
-    for field in dataclasses.fields(hf):
-        ours, theirs = getattr(actor, field.name), getattr(hf, field.name)
-        if ours != theirs and field.name in _SAME_MODEL:
-            raise ValueError(f"{flag} {path}: {field.name} is {theirs}, the actor has {ours}")
+    if hf.model_type != actor.model_type:
+        text = f"model_type is {hf.model_type}, the actor has {actor.model_type}"
+        raise ValueError(f"{flag} {path}: {text}")
     # the ranks build it from the actor's config.json
     mine, other = _computed(actor.path), _computed(path)
     for key in sorted(mine.keys() | other):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from r3train.config import RunConfig
 from r3train.engine.addresses import LOOPBACK
 from r3train.engine.key import engine_api_key
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import server_gpus_here
-from r3train.launch.job import Job
+
+if TYPE_CHECKING:
+    from r3train.launch.job import Job
 
 
 def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list[SGLangServer]:
@@ -29,23 +33,36 @@ def start_servers(job: Job, run_dir: Path, num_ranks: int | None = None) -> list
     servers = []
     for i in range(count):
         args = _server_args(job, i, gpus)
-        server = SGLangServer(
-            config.model.hf_checkpoint,
+        server = build_server(
+            config,
             run_dir / "logs" / ("sglang.log" if count == 1 else f"sglang_{i}.log"),
-            dtype=config.model.dtype_name,
+            args,
+            i,
             host=str(args.pop("host", LOOPBACK)),
             port=args.pop("port", None),
-            server_args=args,
-            return_routed_experts=config.replay.use_rollout_routing_replay,
-            # with equal seeds, servers would give equal answers
-            seed=config.rollout.rollout_seed + i,
-            start_timeout_s=config.rollout.rollout_server_start_timeout_s,
             api_key=api_key,
-            env_names=config.rollout.rollout_server_env,
             adapter_flags=_adapter_flags(job),
         )
         servers.append(server)
     return [server.start() for server in servers]
+
+
+def build_server(
+    config: RunConfig, log: Path, flags: dict[str, object], index: int, **own: Any
+) -> SGLangServer:
+    """Make a server of the run's model.  flags: SGLang's.  index: its number among all of the run."""
+    return SGLangServer(
+        config.model.hf_checkpoint,
+        log,
+        dtype=config.model.dtype_name,
+        server_args=flags,
+        return_routed_experts=config.replay.use_rollout_routing_replay,
+        seed=config.rollout.rollout_seed
+        + index,  # with equal seeds, servers would give equal answers
+        start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+        env_names=config.rollout.rollout_server_env,
+        **own,
+    )
 
 
 def _server_args(job: Job, index: int, gpus: list[range]) -> dict[str, object]:

@@ -19,6 +19,8 @@ from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus
 from r3train.launch.gpus import is_follower, served_gpus
+from r3train.launch.own_servers import build_server
+from r3train.launch.run_dir import write_atomically
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
@@ -86,19 +88,15 @@ def serve(
             num_visible=num_visible,
         )
         read_hf_facts(config.model.hf_checkpoint)
-        server = SGLangServer(
-            config.model.hf_checkpoint,
+        server = build_server(
+            config,
             log or Path("/dev/stdout"),
-            dtype=config.model.dtype_name,
-            server_args=server_args,
-            return_routed_experts=config.replay.use_rollout_routing_replay,
-            seed=config.rollout.rollout_seed + index,
-            start_timeout_s=config.rollout.rollout_server_start_timeout_s,
+            server_args,
+            index,
             host=host,
             port=port,
             device="cuda" if num_visible else None,
             api_key=engine_api_key(os.environ),
-            env_names=config.rollout.rollout_server_env,
         )
     if config.run.dry_run:
         click.echo(f"{config.to_toml()}\n# {shlex.join(server.command())}")
@@ -124,9 +122,7 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         server.wait_ready()
         if address_file is not None:
             address_file.parent.mkdir(parents=True, exist_ok=True)
-            staging = address_file.with_name(f".{address_file.name}.{os.getpid()}")
-            staging.write_text(server.addr + "\n", encoding="utf-8")
-            os.replace(staging, address_file)
+            write_atomically(address_file, server.addr + "\n")
         click.echo(f"serving {server.model_path} at {server.addr}")
         if server.api_key is None:
             text = "warning: without a key, every user of this machine can replace its weights: set"

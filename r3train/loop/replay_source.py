@@ -216,8 +216,7 @@ class Conversations(RolloutSource):
         if on_wait is not None:
             on_wait(self.stats())
         start = rollout_id * self.num_groups
-        drawn = self.order.indices(start, self.num_groups)
         return [
-            [(replace(self.conversations[i], sample_id=number, group_id=number), 0.0)]
-            for number, i in enumerate(drawn, start)
+            [(replace(self.conversations[self.order.index(n)], sample_id=n, group_id=n), 0.0)]
+            for n in range(start, start + self.num_groups)
         ]

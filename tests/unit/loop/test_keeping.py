@@ -288,7 +288,7 @@ def test_conversations_are_drawn_by_the_rollouts_number_alone():
     drawn = [sample for group in [*first, *second] for sample, reward in group if reward == 0]
     assert [s.sample_id for s in drawn] == [s.group_id for s in drawn] == list(range(6))
     texts = [s.token_ids.tolist() for s in drawn]
-    assert texts == [samples[i].token_ids.tolist() for i in order.indices(0, 6)]
+    assert texts == [samples[i].token_ids.tolist() for i in map(order.index, range(6))]
     (again,) = Conversations(samples, order, num_groups=3).next_batch(1)[:1]  # as after a resume
     assert again[0][0].sample_id == 3 and again[0][0].token_ids.tolist() == texts[3]
 
