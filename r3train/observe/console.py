@@ -10,15 +10,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TextColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +36,8 @@ from r3train.observe.step_line import duration, step_text, verdict_style
 PLAIN_HEARTBEAT_S = 60.0
 # The time left follows the pace of the last steps, not of the first, which compile and warm up.
 PACE_STEPS = 20
+# the progress lines, in the order in which they are added
+_ROLLOUT, _TRAIN = TaskID(0), TaskID(1)
 
 
 class RunDisplay:
@@ -49,28 +58,22 @@ class RunDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_rollout = num_rollout
-        self._enabled = enabled
         self._console = console or Console(highlight=False)
+        self._console.quiet = not enabled
         self._live = enabled and (_is_watched(self._console) if live is None else live)
         self._clock = clock
         self._lock = threading.RLock()
         self._progress: Progress | None = None
-        self._rollout_task: Any = None
-        self._train_task: Any = None
         self._rollout_started = self._last_plain = clock()
         self._rollout_id: int | None = None
         self._num_groups = 0
-        self._pace = _Pace(num_rollout, clock)
+        # of the last steps: how many were done, and when
+        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
 
     def __enter__(self) -> RunDisplay:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop_progress()
 
     @contextmanager
@@ -83,18 +86,13 @@ class RunDisplay:
         phase = Phase(name, self._clock, self._heartbeat)
         if not self._live:
             self._line(f"{name} ...")
-        status = self._console.status(phase) if self._live and self._progress is None else None
+        moves = self._live and self._progress is None
         try:
-            if status is not None:
-                status.start()
-            yield phase
+            with self._console.status(phase) if moves else nullcontext():
+                yield phase
         except BaseException:
-            if status is not None:
-                status.stop()
             self._line(Text.assemble(("failed: ", "bold red"), f"{name}, after {phase.elapsed}"))
             raise
-        if status is not None:
-            status.stop()
         self._line(Text.assemble(("done: ", "green"), f"{name}, {phase.elapsed}"))
 
     def rollout_begin(self, rollout_id: int, num_groups: int) -> None:
@@ -105,52 +103,29 @@ class RunDisplay:
             self._show_progress()
             if self._progress is not None:
                 # reset forgets every field that it is not given
-                self._progress.reset(
-                    self._rollout_task,
-                    total=num_groups,
-                    **_fields(f"rollout {rollout_id}", f"0/{num_groups} groups"),
-                )
+                fields = _fields(f"rollout {rollout_id}", "")
+                self._progress.reset(_ROLLOUT, total=num_groups, **fields)
         self.rollout_update(0, 0)
 
     def rollout_update(self, groups_done: int, tokens: int) -> None:
         """So many groups of the batch are finished, and so many tokens generated for it so far."""
-        if not self._enabled:
-            return
         seconds = self._clock() - self._rollout_started
         rate = f"{tokens / seconds:,.0f} tok/s" if tokens and seconds > 0 else ""
+        count = f"{groups_done}/{self._num_groups} groups"
         if self._progress is not None:
-            self._progress.update(
-                self._rollout_task,
-                completed=groups_done,
-                count=f"{groups_done}/{self._num_groups} groups",
-                note=rate,
-            )
-        elif not self._live:
-            self._heartbeat(
-                f"rollout {self._rollout_id}: {groups_done}/{self._num_groups} groups {rate}"
-            )
+            self._progress.update(_ROLLOUT, completed=groups_done, count=count, note=rate)
+        self._heartbeat(f"rollout {self._rollout_id}: {count} {rate}")
 
     def train_update(self, activity: str) -> None:
         """Show the trainer's phase: "waiting for rollout", "training", "publishing weights"."""
-        if not self._enabled:
-            return
-        with self._lock:
-            self._show_progress()
-            if self._progress is not None:
-                self._progress.update(self._train_task, note=activity)
+        self._update_training(note=activity)
 
     def step_line(self, metrics: Mapping[str, Any]) -> None:
         """Print the line of a finished step, from its metrics (keys of metrics.py), and count it."""
-        if not self._enabled:
-            return
         with self._lock:
             done = int(metrics["step"]) + 1
-            self._pace.step(done)
-            self._show_progress()
-            if self._progress is not None:
-                self._progress.update(
-                    self._train_task, completed=done, count=f"{done}/{self._num_rollout} steps"
-                )
+            self._ends.append((done, self._clock()))
+            self._update_training(completed=done, count=f"{done}/{self._num_rollout} steps")
             width = self._console.width if self._live else None
             self._line(step_text(metrics, self._num_rollout, width))
             self._last_plain = self._clock()
@@ -177,14 +152,12 @@ class RunDisplay:
         self._panel("run failed", _error_rows(error, log_dir), "red")
 
     def _line(self, line: Text | str) -> None:
-        if not self._enabled:
-            return
         text = Text(line) if isinstance(line, str) else line
         # outside a terminal a line stays one line, however long: someone will grep it
         self._console.print(text, soft_wrap=not self._live, highlight=False)
 
     def _heartbeat(self, line: str) -> None:
-        if not self._enabled or self._live:
+        if self._live:
             return
         with self._lock:
             if self._clock() - self._last_plain < PLAIN_HEARTBEAT_S:
@@ -193,8 +166,6 @@ class RunDisplay:
         self._line(line)
 
     def _panel(self, title: str, rows: list[tuple[str, Text]], border: str) -> None:
-        if not self._enabled:
-            return
         if not self._live:
             self._line(f"--- {title} ---")
             for name, text in rows:
@@ -207,6 +178,12 @@ class RunDisplay:
             table.add_row(name, text)
         self._console.print(Panel(table, title=title, title_align="left", border_style=border))
 
+    def _update_training(self, **fields: Any) -> None:
+        with self._lock:
+            self._show_progress()
+            if self._progress is not None:
+                self._progress.update(_TRAIN, **fields)
+
     def _show_progress(self) -> None:
         if not self._live or self._progress is not None:
             return
@@ -215,19 +192,17 @@ class RunDisplay:
             TextColumn("{task.fields[label]}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}"),
-            _TimeLeft(self._pace),
+            _TimeLeft(self._ends),
             TextColumn("[dim]{task.fields[note]}"),
             console=self._console,
             # the machine has better things to do than to redraw ten times a second
             refresh_per_second=4,
             transient=True,
+            get_time=self._clock,
         )
-        self._rollout_task = progress.add_task("", total=None, **_fields("rollout", ""))
-        self._train_task = progress.add_task(
-            "",
-            total=self._num_rollout,
-            **_fields("train", f"0/{self._num_rollout} steps", is_train=True),
-        )
+        progress.add_task("", total=None, **_fields("rollout", ""))
+        fields = _fields("train", f"0/{self._num_rollout} steps")
+        progress.add_task("", total=self._num_rollout, **fields)
         progress.start()
         self._progress = progress
 
@@ -264,42 +239,27 @@ class Phase:
         return text.append(self._detail, style="dim")
 
 
-class _Pace:
-    """The time that the remaining steps take at the pace of the last ones."""
-
-    def __init__(self, total: int, clock: Callable[[], float]) -> None:
-        self._total = total
-        self._clock = clock
-        self._ends: deque[tuple[int, float]] = deque(maxlen=PACE_STEPS + 1)
-
-    def step(self, done: int) -> None:
-        self._ends.append((done, self._clock()))
-
-    def seconds_left(self) -> float | None:
-        """None before the second step is done: the first one also pays for warming up."""
-        if len(self._ends) < 2:
-            return None
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        if last <= first:
-            return None
-        left = (self._total - last) * (ended - began) / (last - first)
-        return max(0.0, left - (self._clock() - ended))
-
-
 class _TimeLeft(ProgressColumn):
-    """The time left, on the line of the training; empty on the line of the rollout."""
+    """The time left at the pace of the last steps, on the line of the training alone.
 
-    def __init__(self, pace: _Pace) -> None:
+    Empty before the second step is done: the first one also pays for warming up.
+    """
+
+    def __init__(self, ends: Sequence[tuple[int, float]]) -> None:
         super().__init__()
-        self._pace = pace
+        self._ends = ends
 
     def render(self, task: Task) -> Text:
-        left = self._pace.seconds_left() if task.fields["is_train"] else None
-        return Text("" if left is None else f"{duration(left)} left", style="cyan")
+        if task.id != _TRAIN or len(self._ends) < 2:
+            return Text("")
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        left = (task.total - last) * (ended - began) / (last - first)
+        left -= task.get_time() - ended
+        return Text(f"{duration(max(0.0, left))} left", style="cyan")
 
 
-def _fields(label: str, count: str, *, is_train: bool = False) -> dict[str, Any]:
-    return {"label": label, "count": count, "note": "", "is_train": is_train}
+def _fields(label: str, count: str) -> dict[str, str]:
+    return {"label": label, "count": count, "note": ""}
 
 
 def _is_watched(console: Console) -> bool:
@@ -310,11 +270,8 @@ def _is_watched(console: Console) -> bool:
 
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rest = dict(summary)
-    failed = rest.pop("failed_steps", None) or []
-    first, last = rest.pop("reward_first", None), rest.pop("reward_last", None)
-    verdict, wall_s = rest.pop("r3", None), rest.pop("wall_s", None)
-    steps_s = rest.pop("steps_s", None)
-    run_dir = rest.pop("run_dir", None)
+    named = ("failed_steps", "reward_first", "reward_last", "r3", "wall_s", "steps_s", "run_dir")
+    failed, first, last, verdict, wall_s, steps_s, run_dir = (rest.pop(k, None) for k in named)
     rows = []
     if first is not None and last is not None:
         change = (f"{first:.3f} -> {last:.3f}", "green" if last > first else "yellow")
@@ -323,8 +280,9 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
         if (value := rest.pop(key, None)) is not None:
             rows.append((key, Text(f"{value:,}")))
     if verdict is not None:
-        named = ", ".join(map(str, failed[:8])) + (", ..." if len(failed) > 8 else "")
-        where = f" at step {named}" if failed else ""
+        where = ""
+        if failed:
+            where = f" at step {', '.join(map(str, failed[:8]))}" + ", ..." * (len(failed) > 8)
         rows.append(("R3", Text(f"{verdict}{where}", style=verdict_style(str(verdict)))))
     if wall_s is not None:
         within = "" if steps_s is None else f", of which steps {duration(steps_s)}"
