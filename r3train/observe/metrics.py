@@ -45,7 +45,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +94,7 @@ class MetricsWriter:
         if taken:
             raise ValueError(f"metrics hold the key {sorted(taken)[0]!r}, which the writer sets")
         plain = {key: _plain(key, value) for key, value in metrics.items()}
-        record = {"step": int(step), "time": round(time.time(), 3), **plain}
-        line = {key: _finite_or_name(value) for key, value in record.items()}
+        line = _line(step, plain)
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._draw(int(step), plain)
 
@@ -114,14 +113,11 @@ class MetricsWriter:
         path = eval_rows_path(self.path.parent, version, name)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        lines = (json.dumps(row, default=str) + "\n" for row in rows)
         with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(lines)
+            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
         os.replace(temporary, path)
         plain = {f"eval/{name}/{key}": _plain(key, value) for key, value in metrics.items()}
-        facts = {"step": int(version), "time": round(time.time(), 3), "name": name}
-        record = {**facts, "settings": settings, **plain}
-        line = {key: _finite_or_name(value) for key, value in record.items()}
+        line = _line(version, {"name": name, "settings": settings, **plain})
         append_lines(self.path.parent / EVAL_METRICS_FILE, [line])
         self._draw(int(version), plain)
 
@@ -176,15 +172,12 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     path = Path(path)
     if path.is_dir():
         path = path / METRICS_FILE
-    steps: dict[int, dict[str, Any]] = {}
+    steps = {}
     for number, record in enumerate(read_lines(path), start=1):
         if not isinstance(record.get("step"), int):
             got = str(record)[:80]
             raise ValueError(f"{path}:{number}: got {got}, expected an object with a step")
-        steps[record["step"]] = {
-            key: NOT_FINITE.get(value, value) if isinstance(value, str) else value
-            for key, value in record.items()
-        }
+        steps[record["step"]] = {key: _number(value) for key, value in record.items()}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -206,7 +199,7 @@ def read_evaluations(run_dir: str | Path) -> list[dict[str, Any]]:
         if not isinstance(step, int) or not isinstance(name, str):
             raise ValueError(f"{path}:{number}: got {str(record)[:80]}, expected a step and a name")
         found[step, name] = {
-            key: NOT_FINITE.get(value, value) if key.startswith("eval/") else value
+            key: _number(value) if key.startswith("eval/") else value
             for key, value in record.items()
         }
     return [found[key] for key in sorted(found)]
@@ -269,11 +262,9 @@ def summarise_evaluations(run_dir: str | Path) -> dict[str, str]:
         of_sets.setdefault(line["name"], []).append(line)
     words = {}
     for name, lines in of_sets.items():
-        shown = [eval_words(line, name) for line in (lines[0], lines[-1])]
-        places = [
-            f"{text} (version {line['step']})" for text, line in zip(shown, (lines[0], lines[-1]))
-        ]
-        words[f"evaluation of {name}"] = " -> ".join(places[: 1 + (len(lines) > 1)])
+        shown = lines if len(lines) == 1 else (lines[0], lines[-1])
+        texts = (f"{eval_words(line, name)} (version {line['step']})" for line in shown)
+        words[f"evaluation of {name}"] = " -> ".join(texts)
     return words
 
 
@@ -287,16 +278,18 @@ def eval_words(metrics: Mapping[str, Any], name: str) -> str:
 def _plain(key: str, value: Any) -> bool | int | float | str | None:
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
-    if value is None or isinstance(value, (bool, str)):
+    if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value)
     raise ValueError(f"metric {key!r} is a {type(value).__name__}, expected a scalar or a string")
 
 
-def _finite_or_name(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
-    return value
+def _line(step: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    """A line of a metrics file; numbers that are not finite have their names in it."""
+    line = {"step": int(step), "time": round(time.time(), 3), **values}
+    names = {k: str(v) for k, v in line.items() if isinstance(v, float) and not math.isfinite(v)}
+    return line | names
+
+
+def _number(value: Any) -> Any:
+    """A value of a line, with a name of a number as that number."""
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value

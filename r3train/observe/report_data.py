@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,21 +78,31 @@ class StepCheck:
 class RunReport:
     """One run's metrics, evidence and samples; parts that are missing are empty.
 
-    heat: rows in which the trainer's own choice is the replayed one.  drift: rows whose live choice left
-    the replayed experts.  notices: the damage that was left out, in words.
+    notices: the damage that was left out, in words.
     """
 
-    path: Path
     name: str
     uses_r3: bool | None  # None: not known
     records: list[dict[str, Any]]
     audit: Audit
-    heat: HeatMap | None
-    drift: HeatMap | None
-    checks: list[StepCheck]
     samples: list[Sample]
+    evaluations: dict[str, list[dict[str, Any]]]  # numbers, by set
     notices: list[str]
-    evaluations: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # numbers, by set
+
+    @cached_property
+    def heat(self) -> HeatMap | None:
+        """The rows in which the trainer's own choice is the replayed one."""
+        return _heat_map(self.audit.steps)
+
+    @cached_property
+    def drift(self) -> HeatMap | None:
+        """The rows whose live choice left the replayed experts."""
+        return _drift_map(self.records)
+
+    @cached_property
+    def checks(self) -> list[StepCheck]:
+        """The verdict of every step that is to be checked."""
+        return _checks(self.audit.steps, self.records)
 
     def evaluated(self, name: str, key: str) -> list[tuple[int, float]]:
         """Weight versions and a number of an evaluation set; those that can be drawn."""
@@ -148,26 +159,15 @@ def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
     Raises ValueError where the run's metrics are missing or cannot be read.
     """
     notices: list[str] = []
-    times = {key for _, key, _ in TIMES}
-    drawn = {*keys, *times, STEP_S, ROLLOUT_S, R3_PASSED}
-    records = read_steps(path, drawn, notices, of_layers=DRIFT_OF_LAYER)
-    uses_r3 = read_uses_r3(path, notices)
-    samples = _notable(read_samples(path, notices))
-    audit = audit_run(path, keep_steps=True)
-    heat, checks = _heat_map(audit.steps), _checks(audit.steps, records)
-    evaluations = read_evaluations(path, notices)
+    drawn = {*keys, *(key for _, key, _ in TIMES), STEP_S, ROLLOUT_S, R3_PASSED}
     return RunReport(
-        path,
         name,
-        uses_r3,
-        records,
-        audit,
-        heat,
-        _drift_map(records),
-        checks,
-        samples,
-        notices,
-        evaluations,
+        records=read_steps(path, drawn, notices, of_layers=DRIFT_OF_LAYER),
+        uses_r3=read_uses_r3(path, notices),
+        samples=_notable(read_samples(path, notices)),
+        audit=audit_run(path, keep_steps=True),
+        evaluations=read_evaluations(path, notices),
+        notices=notices,
     )
 
 

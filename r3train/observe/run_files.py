@@ -45,49 +45,34 @@ def read_steps(
     Values under ``keys`` are floats or None, and so are those of keys that begin with ``of_layers``.
     Raises ValueError where the file is missing, cannot be read, or has not one whole line of several.
     """
-    path, damaged = run_dir / METRICS_FILE, []
+    damaged: list[str] = []
     steps: dict[int, dict[str, Any]] = {}
-    try:
-        for place, record in _objects(path, notices, damaged):
-            step = record.get("step")
-            if type(step) is not int or not 0 <= step <= MAX_STEP:
-                expected = f"expected an integer from 0 to {MAX_STEP}"
-                damaged.append(f"{place}: step is {step!r:.60}, {expected}")
-                continue
-            layers = {key for key in record if of_layers and key.startswith(of_layers)}
-            for key in sorted(keys & record.keys() | layers):
-                try:
-                    record[key] = _number(record[key])
-                except (TypeError, KeyError, OverflowError):
-                    got = f"{record.pop(key)!r:.60}"
-                    damaged.append(f"{place}: {key} is {got}, expected a number")
-            steps[step] = record
-    except FileNotFoundError:
-        raise ValueError(f"{run_dir}: no {METRICS_FILE}: is it a run directory?") from None
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    for place, record in _objects(run_dir, METRICS_FILE, notices, damaged):
+        step = record.get("step")
+        if not _is_step(step):
+            expected = f"expected an integer from 0 to {MAX_STEP}"
+            damaged.append(f"{place}: step is {step!r:.60}, {expected}")
+            continue
+        layers = {key for key in record if of_layers and key.startswith(of_layers)}
+        _make_numbers(record, keys & record.keys() | layers, place, damaged)
+        steps[step] = record
     if damaged and not steps:
         raise ValueError(f"{run_dir}: not one step in {damaged[0]}")
-    notices += _first(path, damaged)
+    if not (run_dir / METRICS_FILE).exists():
+        raise ValueError(f"{run_dir}: no {METRICS_FILE}: is it a run directory?")
     return [steps[step] for step in sorted(steps)]
 
 
 def read_samples(run_dir: Path, notices: list[str]) -> Iterator[Sample]:
     """The samples in the order of the file; none where there is no file."""
-    path, damaged = run_dir / SAMPLES_FILE, []
-    try:
-        for place, record in _objects(path, notices, damaged):
-            try:
-                yield Sample.model_validate(record)
-            except ValidationError as error:
-                first = error.errors(include_url=False)[0]
-                key, got = first["loc"][0], f"{record.get(first['loc'][0])!r:.60}"
-                damaged.append(f"{place}: {key} is {got}: {first['msg']}")
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        notices.append(f"{path.name}: cannot be read: {error.strerror}")
-    notices += _first(path, damaged)
+    damaged: list[str] = []
+    for place, record in _objects(run_dir, SAMPLES_FILE, notices, damaged):
+        try:
+            yield Sample.model_validate(record)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            key, got = first["loc"][0], f"{record.get(first['loc'][0])!r:.60}"
+            damaged.append(f"{place}: {key} is {got}: {first['msg']}")
 
 
 def read_evaluations(run_dir: Path, notices: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -95,26 +80,17 @@ def read_evaluations(run_dir: Path, notices: list[str]) -> dict[str, list[dict[s
 
     Of two lines for one version (a resumed run) the later counts; {} where there is no file.
     """
-    path, damaged = run_dir / EVAL_METRICS_FILE, []
+    damaged: list[str] = []
     sets: dict[str, dict[int, dict[str, Any]]] = {}
-    try:
-        for place, record in _objects(path, notices, damaged):
-            step, name = record.get("step"), record.get("name")
-            if type(step) is not int or not 0 <= step <= MAX_STEP or not isinstance(name, str):
-                damaged.append(f"{place}: expected a step and a name, got {str(record):.60}")
-                continue
-            numbers, start = {}, f"eval/{name}/"
-            for key in sorted(k for k in record if k.startswith(start)):
-                try:
-                    numbers[key.removeprefix(start)] = _number(record[key])
-                except (TypeError, KeyError, OverflowError):
-                    damaged.append(f"{place}: {key} is {record[key]!r:.60}, expected a number")
-            sets.setdefault(name, {})[step] = {"step": step, **numbers}
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        notices.append(f"{EVAL_METRICS_FILE}: cannot be read: {error.strerror}")
-    notices += _first(path, damaged)
+    for place, record in _objects(run_dir, EVAL_METRICS_FILE, notices, damaged):
+        step, name = record.get("step"), record.get("name")
+        if not _is_step(step) or not isinstance(name, str):
+            damaged.append(f"{place}: expected a step and a name, got {str(record):.60}")
+            continue
+        start = f"eval/{name}/"
+        _make_numbers(record, {k for k in record if k.startswith(start)}, place, damaged)
+        numbers = {k.removeprefix(start): v for k, v in record.items() if k.startswith(start)}
+        sets.setdefault(name, {})[step] = {"step": step, **numbers}
     return {name: [of[step] for step in sorted(of)] for name, of in sorted(sets.items())}
 
 
@@ -140,37 +116,51 @@ def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:
 
 
 def _objects(
-    path: Path, notices: list[str], damaged: list[str]
+    run_dir: Path, name: str, notices: list[str], damaged: list[str]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The objects of a file of JSON lines, each with its place in words.
+    """The objects of a file of JSON lines, each with its place in words; none where there is no file.
 
-    The reader is the one that fits the writers: it takes NaN, and half a character in a text.
-    Raises OSError where the file is missing or cannot be read.
+    The reader is the one that fits the writers: it takes NaN, and half a character in a text.  The first of
+    ``damaged``, to which the caller adds, are notices at the end, with the number of the others.
     """
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            place = f"{path.name} line {number}"
-            if not line.endswith(b"\n"):
-                notices.append(f"{path.name} ends within a line: its writer was stopped")
-                return
-            try:
-                value = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:
-                damaged.append(f"{place}: not JSON: {error}")
-                continue
-            if isinstance(value, dict):
-                yield place, value
-            else:
-                damaged.append(f"{place}: got a {type(value).__name__}, expected an object")
+    try:
+        with (run_dir / name).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                place = f"{name} line {number}"
+                if not line.endswith(b"\n"):
+                    notices.append(f"{name} ends within a line: its writer was stopped")
+                    break
+                try:
+                    value = json.loads(line.decode())
+                except (ValueError, RecursionError) as error:
+                    damaged.append(f"{place}: not JSON: {error}")
+                    continue
+                if isinstance(value, dict):
+                    yield place, value
+                else:
+                    damaged.append(f"{place}: got a {type(value).__name__}, expected an object")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        damaged.append(f"{name}: cannot be read: {error.strerror}")
+    notices += damaged[:_MAX_NOTICES]
+    if (more := len(damaged) - _MAX_NOTICES) > 0:
+        notices.append(f"{name}: {more} more")
 
 
-def _number(value: Any) -> float | None:
-    if isinstance(value, str):
-        return NOT_FINITE[value]
-    return None if value is None else float(value)
+def _is_step(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MAX_STEP
 
 
-def _first(path: Path, damaged: list[str]) -> list[str]:
-    """The first notices of a file, and how many more there are."""
-    more = len(damaged) - _MAX_NOTICES
-    return damaged[:_MAX_NOTICES] + [f"{path.name}: {more} more"] * (more > 0)
+def _make_numbers(
+    record: dict[str, Any], keys: Collection[str], place: str, damaged: list[str]
+) -> None:
+    """Turn the values under ``keys`` into floats or None; what is no number is damage and goes."""
+    for key in sorted(keys):
+        value = record[key]
+        try:
+            if value is not None:
+                record[key] = NOT_FINITE[value] if isinstance(value, str) else float(value)
+        except (TypeError, KeyError, OverflowError):
+            del record[key]
+            damaged.append(f"{place}: {key} is {value!r:.60}, expected a number")
