@@ -214,14 +214,14 @@ class GroupBuffer:
         complete.sort(key=lambda group: (group.oldest or 0, group.group_id))
         return sorted(complete[:batch], key=lambda group: group.group_id)
 
-    def ready(self) -> int:
-        """The number of complete groups that the next step would train."""
-        return len(self._candidates())
+    def ready(self) -> bool:
+        """True once as many groups are complete as the next step trains."""
+        return len(self._candidates()) == self._rollout.rollout_batch_size
 
     def take(self) -> list[Group]:
-        """Hand the next step its groups, in order of group id; call once ``ready`` is a batch."""
+        """Hand the next step its groups, in order of group id; call it once they are ``ready``."""
         groups = self._candidates()
-        assert len(groups) == self._rollout.rollout_batch_size, f"{len(groups)} groups are complete"
+        assert self.ready(), f"{len(groups)} groups are complete"
         for group in groups:
             staleness = self.next_rollout - (group.oldest or 0)
             assert 0 <= staleness <= self._rollout.max_weight_staleness, (

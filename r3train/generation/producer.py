@@ -299,13 +299,13 @@ class Producer:
         self._expire()
         self._advance()
         try:
-            await self._until(lambda: buffer.ready() == rollout.rollout_batch_size)
+            await self._until(buffer.ready)
         finally:
             self._counts.waiting_s += time.monotonic() - began
 
     async def _take(self) -> list[list[Scored]] | None:
         """Take a rollout's groups; None if an older group has been submitted again meanwhile."""
-        if self._buffer.ready() < self.rollout.rollout_batch_size:
+        if not self._buffer.ready():
             return None
         groups = self._last_taken = self._buffer.take()
         self._expire()
@@ -524,9 +524,6 @@ class Producer:
             raise
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
-        finally:
-            self._scoring.discard(turns.sample_id)
-            self._advance()
 
     async def _make(self, turns: _Turns) -> None:
         group = turns.group
@@ -603,7 +600,9 @@ class Producer:
 
     def _forget(self, turns: _Turns, task: asyncio.Task[None]) -> None:
         turns.release()  # a task that was cancelled before it began still holds its place
+        self._scoring.discard(turns.sample_id)
         del self._tasks[task]
+        self._advance()
 
     def _log_outcomes(self) -> None:
         for outcome in self._buffer.drain_log():

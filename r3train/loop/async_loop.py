@@ -30,7 +30,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, InitVar, KW_ONLY
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,12 +302,8 @@ class AsyncLoop:
         counts = plan["microbatches"]
         if counts is None:
             return None
-        mine = self.routes.slices(prepared, sum(counts))
-        steps, start = [], 0
-        for count in counts:
-            steps.append(mine[start : start + count])
-            start += count
-        return steps, prepared, metrics
+        mine = iter(self.routes.slices(prepared, sum(counts)))
+        return [list(islice(mine, count)) for count in counts], prepared, metrics
 
     def _prepare(
         self, rollout_id: int, groups: list[list[Scored]]

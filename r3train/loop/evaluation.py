@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from r3train.generation.evaluate import EvalSet, Row, evaluation_metrics
 from r3train.loop.stop import StopRequested
@@ -83,14 +83,10 @@ def write_evaluation(
     """Write the rows and numbers of a set that was evaluated; returns a line for people."""
     numbers = evaluation_metrics(rows, asked.num_samples)
     metrics.write_evaluation(version, asked.name, settings, rows, numbers)
-    return evaluation_line(version, asked.name, numbers)
-
-
-def evaluation_line(version: int, name: str, numbers: Mapping[str, Any]) -> str:
-    """The numbers of an evaluation as one line for people."""
-    mean = eval_words({f"eval/{name}/{key}": value for key, value in numbers.items()}, name)
+    mean = eval_words({f"eval/{asked.name}/{key}": v for key, v in numbers.items()}, asked.name)
     passes = {k: v for k, v in numbers.items() if k.startswith("pass_at_")}
     shares = [f"pass@{k.removeprefix('pass_at_')} {v:.3f}" for k, v in passes.items()]
     shares.append(f"truncated {numbers['truncated_share']:.1%}")
     count = f"{numbers['num_samples']:,} answers to {numbers['num_prompts']:,} prompts"
-    return f"evaluation of weight version {version} on {name}: {mean}, {', '.join(shares)}; {count}"
+    of = f"evaluation of weight version {version} on {asked.name}"
+    return f"{of}: {mean}, {', '.join(shares)}; {count}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, KW_ONLY, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,8 @@ def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
     sizes = facts.get("group_sizes")
     if facts.get("rollout_id") != rollout_id or not sizes or sum(sizes) != len(samples):
         raise ValueError(f"{path}: does not hold rollout {rollout_id} in whole groups")
-    groups, start = [], 0
-    for size in sizes:
-        groups.append(samples[start : start + size])
-        start += size
-    return groups
+    rest = iter(samples)
+    return [list(islice(rest, size)) for size in sizes]
 
 
 def _check_routes(path: Path, groups: Sequence[Sequence[Scored]]) -> None:
