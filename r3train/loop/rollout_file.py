@@ -130,48 +130,33 @@ def _put(
 
 
 def _decode(tensors: Mapping[str, np.ndarray], header: Mapping[str, Any]) -> list[Scored]:
-    of_sample, plain = header["prompt_of_sample"], header["samples"]
-    names = [f.name for f in fields(Prompt)]
-    num_prompts = max(of_sample, default=-1) + 1
-    prompts = _rows(names, num_prompts, tensors, header["prompts"], prefix="prompt.")
-    prompts = [Prompt(**each) for each in prompts]
-    # a field with a default may be younger than the file
-    names = [
-        f.name
-        for f in fields(RolloutSample)
-        if f.name not in _NOT_IN_FILES
-        and (f.default is MISSING or f.name in plain or f.name in tensors)
-    ]
-    samples = _rows(names, len(of_sample), tensors, plain)
+    prompts = [Prompt(**p) for p in _rows(Prompt, tensors, header["prompts"], "prompt.")]
+    samples = _rows(RolloutSample, tensors, header["samples"])
+    rewards = tensors["reward"].tolist()
     return [
-        (RolloutSample(prompt=prompts[place], **each), reward)
-        for place, each, reward in zip(of_sample, samples, tensors["reward"].tolist(), strict=True)
+        (RolloutSample(prompt=prompts[place], **sample), reward)
+        for place, sample, reward in zip(header["prompt_of_sample"], samples, rewards, strict=True)
     ]
 
 
 def _rows(
-    names: Sequence[str],
-    count: int,
+    record: type,
     tensors: Mapping[str, np.ndarray],
     plain: Mapping[str, list[Any]],
     prefix: str = "",
 ) -> list[dict[str, Any]]:
-    """The named fields of each of ``count`` records."""
-    columns = [_column(prefix + name, count, tensors, plain) for name in names]
-    return [dict(zip(names, row)) for row in zip(*columns)]
+    """The fields of each record, by name.  One with a default may be younger than the file, which lacks it."""
+    columns = {}
+    for f in fields(record):
+        name = prefix + f.name
+        is_younger = f.default is not MISSING and name not in plain and name not in tensors
+        if f.name not in _NOT_IN_FILES and not is_younger:
+            columns[f.name] = plain[name] if name in plain else _arrays(name, tensors)
+    return [dict(zip(columns, row)) for row in zip(*columns.values(), strict=True)]
 
 
-def _column(
-    name: str, count: int, tensors: Mapping[str, np.ndarray], plain: Mapping[str, list[Any]]
-) -> list[Any]:
-    if name in plain:
-        values = plain[name]
-        if len(values) != count:
-            raise ValueError(f"{name} has {len(values)} entries, expected {count}")
-        return values
+def _arrays(name: str, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
     lengths = tensors[f"{name}.length"]
-    if len(lengths) != count or int(lengths.clip(min=0).sum()) != len(tensors[name]):
-        raise ValueError(f"the lengths of {name} do not add up to its {len(tensors[name])} entries")
     ends = np.cumsum(lengths.clip(min=0))
     return [
         None if n < 0 else tensors[name][end - n : end].copy()
