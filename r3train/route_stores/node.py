@@ -1,14 +1,24 @@
 """A data-parallel leader's route store at work: its server, and rows fetched from any store.
 
-One thread with one event loop does both, so that routes arrive while the actor trains.
+Rank 0 sends its requests through a store, which forwards them to the engine, keeps the rows of the answer
+under the key that rank 0 chose, and returns the rest with ``"key:number of rows"`` in their place.  Leaders
+then fetch the rows that their ranks train from one another.
+
+    POST /generate  {server, api_key, body, key, sample, what, timeout_s}
+    POST /rows      [[key, start, stop], ...] -> the raw bytes of those rows, end to end
+    POST /reach     {server, api_key, what}: whether the store can talk to an engine
+
+Every request carries the bearer key that rank 0 drew.  Nothing is pickled.  One thread with one event loop
+serves and fetches, so that routes arrive while the actor trains.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -17,10 +27,13 @@ import numpy as np
 import orjson
 from aiohttp import web
 
+from r3train.engine.answer import ROUTE_PAYLOADS
+from r3train.engine.http import SGLangHTTP
 from r3train.engine.loop_thread import LoopThread
 from r3train.route_stores.relay import open_session, store_failed
-from r3train.route_stores.store import RouteStore, RouteStoreApp, RouteStoreError
+from r3train.route_stores.store import FAILURES, RouteStore, RouteStoreError
 from r3train.route_stores.tickets import runs
+from r3train.routing.wire import decode_routed_experts
 from r3train.types import RouteShape
 
 T = TypeVar("T")
@@ -30,6 +43,7 @@ _Wanted = tuple[tuple[int, int, int], np.ndarray]
 
 _START_S = 30.0
 _NO_PROGRESS_S = 120.0
+_CHUNK_BYTES = 1 << 20
 
 
 class RouteNode:
@@ -46,6 +60,7 @@ class RouteNode:
         self._started: Future[int] = Future()
         self._stop: asyncio.Event | None = None
         self._session: aiohttp.ClientSession | None = None
+        self._engines: dict[tuple[str, str | None], SGLangHTTP] = {}
         self._thread = LoopThread("route-store", self._failed)
 
     def start(self) -> int:
@@ -59,9 +74,9 @@ class RouteNode:
 
     def reach(self) -> list[str]:
         """Ask every other store for no rows; return the failures of stores that do not answer."""
-        return self.submit(self._reach).result()
+        return self.submit(self._ask_others).result()
 
-    async def _reach(self) -> list[str]:
+    async def _ask_others(self) -> list[str]:
         others = [store for store in range(len(self._urls)) if store != self.index]
         calls = (self._fetch_from(store, []) for store in others)
         failures = [f for f in await asyncio.gather(*calls, return_exceptions=True) if f]
@@ -72,8 +87,11 @@ class RouteNode:
 
     async def _serve(self) -> None:
         self._stop = asyncio.Event()
-        app = RouteStoreApp(self.store, self._token, self._routes)
-        runner = web.AppRunner(app.application(), access_log=None, shutdown_timeout=1.0)
+        app = web.Application(middlewares=[self._authorised], client_max_size=1 << 30)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/rows", self._rows)
+        app.router.add_post("/reach", self._reach)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         try:
             site = web.TCPSite(runner, self._host, 0)
@@ -84,8 +102,73 @@ class RouteNode:
         finally:
             if self._session is not None:
                 await self._session.close()
-            await app.aclose()
+            for http in self._engines.values():
+                await http.aclose()
             await runner.cleanup()
+
+    @web.middleware
+    async def _authorised(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="replace")
+        if not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            return web.Response(status=401, text="route store: no or another bearer key")
+        return await handler(request)
+
+    def _engine(self, ask: dict[str, Any]) -> SGLangHTTP:
+        place = ask["server"], ask["api_key"]
+        if place not in self._engines:
+            self._engines[place] = SGLangHTTP([ask["server"]], api_key=ask["api_key"])
+        return self._engines[place]
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        ask = orjson.loads(await request.read())
+        return await _outcome(self._answer(ask))
+
+    async def _answer(self, ask: dict[str, Any]) -> Any:
+        answer = await self._engine(ask).call(
+            0, "/generate", ask["body"], what=ask["what"], timeout_s=ask["timeout_s"]
+        )
+        # a malformed answer is passed on unchanged: rank 0 refuses it, and says why
+        meta = answer.get("meta_info") if isinstance(answer, dict) else None
+        payload = meta.get("routed_experts") if isinstance(meta, dict) else None
+        output_ids = answer.get("output_ids") if isinstance(answer, dict) else None
+        if not isinstance(payload, ROUTE_PAYLOADS):
+            return answer
+        del meta["routed_experts"]
+        if isinstance(output_ids, list) and output_ids:
+            rows = await asyncio.to_thread(
+                decode_routed_experts,
+                payload,
+                self._routes,
+                num_tokens=len(ask["body"]["input_ids"]) + len(output_ids),
+                start=ask["body"].get("routed_experts_start_len", 0),
+                sample=ask["sample"],
+            )
+            self.store.put(ask["key"], rows, len(payload))
+            meta["routed_experts"] = f"{ask['key']}:{len(rows)}"
+        return answer
+
+    async def _reach(self, request: web.Request) -> web.Response:
+        ask = orjson.loads(await request.read())
+        call = self._engine(ask).call(0, "/model_info", method="GET", what=ask["what"])
+        return await _outcome(call)
+
+    async def _rows(self, request: web.Request) -> web.StreamResponse:
+        parts = orjson.loads(await request.read())
+        try:
+            found = [self.store.rows(*part) for part in parts]
+        except RouteStoreError as error:
+            return web.Response(status=404, text=str(error))
+        response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+        response.content_length = sum(rows.nbytes for rows in found)
+        await response.prepare(request)
+        for rows in found:
+            raw = memoryview(rows.reshape(-1).view(np.uint8))
+            for at in range(0, len(raw), _CHUNK_BYTES):
+                await response.write(raw[at : at + _CHUNK_BYTES])
+        await response.write_eof()
+        return response
 
     def _failed(self, error: BaseException) -> None:
         if not self._started.done():
@@ -171,3 +254,13 @@ async def _read_into(stream: aiohttp.StreamReader, places: Sequence[np.ndarray])
                     left.append(place[count:])
     if left:
         raise RouteStoreError("the rows of a route store ended early")
+
+
+async def _outcome(call: Awaitable[Any]) -> web.Response:
+    """Reply with the answer of a call, or with its error, which rank 0 raises again."""
+    try:
+        reply = {"answer": await call}
+    except tuple(FAILURES.values()) as error:
+        kind = next(name for name, of in FAILURES.items() if isinstance(error, of))
+        reply = {"error": kind, "message": str(error)}
+    return web.Response(body=orjson.dumps(reply), content_type="application/json")
