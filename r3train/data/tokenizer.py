@@ -37,7 +37,8 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
 
 def _loader(directory: Path) -> Any:
     """Return the class that loads the tokenizer; AutoTokenizer's import takes torch and seconds."""
-    if _class_name(directory) == "TokenizersBackend":
+    file = directory / "tokenizer_config.json"
+    if file.is_file() and load_json_object(file).get("tokenizer_class") == "TokenizersBackend":
         # tokenizer.json as it is: for some model types, Qwen3.5's among them, AutoTokenizer takes
         # another class
         from transformers import PreTrainedTokenizerFast
@@ -49,12 +50,6 @@ def _loader(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer
-
-
-def _class_name(directory: Path) -> object:
-    """Return the tokenizer_class that tokenizer_config.json names; None without one."""
-    file = directory / "tokenizer_config.json"
-    return load_json_object(file).get("tokenizer_class") if file.is_file() else None
 
 
 def _check_ids(file: Path) -> None:

@@ -61,19 +61,37 @@ def evaluate_command(checkpoint: Path, flags: tuple[str, ...]) -> None:
 
 
 def evaluate_job(job: Job, run_dir: Path) -> int:
-    """Evaluate every set of a checked job on a server; returns the exit code."""
-    config = job.config
+    """Evaluate every set of a checked job on a server, and write it; returns the exit code."""
+    # they import torch, which --help does without
+    from r3train.launch.engines import Engines
+    from r3train.loop.evaluation import write_evaluation
+    from r3train.loop.routes import RoutesOnRank0
+
+    config, settings, code = job.config, eval_settings(job), 0
     live = None if config.run.progress else False
-    with RunDisplay(1, enabled=True, live=live) as display:
+    with RunDisplay(1, enabled=True, live=live) as display, ExitStack() as parts:
         display.note(f"run directory: {run_dir}")
         for warning in job.warnings:
             display.note(str(warning), style="yellow")
+        engines = Engines(job, run_dir, display, 0, RoutesOnRank0(None, ()))
+        parts.callback(engines.close)
         try:
-            failed = _run(job, run_dir, display)
+            engines.start_server(num_ranks=0)
+            engines.wait_ready()
         except EngineError as error:
             display.error(error, run_dir / "logs")
             return 1
-    return 1 if failed else 0
+        metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard))
+        for asked in engines.eval_sets():
+            try:
+                rows = _rows(engines, asked, config.rollout.max_concurrency, display)
+            except (EngineError, ValueError) as error:
+                display.note(f"{asked.name} was not evaluated: {error}", style="red")
+                code = 1
+                continue
+            version = rows[0]["version"]
+            display.note(write_evaluation(metrics, asked, version, settings[asked.name], rows))
+    return code
 
 
 def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
@@ -88,34 +106,6 @@ def with_defaults(checkpoint: Path, flags: tuple[str, ...]) -> list[str]:
                 value = word.partition("=")[2] or "".join(words[i + 1 : i + 2])
                 before += ["--rollout-max-response-len", value]
     return [*before, *words, "--hf-checkpoint", str(checkpoint), *_OVERRIDDEN]
-
-
-def _run(job: Job, run_dir: Path, display: RunDisplay) -> list[str]:
-    """Evaluate every set and write it; returns the names of those that failed."""
-    # they import torch, which --help does without
-    from r3train.launch.engines import Engines
-    from r3train.loop.evaluation import write_evaluation
-    from r3train.loop.routes import RoutesOnRank0
-
-    settings, failed = eval_settings(job), []
-    engines = Engines(job, run_dir, display, 0, RoutesOnRank0(None, ()))
-    try:
-        engines.start_server(num_ranks=0)
-        engines.wait_ready()
-        with MetricsWriter(run_dir, job.config.run.tensorboard) as metrics:
-            for asked in engines.eval_sets():
-                try:
-                    rows = _rows(engines, asked, job.config.rollout.max_concurrency, display)
-                except (EngineError, ValueError) as error:
-                    display.note(f"{asked.name} was not evaluated: {error}", style="red")
-                    failed.append(asked.name)
-                    continue
-                version = rows[0]["version"]
-                line = write_evaluation(metrics, asked, version, settings[asked.name], rows)
-                display.note(line)
-    finally:
-        engines.close()
-    return failed
 
 
 def _rows(engines: Engines, asked: EvalSet, places: int, display: RunDisplay) -> list[Row]:

@@ -1,7 +1,7 @@
 """Ports, file descriptors and shared memory: what a start takes of its node.
 
-Each function returns what is wrong and a remedy, or None.  Preflight refuses a start with them, and the
-doctor reports them.
+A check of one thing returns what is wrong and a remedy, or None.  ``check_node`` refuses a start with them, and
+the doctor reports them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,47 @@ import errno
 import resource
 import shutil
 import socket
+import time
 from pathlib import Path
 
 from r3train.config import RunConfig
+from r3train.config.sources import raise_all
 from r3train.engine.addresses import LOOPBACK
+from r3train.launch.gpus import torchruns_number
 
 Lack = tuple[str, str]
 
 SHARED_MEMORY = Path("/dev/shm")
+# a server ends within some seconds of its rank 0
+_PORT_FREED_S = 20.0
 # descriptors of rank 0 beside its requests' (166 were counted)
 _OTHER_FILES = 200
+
+
+def check_node(config: RunConfig) -> list[Lack]:
+    """Check that rank 0's node has the ports and the file descriptors of a start; the doctor does so too.
+
+    Waits a little for the ports where torchrun has started the job again: its last servers may still be
+    about to end.  Raises ConfigError with a line for each thing that is wrong.  A dry run may be on
+    another machine than the start will be: it refuses only what is a port nowhere, and the rest is
+    returned.
+    """
+    restarted = torchruns_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
+    until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
+    while any(taken_port(host, port) for port in ports) and time.monotonic() < until:
+        time.sleep(0.2)
+    lacks = [taken_port(host, port) for port in dict.fromkeys(ports)]
+    numbers = [str(port) for port in ports]
+    for port in sorted({number for number in numbers if numbers.count(number) > 1}):
+        text = f"port {port} is asked for twice by the servers of this run"
+        lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
+    if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
+        lacks.append(no_address(host))
+    if config.has_engines:
+        lacks.append(few_files(config.rollout.most_in_flight))
+    refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
+    raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
+    return [lack for lack in lacks if lack is not None]
 
 
 def no_port(port: object) -> Lack | None:

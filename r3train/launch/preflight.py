@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -46,15 +45,7 @@ from r3train.launch.data import (
 )
 from r3train.launch.gpus import torchruns_number
 from r3train.launch.job import EvalData, Job, JobWarning
-from r3train.launch.limits import (
-    Lack,
-    few_files,
-    little_shared_memory,
-    no_address,
-    no_port,
-    server_ports,
-    taken_port,
-)
+from r3train.launch.limits import check_node, little_shared_memory
 from r3train.launch.other_models import (
     check_other_model,
     check_served_teacher,
@@ -74,8 +65,6 @@ T = TypeVar("T")
 
 # a server that others use too may take a while
 _ANSWER_S = 30.0
-# a server ends within some seconds of its rank 0
-_PORT_FREED_S = 20.0
 
 
 class PreflightError(ConfigError):
@@ -177,12 +166,9 @@ def preflight(
         warnings += _model_warnings(config, hf, names)
         if config.model.ref_load is not None and for_node:
             attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)
-        if (
-            for_node
-            and config.algorithm.holds_teacher
-            and config.model.opd_teacher_load is not None
-        ):
-            attempt("checkpoint", check_teacher, config.model.opd_teacher_load, hf, tokenizer)
+        teacher = config.model.opd_teacher_load if config.algorithm.holds_teacher else None
+        if teacher is not None and for_node:
+            attempt("checkpoint", check_teacher, teacher, hf, tokenizer)
     environment, tools = None, []
     if config.rollout.environment is not None:
         environment = attempt(settings, get_environment, config.rollout.environment)
@@ -250,8 +236,6 @@ def preflight(
         for made in rewards:
             made.close()
         raise PreflightError(faults, warnings)
-    assert hf is not None and reward is not None
-    assert not for_node or prompts is not None and parts is not None
     prompt_file = FileFingerprint.of(*(f.path for f in data.prompt_files)) if for_node else None
     sizes = tuple(map(len, parts or ()))
     job = Job(
@@ -263,32 +247,6 @@ def preflight(
         job.close()
         raise PreflightError(faults, warnings)
     return job
-
-
-def check_node(config: RunConfig) -> list[Lack]:
-    """Check that rank 0's node has the ports and the file descriptors of a start; the doctor does so too.
-
-    Waits a little for the ports where torchrun has started the job again: its last servers may still be
-    about to end.  Raises ConfigError with a line for each thing that is wrong.  A dry run may be on
-    another machine than the start will be: it refuses only what is a port nowhere, and the rest is
-    returned.
-    """
-    restarted = torchruns_number("TORCHELASTIC_RESTART_COUNT", 0) > 0
-    until, (host, ports) = time.monotonic() + restarted * _PORT_FREED_S, server_ports(config)
-    while any(taken_port(host, port) for port in ports) and time.monotonic() < until:
-        time.sleep(0.2)
-    lacks = [taken_port(host, port) for port in dict.fromkeys(ports)]
-    numbers = [str(port) for port in ports]
-    for port in sorted({number for number in numbers if numbers.count(number) > 1}):
-        text = f"port {port} is asked for twice by the servers of this run"
-        lacks.append((text, "unset --sglang-nccl-port: servers choose free ones"))
-    if config.has_engines and not ports and not config.rollout.rollout_external_engine_addrs:
-        lacks.append(no_address(host))
-    if config.has_engines:
-        lacks.append(few_files(config.rollout.most_in_flight))
-    refused = [no_port(port) for port in ports] if config.run.dry_run else lacks
-    raise_all(f"{text}: {remedy}" for text, remedy in filter(None, refused))
-    return [lack for lack in lacks if lack is not None]
 
 
 def preflight_evaluation(config: RunConfig) -> Job:

@@ -123,26 +123,27 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
     """Raise ValueError for waiting samples that lack what the run needs of them."""
     if not config.has_engines or not path.exists():
         return
-    if config.algorithm.asks_teacher and holds_field(path, "teacher_log_probs") is False:
+
+    def refuse(found: str, remedy: str) -> None:
         raise ValueError(
-            f"{path}: its samples wait to be trained without a teacher's log-probs, and --opd-type sglang"
-            " needs them: resume without --use-opd, or start anew from the weights with --load-model-only"
+            f"{path}: its samples wait to be trained {found}: resume {remedy}, or start anew from the"
+            " weights with --load-model-only"
         )
+
+    if config.algorithm.asks_teacher and holds_field(path, "teacher_log_probs") is False:
+        found = "without a teacher's log-probs, and --opd-type sglang needs them"
+        refuse(found, "without --use-opd")
     by_parts = config.algorithm.advantage_estimator == "gdpo"
     if by_parts and holds_field(path, "reward_parts") is False:
-        raise ValueError(
-            f"{path}: its samples wait to be trained without the parts of their rewards, and"
-            " --advantage-estimator gdpo needs them: resume with the estimator that the run had, or start"
-            " anew from the weights with --load-model-only"
-        )
+        found = "without the parts of their rewards, and --advantage-estimator gdpo needs them"
+        refuse(found, "with the estimator that the run had")
     drawn, now = holds_field(path, "kept_counts"), config.rollout.replays_kept_tokens
     if drawn is not None and drawn != now:
         among = "the tokens that top-k kept" if drawn else "the whole vocabulary"
-        raise ValueError(
-            f"{path}: its samples wait to be trained with log-probs among {among}, and --rollout-top-k is"
-            f" {config.rollout.rollout_top_k}: resume with --rollout-top-k {'above 1' if drawn else '-1'},"
-            " or start anew from the weights with --load-model-only"
+        found = (
+            f"with log-probs among {among}, and --rollout-top-k is {config.rollout.rollout_top_k}"
         )
+        refuse(found, f"with --rollout-top-k {'above 1' if drawn else '-1'}")
 
 
 def run_facts(job: Job) -> dict[str, Any]:

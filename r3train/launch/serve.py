@@ -104,18 +104,10 @@ def serve(
     _serve(server, None if is_follower(server_args) else address_file)
 
 
-class _Stop(Exception):
-    """Ends the wait when the process gets SIGTERM or SIGINT."""
-
-
-def _on_signal(*_: object) -> None:
-    raise _Stop
-
-
 def _serve(server: SGLangServer, address_file: Path | None) -> None:
     code = 0
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _on_signal)
+        signal.signal(number, signal.default_int_handler)  # ends the wait
     try:
         server.start()
         click.echo(f"waiting for {server.addr}, at most {server.start_timeout_s:g} s ...")
@@ -132,7 +124,7 @@ def _serve(server: SGLangServer, address_file: Path | None) -> None:
         while True:
             time.sleep(1.0)
             server.check_alive()
-    except _Stop:
+    except KeyboardInterrupt:
         pass
     except EngineError as error:
         click.echo(printable(str(error)), err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from r3train.config.data import DataSection
@@ -195,8 +195,13 @@ class Scorer:
                 reward.require_label(prompt)
             of_reward.setdefault(reward.name, []).append(prompt)
         first = [prompt for found in of_reward.values() for prompt in found[:_CHECKED]]
+
+        async def look() -> None:
+            for prompt in first:
+                await self._reward_for(prompt).check(prompt)
+
         try:
-            asyncio.run(_one_by_one(lambda p: self._reward_for(p).check(p), first))
+            asyncio.run(look())
         finally:
             self.close()  # helpers belong to that loop
 
@@ -205,8 +210,3 @@ class Scorer:
         for reward in (self._custom, *self._named.values()):
             if reward is not None:
                 reward.close()
-
-
-async def _one_by_one(call: Callable[[Prompt], Awaitable[None]], prompts: list[Prompt]) -> None:
-    for prompt in prompts:
-        await call(prompt)

@@ -899,7 +899,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
 def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch):
     held = socket.create_server(("127.0.0.1", 0))
     port = held.getsockname()[1]
-    monkeypatch.setattr("r3train.launch.preflight.time.sleep", lambda _: held.close())
+    monkeypatch.setattr("r3train.launch.limits.time.sleep", lambda _: held.close())
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     result = start(tiny, "--dry-run", "--sglang-port", str(port), environment=again)
     assert result.exit_code == 0 and "is taken" not in result.output, result.output
