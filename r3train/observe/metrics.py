@@ -81,7 +81,10 @@ class MetricsWriter:
         self._file = self.path.open("ab", buffering=0)
         self._sinks: list[Sink] = list(sinks)
         if tensorboard:
-            self._sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR))
+            try:
+                self._sinks.append(TensorBoardSink(run_dir / TENSORBOARD_DIR))
+            except ImportError as error:
+                logger.warning("no TensorBoard files: %s (pip install tensorboard)", error)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one step: ``{"step": step, "time": seconds since 1970, **metrics}``.

@@ -9,10 +9,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from r3train.config.run import RunConfig
 
@@ -25,52 +25,29 @@ _MLFLOW_BATCH, _MLFLOW_PARAM_LEN = 100, 500
 _COLUMNS = ("kind", "prompt_id", "prompt", "label", "text", "reward")
 
 
-class Sink(Protocol):
-    """Takes the numbers of a run; ``step`` is a rollout, or for eval/ keys a weight version."""
-
-    def write(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Take the numbers of one step, which may not be finite."""
-        ...
-
-    def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Take a few samples of a step, JSON-able facts and text."""
-        ...
-
-    def close(self, failed: bool) -> None:
-        """Send what is left, and whether the run failed."""
-        ...
-
-
 class TensorBoardSink:
-    """TensorBoard files in a directory; nothing, with a warning, where tensorboard is missing."""
+    """TensorBoard files in a directory; raises ImportError where tensorboard is missing."""
 
     def __init__(self, directory: Path) -> None:
-        self._board = None
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            logger.warning("no TensorBoard files: %s (pip install tensorboard)", error)
-        else:
-            self._board = SummaryWriter(log_dir=str(directory))
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._board = SummaryWriter(log_dir=str(directory))
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         """Write scalars."""
-        if self._board is not None:
-            for key, value in numbers.items():
-                self._board.add_scalar(key, value, global_step=step)
-            self._board.flush()
+        for key, value in numbers.items():
+            self._board.add_scalar(key, value, global_step=step)
+        self._board.flush()
 
     def write_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write a table as text."""
-        if self._board is not None:
-            rows = "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in _rows(samples))
-            head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
-            self._board.add_text("samples", head + rows, global_step=step)
+        rows = "\n".join(f"| {' | '.join(map(_cell, row))} |" for row in _rows(samples))
+        head = f"| {' | '.join(_COLUMNS)} |\n|{'---|' * len(_COLUMNS)}\n"
+        self._board.add_text("samples", head + rows, global_step=step)
 
     def close(self, failed: bool) -> None:
         """Close the files."""
-        if self._board is not None:
-            self._board.close()
+        self._board.close()
 
 
 class WandbSink:
@@ -159,10 +136,10 @@ class MlflowSink:
         self._client.set_terminated(self.run_id, "FAILED" if failed else "FINISHED")
 
 
-_OPTIONAL: Mapping[str, Callable[..., WandbSink | MlflowSink]] = {
-    "wandb": WandbSink,
-    "mlflow": MlflowSink,
-}
+# Takes the numbers of a run, which may not be finite, and a few samples of a step; ``step`` is a rollout, or
+# for eval/ keys a weight version.
+Sink = TensorBoardSink | WandbSink | MlflowSink
+_OPTIONAL = {"wandb": WandbSink, "mlflow": MlflowSink}
 
 
 def check_trackers(config: RunConfig) -> None:
