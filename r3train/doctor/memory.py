@@ -6,7 +6,7 @@ Servers are placed by the training command's own rule (``launch.gpus``): the two
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import ceil, prod
@@ -20,7 +20,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.data.parts import PART_BYTES
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
-from r3train.doctor.model import Weights, count_weights, read_stages
+from r3train.doctor.model import Weights, checkpoint_bytes, count_weights, read_stages
 from r3train.launch.gpus import server_gpus
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
 from r3train.types import is_checked
@@ -251,36 +251,34 @@ def layer_bytes(
 
     In passing: gradients of gate and up, or copies of rows on their way to their experts and back.
     """
+    of = f".layers.{layer - 1}."
+    own = {name.partition(of)[2]: kind for name, kind in kinds.items() if of in name}
     value = 2 if config.model.bf16 else 4
     rows = config.trainer.max_tokens_per_gpu / config.parallel.tensor_model_parallel_size
-    values = sum(_values(hf, name, kind) for name, kind in _matrices(layer, kinds))
-    kept = rows * (values + _attended(layer, kinds)) * value
-    if layer in hf.moe_layer_numbers:  # router logits, scores and probabilities in float32
-        kept += rows * hf.num_experts * 3 * 4
-        routed = rows * hf.num_experts_per_tok * value
-        kept += routed * hf.hidden_size
-        if steps := _UNFUSED_STEPS.get(hf.model_type):
-            kept += (
-                routed * steps * kinds[f"model.layers.{layer - 1}.mlp.experts.down_proj"].shape[1]
-            )
-        on_their_way = routed * _ROUTED_COPIES * hf.hidden_size
-        return kept, max(on_their_way, _of_experts(config, hf, layer, routed, kinds))
-    ends = tuple(f".layers.{layer - 1}.mlp.{name}_proj.weight" for name in ("gate", "up"))
-    widths = (kind.shape[0] for name, kind in kinds.items() if name.endswith(ends))
-    return kept, rows * sum(widths) * value
+    values = sum(_values(hf, name, kind) for name, kind in own.items())
+    kept = rows * (values + _attended(own)) * value
+    if layer not in hf.moe_layer_numbers:
+        gate_up = (own.get(f"mlp.{name}_proj.weight") for name in ("gate", "up"))
+        return kept, rows * sum(kind.shape[0] for kind in gate_up if kind) * value
+    kept += rows * hf.num_experts * 3 * 4  # router logits, scores and probabilities in float32
+    routed = rows * hf.num_experts_per_tok * value
+    kept += routed * hf.hidden_size
+    if steps := _UNFUSED_STEPS.get(hf.model_type):
+        kept += routed * steps * own["mlp.experts.down_proj"].shape[1]
+    on_their_way = routed * _ROUTED_COPIES * hf.hidden_size
+    return kept, max(on_their_way, _of_experts(config, hf, routed, own))
 
 
 def _of_experts(
-    config: RunConfig, hf: HfModelFacts, layer: int, routed: float, kinds: Mapping[str, TensorKind]
+    config: RunConfig, hf: HfModelFacts, routed: float, own: Mapping[str, TensorKind]
 ) -> float:
     """Bytes that the backward pass of experts makes, whose own width may be several times that of the model.
 
-    routed: those of one number in each row.  Of down: the gradients of its output, its input and all its weights
-    here; then that of gate and up, when down's input is gone.
+    routed: those of one number in each row.  own: the layer's tensors.  Of down: the gradients of its output, its
+    input and all its weights here; then that of gate and up, when down's input is gone.
     """
     ends = ("down_proj", "down_proj.weight", "w2.weight")
-    of = f".layers.{layer - 1}."
-    down = (k for n, k in kinds.items() if of in n and ".experts." in n and n.endswith(ends))
+    down = (kind for name, kind in own.items() if ".experts." in name and name.endswith(ends))
     numbers = sum(prod(kind.shape) for kind in down)
     parallel, value = config.parallel, 2 if config.model.bf16 else 4
     width = numbers / hf.num_experts / hf.hidden_size
@@ -288,18 +286,13 @@ def _of_experts(
     return max(routed * (width + hf.hidden_size) + weights, routed * 2 * width)
 
 
-def _matrices(layer: int, kinds: Mapping[str, TensorKind]) -> Iterator[tuple[str, TensorKind]]:
-    """Matrices of a layer (1-based), by name."""
-    for name, kind in kinds.items():
-        if f".layers.{layer - 1}." in name and len(kind.shape) > 1 and not name.endswith("bias"):
-            yield name, kind
-
-
 def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
     """Numbers that a matrix takes and gives for one token; of experts those that are as wide as an expert alone.
 
-    Rows as wide as the model, their experts' input is kept once; on their way back nothing is.
+    Rows as wide as the model, their experts' input is kept once; on their way back nothing is.  0 for a vector.
     """
+    if len(kind.shape) < 2 or name.endswith("bias"):
+        return 0.0
     if ".experts." not in name:
         return sum(kind.shape[:2])
     *experts, rows, columns = kind.shape
@@ -307,20 +300,19 @@ def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
     return hf.num_experts_per_tok * held / hf.num_experts * (rows + columns - hf.hidden_size)
 
 
-def _attended(layer: int, kinds: Mapping[str, TensorKind]) -> int:
-    """Numbers of queries and keys that attention keeps beside its matrices' outputs.
+def _attended(own: Mapping[str, TensorKind]) -> int:
+    """Numbers of queries and keys that attention keeps beside its matrices' outputs, by a layer's tensors.
 
     A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
     numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
     """
-    of = f"model.layers.{layer - 1}.self_attn."
-    if f"{of}k_proj.weight" not in kinds:  # of MLA's low ranks
+    if "self_attn.k_proj.weight" not in own:  # of MLA's low ranks
         return 0
-    width = sum(kinds[f"{of}{name}_proj.weight"].shape[0] for name in "qk")
-    norm = kinds.get(f"{of}q_norm.weight")
+    queries, keys = (own[f"self_attn.{name}_proj.weight"].shape[0] for name in "qk")
+    norm = own.get("self_attn.q_norm.weight")
     if norm is None:
-        return width
-    return width * (5 if norm.shape[0] == kinds[f"{of}q_proj.weight"].shape[0] else 2)
+        return queries + keys
+    return (queries + keys) * (5 if norm.shape[0] == queries else 2)
 
 
 def _in_flight(config: RunConfig, stage: int) -> float:
@@ -403,20 +395,19 @@ def check_room(
     config: RunConfig, hf: HfModelFacts | None, weights: Weights | None, node: Node
 ) -> Findings:
     """GPUs, disk and host memory for the run; without a readable checkpoint less of it."""
-    e = fullest = None
+    fullest = None
     if hf is not None and weights is not None:
-        e = estimate(config, weights, node.world_size)
         with suppress(ValueError):  # layers that do not divide: check_job has said so
             fullest = max(stages(config, hf, node.world_size), key=lambda stage: stage.total)
     yield from check_gpus(config, node, fullest)
     run_dir = config.run.run_dir or Path("runs")
     logs = {"logs and evidence": 256 << 20}
-    if hf is None or weights is None or e is None or fullest is None:
-        yield from check_disk("run directory", run_dir, logs)
-        return
-    if config.trainer.update_weight_transfer_mode == "disk":
-        logs["weights for the servers"] = 2 * weights.num_bytes
+    if fullest is not None and config.trainer.update_weight_transfer_mode == "disk":
+        logs["weights for the servers"] = 2 * checkpoint_bytes(hf)
     yield from check_disk("run directory", run_dir, logs)
+    if fullest is None:
+        return
+    e = estimate(config, weights, node.world_size)
     if config.checkpoint.save is not None:
         # the new one is complete before the old one goes
         kept = (config.checkpoint.save_keep_last or 2) + 1
@@ -428,10 +419,12 @@ def check_room(
         "offloaded optimizers": e.offloaded * node.num_ranks,
     }
     if not node.num_gpus:
-        host["ranks"], host["SGLang"] = fullest.total * node.num_ranks, 2 * weights.num_bytes
+        host["ranks"], host["SGLang"] = fullest.total * node.num_ranks, 2 * checkpoint_bytes(hf)
     if config.trainer.update_weight_transfer_mode == "shared_memory":
-        host["weights for the servers"] = weights.num_bytes
-    yield check_host_memory(psutil.virtual_memory().available, host)
+        host["weights for the servers"] = checkpoint_bytes(hf)
+    available = psutil.virtual_memory().available
+    remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
+    yield room("memory", "the host", available, host, remedy, margin=_HOST_MARGIN)
     text = (
         f"{amount(fullest.held.rank)} a rank for weights, gradients and optimizer,"
         f" {amount(fullest.passes)} for activations and logits of"
@@ -443,12 +436,6 @@ def check_room(
     if config.r3_check_enabled and hf.is_moe:
         free = shutil.disk_usage(existing_parent(run_dir)).free
         yield check_evidence_room(config, hf, node.world_size, free)
-
-
-def check_host_memory(available: float, parts: dict[str, float]) -> Finding:
-    """Memory of the host for this node's ranks, and on a CPU machine for the server too."""
-    remedy = "fewer ranks, a smaller model, a machine with more memory, or end other programs"
-    return room("memory", "the host", available, parts, remedy, margin=_HOST_MARGIN)
 
 
 def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findings:
@@ -468,20 +455,17 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
             f"{node.num_ranks} ranks, give their number with --nproc-per-node"
         )
         yield problem("servers", str(error), remedy)
-    shared = [gpu for gpu in taken if gpu < node.num_ranks]
-    if config.rollout.colocate:  # one of the two at a time
-        if taken:
-            text = f"SGLang takes GPU {', '.join(map(str, taken))}, in turns with the ranks"
-            yield ok("servers", text)
-        shared = []
-    elif shared:
-        text = f"SGLang and a rank share GPU {', '.join(map(str, shared))}, its memory and its time"
+    shared = [] if config.rollout.colocate else [gpu for gpu in taken if gpu < node.num_ranks]
+    gpus = f"GPU {', '.join(map(str, shared or taken))}"
+    if shared:
+        text = f"SGLang and a rank share {gpus}, its memory and its time"
         remedy = (
             "leave the rank its part (--sglang-mem-fraction-static), or start fewer ranks than GPUs"
         )
         yield warning("servers", text, remedy)
-    elif taken:
-        yield ok("servers", f"SGLang takes GPU {', '.join(map(str, taken))}, no rank does")
+    elif taken:  # colocated, one of the two at a time
+        whose = "in turns with the ranks" if config.rollout.colocate else "no rank does"
+        yield ok("servers", f"SGLang takes {gpus}, {whose}")
     if rank is None:
         return
     held = rank.held.rank

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -15,12 +14,10 @@ from r3train.data.prompts import shown
 from r3train.doctor.finding import Finding, Findings, fact, ok, problem, warning
 from r3train.engine.control import EngineControl
 from r3train.engine.key import engine_api_key
+from r3train.hf_checkpoint import TensorKind, trained_tensors, weight_files
 from r3train.launch.job import JobWarning
 from r3train.launch.preflight import PreflightError, preflight
 from r3train.routing.layers import layers_by_stage
-
-if TYPE_CHECKING:
-    from r3train.hf_checkpoint import TensorKind
 
 # ends of names of matrices that tensor ranks do not share out
 _WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight", ".gate.weight", ".router.weight")
@@ -30,15 +27,13 @@ _WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight", ".gate.weight", ".ro
 class Weights:
     """Parameters that the actor holds of a checkpoint, counted from the headers of its files.
 
-    Layers of multi-token prediction are on disk alone: ``num_bytes`` has them, and nothing else here.
+    Layers of multi-token prediction are on disk alone, and not here.
     ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.  ``whole``: those of
     ``dense`` that every tensor rank has: matrices of routers, and the first of MLA's.
     """
 
     dense: int
     expert: int
-    num_bytes: int
-    num_files: int
     adapter_dense: int = 0
     adapter_expert: int = 0
     whole: int = 0
@@ -126,9 +121,14 @@ def check_weights(hf: HfModelFacts, lora: LoraSection) -> Generator[Finding, Non
         weights = read_weights(hf, lora)
     except ValueError:
         return None  # check_job has said so
-    text = f"{weights.total:,} parameters in {weights.num_files} file(s), all there"
+    text = f"{weights.total:,} parameters in {len(weight_files(hf.path))} file(s), all there"
     yield ok("checkpoint", text)
     return weights
+
+
+def checkpoint_bytes(hf: HfModelFacts) -> int:
+    """Bytes of a checkpoint's files; raises ValueError as ``read_weights`` does."""
+    return sum(file.stat().st_size for file in weight_files(hf.path))
 
 
 def read_weights(hf: HfModelFacts, lora: LoraSection = LoraSection()) -> Weights:
@@ -136,16 +136,10 @@ def read_weights(hf: HfModelFacts, lora: LoraSection = LoraSection()) -> Weights
 
     Raises ValueError naming the file that is missing, cut or unreadable.
     """
-    kinds, num_bytes, num_files = _trained(hf)
-    return count_weights(kinds, lora, num_bytes, num_files)
+    return count_weights(trained_tensors(hf), lora)
 
 
-def count_weights(
-    kinds: Mapping[str, TensorKind],
-    lora: LoraSection = LoraSection(),
-    num_bytes: int = 0,
-    num_files: int = 0,
-) -> Weights:
+def count_weights(kinds: Mapping[str, TensorKind], lora: LoraSection) -> Weights:
     """Count the parameters of tensors by name, and those of the adapters that LoRA would put on them."""
     sizes = {name: kind.num_elements for name, kind in kinds.items()}
     expert = sum(size for name, size in sizes.items() if ".experts." in name)
@@ -153,9 +147,9 @@ def count_weights(
     for name in lora.targets(kinds) if lora.enabled else ():
         *experts, rows, columns = kinds[name].shape
         adapters[".experts." in name] += lora.lora_rank * math.prod(experts) * (rows + columns)
-    dense = sum(sizes.values()) - expert
     whole = sum(size for name, size in sizes.items() if name.endswith(_WHOLE))
-    return Weights(dense, expert, num_bytes, num_files, adapters[False], adapters[True], whole)
+    dense = sum(sizes.values()) - expert
+    return Weights(dense, expert, adapters[False], adapters[True], whole)
 
 
 def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKind]]:
@@ -164,7 +158,6 @@ def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKin
     A tied embedding is in the first and the last.  Raises ValueError as ``read_weights`` does, and for a
     layer that no stage has.
     """
-    kinds, _, _ = _trained(hf)
     stage_of = {
         layer: number
         for number, chunks in enumerate(layers_by_stage(config.parallel, hf))
@@ -174,7 +167,7 @@ def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKin
     stages: list[dict[str, TensorKind]] = [
         {} for _ in range(config.parallel.pipeline_model_parallel_size)
     ]
-    for name, kind in kinds.items():
+    for name, kind in trained_tensors(hf).items():
         _, in_layer, rest = name.partition(".layers.")
         is_embedding = "embed_tokens" in name
         if in_layer:
@@ -188,11 +181,3 @@ def read_stages(config: RunConfig, hf: HfModelFacts) -> list[dict[str, TensorKin
         if not is_embedding or hf.tie_word_embeddings:
             stages[-1][name] = kind
     return stages
-
-
-def _trained(hf: HfModelFacts) -> tuple[dict[str, TensorKind], int, int]:
-    """Kinds of the trained tensors by name, and bytes and number of the checkpoint's files."""
-    from r3train.hf_checkpoint import trained_tensors, weight_files
-
-    files = weight_files(hf.path)
-    return trained_tensors(hf), sum(file.stat().st_size for file in files), len(files)

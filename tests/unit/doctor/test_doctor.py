@@ -9,6 +9,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -17,8 +18,8 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.doctor import command, machine, memory
-from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
+from r3train.doctor import command, machine
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
 from r3train.doctor.model import read_weights
 from tests.unit.hf_model import facts
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
@@ -263,7 +264,8 @@ def test_disk_and_memory_are_problems_without_room_and_fine_with_it(tmp_path, mo
     assert found.level == OK
     (found,) = machine.check_shared_memory(1 << 40)
     assert found.level == PROBLEM and "--shm-size" in found.remedy
-    levels = [memory.check_host_memory(n << 30, {"x": 2 << 30}).level for n in (1, 3, 5)]
+    host = partial(room, "memory", "the host", parts={"x": 2 << 30}, remedy="", margin=2 << 30)
+    levels = [host(has=n << 30).level for n in (1, 3, 5)]
     assert levels == [PROBLEM, WARNING, OK]
 
 

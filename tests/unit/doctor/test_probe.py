@@ -21,7 +21,7 @@ from tests.unit.doctor_setups import config_of
 
 GIB = 1 << 30
 # Qwen3-30B-A3B
-LARGE = Weights(1_540_000_000, 28_990_000_000, 61_060_000_000, 16)
+LARGE = Weights(1_540_000_000, 28_990_000_000)
 
 
 def test_a_model_of_30_billion_does_not_fit_one_gpu_and_says_by_how_much(tiny):
