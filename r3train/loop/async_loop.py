@@ -205,7 +205,7 @@ class AsyncLoop:
                 keeper.save_due(rollout_id + 1, goes_on=goes_on)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
-            if prepared is not None and self._speed is not None:
+            if prepared is not None:
                 lengths = np.array([s.sample.num_tokens for s in prepared.samples])
                 metrics.update(self._speed.metrics(lengths, trained - waited))
             metrics.update(

@@ -62,15 +62,11 @@ def pay_for_kl(
             "train/kl_in_reward": algorithm.kl_coef * float(found[1].sum()) / episodes,
             "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         }
-    advantages, out, first = scatter_arrays(of_ranks, np.float32), [], 0
-    for step in steps:
-        out.append([])
-        for s in step:
-            own = advantages[first : first + s.num_rows]
-            out[-1].append(replace(s, advantages=own))
-            first += s.num_rows
-    assert first == len(advantages), (first, len(advantages))
-    return out, metrics
+    advantages = scatter_arrays(of_ranks, np.float32)
+    ends = np.cumsum([s.num_rows for step in steps for s in step])
+    assert ends[-1] == len(advantages), (ends[-1], len(advantages))
+    own = iter(np.split(advantages, ends[:-1]))
+    return [[replace(s, advantages=next(own)) for s in step] for step in steps], metrics
 
 
 def held_ratios(old: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
