@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from r3train.observe.metrics import numbers, read_metrics, summarise
 from r3train.observe.report_data import HeatMap
@@ -39,26 +38,18 @@ def plot_run(run_dir: str | Path) -> Path:
     records = read_metrics(run_dir)
     # no pyplot: it keeps figures in a global list and looks for a display
     figure = Figure(figsize=(9.0, 9.6), dpi=140, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     figure.get_layout_engine().set(hspace=0.01)
-    heights = {"reward": 1.1, "gap": 0.9, "counts": 0.85}
+    heights = {_plot_reward: 1.1, _plot_gap: 0.9, _plot_counts: 0.85}
     if _any_finite(numbers(records, "r3/agreement")[1]):
-        heights["agreement"] = 0.4
+        heights[_plot_agreement] = 0.4
     if any("r3/passed" in record for record in records):
-        heights["verdicts"] = 0.07
+        heights[_plot_verdicts] = 0.07
     drawn = figure.subplots(len(heights), 1, sharex=True, height_ratios=list(heights.values()))
-    panels = dict(zip(heights, drawn))
-    for axes in drawn:
+    for axes, plot in zip(drawn, heights):
         _dress(axes)
-    _plot_reward(panels["reward"], records)
-    _plot_gap(panels["gap"], records)
-    _plot_counts(panels["counts"], records)
-    if "agreement" in panels:
-        _plot_agreement(panels["agreement"], records)
-    if "verdicts" in panels:
-        _plot_verdicts(panels["verdicts"], records)
+        plot(axes, records)
     _set_step_axis(drawn[-1], records)
-    figure.align_ylabels([axes for key, axes in panels.items() if key != "verdicts"])
+    figure.align_ylabels(drawn[:-1] if _plot_verdicts in heights else drawn)
     path = run_dir / PLOT_FILE
     figure.savefig(path)
     return path
@@ -188,7 +179,7 @@ def _plot_counts(axes: Axes, records: Records) -> None:
     decades = math.ceil(math.log10(top))
     axes.set_yticks([0.0, *(10.0**d for d in range(0, decades + 1, 1 + decades // 6))])
     axes.set_yticks([], minor=True)
-    axes.yaxis.set_major_formatter(FuncFormatter(_short_count))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(-0.2, 10.0 ** (decades + 0.2))
     axes.set_ylabel("router rows a step")
     _legend(axes)
@@ -202,7 +193,7 @@ def _plot_agreement(axes: Axes, records: Records) -> None:
     axes.plot(steps, percent, color=_GREEN, lw=1.4, clip_on=False, **_marks(steps))
     axes.set_ylim(low, 100.0 + 0.08 * (100.0 - low))
     axes.set_yticks([low, (low + 100.0) / 2, 100.0])
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}%"))
+    axes.yaxis.set_major_formatter("{x:g}%")
     axes.set_ylabel("agreement")
     axes.text(
         0.005,
@@ -299,13 +290,6 @@ def _any_finite(values: Sequence[float]) -> bool:
     return any(math.isfinite(value) for value in values)
 
 
-def _short_count(value: float, _position: int) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:g}{letter}"
-    return f"{value:g}"
-
-
 def plot_chart(chart: Chart) -> Figure:
     """A line chart of a report."""
     figure, axes = _report_figure(3.6)
@@ -356,5 +340,4 @@ def plot_heat(heat: HeatMap, title: str) -> Figure:
 def _report_figure(height: float) -> tuple[Figure, Axes]:
     # no pyplot: it keeps figures in a global list and looks for a display
     figure = Figure(figsize=(6.4, height), dpi=140, facecolor="white", layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, figure.subplots()
