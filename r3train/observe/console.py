@@ -103,8 +103,8 @@ class RunDisplay:
             self._show_progress()
             if self._progress is not None:
                 # reset forgets every field that it is not given
-                fields = _fields(f"rollout {rollout_id}", "")
-                self._progress.reset(_ROLLOUT, total=num_groups, **fields)
+                words = {"description": f"rollout {rollout_id}", "count": "", "note": ""}
+                self._progress.reset(_ROLLOUT, total=num_groups, **words)
         self.rollout_update(0, 0)
 
     def rollout_update(self, groups_done: int, tokens: int) -> None:
@@ -189,7 +189,7 @@ class RunDisplay:
             return
         progress = Progress(
             SpinnerColumn(finished_text=" "),
-            TextColumn("{task.fields[label]}"),
+            TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             TextColumn("{task.fields[count]}"),
             _TimeLeft(self._ends),
@@ -200,9 +200,9 @@ class RunDisplay:
             transient=True,
             get_time=self._clock,
         )
-        progress.add_task("", total=None, **_fields("rollout", ""))
-        fields = _fields("train", f"0/{self._num_rollout} steps")
-        progress.add_task("", total=self._num_rollout, **fields)
+        progress.add_task("rollout", total=None, count="", note="")
+        count = f"0/{self._num_rollout} steps"
+        progress.add_task("train", total=self._num_rollout, count=count, note="")
         progress.start()
         self._progress = progress
 
@@ -256,10 +256,6 @@ class _TimeLeft(ProgressColumn):
         left = (task.total - last) * (ended - began) / (last - first)
         left -= task.get_time() - ended
         return Text(f"{duration(max(0.0, left))} left", style="cyan")
-
-
-def _fields(label: str, count: str) -> dict[str, str]:
-    return {"label": label, "count": count, "note": ""}
 
 
 def _is_watched(console: Console) -> bool:

@@ -21,6 +21,7 @@ OUR_LOGGER = "r3train"
 
 _FILE_FORMAT = "%(asctime)s rank %(rank)d %(levelname)s %(name)s: %(message)s"
 _TERMINAL_FORMAT = "%(levelname)s %(name)s: %(message)s"
+_TEXT = {"encoding": "utf-8", "errors": "backslashreplace"}
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +77,13 @@ class LoggingSetup:
         root = logging.getLogger()
         self._old_level, self._old_handlers = root.level, list(root.handlers)
         self._old_hooks = sys.excepthook, threading.excepthook
-        self._handlers = [_file_handler(path, rank, self._point_output if in_parts else None)]
-        if rank == 0:
-            self._handlers.append(_terminal_handler())
+        in_file = (
+            _PartsHandler(path, self._point_output)
+            if in_parts
+            else logging.FileHandler(path, **_TEXT)
+        )
+        in_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
+        self._handlers = [in_file, _TerminalHandler()] if rank == 0 else [in_file]
         root.handlers = list(self._handlers)
         root.setLevel(level)
         logging.captureWarnings(True)
@@ -143,19 +148,23 @@ def _show(*exc_info: Any) -> None:
     sys.stderr.write(printable("".join(traceback.format_exception(*exc_info))))
 
 
-class _CurrentStderr(logging.StreamHandler):
-    """Writes to whatever sys.stderr is at that moment: live progress replaces it to keep order."""
+class _TerminalHandler(logging.StreamHandler):
+    """Shows our own warnings and anybody's errors, with control characters spelled out.
+
+    It writes to whatever sys.stderr is at that moment: live progress replaces it to keep order.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.setFormatter(logging.Formatter(_TERMINAL_FORMAT))
 
     @property
     def stream(self) -> TextIO:
         return sys.stderr
 
-
-class _Printable(logging.Formatter):
-    """Spells out control characters; the file has the record as it is."""
+    def filter(self, record: logging.LogRecord) -> bool:
+        ours = record.name.split(".")[0] == OUR_LOGGER
+        return record.levelno >= (logging.WARNING if ours else logging.ERROR)
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -191,7 +200,7 @@ class _PartsHandler(BaseRotatingHandler):
     """Writes a file, and makes a part of it where it is full; then all that writes to it begins a new one."""
 
     def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:
-        super().__init__(str(path), "a", encoding="utf-8", errors="backslashreplace")
+        super().__init__(str(path), "a", **_TEXT)
         parts.finish_parts(path)
         self._path, self._on_new_file = path, on_new_file
         self._said = False  # that the file cannot become a part
@@ -220,27 +229,3 @@ class _PartsHandler(BaseRotatingHandler):
         finally:
             if self.stream.closed:
                 self.stream = self._open()
-
-
-def _file_handler(
-    path: Path, rank: int, on_new_file: Callable[[], None] | None
-) -> logging.FileHandler:
-    handler = (
-        logging.FileHandler(path, mode="a", encoding="utf-8", errors="backslashreplace")
-        if on_new_file is None
-        else _PartsHandler(path, on_new_file)
-    )
-    handler.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
-    return handler
-
-
-def _terminal_handler() -> logging.Handler:
-    handler = _CurrentStderr()
-    handler.setFormatter(_Printable(_TERMINAL_FORMAT))
-    handler.addFilter(_for_the_terminal)
-    return handler
-
-
-def _for_the_terminal(record: logging.LogRecord) -> bool:
-    ours = record.name.split(".")[0] == OUR_LOGGER
-    return record.levelno >= (logging.WARNING if ours else logging.ERROR)
