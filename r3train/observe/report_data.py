@@ -91,18 +91,60 @@ class RunReport:
 
     @cached_property
     def heat(self) -> HeatMap | None:
-        """The rows in which the trainer's own choice is the replayed one."""
-        return _heat_map(self.audit.steps)
+        """The agreement of the rollouts' first forwards: rows in which the trainer's own choice is the replayed one.
+
+        None without evidence.
+        """
+        steps = self.audit.steps
+        layers = sorted({layer for step in steps for layer in step.layers})
+        if not layers:
+            return None
+        # Chance of 1 or more leaves no scale up to all rows.
+        chances = [step.agreement.get("chance_equal", -1.0) for step in steps]
+        chance = next((share for share in reversed(chances) if 0 <= share < 1), None)
+        columns = columns_of(sorted(steps, key=lambda step: step.rollout_id))
+        values = [[_share(column, layer) for column in columns] for layer in layers]
+        return HeatMap(
+            layers, [(c[0].rollout_id, c[-1].rollout_id) for c in columns], values, chance
+        )
 
     @cached_property
     def drift(self) -> HeatMap | None:
-        """The rows whose live choice left the replayed experts."""
-        return _drift_map(self.records)
+        """The drift that --log-route-drift wrote: rows whose live choice left the replayed experts.
+
+        Means of a column's steps; None without it.
+        """
+        found: dict[int, dict[int, float]] = {}
+        for record in self.records:
+            for key, value in record.items():
+                number = key.removeprefix(DRIFT_OF_LAYER)
+                if number != key and number.isdecimal() and value is not None and 0 <= value <= 1:
+                    found.setdefault(record["step"], {})[int(number)] = value
+        if not found:
+            return None
+        layers = sorted({layer for of in found.values() for layer in of})
+        columns = columns_of(sorted(found))
+        values = [[_mean_of(found, column, layer) for column in columns] for layer in layers]
+        most = max(value for row in values for value in row if value is not None)
+        spans = [(column[0], column[-1]) for column in columns]
+        return HeatMap(layers, spans, values, most=max(most, _LEAST_SHADE))
 
     @cached_property
     def checks(self) -> list[StepCheck]:
-        """The verdict of every step that is to be checked."""
-        return _checks(self.audit.steps, self.records)
+        """A verdict for every step that was trained and is to be checked; [] where no check was on.
+
+        A step that the run's metrics call failed has not passed, whatever is left of its records.
+        """
+        failed = {record["step"] for record in self.records if record.get(R3_PASSED) == 0}
+        checks = {}
+        for step in self.audit.steps:
+            passed = step.passed and step.rollout_id not in failed
+            verdict = PASSED if passed else FAILED
+            checks[step.rollout_id] = StepCheck(step.rollout_id, verdict, step.counts)
+        if checks or any(record.get(R3_PASSED) is not None for record in self.records):
+            for step in (r["step"] for r in self.records if not r.get("r3/unchecked")):
+                checks.setdefault(step, StepCheck(step, FAILED if step in failed else NO_EVIDENCE))
+        return [checks[step] for step in sorted(checks)]
 
     def evaluated(self, name: str, key: str) -> list[tuple[int, float]]:
         """Weight versions and a number of an evaluation set; those that can be drawn."""
@@ -180,53 +222,6 @@ def columns_of(steps: Sequence[_T]) -> list[Sequence[_T]]:
 def _drawable(value: float, positive: bool) -> bool:
     size = value if positive else abs(value)
     return _SMALLEST <= size <= _LARGEST or (value == 0 and not positive)
-
-
-def _checks(steps: Sequence[AuditedStep], records: Sequence[dict[str, Any]]) -> list[StepCheck]:
-    """A verdict for every step that was trained and is to be checked; [] where no check was on.
-
-    A step that the run's metrics call failed has not passed, whatever is left of its records.
-    """
-    failed = {record["step"] for record in records if record.get(R3_PASSED) == 0}
-    checks = {}
-    for step in steps:
-        passed = step.passed and step.rollout_id not in failed
-        verdict = PASSED if passed else FAILED
-        checks[step.rollout_id] = StepCheck(step.rollout_id, verdict, step.counts)
-    if checks or any(record.get(R3_PASSED) is not None for record in records):
-        for step in (record["step"] for record in records if not record.get("r3/unchecked")):
-            checks.setdefault(step, StepCheck(step, FAILED if step in failed else NO_EVIDENCE))
-    return [checks[step] for step in sorted(checks)]
-
-
-def _heat_map(steps: Sequence[AuditedStep]) -> HeatMap | None:
-    """The agreement of the rollouts' first forwards; None without evidence."""
-    columns = columns_of(sorted(steps, key=lambda step: step.rollout_id))
-    layers = sorted({layer for step in steps for layer in step.layers})
-    if not layers:
-        return None
-    # Chance of 1 or more leaves no scale up to all rows.
-    chances = [step.agreement.get("chance_equal", -1.0) for step in steps]
-    chance = next((share for share in reversed(chances) if 0 <= share < 1), None)
-    values = [[_share(column, layer) for column in columns] for layer in layers]
-    return HeatMap(layers, [(c[0].rollout_id, c[-1].rollout_id) for c in columns], values, chance)
-
-
-def _drift_map(records: Sequence[dict[str, Any]]) -> HeatMap | None:
-    """The drift that --log-route-drift wrote, means of a column's steps; None without it."""
-    found: dict[int, dict[int, float]] = {}
-    for record in records:
-        for key, value in record.items():
-            number = key.removeprefix(DRIFT_OF_LAYER)
-            if number != key and number.isdecimal() and value is not None and 0 <= value <= 1:
-                found.setdefault(record["step"], {})[int(number)] = value
-    if not found:
-        return None
-    layers = sorted({layer for of in found.values() for layer in of})
-    columns = columns_of(sorted(found))
-    values = [[_mean_of(found, column, layer) for column in columns] for layer in layers]
-    most = max(value for row in values for value in row if value is not None)
-    return HeatMap(layers, [(c[0], c[-1]) for c in columns], values, most=max(most, _LEAST_SHADE))
 
 
 def _mean_of(found: dict[int, dict[int, float]], steps: Sequence[int], layer: int) -> float | None:
