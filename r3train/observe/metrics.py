@@ -128,9 +128,9 @@ class MetricsWriter:
         """True if this run directory holds the evaluation of a set by this version and settings."""
         if not eval_rows_path(self.path.parent, version, name).is_file():
             return False
+        asked = (version, name, settings)
         lines = read_evaluations(self.path.parent)
-        found = [line for line in lines if (line["step"], line["name"]) == (version, name)]
-        return bool(found) and found[0].get("settings") == settings
+        return any((x["step"], x["name"], x.get("settings")) == asked for x in lines)
 
     def _draw(self, step: int, plain: Mapping[str, Any]) -> None:
         found = {k: float(v) for k, v in plain.items() if isinstance(v, (bool, int, float))}
