@@ -174,6 +174,22 @@ def test_a_note_among_the_metrics_is_no_damage(run):
     assert "Left out" not in page_of(run).words
 
 
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ({"step": 1}, "expected a step and a name, got {'step': 1}"),
+        ({"step": 1, "name": "a", "eval/a/mean": "high"}, "eval/a/mean is 'high', expected a numb"),
+    ],
+)
+def test_a_damaged_line_of_evaluations_is_named_with_its_folder(run, line, message):
+    (run / "eval").mkdir()
+    good = {"step": 2, "name": "a", "eval/a/mean": 0.5}
+    (run / "eval/metrics.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(good)}\n")
+    page = page_of(run)
+    assert f"eval/metrics.jsonl line 1: {message}" in page.words
+    assert page.lines("Evaluation: a") == {"run": [(2, 0.5)]}
+
+
 def test_a_run_without_a_step_says_so(run):
     (run / "metrics.jsonl").write_text("")
     assert "no steps" in page_of(run).words
