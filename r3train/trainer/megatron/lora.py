@@ -101,24 +101,20 @@ class Lora(torch.nn.Module):
             self.group = ps.get_expert_tensor_parallel_group()
         self.enabled = True
         self.sequence_parallel = linear.config.sequence_parallel and not is_expert
-        self.a = self._parameter(weight, len(paths) * self.rank, weight.shape[1])
         is_row = not (self.is_column or self.is_whole)
-        self._mark(self.a, weight, sharded_dim=1 if is_row else None)
+        shape = len(paths) * self.rank, weight.shape[1]
+        self.a = self._parameter(weight, shape, sharded_dim=1 if is_row else None)
         for i, width in enumerate(widths):
             # not in a ParameterList: Megatron's overlap_param_gather waits for the parameters that a
             # module itself holds when it is called, and nobody calls a list
-            b = self._parameter(weight, width, self.rank)
-            self._mark(b, weight, sharded_dim=0 if self.is_column else None)
+            b = self._parameter(weight, (width, self.rank), 0 if self.is_column else None)
             self.register_parameter(f"b{i}", b)
 
-    @staticmethod
-    def _parameter(weight: torch.Tensor, rows: int, columns: int) -> torch.nn.Parameter:
-        return torch.nn.Parameter(
-            torch.empty(rows, columns, dtype=weight.dtype, device=weight.device)
-        )
-
-    def _mark(self, p: torch.nn.Parameter, weight: torch.Tensor, sharded_dim: int | None) -> None:
-        """Set Megatron's attributes: who sums the gradient, and who counts it in the norm."""
+    def _parameter(
+        self, weight: torch.Tensor, shape: tuple[int, int], sharded_dim: int | None
+    ) -> torch.nn.Parameter:
+        """Make a factor with Megatron's attributes: who sums the gradient, and who counts it in the norm."""
+        p = torch.nn.Parameter(weight.new_empty(shape))
         p.sharded_dim = sharded_dim
         p.sum_over_expert_tp = False
         # Megatron's mark of a parameter that is reduced over the dense data-parallel group
@@ -135,6 +131,14 @@ class Lora(torch.nn.Module):
         else:
             p.tensor_model_parallel = False
             p.sequence_parallel = self.sequence_parallel  # finalize_model_grads sums it over TP
+        return p
+
+    @property
+    def copy(self) -> int:
+        """This rank's place among those that hold the same shards."""
+        if self.is_expert:
+            return ps.get_expert_data_parallel_rank()
+        return ps.get_data_parallel_rank(with_context_parallel=True)
 
     @property
     def b(self) -> list[torch.nn.Parameter]:
@@ -419,11 +423,7 @@ def _whole_factors(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield this stage's factors, whole, on its leader."""
     for adapter in adapters(chunks):
-        if adapter.is_expert:
-            holds_copy = ps.get_expert_data_parallel_rank() != 0
-        else:
-            holds_copy = ps.get_data_parallel_rank(with_context_parallel=True) != 0
-        if holds_copy:
+        if adapter.copy > 0:
             continue
         for name, parameter, rows in adapter.factors():
             shard, dim = value_of(parameter)[rows], parameter.sharded_dim
@@ -446,14 +446,10 @@ def sharded_state(chunks: Sequence[torch.nn.Module]) -> dict[str, ShardedTensor]
     """
     state = {}
     for adapter in adapters(chunks):
-        if adapter.is_expert:
-            copy = ps.get_expert_data_parallel_rank()
-        else:
-            copy = ps.get_data_parallel_rank(with_context_parallel=True)
         rank, size = adapter.group.rank(), adapter.group.size()
         for key, p in adapter.saved():
             offsets = [] if p.sharded_dim is None else [(p.sharded_dim, rank, size)]
-            replica = (0, rank if p.sharded_dim is None else 0, copy)
+            replica = (0, rank if p.sharded_dim is None else 0, adapter.copy)
             state[key] = ShardedTensor.from_rank_offsets(key, p, *offsets, replica_id=replica)
     return state
 
