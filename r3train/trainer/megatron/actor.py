@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -387,28 +387,23 @@ class MegatronActor:
         self._write_weights(actor)
         return found
 
-    @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
-        with lora.switched_off(self.model.chunks):
-            if self._reference_is_base:
-                yield
-                return
-            assert self._reference is not None, "load_reference first"
-            with self._in_place_of_the_actor(self._reference):
-                yield
+    def _reference_weights(self) -> AbstractContextManager[None]:
+        if self._reference_is_base:
+            return lora.switched_off(self.model.chunks)
+        assert self._reference is not None, "load_reference first"
+        return self._in_place_of_the_actor(self._reference)
 
-    @contextmanager
-    def _teacher_weights(self) -> Iterator[None]:
+    def _teacher_weights(self) -> AbstractContextManager[None]:
         assert self._teacher is not None, "load_teacher first"
-        with lora.switched_off(self.model.chunks), self._in_place_of_the_actor(self._teacher):
-            yield
+        return self._in_place_of_the_actor(self._teacher)
 
     @contextmanager
     def _in_place_of_the_actor(self, weights: dict[str, torch.Tensor]) -> Iterator[None]:
         actor = self._copy_weights()
         self._write_weights(weights)
         try:
-            yield
+            with lora.switched_off(self.model.chunks):
+                yield
         finally:
             self._write_weights(actor)
 
