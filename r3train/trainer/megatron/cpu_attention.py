@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -61,15 +62,11 @@ class PackedCoreAttention(MegatronModule):
         layer_number,
         attn_mask_type,
         attention_type,
-        attention_dropout=None,
         softmax_scale=None,
-        cp_comm_type=None,
         pg_collection=None,
         **_,
     ):
         super().__init__(config=config)
-        if (attention_dropout or config.attention_dropout) and config.attention_dropout > 0:
-            raise ValueError("PackedCoreAttention has no attention dropout; set it to 0")
         self.softmax_scale = softmax_scale
         cp_group = pg_collection.cp if pg_collection is not None else None
         self.cp_group = cp_group or parallel_state.get_context_parallel_group()
@@ -83,9 +80,7 @@ class PackedCoreAttention(MegatronModule):
                 config.num_attention_heads // parallel_state.get_tensor_model_parallel_world_size()
             )
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
-            self.softmax_offset.tensor_model_parallel = True
-            self.softmax_offset.partition_dim = 0
-            self.softmax_offset.partition_stride = 1
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
         else:
             self.softmax_offset = None
 

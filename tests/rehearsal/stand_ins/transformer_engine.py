@@ -245,7 +245,6 @@ class DotProductAttention(torch.nn.Module):
             layer_number,
             attn_mask_type,
             attention_type,
-            attention_dropout,
             softmax_scale,
             pg_collection=groups,
         )

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -24,9 +25,7 @@ class WholeWidthNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(
             torch.ones(width // self.tp_size, dtype=config.params_dtype)
         )
-        self.weight.tensor_model_parallel = True
-        self.weight.partition_dim = 0
-        self.weight.partition_stride = 1
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
         self.width, self.eps = width, config.layernorm_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
