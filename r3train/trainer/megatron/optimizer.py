@@ -50,11 +50,9 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         fused_adam.mend(part)
-    if not on_cuda:
-        for part in optimizer.chained_optimizers:
-            if isinstance(part.optimizer, torch.optim.AdamW):
-                for group in part.optimizer.param_groups:
-                    group["fused"] = True  # one pass over the memory; Megatron cannot ask for it
+        if not on_cuda and isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["fused"] = True  # one pass over the memory; Megatron cannot ask for it
     return optimizer
 
 

@@ -24,19 +24,17 @@ class WriteResults:
 
     def put(self, value: Any) -> None:
         """Store the entry; it replaces an earlier one."""
-        data = memoryview(pickle.dumps(value))  # never leaves these two processes
-        os.ftruncate(self._handle, 0)
-        written = 0
-        while written < len(data):
-            written += os.pwrite(self._handle, data[written:], written)
+        with open(self._handle, "wb", closefd=False) as file:
+            file.truncate(0)
+            file.seek(0)
+            pickle.dump(value, file)  # never leaves these two processes
 
     def get_nowait(self) -> Any:
         """Take the entry; raises queue.Empty if there is none."""
-        size = os.fstat(self._handle).st_size
-        if not size:
+        with open(self._handle, "rb", closefd=False) as file:
+            file.seek(0)
+            data = file.read()
+        if not data:
             raise Empty
-        data = bytearray()
-        while len(data) < size:
-            data += os.pread(self._handle, size - len(data), len(data))
         os.ftruncate(self._handle, 0)
-        return pickle.loads(bytes(data))
+        return pickle.loads(data)
