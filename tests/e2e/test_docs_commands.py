@@ -173,7 +173,7 @@ def test_the_commands_of_a_page_run(page, checkout, once, engine, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @commands_of({Kind.DRY, Kind.NODES, Kind.SLOW, Kind.SERVE})
-def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
+def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, engine):
     for command in docs_commands.commands(page.read_text(encoding="utf-8")):
         kind = docs_commands.rule_of(command).kind
         if f"really {command}" in once:
@@ -183,9 +183,10 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once):
             run(f"{command} {' '.join(SHORT)}", checkout)
         elif kind is Kind.NODES:
             here = f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
-            node = re.sub(r"--rdzv-endpoint \S+", here, command) + " --dry-run"
+            node = re.sub(r"--rdzv-endpoint \S+", here, command)
+            node += f" --dry-run --rollout-external-engine-addrs {engine}"
             others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
-            assert "[replay]" in run(f"{others}{node} && wait", checkout)
+            assert "[replay]" in run(f"{others}{node} && wait", checkout, timeout=600)
         elif kind is Kind.SLOW:
             run(command, checkout)
         elif kind is Kind.SERVE:
