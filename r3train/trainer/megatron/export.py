@@ -8,6 +8,7 @@ what they have to the servers, or those of later stages stream it to rank 0.  Ra
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from r3train.trainer.megatron.hf_bridge import EXPERT, OUTPUT_LAYER, as_te_names, unwrap
+
+_HEADER_BYTES = 512
 
 
 @torch.no_grad()
@@ -56,7 +59,7 @@ def to_rank_0(
         for name, tensor in of_stage:
             _send(name, tensor)
         if is_leader():
-            dist.send_object_list([None], dst=0)  # the end of its stream
+            _send("", None)
         return
     yield from of_stage
     if is_leader():
@@ -181,19 +184,27 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
     return shards
 
 
-def _send(name: str, tensor: torch.Tensor) -> None:
-    """Stream one tensor to rank 0, behind its name, shape and dtype."""
-    dist.send_object_list([(name, tensor.shape, tensor.dtype)], dst=0)
-    dist.send(tensor.contiguous(), dst=0)
+def _send(name: str, tensor: torch.Tensor | None) -> None:
+    """Stream one tensor to rank 0: a fixed-size JSON header, then the bytes; None ends the stream."""
+    header = b"{}"
+    if tensor is not None:
+        facts = {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype)}
+        header = json.dumps(facts).encode()
+    device = torch.cuda.current_device()
+    padded = torch.frombuffer(bytearray(header.ljust(_HEADER_BYTES)), dtype=torch.uint8)
+    dist.send(padded.to(device), dst=0)
+    if tensor is not None:
+        dist.send(tensor.contiguous(), dst=0)
 
 
 def _receive(src: int) -> tuple[str, torch.Tensor] | None:
-    """Receive what ``_send`` sent, or None where the stream ends."""
-    received = [None]
-    dist.recv_object_list(received, src=src)
-    if received[0] is None:
+    device = torch.cuda.current_device()
+    padded = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device=device)
+    dist.recv(padded, src=src)
+    facts = json.loads(bytes(padded.cpu().tolist()))
+    if not facts:
         return None
-    name, shape, dtype = received[0]
-    tensor = torch.empty(shape, dtype=dtype, device=torch.cuda.current_device())
+    dtype = getattr(torch, facts["dtype"].removeprefix("torch."))
+    tensor = torch.empty(facts["shape"], dtype=dtype, device=device)
     dist.recv(tensor, src=src)
-    return name, tensor
+    return facts["name"], tensor
