@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from msgspec import structs
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
@@ -66,7 +66,7 @@ def verdicts(checkpoint: Path) -> dict[str, Any]:
                 totals.add(record)
             for name, expected in (
                 (bug, expectation),
-                (f"{bug} unexpected", replace(expectation, keep_score_ratio=0.0)),
+                (f"{bug} unexpected", structs.replace(expectation, keep_score_ratio=0.0)),
             ):
                 verdict = judge(totals, expected, hf.route_shape, mismatch_threshold=1.0)
                 out[name] = sorted({f.what for f in verdict.failures}), verdict.counts
