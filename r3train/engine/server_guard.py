@@ -31,7 +31,7 @@ import psutil
 
 _POLL_S = 0.5
 _SIGHTINGS = 3
-_SCAN_S = 5.0
+_SCAN_S = 1.0
 _REPORT_GRACE_S = 3.0
 # Helpers remove shared memory once its users are gone, and end.  On an idle machine that takes no
 # time.  Helpers that are killed earlier leave semaphores behind.
@@ -146,9 +146,6 @@ def _watch(
     seen: dict[psutil.Process, int] = {}  # scans in a row that found it
     next_scan = 0.0
     while not stopping:
-        if time.monotonic() > next_scan:
-            next_scan = time.monotonic() + _SCAN_S
-            leftovers |= _shared_memory_files(list(workers.values()))
         if _owner_gone(owner_pid, sys.stdin.fileno(), _POLL_S):
             return None
         status = child.poll()
@@ -157,6 +154,9 @@ def _watch(
         # A helper that a worker forks has the worker's name until it runs its own program.  A process
         # that keeps the name over several scans is a worker, and the server needs all workers.
         marked = [p for p in _descendants() if _command_line(p).startswith(_WORKER_MARK)]
+        if time.monotonic() > next_scan:
+            next_scan = time.monotonic() + _SCAN_S
+            leftovers |= _shared_memory_files(marked)
         seen = {p: seen.get(p, 0) + 1 for p in marked}
         workers |= {p.pid: p for p, times in seen.items() if times >= _SIGHTINGS}
         dead = [process for process in workers.values() if not _alive([process])]
