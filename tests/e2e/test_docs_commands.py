@@ -183,8 +183,8 @@ def test_the_commands_of_a_page_that_train_or_serve_do_so(page, checkout, once, 
             run(f"{command} {' '.join(SHORT)}", checkout)
         elif kind is Kind.NODES:
             here = f"--rdzv-endpoint 127.0.0.1:{free_port('127.0.0.1')}"
-            node = re.sub(r"--rdzv-endpoint \S+", here, command)
-            node += f" --dry-run --rollout-external-engine-addrs {engine}"
+            node = re.sub(r"--rdzv-endpoint \S+", here, command) + " --dry-run"
+            node = re.sub(r"(--rollout-external-engine-addrs) \S+", rf"\1 {engine}", node)
             others = f"{node} & " * (int(re.findall(r"--nnodes (\d+)", command)[0]) - 1)
             assert "[replay]" in run(f"{others}{node} && wait", checkout, timeout=600)
         elif kind is Kind.SLOW:
