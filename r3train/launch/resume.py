@@ -13,7 +13,15 @@ from typing import Any
 from r3train.config import RunConfig
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
-from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, holds_field, read_samples
+from r3train.loop.rollout_file import (
+    BUFFER_FILE,
+    HAS_BUFFER,
+    TEMPERATURE,
+    check_temperature,
+    holds_field,
+    read_facts,
+    read_samples,
+)
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 
@@ -144,6 +152,26 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
             f"with log-probs among {among}, and --rollout-top-k is {config.rollout.rollout_top_k}"
         )
         refuse(found, f"with --rollout-top-k {'above 1' if drawn else '-1'}")
+    sampled_at, now = _temperature(path), config.rollout.rollout_temperature
+    if sampled_at is not None and sampled_at != now:
+        found = f"with log-probs at temperature {sampled_at}, and --rollout-temperature is {now}"
+        refuse(found, f"with --rollout-temperature {sampled_at}")
+
+
+def _temperature(path: Path) -> float | None:
+    """The temperature of waiting samples; None if the file is older than this fact, or holds no answer."""
+    sampled = holds_field(path, "loss_mask") is not None
+    return read_facts(path).get(TEMPERATURE) if sampled else None
+
+
+def unknown_temperature(config: RunConfig, resume: ResumePoint) -> str | None:
+    """Return a warning if samples wait to be trained whose file does not name their temperature."""
+    if resume.checkpoint is None or resume.model_only:
+        return None
+    path = resume.checkpoint / BUFFER_FILE
+    if not path.exists() or holds_field(path, "loss_mask") is None:
+        return None
+    return check_temperature(path, read_facts(path), config.rollout.rollout_temperature)
 
 
 def run_facts(job: Job) -> dict[str, Any]:

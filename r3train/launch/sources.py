@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from r3train.engine.server import SGLangServer
 from r3train.observe.console import RunDisplay
 from r3train.launch.engines import Engines
 from r3train.launch.job import Job
-from r3train.launch.resume import ResumePoint
+from r3train.launch.resume import ResumePoint, unknown_temperature
 from r3train.loop.parts import RolloutSide
 from r3train.loop.routes import Routes
 from r3train.loop.replay_source import Conversations, DumpedRollouts
@@ -29,17 +29,21 @@ def build_engines(
     servers: those of this run that were started already.
     """
     if not job.config.has_engines:
-        return Replayed(job)
+        return Replayed(job, display.note)
     buffer = resume.buffer()
     state = ProducerState(*buffer) if buffer is not None else None
+    warning = unknown_temperature(job.config, resume)
+    if warning is not None:
+        display.note(warning, style="yellow")
     return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
 
 
 class Replayed(RolloutSide):
     """Dumped rollouts or conversations instead of engines: no server, so no weights to send."""
 
-    def __init__(self, job: Job):
+    def __init__(self, job: Job, note: Callable[[str], None]):
         self._job = job
+        self._note = note
 
     def start_producer(self) -> DumpedRollouts | Conversations:
         """Open the dumped rollouts, or the conversations that were read at start-up."""
@@ -47,8 +51,11 @@ class Replayed(RolloutSide):
         if config.learns_conversations:
             return Conversations(job.conversations, job.order, config.rollout.rollout_batch_size)
         assert config.checkpoint.replay_rollouts is not None
+        fine_tunes = config.algorithm.loss_type == "sft"  # on the tokens alone, at any temperature
         return DumpedRollouts(
             config.checkpoint.replay_rollouts,
+            temperature=None if fine_tunes else config.rollout.rollout_temperature,
+            note=self._note,
             needs_routes=config.replay.use_rollout_routing_replay,
             num_groups=config.rollout.rollout_batch_size,
             group_size=config.rollout.n_samples_per_prompt,

@@ -17,7 +17,7 @@ from r3train.generation.producer import OnWait
 from r3train.host_group import require_ranks, stop_noted
 from r3train.loop import prompt_log
 from r3train.loop.replay_source import InjectedRollouts, dump_rollout
-from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, write_samples
+from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, TEMPERATURE, write_samples
 from r3train.loop.stop import StopRequested, StopSignal
 from r3train.types import RolloutSample, Scored
 
@@ -63,12 +63,19 @@ class Keeper:
                 source,
                 self.config.checkpoint,
                 needs_routes=self.config.replay.use_rollout_routing_replay,
+                temperature=self._temperature,
+                note=self.note,
             )
         self._source = WatchedSource(source, self.stop, dump)
         return self._source
 
     def _dump(self, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> None:
-        dump_rollout(self.run_dir / "rollouts", rollout_id, self._whole(groups))
+        directory = self.run_dir / "rollouts"
+        dump_rollout(directory, rollout_id, self._whole(groups), self._temperature)
+
+    @property
+    def _temperature(self) -> float:
+        return self.config.rollout.rollout_temperature
 
     def _whole(self, groups: Sequence[Sequence[Scored]]) -> list[list[Scored]]:
         return [[(self.with_routes(s), reward) for s, reward in group] for group in groups]
@@ -91,7 +98,8 @@ class Keeper:
         )
         if self._source is not None:
             batch = self._whole(self._source.last)
-            path = dump_rollout(self.run_dir / "bad_steps", rollout_id, batch)
+            directory = self.run_dir / "bad_steps"
+            path = dump_rollout(directory, rollout_id, batch, self._temperature)
             text += f"; the batch is in {path}"
         self.note(text)
         if self._bad_rollouts >= most:
@@ -160,7 +168,8 @@ class Keeper:
                     config.write_text(self.config.to_toml(), encoding="utf-8")
                 if state is not None:
                     [samples] = self._whole([state.samples])
-                    write_samples(directory / BUFFER_FILE, samples, state.facts)
+                    facts_of_samples = {**state.facts, TEMPERATURE: self._temperature}
+                    write_samples(directory / BUFFER_FILE, samples, facts_of_samples)
 
         self.checkpointer.save(next_rollout_id, facts, write_extra)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, KW_ONLY, replace
 from itertools import islice
@@ -15,23 +15,38 @@ from r3train.algo.trajectories import episode_id
 from r3train.config.checkpoint import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.generation.producer import OnWait
-from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.loop.rollout_file import TEMPERATURE, check_temperature, read_samples, write_samples
 from r3train.types import RescoredRollout, RolloutSample, Scored
 
 
-def dump_rollout(directory: Path, rollout_id: int, groups: Sequence[Sequence[Scored]]) -> Path:
-    """Write one rollout's groups; see ``rollout_file``."""
+def dump_rollout(
+    directory: Path,
+    rollout_id: int,
+    groups: Sequence[Sequence[Scored]],
+    temperature: float | None = None,
+) -> Path:
+    """Write one rollout's groups; see ``rollout_file``.  temperature: of their log-probs, if known."""
     path = rollout_path(directory, rollout_id)
     samples = [scored for group in groups for scored in group]
     facts = {"rollout_id": rollout_id, "group_sizes": [len(group) for group in groups]}
+    if temperature is not None:
+        facts[TEMPERATURE] = temperature
     write_samples(path, samples, facts)
     return path
 
 
-def load_rollout(directory: Path, rollout_id: int) -> list[list[Scored]]:
-    """Read one dumped rollout; raise ValueError if it is missing, broken or of another run."""
+def load_rollout(
+    directory: Path,
+    rollout_id: int,
+    check: Callable[[Path, Mapping[str, Any]], None] = lambda path, facts: None,
+) -> list[list[Scored]]:
+    """Read one dumped rollout; raise ValueError if it is missing, broken or of another run.
+
+    check: may refuse the file by its facts.
+    """
     path = rollout_path(directory, rollout_id)
     samples, facts = read_samples(path)
+    check(path, facts)
     sizes = facts.get("group_sizes")
     if facts.get("rollout_id") != rollout_id or not sizes or sum(sizes) != len(samples):
         raise ValueError(f"{path}: does not hold rollout {rollout_id} in whole groups")
@@ -47,6 +62,26 @@ def _check_routes(path: Path, groups: Sequence[Sequence[Scored]]) -> None:
                 f"{path}: sample {sample.sample_id} has no routed_experts: the rollouts"
                 " were dumped without --use-rollout-routing-replay"
             )
+
+
+@dataclass
+class _OneTemperature:
+    """A ``check`` of ``load_rollout``: the files' temperature is the actor's; the first without one is noted.
+
+    temperature: None compares nothing.
+    """
+
+    temperature: float | None
+    note: Callable[[str], None]
+    noted: bool = False
+
+    def __call__(self, path: Path, facts: Mapping[str, Any]) -> None:
+        if self.temperature is None:
+            return
+        warning = check_temperature(path, facts, self.temperature)
+        if warning is not None and not self.noted:
+            self.noted = True
+            self.note(warning)
 
 
 class RolloutSource:
@@ -94,18 +129,25 @@ class DumpedRollouts(RolloutSource):
 
     group_size counts episodes: of step-wise ones (one sample a turn) a group holds more samples,
     and they are trained in one optimizer step a rollout.
+    temperature: of the actor's log-probs, which the files' must be (None: the files' are not used); note:
+    told of a file without one.
     """
 
     directory: Path
     _: KW_ONLY
+    temperature: float | None
+    note: Callable[[str], None] = lambda text: None
     needs_routes: bool
     num_groups: int
     group_size: int
     steps_per_rollout: int = 1
 
+    def __post_init__(self) -> None:
+        self._check = _OneTemperature(self.temperature, self.note)
+
     def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The groups of one rollout; raises ValueError naming file and sample."""
-        groups = load_rollout(self.directory, rollout_id)
+        groups = load_rollout(self.directory, rollout_id, self._check)
         path = rollout_path(self.directory, rollout_id)
         sizes = [len({episode_id(sample) for sample, _ in group}) for group in groups]
         if len(sizes) != self.num_groups or set(sizes) != {self.group_size}:
@@ -130,20 +172,29 @@ class InjectedRollouts:
     recorded answers again, but for rounding.
     """
 
-    def __init__(self, source: Any, checkpoint: CheckpointSection, *, needs_routes: bool) -> None:
+    def __init__(
+        self,
+        source: Any,
+        checkpoint: CheckpointSection,
+        *,
+        needs_routes: bool,
+        temperature: float,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         assert checkpoint.ci_inject_rollout_data_path is not None
         self._source = source
         self._directory = checkpoint.ci_inject_rollout_data_path
         self._start = checkpoint.ci_inject_rollout_data_start_rollout_id
         self._least = checkpoint.ci_inject_rollout_data_min_match_ratio
         self._needs_routes = needs_routes
+        self._check = _OneTemperature(temperature, note)
         self._match: float | None = None
 
     def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """The dumped groups of one rollout, once the source has generated its own.
 
-        Raises ValueError naming the file where prompts differ, answers differ too much, or routes are
-        needed and missing; what was generated is put back then.
+        Raises ValueError naming the file where prompts or the temperature differ, answers differ too
+        much, or routes are needed and missing; what was generated is put back then.
         """
         generated = self._source.next_batch(rollout_id, on_wait)
         if rollout_id < self._start:
@@ -155,7 +206,8 @@ class InjectedRollouts:
             raise
 
     def _recorded(self, rollout_id: int, generated: list[list[Scored]]) -> list[list[Scored]]:
-        path, recorded = (f(self._directory, rollout_id) for f in (rollout_path, load_rollout))
+        path = rollout_path(self._directory, rollout_id)
+        recorded = load_rollout(self._directory, rollout_id, self._check)
         if self._needs_routes:
             _check_routes(path, recorded)
         ours, theirs = (

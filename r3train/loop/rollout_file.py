@@ -22,6 +22,7 @@ from r3train.types import Prompt, RolloutSample, Scored
 
 BUFFER_FILE = "buffer.safetensors"  # of a checkpoint: samples that wait to be trained
 HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
+TEMPERATURE = "rollout_temperature"  # among a file's facts; older files lack it
 _FORMAT = "r3train-samples-1"
 # each prompt is written once; its fields are arrays over the file's prompts
 _NOT_IN_FILES = ("prompt", "decoded", "decoded_kept")
@@ -94,6 +95,35 @@ def holds_field(path: Path, name: str) -> bool | None:
             return None not in plain.get(name, [None])
     except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: not a whole file of samples: {error}") from error
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts alone; raises ValueError naming the file if it is not one of samples."""
+    try:
+        with safe_open(path, "numpy") as file:
+            return dict(json.loads(file.metadata()["header"])["facts"])
+    except (SafetensorError, OSError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a whole file of samples: {error}") from error
+
+
+def check_temperature(path: Path, facts: Mapping[str, Any], now: float) -> str | None:
+    """Compare the temperature of a file's log-probs with the actor's, ``now``.
+
+    Returns a warning if the file does not name one.  Raises ValueError for another temperature: the
+    samples would be trained as those of another policy.
+    """
+    sampled_at = facts.get(TEMPERATURE)
+    if sampled_at is None:
+        return (
+            f"warning: {path} does not name the temperature of its samples (an older r3train wrote it):"
+            f" they are trained as sampled at --rollout-temperature {now}"
+        )
+    if sampled_at != now:
+        raise ValueError(
+            f"{path}: its samples have log-probs at temperature {sampled_at}, and --rollout-temperature"
+            f" is {now}: train them with --rollout-temperature {sampled_at}"
+        )
+    return None
 
 
 def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

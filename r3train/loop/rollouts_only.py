@@ -18,7 +18,7 @@ def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: S
     rollout, display = config.rollout, rank_zero.display
 
     def dump(rollout_id: int, groups) -> None:
-        dump_rollout(run_dir / "rollouts", rollout_id, groups)
+        dump_rollout(run_dir / "rollouts", rollout_id, groups, rollout.rollout_temperature)
 
     source = WatchedSource(rank_zero.engines.start_producer(), stop, dump)
     counts = source.stats()

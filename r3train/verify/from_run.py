@@ -99,7 +99,9 @@ class FromRun:
         self.hf: HfModelFacts = read_hf_facts(self.config.model.hf_checkpoint)
         self._scratch = scratch
         # the first rollout of a job of one
-        dump_rollout(scratch / "rollouts", 0, load_rollout(directory, rollout_id))
+        temperature = self.config.rollout.rollout_temperature
+        groups = load_rollout(directory, rollout_id)
+        dump_rollout(scratch / "rollouts", 0, groups, temperature)
 
     def job(self, topology: Topology) -> RunConfig:
         """The job that trains the rollout in a topology."""

@@ -131,7 +131,8 @@ def groups() -> list:
 
 
 def source(directory, **options):
-    options = {"needs_routes": True, "num_groups": 2, "group_size": 2} | options
+    defaults = {"needs_routes": True, "num_groups": 2, "group_size": 2, "temperature": 1.0}
+    options = defaults | options
     return replay_source.DumpedRollouts(directory, **options)
 
 
@@ -174,13 +175,15 @@ class Generated:
         pass
 
 
-def injecting(directory, generated, *, start=0, least=0.9):
+def injecting(directory, generated, *, start=0, least=0.9, temperature=1.0):
     section = CheckpointSection(
         ci_inject_rollout_data_path=directory,
         ci_inject_rollout_data_start_rollout_id=start,
         ci_inject_rollout_data_min_match_ratio=least,
     )
-    return replay_source.InjectedRollouts(Generated(generated), section, needs_routes=True)
+    return replay_source.InjectedRollouts(
+        Generated(generated), section, needs_routes=True, temperature=temperature
+    )
 
 
 def with_tokens(groups, change):
