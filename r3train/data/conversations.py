@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -19,14 +19,16 @@ def load_conversations(
     limit: tuple[int, str],
     *,
     max_response_len: int,
+    stop_token_ids: Collection[int] = (),
     note: Callable[[str], None] = lambda text: None,
 ) -> list[RolloutSample]:
     """Read every conversation of a .jsonl or .parquet file as a sample, in the order of the file.
 
     data, limit, note: as for ``load_prompts``.
+    stop_token_ids: those at which a server ends an answer.
     A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
-    assistant's tokens, with those that the template closes an answer with.  Its ids and weight versions
-    are to be set where it is drawn, and no engine gave it log-probs: they are 0.
+    assistant's tokens, with those that the template closes an answer with, up to a stop token.  Its ids
+    and weight versions are to be set where it is drawn, and no engine gave it log-probs: they are 0.
     Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
     without an answer, or that the template does not render piece by piece.
     """
@@ -48,7 +50,10 @@ def load_conversations(
         begin, end = np.asarray(tokens["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
         mask = np.zeros(len(token_ids), dtype=bool)
         for start, stop in spans:
-            mask |= (begin >= start) & (end <= stop) & (end > begin)
+            whole = (begin >= start) & (end <= stop) & (end > begin)
+            # a byte-level tokenizer that trims its offsets gives spaces alone the place behind them
+            spaces = (begin == end) & (start < begin) & (begin <= stop)
+            mask |= _up_to_stop(token_ids, whole | spaces, stop_token_ids)
         if not mask.any():
             raise ValueError(
                 f"{record.where}: key {data.input_key}: no token of an assistant's to train"
@@ -100,6 +105,19 @@ def load_conversations(
 
 
 _RESPONSE = "rollout_max_response_len"
+
+
+def _up_to_stop(
+    token_ids: np.ndarray, answer: np.ndarray, stop_token_ids: Collection[int]
+) -> np.ndarray:
+    """The tokens of an answer, bool[T], without what a template writes after its last stop token.
+
+    A server never samples that: Qwen's newline after the end of a turn, say.
+    """
+    (stops,) = np.nonzero(answer & np.isin(token_ids, list(stop_token_ids)))
+    if not len(stops):
+        return answer
+    return answer & (np.arange(len(token_ids)) <= stops[-1])
 
 
 def _rendered(

@@ -16,7 +16,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import ChatTemplate, load_prompts
-from r3train.launch.job import EvalData
+from r3train.launch.job import EvalData, stop_token_ids
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
 
@@ -69,9 +69,12 @@ def read_conversations(
     note: told of conversations that were dropped (--overlong-prompts).
     """
     data, limit = config.data, prompt_limit(config, hf)
-    most = config.rollout.rollout_max_response_len
+    limits = {
+        "max_response_len": config.rollout.rollout_max_response_len,
+        "stop_token_ids": stop_token_ids(config, hf, tokenizer),
+    }
     return [
-        load_conversations(file, data, tokenizer, limit, max_response_len=most, note=note)
+        load_conversations(file, data, tokenizer, limit, **limits, note=note)
         for file in data.prompt_files
     ]
 

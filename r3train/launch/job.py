@@ -60,10 +60,7 @@ class Job:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end a response: the checkpoint's own, and those of the flags."""
-        rollout = self.config.rollout
-        named = (stop_token(text, self.tokenizer) for text in rollout.rollout_stop)
-        own = self.hf.eos_token_ids
-        return tuple(dict.fromkeys((*own, *rollout.rollout_stop_token_ids, *named)))
+        return stop_token_ids(self.config, self.hf, self.tokenizer)
 
     @property
     def lengths(self) -> list[int]:
@@ -82,6 +79,13 @@ class Job:
         self.reward.close()
         for data in self.eval_data:
             data.reward.close()
+
+
+def stop_token_ids(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a response: the checkpoint's own, and those of the flags."""
+    rollout = config.rollout
+    named = (stop_token(text, tokenizer) for text in rollout.rollout_stop)
+    return tuple(dict.fromkeys((*hf.eos_token_ids, *rollout.rollout_stop_token_ids, *named)))
 
 
 @dataclass(frozen=True)
