@@ -18,6 +18,7 @@ _STATED = re.compile(
     r"(?i:answer|option|choice)\s*(?i:is|:)?\s*[*_$(\\]*\s*(?:boxed\{)?\(?([A-Z])\b"
 )
 _ALONE = re.compile(r"\b([A-Z])\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 
 
@@ -55,7 +56,7 @@ def _choices(prompt: Prompt) -> tuple[Sequence[str], str]:
 def f1(prompt: Prompt, text: str) -> float:
     """F1 of the words that response and label share, in 0..1, as SQuAD computes it.
 
-    Case, punctuation and articles do not count.  Of several labels (a list) the best counts.
+    Case and articles do not count, and punctuation is deleted: ``U.S.`` is ``us``, ``1,000`` is ``1000``.  Of several labels (a list) the best counts.
     """
     labels = prompt.label if isinstance(prompt.label, list) else [prompt.label]
     if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
@@ -64,8 +65,7 @@ def f1(prompt: Prompt, text: str) -> float:
 
 
 def _words(text: str) -> list[str]:
-    bare = "".join(" " if letter in string.punctuation else letter for letter in text.lower())
-    return _ARTICLES.sub(" ", bare).split()
+    return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def _word_f1(answer: list[str], label: list[str]) -> float:

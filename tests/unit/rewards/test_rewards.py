@@ -197,6 +197,13 @@ def test_gpqa_names_the_prompt_of_a_label_that_is_no_choice():
         (["blue", "red car"], "the red car", 1.0),
         ("red", "blue", 0.0),
         ("red", "", 0.0),
+        # punctuation is deleted, not a space: as the official script counts them
+        ("US", "U.S.", 1.0),
+        ("1000", "1,000", 1.0),
+        ("J.K. Rowling", "JK Rowling", 1.0),
+        ("don't know", "dont know", 1.0),
+        ("Obama's", "Obama s", 0.0),
+        ("a.b", "b", 0.0),
     ],
 )
 def test_f1_counts_shared_words_as_squad_does(label, response, reward):
