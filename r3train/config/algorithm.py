@@ -80,8 +80,8 @@ class AlgorithmSection(Section):
     loss_aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "constant"
     ] = "token-mean"
-    """Mean that makes the step's loss of its rows: over all tokens; over samples of their token
-    means; over samples of their token sums; or of these sums divided by rollout_max_response_len."""
+    """Mean that makes the step's loss of its rows: over all tokens; over episodes of their token
+    means; over episodes of their token sums; or of these sums divided by rollout_max_response_len."""
     eps_clip: float = Field(default=0.2, ge=0)
     """Lower clip: a ratio below 1 - eps_clip counts as 1 - eps_clip; from 1 on there is none."""
     eps_clip_high: float | None = Field(default=None, ge=0)

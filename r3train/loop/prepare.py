@@ -144,9 +144,12 @@ def advantages_with_kl(
 def weigh(
     samples: Sequence[TrainSample], algorithm: AlgorithmSection, max_response_len: int
 ) -> list[TrainSample]:
-    """Give the samples of an optimizer step their weights in its loss (--loss-aggregation)."""
-    lengths = np.array([s.sample.loss_mask.sum() for s in samples], dtype=np.int64)
-    weights = loss_weights(lengths, algorithm, max_response_len)
+    """Give the samples of an optimizer step the weights of their episodes in its loss (--loss-aggregation)."""
+    places = episode_places([s.sample for s in samples])
+    lengths = np.zeros(max(places, default=-1) + 1, dtype=np.int64)
+    # no row predicts the first token
+    np.add.at(lengths, places, [int(s.sample.loss_mask[1:].sum()) for s in samples])
+    weights = loss_weights(lengths, algorithm, max_response_len)[places]
     return [replace(s, loss_weight=weight) for s, weight in zip(samples, weights.tolist())]
 
 
