@@ -42,9 +42,8 @@ class EvalSet:
     num_samples: int
     sampling: SamplingParams
     score: Callable[[Sequence[RolloutSample]], Awaitable[list[float]]]  # of one prompt's samples
-    make_episode: Callable[[Prompt], Episode]
+    make_episode: Callable[[Prompt], Episode]  # of one sample
     decode: Callable[[Sequence[int]], str]
-    ids_per_episode: int = 1
     segment_len: int | None = None  # most tokens of one request, as of a rollout's
 
 
@@ -70,7 +69,8 @@ async def evaluate(
         async with room():
             samples, own = await _answer(asked, backend, version, place, number)
         on_answer()
-        return samples[-1], own
+        (sample,) = samples  # a row tells of a whole episode
+        return sample, own
 
     async def scored(answers: Sequence[asyncio.Task[Answer]]) -> list[Row]:
         done = [await each for each in answers]
@@ -101,7 +101,7 @@ async def _answer(
     """Play one episode; returns its samples and its own reward, None if it gave none."""
     prompt = asked.prompts[place]
     base = _FIRST_ID | (zlib.crc32(asked.name.encode()) >> 2) << 32
-    sample_id = base + (place * asked.num_samples + number) * asked.ids_per_episode
+    sample_id = base + place * asked.num_samples + number
 
     async def generate(
         resume_from: RolloutSample | None = None, turn_limit: int | None = None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.config.families import has_fused_experts, sent_together
+from r3train.config.rollout import RolloutSection
 from r3train.data.json_lines import append_lines
 from r3train.data.prompts import ChatTemplate
 from r3train.environments.registry import get_environment, get_tools
@@ -332,7 +333,7 @@ class Engines(RolloutSide):
             score=job.reward,
             score_group=job.reward.group if job.reward.takes_groups else None,
             teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
-            make_episode=_conversations(job),
+            make_episode=_conversations(job, job.config.rollout),
             decode=self._decode,
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
@@ -348,6 +349,8 @@ class Engines(RolloutSide):
     def eval_sets(self) -> list[EvalSet]:
         """The evaluation sets, as generation takes them."""
         job, rollout = self.job, self.job.config.rollout
+        # a row tells of all turns of an episode
+        whole = rollout.model_copy(update={"environment_samples": "trajectory"})
         return [
             EvalSet(
                 name=data.dataset.name,
@@ -363,9 +366,8 @@ class Engines(RolloutSide):
                     seed=rollout.rollout_seed,
                 ),
                 score=data.reward.group,
-                make_episode=_conversations(job),
+                make_episode=_conversations(job, whole),
                 decode=self._decode,
-                ids_per_episode=rollout.samples_per_episode,
                 segment_len=self._segment_len,
             )
             for data in job.eval_data
@@ -426,9 +428,8 @@ def _broadcast(job: Job, hosts: Sequence[str], asked: str | None) -> dict[str, A
     )
 
 
-def _conversations(job: Job) -> Callable[[Prompt], Episode]:
+def _conversations(job: Job, rollout: RolloutSection) -> Callable[[Prompt], Episode]:
     """Return a function that begins the episode of a prompt: one turn without --environment."""
-    rollout = job.config.rollout
     if rollout.environment is None:
         return lambda prompt: generate_once
     environment, reply = get_environment(rollout.environment), None
