@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -260,12 +260,17 @@ class ChatTemplate:
         """Tokens behind an answer that ends with token ``last``: its end, messages, the next opening.
 
         The end is what the template writes behind an answer; its first token is left out if it is
-        ``last``.  What comes before is never rendered anew: the messages follow a stand-in for the
-        answer, and all behind its words counts.  Raises ValueError where the template fails.
+        ``last``.  So is the opening of the first message where the template writes no end: the model
+        stops with it (GLM-4.5's ``<|user|>`` and ``<|observation|>``).  What comes before is never
+        rendered anew: the messages follow a stand-in for the answer, and all behind its words counts.
+        Messages of role tool that a template writes after a call alone (gpt-oss) follow a stand-in with
+        a call of their tool.  Raises ValueError where the template fails.
         """
-        closing = self._encode(self._behind([], asks=False))
-        tokens = self._encode(self._behind(messages, asks=True))
-        return tokens[1:] if tokens[:1] == closing[:1] == [last] else tokens
+        closing, tokens = self._after(messages)
+        if tokens[:1] != [last]:
+            return tokens
+        is_end = closing[:1] == [last] if closing else self._is_added(last)
+        return tokens[1:] if is_end else tokens
 
     def check_tools(self) -> None:
         """Raise ValueError if the template does not show the tools, or what one answers."""
@@ -275,11 +280,67 @@ class ChatTemplate:
             raise ValueError(
                 "the environment has tools, and the tokenizer's chat template does not show them"
             )
-        if _RESULT not in self._behind([{"role": "tool", "content": _RESULT}], asks=True):
+        result = {"role": "tool", "content": _RESULT}
+        if len(self.tools) > 1:
+            result["name"] = self._tool_names[0]
+        if _RESULT not in self._written_after([result])[1]:
             raise ValueError(
                 "the environment has tools, and the tokenizer's chat template does not write messages"
                 " of role tool"
             )
+
+    def _after(self, messages: list[dict[str, Any]]) -> tuple[list[int], list[int]]:
+        """The tokens that close an answer, and those with the messages and the next opening after them."""
+        call, text = self._written_after(messages)
+        if call is None:
+            return self._encode(self._behind([], asks=False)), self._encode(text)
+        closing = self._encode(call)[-1:]  # the token that ends a call
+        return closing, closing + self._encode(text)
+
+    def _written_after(self, messages: list[dict[str, Any]]) -> tuple[str | None, str]:
+        """The text with a call that the messages need before them, if they do, and their own text."""
+        try:
+            return None, self._behind(messages, asks=True)
+        except ValueError as error:
+            if not self.tools or not messages or messages[0]["role"] != "tool":
+                raise
+            name = self._called(messages, error)
+        # arguments and answer are stand-ins: what is behind the call does not depend on them
+        call = {"type": "function", "function": {"name": name, "arguments": {}}}
+        answer = {"role": "assistant", "content": _STAND_IN, "tool_calls": [call]}
+        before = [{"role": "user", "content": "."}, answer]
+        text = self._rendered("a reply", before, False, self.tools)
+        whole = self._rendered("a reply", [*before, *messages], True, self.tools)
+        if not whole.startswith(text):
+            raise ValueError(
+                "a reply: the chat template changes a call when messages of role tool follow it"
+            )
+        return text, whole[len(text) :]
+
+    def _called(self, messages: list[dict[str, Any]], error: ValueError) -> str:
+        """The name of the one tool whose answers begin the messages; raises ValueError if it is unknown.
+
+        error: what the template said to the answers without a call.
+        """
+        answers = takewhile(lambda message: message["role"] == "tool", messages)
+        names = {message.get("name") for message in answers}
+        if names == {None} and len(self._tool_names) == 1:
+            return self._tool_names[0]
+        if len(names) == 1 and names <= set(self._tool_names):
+            return names.pop()
+        raise ValueError(
+            f"{error}; if it writes messages of role tool after a call alone, give each of a turn the"
+            f" name of the same tool ({', '.join(self._tool_names)}), got"
+            f" {', '.join(sorted(map(str, names)))}"
+        )
+
+    @property
+    def _tool_names(self) -> list[str]:
+        return [tool["function"]["name"] for tool in self.tools]
+
+    def _is_added(self, token: int) -> bool:
+        """True for a token that no text but its own gives, as special ones are."""
+        return token in self.tokenizer.get_added_vocab().values()
 
     def _behind(self, messages: list[dict[str, Any]], *, asks: bool) -> str:
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _STAND_IN}]

@@ -28,7 +28,8 @@ class StepResult:
 
     An observation of text is tokenised by itself and appended; one of token ids is appended as it
     is.  One of messages (tables with role and content) is written by the tokenizer's chat template,
-    with the end of the model's message before it and the opening of the next one after it.  The
+    with the end of the model's message before it and the opening of the next one after it.  A message of
+    role tool may have the tool's ``name``, which some templates need where there are several.  The
     rewards of all turns add up to the episode's; if no turn gives one, --rm-type scores the text.
     """
 
