@@ -256,3 +256,18 @@ def test_of_two_servers_one_dies_and_answers_go_on_under_their_own_versions(
         whole, adapted = len(kinds), len(LORA.targets(kinds))
         sent = [m["perf/published_tensors"] for m in jobs.Job(0, "", run_dir).metrics()]
         assert sent == [whole, adapted, adapted, whole, adapted, adapted]
+
+
+def test_servers_sample_the_first_rollout_of_a_start_adapter_with_it(
+    merged_job, tiny_flags, tmp_path
+):
+    """A merged server starts from the base: the adapter is sent before rollout 0."""
+    job = jobs.run(
+        *(tmp_path / "run", *tiny_flags, *ADAPTERS, *jobs.R3_FLAGS),
+        *("--expert-model-parallel-size", "1", "--num-rollout", "1", "--max-weight-staleness", "0"),
+        *("--lora-adapter-path", str(exported(merged_job) / "adapter")),
+        ranks=1,
+    )
+    assert job.code == 0, job.output
+    [metrics] = job.metrics()
+    assert metrics["train/log_prob_gap_max"] <= 1e-4, metrics

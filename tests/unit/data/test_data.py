@@ -319,6 +319,18 @@ def test_each_file_of_a_mixture_is_drawn_in_epochs_of_its_own(shuffle):
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
+def test_a_file_of_a_mixture_is_drawn_without_a_break_over_all_blocks(shuffle):
+    """Weights hold within each 1,000 draws; a file goes on where it was, in its own order."""
+    sizes, seed = [70, 2000], 5
+    drawn = drawn_by(MixedOrder(sizes, [1, 3], seed, shuffle), 0, 3000)
+    first = [index for index in drawn if index < 70]
+    second = [index - 70 for index in drawn if index >= 70]
+    assert (len(first), len(second)) == (750, 2250)
+    for size, own in zip(sizes, (first, second)):
+        assert own == drawn_by(PromptOrder(size, seed, shuffle), 0, len(own))
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
 def test_a_mixture_depends_on_seed_and_cursor_alone(shuffle):
     everything = drawn_by(MixedOrder([7, 9], [1, 2], 3, shuffle), 0, 2100)
     for start in (0, 1, 6, 999, 1000, 2050):

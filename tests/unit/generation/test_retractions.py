@@ -110,6 +110,18 @@ def test_three_retractions_of_one_request_in_a_row_end_the_run_with_the_pools_si
     assert [sample_id for sample_id, _, _ in engine.asked[:5]] == [0, 0, 1, 1, 1]
 
 
+def test_an_answer_that_is_kept_ends_a_row_of_retractions():
+    """Each segment of a rollout is retracted twice, six times in all."""
+    engine = SimulatedEngine(length=lambda _: 18, retracted=lambda n: n % 3 != 2)
+    settings = {"rollout_max_concurrency": 1, "n_samples_per_prompt": 1, "rollout_batch_size": 1}
+    with producer_of(engine, segment_len=6, **settings) as producer:
+        (sample,) = trained(producer)
+        assert producer.stats()["retracted_answers"] >= 6
+    asked = [tokens for sample_id, _, tokens in engine.asked if sample_id == 0]
+    assert asked == [0] * 3 + [6] * 3 + [12] * 3
+    assert sample.response_len == 18 and RETRACTED not in sample.token_ids
+
+
 @pytest.mark.parametrize("mode", ["drain", "in_place", "abort", "retract"])
 def test_a_request_is_asked_for_again_with_the_weights_that_the_servers_hold_by_then(mode):
     """An update passes while the answers of the second rollout are under way, which were retracted."""

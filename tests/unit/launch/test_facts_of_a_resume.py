@@ -1,0 +1,92 @@
+"""A resume with other settings of the data order names each of them, before any rank joins."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.unit.launch.test_preflight import ROOT, saved, start, words
+
+from r3train.config.options import parse_train_flags
+from r3train.launch.preflight import preflight
+from r3train.launch.resume import run_facts
+
+LINES = [{"input": "cat " * n, "label": "cat"} for n in (1, 2, 3, 12)]
+# key of the facts -> flags of the run, other flags on resuming, what is said
+CHANGED = {
+    "num_prompts": (
+        ("--rollout-max-prompt-len", "20"),
+        ("--rollout-max-prompt-len", "10"),
+        "num_prompts was 4, is 3",
+    ),
+    "rollout_batch_size": (
+        ("--rollout-batch-size", "4"),
+        ("--rollout-batch-size", "2"),
+        "rollout_batch_size was 4, is 2",
+    ),
+    "n_samples_per_prompt": (
+        ("--n-samples-per-prompt", "2"),
+        ("--n-samples-per-prompt", "4"),
+        "n_samples_per_prompt was 2, is 4",
+    ),
+    "rollout_seed": (
+        ("--rollout-seed", "1"),
+        ("--rollout-seed", "2"),
+        "rollout_seed was 1, is 2",
+    ),
+    "rollout_shuffle": (
+        ("--rollout-shuffle",),
+        ("--no-rollout-shuffle",),
+        "rollout_shuffle was True, is False",
+    ),
+    "prompt_files": (
+        ("--prompt-data", "{prompts}@[0:2]"),
+        ("--prompt-data", "{prompts}@[1:3]"),
+        "prompt_files was [['prompts.jsonl', 0, 2, None]], is [['prompts.jsonl', 1, 3, None]]",
+    ),
+}
+
+
+def facts(model, prompts, flags):
+    """The facts that a run with these flags saves."""
+    recipe = ("--config", str(ROOT / "configs/tiny_cpu.toml"))
+    data = ("--prompt-data", str(prompts), "--hf-checkpoint", str(model))
+    job = preflight(parse_train_flags([*recipe, *data, *flags], prog_name="train_async.py"), 2)
+    job.close()
+    return run_facts(job)
+
+
+def test_every_fact_is_compared(tiny, tmp_path):
+    prompts = written(tmp_path)
+    assert {*CHANGED, "lora", "prompt_data_sha256"} == {*facts(tiny / "model", prompts, ())}
+
+
+def written(directory):
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    return prompts
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_a_resume_with_another_data_order_names_the_setting(key, tiny, tmp_path):
+    prompts = written(tmp_path)
+    before, after, said = (
+        [part.format(prompts=prompts) for part in value] if isinstance(value, tuple) else value
+        for value in CHANGED[key]
+    )
+    saved(tmp_path / "saved", run=facts(tiny / "model", prompts, before))
+    common = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
+    same = start(tiny, *common, *before)
+    assert same.exit_code == 0, same.output
+    other = start(tiny, *common, *after)
+    assert other.exit_code == 2
+    assert f"cannot resume with other settings of the data order: {said}. Start" in words(other)
+
+
+def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
+    prompts = written(tmp_path)
+    saved(tmp_path / "saved", run=facts(tiny / "model", prompts, ()))
+    prompts.write_text(prompts.read_text().replace("cat cat cat", "cat cat dog", 1))
+    common = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
+    other = start(tiny, *common)
+    assert other.exit_code == 2 and "was trained on prompts of another content" in words(other)
