@@ -80,7 +80,10 @@ class Conversation:
             if result.reward is not None:
                 rewards.append(_finite(result.reward, step))
             observed = self._observed(result, step, int(sample.token_ids[-1]))
-            if result.done or last or len(observed) >= left:
+            if result.done or last:
+                break
+            if len(observed) >= left:  # the environment would have gone on: the episode is cut
+                sample = replace(sample, finish_reason="length")
                 break
             sample = stitch.observe(sample, observed)
         reward = sum(rewards) if rewards else None

@@ -136,11 +136,12 @@ def repetition(sample: RolloutSample) -> float:
 
 
 def _versions(s: TrainSample) -> np.ndarray:
-    """The weight versions that generated the sample, trained or masked; of several it spans an update.
+    """The weight versions that generated the response, trained or masked; of several it spans an update.
 
-    int32, ascending and distinct; empty for an answer without a token.
+    int32, ascending and distinct; empty for an answer without a token.  Earlier turns, which are the prompt of
+    a sample of one turn, do not count: they are samples of their own.
     """
-    versions = s.sample.weight_versions
+    versions = s.sample.weight_versions[s.sample.prompt_len :]
     return np.unique(versions[versions >= 0])
 
 

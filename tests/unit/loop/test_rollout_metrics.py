@@ -180,6 +180,38 @@ def test_one_sample_a_turn_counts_its_episode_once():
     assert got["rollout/response_len_mean"] == pytest.approx(7 / 3)
 
 
+def test_a_turn_is_as_stale_as_its_own_tokens():
+    """The prompt of a later turn holds the turns before, which are samples of their own."""
+    versions = np.array([-1, 3, 3, -1, 4, 4, 5], np.int32)
+    whole = replace(sample(0, 7), weight_versions=versions)
+    turns = []
+    for place, (start, end) in enumerate(((1, 3), (4, 7))):
+        own = np.zeros(end, dtype=bool)
+        own[start:] = True
+        turns.append(
+            replace(
+                *(whole,),
+                sample_id=place,
+                token_ids=whole.token_ids[:end],
+                prompt_len=start,
+                loss_mask=own,
+                rollout_log_probs=whole.rollout_log_probs[:end],
+                weight_versions=versions[:end],
+                trajectory_id=0,
+                is_last_step=place == 1,
+            )
+        )
+    algorithm = AlgorithmSection(advantage_estimator="reinforce_plus_plus")
+    samples, stats = train_samples([[(turn, 1.0) for turn in turns]], algorithm, 20)
+    got = rollout_metrics(5, stats, samples)
+    staleness = {k: v for k, v in got.items() if k.startswith("rollout/staleness_")}
+    assert staleness == {
+        **{"rollout/staleness_0": 0, "rollout/staleness_1": 1, "rollout/staleness_2": 1},
+        **{"rollout/staleness_mean": 1.5, "rollout/staleness_max": 2},
+    }
+    assert got["rollout/spanning_samples"] == 1
+
+
 def test_means_by_age_are_over_all_optimizer_steps_and_leave_out_ages_without_tokens():
     step = {"loss": 1.0, "loss_tokens_age_0": 3.0, "log_prob_gap_k1_age_0": 6.0}
     step |= {"loss_tokens_age_1": 0.0, "log_prob_gap_k1_age_1": 0.0}

@@ -1,0 +1,53 @@
+"""An episode that ends because what its environment says does not fit is counted as cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.unit.environments.test_environments import Script, play
+from tests.unit.simulated_engine import SimulatedEngine
+
+from r3train.algo.shaping import without_truncated
+from r3train.engine.backend import SamplingParams
+
+
+class Stops(SimulatedEngine):
+    """Ends each turn by itself after 3 tokens."""
+
+    def __init__(self):
+        super().__init__(length=lambda sample_id: 1000)
+
+    async def generate(self, request):
+        most = min(3, request.max_new_tokens)
+        segment = await super().generate(replace(request, max_new_tokens=most))
+        return replace(segment, finish_reason="stop") if most == 3 else segment
+
+
+@pytest.mark.parametrize("sample_a_turn", [False, True])
+@pytest.mark.parametrize(
+    "budget, turns, reason",
+    [
+        # 3 + 2 + 3 tokens: the next observation and one token of an answer need 3 more
+        (10, 2, "length"),
+        (11, 3, "length"),  # the third turn has one token
+        (5, 1, "length"),
+        (100, 3, "stop"),  # the most turns: the environment was told
+    ],
+)
+async def test_an_observation_that_does_not_fit_cuts_the_episode(
+    budget, turns, reason, sample_a_turn
+):
+    script = Script()
+    options = {"engine": Stops(), "max_turn_len": 9, "sample_a_turn": sample_a_turn}
+    samples, _ = await play(script, SamplingParams(budget), **options)
+    assert len(script.seen) == turns and len(samples) == (turns if sample_a_turn else 1)
+    assert [s.finish_reason for s in samples] == ["stop"] * (len(samples) - 1) + [reason]
+    [masked] = without_truncated([samples])
+    assert masked[-1].loss_mask.any() == (reason == "stop")
+
+
+async def test_an_episode_that_is_done_is_not_cut_by_what_is_said_at_its_end():
+    options = {"engine": Stops(), "max_turn_len": 9}
+    [sample], _ = await play(Script(done_at=1), SamplingParams(10), **options)
+    assert sample.finish_reason == "stop" and sample.response_len == 8
