@@ -176,3 +176,9 @@ def test_what_the_evidence_is_held_against_counts_the_ranks_of_a_stage():
     assert expected.expected_rows_filled == {1: 1, 2: 1}
     # one microbatch on each of the two data-parallel ranks of a layer's stage
     assert expected.expected_calls["train"]["replay_forward"] == {1: 2, 2: 2}
+
+
+def test_a_rollout_whose_turns_are_not_whole_episodes_is_refused():
+    turns = [sample(i, trajectory_id=0, is_last_step=False) for i in range(2)]
+    with pytest.raises(ValueError, match="sample 1 is the last of the batch and no last step"):
+        train_samples([[(turn, 1.0) for turn in turns]], AlgorithmSection(), 8)
