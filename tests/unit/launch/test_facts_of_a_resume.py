@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.launch.test_preflight import ROOT, saved, start, words
+from tests.unit.loop.test_rollout_file import scored
 
+from r3train.config import RunConfig
 from r3train.config.options import parse_train_flags
 from r3train.launch.preflight import preflight
-from r3train.launch.resume import run_facts
+from r3train.launch.resume import resume_point, run_facts
+from r3train.loop.rollout_file import BUFFER_FILE, write_samples
 
 LINES = [{"input": "cat " * n, "label": "cat"} for n in (1, 2, 3, 12)]
 # key of the facts -> flags of the run, other flags on resuming, what is said
@@ -90,3 +94,38 @@ def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
     common = ("--dry-run", "--prompt-data", str(prompts), "--load", str(tmp_path / "saved"))
     other = start(tiny, *common)
     assert other.exit_code == 2 and "was trained on prompts of another content" in words(other)
+
+
+def point(**settings):
+    """Where a job with these settings begins."""
+    config = RunConfig.from_toml(str(ROOT / "configs/tiny_cpu.toml"), settings)
+    return resume_point(SimpleNamespace(config=config, prompt_file=None))
+
+
+def test_the_runs_own_checkpoints_go_before_those_that_it_began_with(tmp_path):
+    own, first = tmp_path / "own", tmp_path / "first"
+    saved(first, 7)
+    flags = {"save": own, "auto_resume": True, "load": first}
+    began = point(**flags)
+    assert (began.checkpoint, began.start_rollout_id) == (first / "iter_0000007", 7)
+    saved(own, 3)
+    again = point(**flags)
+    assert (again.checkpoint, again.start_rollout_id) == (own / "iter_0000003", 3)
+    assert point(**flags | {"auto_resume": False}).checkpoint == first / "iter_0000007"
+    assert point().checkpoint is None and point().start_rollout_id == 0
+
+
+def test_a_start_from_the_weights_alone_takes_no_samples_and_begins_at_rollout_0(tmp_path):
+    path = saved(tmp_path, 7, has_buffer=True).parent
+    write_samples(path / BUFFER_FILE, scored(routes=False), {"next_step": 7})
+    began = point(load=tmp_path, load_model_only=True)
+    assert (began.start_rollout_id, began.model_only, began.buffer()) == (0, True, None)
+    whole = point(load=tmp_path)
+    assert whole.start_rollout_id == 7 and len(whole.buffer()[0]) == 4
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_a_start_from_weights_of_other_adapters_is_refused(model_only, tmp_path):
+    saved(tmp_path, 7, run={"lora": {"lora_rank": 4}})
+    with pytest.raises(ValueError, match="holds LoRA adapters, and --lora-rank is 0"):
+        point(load=tmp_path, load_model_only=model_only)
