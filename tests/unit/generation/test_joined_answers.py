@@ -84,3 +84,14 @@ def test_a_sample_of_one_turn_is_as_old_as_its_own_tokens():
     assert oldest_version(later) == 1
     own = np.arange(later.num_tokens) >= later.num_tokens - 2
     assert oldest_version(replace(later, loss_mask=own, prompt_len=5)) == 3
+
+
+def test_rows_that_come_twice_are_recorded_as_they_came_first():
+    """The evidence counts each row once, of the forward whose log-prob is trained."""
+    sample = extend(start(2), segment(start(2), 3, 1))
+    again = segment(sample, 2, 2, start_len=1)  # rows 1 to 3 are known already
+    whole = extend(sample, again)
+    assert [(first, len(rows)) for first, rows in whole.decoded] == [(0, 4), (4, 2)]
+    recorded = np.concatenate([rows for _, rows in whole.decoded])
+    np.testing.assert_array_equal(recorded, whole.routed_experts)
+    assert recorded[:, 0, 1].tolist() == [1] * 4 + [2] * 2

@@ -1,0 +1,74 @@
+"""One answer of an evaluation: its requests, what ends it, and its row."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.unit.generation.test_evaluation import Engine, eval_set
+from tests.unit.simulated_engine import SimulatedEngine
+
+from r3train.engine.backend import EngineError
+from r3train.generation import stitch
+from r3train.generation.evaluate import evaluate
+
+
+class Once:
+    async def __aenter__(self):
+        pass
+
+    async def __aexit__(self, *_):
+        pass
+
+
+def rows(engine, asked, version=0, on_answer=lambda: None):
+    return asyncio.run(evaluate(asked, engine, version, Once, on_answer))
+
+
+class Endless(Engine):
+    def __init__(self):
+        super().__init__(length=lambda sample_id: 1000)
+
+
+def two_turns(prompt):
+    """Six tokens, three words of an environment, and what is left of the budget."""
+
+    async def episode(generate, prompt, *, sampling, sample_id):
+        first = await generate(None, 6)
+        return [await generate(stitch.observe(first, [60, 61, 62]))], 0.5
+
+    return episode
+
+
+def test_a_turn_of_an_evaluation_comes_in_segments_up_to_its_own_limit():
+    engine = Endless()
+    asked = eval_set(num_prompts=1, num_samples=1, max_new_tokens=20)
+    asked = replace(asked, make_episode=two_turns, segment_len=4)
+    [row] = rows(engine, asked)
+    assert [r.max_new_tokens for r in engine.requests] == [4, 2, 4, 4, 3]
+    assert [len(r.token_ids) for r in engine.requests] == [2, 6, 11, 15, 19]
+    # 20 tokens of the budget, three of them the environment's
+    assert (row["response_len"], row["finish_reason"], row["reward"]) == (17, "length", 0.5)
+    assert row["answer"].split()[6:9] == ["60", "61", "62"]
+
+
+def test_an_answer_that_the_server_aborts_fails_the_set():
+    class Aborts(SimulatedEngine):
+        async def generate(self, request):
+            return replace(await super().generate(request), finish_reason="abort", rows=None)
+
+    with pytest.raises(EngineError, match=r"sample .*\(prompt 'e:0'\) was aborted"):
+        rows(Aborts(), eval_set(num_prompts=1, num_samples=1))
+
+
+def test_every_answer_is_counted_and_has_an_id_of_its_own():
+    engine, told = Endless(), []
+    asked = eval_set(num_prompts=3, num_samples=2)
+    found = rows(engine, asked, on_answer=lambda: told.append(1))
+    assert len(found) == len(told) == 6
+    ids = [r.sample_id for r in engine.requests]
+    assert len(set(ids)) == 6 and sorted(ids) == list(range(min(ids), min(ids) + 6))
+    assert {r.group_id for r in engine.requests} == {-2, -3, -4}
+    assert np.unique([r.weight_version for r in engine.requests]).tolist() == [0]
