@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from tests.unit.algo.rollouts import loss_rows
+from tests.unit.algo.rollouts import loss_rows, sample
 
-from r3train.algo.corrections import rollout_weights
+from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.corrections import kept_rows, rollout_weights
 from r3train.algo.divergence import MAX_LOG_RATIO
 from r3train.algo.losses.ppo import gspo, ppo
 from r3train.algo.policy_loss import microbatch_loss
@@ -51,3 +53,22 @@ def test_a_teacher_is_compared_with_the_policy_before_the_update():
     # old - teacher is 1: the advantage is 0.5, and the ratio e^-2
     assert out.sums["opd_reverse_kl"].item() == pytest.approx(2.0)
     assert out.sums["pg_loss"].item() == pytest.approx(-2 * 0.5 * math.exp(-2.0))
+
+
+def test_a_row_without_an_advantage_is_not_dropped_by_the_mask_of_off_policy_samples():
+    """The mask is of samples that are pushed away from: those with a negative advantage."""
+    rows = loss_rows(
+        full(3, -3.0),
+        full(3, -1.0),
+        torch.tensor([0.0, 1.0, -1.0]),
+        samples=torch.tensor([0, 1, 2]),
+    )
+    keep, sums = kept_rows(rows, AlgorithmSection(opsm_delta=0.5))
+    assert keep.tolist() == [True, True, False] and sums["opsm_dropped"] == 1
+
+
+def test_fine_tuning_has_an_advantage_of_1_on_what_is_trained_alone():
+    [[advantages]] = token_advantages(
+        [[sample(0, 3)]], np.zeros((1, 1)), AlgorithmSection(loss_type="sft")
+    )
+    assert advantages.tolist() == [0.0, 1.0, 1.0]
