@@ -330,6 +330,17 @@ def test_a_file_of_a_mixture_is_drawn_without_a_break_over_all_blocks(shuffle):
         assert own == drawn_by(PromptOrder(size, seed, shuffle), 0, len(own))
 
 
+def test_the_files_of_a_mixture_are_mixed_anew_in_each_block_and_for_each_seed():
+    def files(seed, shuffle=True):
+        return [n >= 70 for n in drawn_by(MixedOrder([70, 2000], [1, 3], seed, shuffle), 0, 2000)]
+
+    one, other = files(5), files(6)
+    assert one[:1000] != one[1000:] and sorted(one[:1000]) == sorted(one[1000:])
+    assert one != other and sorted(one) == sorted(other)
+    spread = files(5, shuffle=False)
+    assert spread[:1000] == spread[1000:] == files(6, shuffle=False)[:1000]
+
+
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_a_mixture_depends_on_seed_and_cursor_alone(shuffle):
     everything = drawn_by(MixedOrder([7, 9], [1, 2], 3, shuffle), 0, 2100)
