@@ -1,4 +1,4 @@
-"""When servers may start with other weights than the actor, which are then sent before rollout 0."""
+"""Servers that may start with other weights than the actor are sent its own before rollout 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tokens of a conversation are trained: spaces, the end of an answer, and nothing after it."""
+"""The tokens of a conversation that are trained: spaces, the end of an answer, and nothing after it."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_the_end_of_an_answer_is_trained_where_nothing_follows_it(tiny, tmp_path
 
 
 def test_what_the_template_writes_after_a_stop_token_is_not_trained(tiny, tmp_path):
-    """Where no token ends an answer for the servers, all that the template writes for it is trained."""
+    """Without a token that ends answers for the servers, all that the template writes is trained."""
     assert answers(tiny, tmp_path, QWEN)[0] == "x  =   1\n    y<|im_end|>"
     assert answers(tiny, tmp_path, QWEN, stop=False)[0] == "x  =   1\n    y<|im_end|>\n"
     assert answers(tiny, tmp_path, ENDLESS) == ["x  =   1\n    y", "  x"]

@@ -143,7 +143,7 @@ def test_a_template_that_forgets_thoughts_trains_the_last_answer(tmp_path):
 
 
 def test_a_template_whose_opening_is_not_that_of_the_answer_is_refused(tmp_path):
-    """What asks for an answer must begin the answer, or its place would not be known."""
+    """The words that ask for an answer must begin the answer, or its place would not be known."""
     asks = TEMPLATE.replace("<assistant> {% endif %}", "<assistant> hm {% endif %}")
     talk = [says("user", "cat"), says("assistant", "dog")]
     with pytest.raises(ValueError, match="line 1: the chat template renders message 2 otherwise"):

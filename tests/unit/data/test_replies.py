@@ -1,4 +1,4 @@
-"""What follows an answer of templates that end it as GLM-4.5's, or that want a call as gpt-oss's."""
+"""Replies to answers of templates that end them as GLM-4.5's, or that want a call as gpt-oss's."""
 
 from __future__ import annotations
 

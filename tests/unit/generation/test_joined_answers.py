@@ -1,4 +1,4 @@
-"""What a sample keeps of each of its answers, and what the next request says of the sample."""
+"""Samples keep the facts of each of their answers, and the next request tells those of the sample."""
 
 from __future__ import annotations
 

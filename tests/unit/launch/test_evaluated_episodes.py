@@ -1,4 +1,4 @@
-"""What an evaluation asks a server for, and what its rows tell of an episode of several turns."""
+"""Requests of an evaluation, and its rows of episodes of several turns."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_resume_with_prompts_of_another_content_is_refused(tiny, tmp_path):
 
 
 def point(**settings):
-    """Where a job with these settings begins."""
+    """The start of a job with these settings."""
     config = RunConfig.from_toml(str(ROOT / "configs/tiny_cpu.toml"), settings)
     return resume_point(SimpleNamespace(config=config, prompt_file=None))
 

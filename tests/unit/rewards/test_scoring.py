@@ -124,6 +124,12 @@ def test_reward_key_picks_from_a_table():
         scored(settings("half", reward_key="score"), sample())
 
 
+def test_a_reward_that_may_be_missing_scores_where_it_is_named():
+    data = settings(rm_type="exact_match")
+    assert scored(data, sample("x"), sample("y"), optional=True) == [1.0, 0.0]
+    assert scored(settings(), sample("x"), optional=True) == [0.0]
+
+
 def test_all_calls_share_the_state_of_one_process():
     many = [sample(number=n) for n in range(20)]
     assert sorted(scored(settings("counts_calls"), *many)) == [float(n + 1) for n in range(20)]
