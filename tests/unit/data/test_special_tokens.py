@@ -34,3 +34,12 @@ def test_a_prompt_begins_with_one_token_of_the_beginning(chat, expected, tmp_pat
     data = DataSection(prompt_data=str(path), apply_chat_template=chat)
     [prompt] = load_prompts(PromptFile(path), data, tokenizer(), (10, "limit"))
     assert [WORDS[i] for i in prompt.token_ids] == expected
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_half_of_a_surrogate_pair_is_refused_with_its_line(chat, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input": "cat \\ud800", "label": 1}\n')
+    data = DataSection(prompt_data=str(path), apply_chat_template=chat)
+    with pytest.raises(ValueError, match="line 1: character .* half of a surrogate pair"):
+        load_prompts(PromptFile(path), data, tokenizer(), (10, "limit"))

@@ -51,3 +51,23 @@ async def test_an_episode_that_is_done_is_not_cut_by_what_is_said_at_its_end():
     options = {"engine": Stops(), "max_turn_len": 9}
     [sample], _ = await play(Script(done_at=1), SamplingParams(10), **options)
     assert sample.finish_reason == "stop" and sample.response_len == 8
+
+
+async def test_a_turn_that_the_server_aborted_is_the_last_and_its_environment_is_told():
+    class Aborts(Stops):
+        async def generate(self, request):
+            return replace(await super().generate(request), finish_reason="abort")
+
+    script = Script()
+    [sample], reward = await play(script, SamplingParams(100), engine=Aborts(), max_turn_len=9)
+    assert [turn.is_last for turn in script.seen] == [True] and reward == 0.25
+    assert sample.finish_reason == "abort" and sample.response_len == 3
+
+
+@pytest.mark.parametrize("budget, told", [(4, True), (5, False)])
+async def test_an_environment_is_told_where_no_observation_and_answer_fit_any_more(budget, told):
+    """After 3 tokens one is left: an observation of a token leaves none for an answer."""
+    script = Script()
+    [sample], _ = await play(script, SamplingParams(budget), engine=Stops(), max_turn_len=9)
+    assert [turn.is_last for turn in script.seen] == [told]
+    assert sample.finish_reason == ("stop" if told else "length")
