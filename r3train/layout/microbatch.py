@@ -159,6 +159,15 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
     return versions[np.minimum.accumulate(known[::-1])[::-1]]
 
 
+def rows_never_computed(sample: RolloutSample) -> int:
+    """Count the rows of tokens that were no request's input: from the last generated token on.
+
+    Of a whole answer the last token alone; of an environment's tokens all that no answer followed.
+    """
+    generated = np.flatnonzero(sample.weight_versions >= 0)
+    return sample.num_tokens - (int(generated[-1]) if len(generated) else 0)
+
+
 def route_parts(
     samples: Sequence[RolloutSample], route_shape: RouteShape
 ) -> tuple[np.ndarray, ...]:

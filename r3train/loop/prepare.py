@@ -22,7 +22,7 @@ from r3train.config import RunConfig
 from r3train.config.algorithm import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
 from r3train.layout.bins import deal_bins, pack_bins
-from r3train.layout.microbatch import build_microbatch, row_versions
+from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
 from r3train.loop.recorded import Recorded, decoded_kept_tokens, decoded_rows
 from r3train.proof.check import Place, StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
@@ -274,6 +274,7 @@ def step_expectation(
         expected_fingerprints=dict(zip(layers, of_all.fingerprints.sum(axis=0).tolist())),
         expected_rows_replayed=dict(zip(layers, whole.tolist())),
         expected_rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
+        rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
         expected_rows_current=_rows_current(rollout_id, versions, config, passes),
         expected_kept_current=kept_current,
         keep_score_ratio=config.replay.r3_keep_score_ratio,

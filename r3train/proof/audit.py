@@ -61,6 +61,7 @@ _QUANTITIES = {
     "fingerprint": ("applied", "route fingerprint"),
     "rows_replayed": ("covered", "rows replayed"),
     "rows_filled": ("covered", "rows with filled slots"),
+    "rows_left_out": ("covered", "rows that servers computed and did not report"),
     "rows_native": ("covered", "rows the router chose itself"),
     "duplicate_rows": ("covered", "rows with fewer experts than top-k"),
     "map_deviation": ("covered", "entries of the routing map beyond rows x top-k"),
@@ -486,7 +487,12 @@ class _RunAudit:
             yield step.finding(reasons[0][0], f"the run itself judged it failed ({text:.400})")
 
     def _suspects(self, step: _Step, f: Failure) -> tuple[int, ...]:
-        """The ranks that a failure points at: at best the one, at worst all that hold the layer."""
+        """The ranks that a failure points at: at best the one, at worst all that hold the layer.
+
+        None for one of the servers'.
+        """
+        if f.what == "rows_left_out":
+            return ()
         layer = f.layer_number
         holders = {r for r, t in step.of_rank.items() if any(cell[2] == layer for cell in t.cells)}
         own = {rank: step.of_rank[rank].counters(_cell(f)).get(f.what, 0) for rank in holders}

@@ -247,6 +247,8 @@ class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
     expected_fingerprints: dict[LayerNumber, Fingerprint]
     expected_rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
     expected_rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
+    # rows that no server computed, as many in every router: not known of old evidence
+    rows_never_computed: Amount | None = None
     # rows of the weight version that the actor holds: not known of old evidence
     expected_rows_current: dict[ReplayPass, Amount] | None = None
     # the same of tokens with kept tokens, drawn by the weights that the actor holds; None without such
@@ -359,6 +361,9 @@ def judge(
             counts[name] += got[name]
         wanted = _wanted(cell, got, expectation)
         got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+        if "rows_left_out" in wanted:
+            filled = expectation.expected_rows_filled[cell[2]]
+            got["rows_left_out"] = filled - expectation.rows_never_computed
         whole = got["rows_replayed"] + got["rows_let_go"]
         failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
         # the current rows with a missing slot are not compared: there are at most those replayed
@@ -405,6 +410,9 @@ def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> di
         # recorded rows that were left over would be missing here
         wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_let_go"]
         wanted["rows_filled"] = expectation.expected_rows_filled[layer]
+        if stage != SAMPLING_MASK and expectation.rows_never_computed is not None:
+            # a server that computes a row and does not report it leaves the choice to the trainer
+            wanted["rows_left_out"] = 0
         current = expectation.expected_rows_current
         if stage == SAMPLING_MASK:
             current = expectation.expected_kept_current

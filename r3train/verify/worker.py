@@ -28,6 +28,7 @@ from r3train.trainer.megatron.cpu_device import prepare_device  # noqa: E402
 warnings.filterwarnings("ignore")
 DEVICE = prepare_device()
 
+import msgspec  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -225,7 +226,10 @@ class CaseRun:
         slices, recorded = routes.slices(prepared, count), routes.recorded(prepared)
         if self.case.order_seed is not None:
             slices.reverse()
-        return slices, prepared.expectation(recorded) if prepared else None
+        # the batch has holes that stand for rows which an engine did not report
+        expectation = prepared.expectation(recorded) if prepared else None
+        known = {"rows_never_computed": None}
+        return slices, msgspec.structs.replace(expectation, **known) if expectation else None
 
     def _streams(self, slices: list[RankSlice], stream: np.ndarray) -> dict[int, torch.Tensor]:
         """A flat per-token stream as {microbatch_id: float32[n]}, laid out as the slices are."""

@@ -207,6 +207,7 @@ def expectation_of(
             moe_layers=LAYERS,
             recomputed=(),
         ),
+        rows_never_computed=4 * calls if versions else None,
         expected_rows_current=current if versions else None,
         keep_score_ratio=0.0 if versions else None,
         places=[Place([rank], own) for rank, own in each.items()],

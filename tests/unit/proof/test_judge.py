@@ -1,0 +1,560 @@
+"""The judge on every kind of record: recomputations, copies, kept tokens, slots that were let go.
+
+Each test starts from a step that passes, changes one thing, and names the quantities that fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from r3train.proof.check import (
+    agreement_shares,
+    COUNTS,
+    expected_calls,
+    Failure,
+    judge,
+    Sampling,
+    SAMPLING_MASK,
+    StepExpectation,
+    StepTotals,
+    StepVerdict,
+    sums_of,
+)
+from r3train.types import ReplayEvidence, RouteShape
+from tests.unit.evidence_dirs import record
+
+SHAPE = RouteShape(2, 2, 8)
+PASSES = ("old_log_prob", "ref_log_prob", "train")
+OUTPUT = SHAPE.output_layer
+ROWS, FILLED, PADDING, GONE, KEPT = 90, 4, 6, 10, 50
+# of the actor's own weight version: rows of routers, and tokens with kept tokens
+CURRENT = {"old_log_prob": 60, "ref_log_prob": 0, "train": 40}
+KEPT_CURRENT = {"old_log_prob": 30, "ref_log_prob": 0, "train": 20}
+
+
+def right_step() -> list[ReplayEvidence]:
+    """Two microbatches of two layers and of kept tokens; layer 1 is recomputed; rank 1 sees copies."""
+    calls = []
+    for replay_pass in PASSES:
+        for microbatch in (0, 1):
+            for layer, stage in (
+                (1, "replay_forward"),
+                (2, "replay_forward"),
+                (1, "replay_backward"),
+            ):
+                if stage == "replay_backward" and replay_pass != "train":
+                    continue
+                current = CURRENT[replay_pass]
+                calls.append(
+                    record(
+                        *(0, 0, replay_pass, layer),
+                        stage=stage,
+                        microbatch_id=microbatch,
+                        num_rows=ROWS + GONE + FILLED + PADDING,
+                        rows_replayed=ROWS,
+                        rows_let_go=GONE,
+                        rows_filled=FILLED,
+                        rows_padding=PADDING,
+                        map_sum=2 * (ROWS + GONE + FILLED + PADDING),
+                        fingerprint=(1 << 63) + layer,
+                        rows_current=current,
+                        rows_current_equal=current,
+                        rows_current_mismatch=0,
+                        slots_let_go=GONE + 3,
+                        let_go_off=0,
+                    )
+                )
+            current = KEPT_CURRENT[replay_pass]
+            calls.append(
+                record(
+                    *(0, 0, replay_pass, OUTPUT),
+                    stage=SAMPLING_MASK,
+                    microbatch_id=microbatch,
+                    rows_replayed=KEPT,
+                    rows_filled=ROWS + GONE + FILLED - KEPT,
+                    num_rows=ROWS + GONE + FILLED + PADDING,
+                    rows_padding=PADDING,
+                    replay_idx_sum=321,
+                    map_sum=321,
+                    fingerprint=5,
+                    rows_equal=40,
+                    rows_overlap=9,
+                    rows_mismatch=1,
+                    rows_current=current,
+                    rows_current_equal=current,
+                    rows_current_mismatch=0,
+                    slots_let_go=0,
+                    rows_let_go=0,
+                    let_go_off=0,
+                )
+            )
+    # a rank that sees copies of rank 0's tokens: its calls and their errors count, its rows do not
+    return calls + [replace(c, rank=1, counts_tokens=False, fingerprint=77) for c in calls]
+
+
+def expectation(**changes) -> StepExpectation:
+    num_rows = 2 * (ROWS + GONE + FILLED)
+    values = dict(
+        step=3,
+        expected_fingerprints={1: 2, 2: 4, OUTPUT: 10},  # of two microbatches, mod 2^64
+        expected_rows_replayed={1: 2 * (ROWS + GONE), 2: 2 * (ROWS + GONE), OUTPUT: 2 * KEPT},
+        expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED, OUTPUT: num_rows - 2 * KEPT},
+        rows_never_computed=2 * FILLED,
+        expected_rows_current={p: 2 * n for p, n in CURRENT.items()},
+        expected_kept_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
+        keep_score_ratio=0.5,
+        expected_calls=expected_calls(
+            passes=PASSES,
+            num_microbatches=2,
+            ranks_per_stage=2,
+            moe_layers=(1, 2),
+            recomputed=(1,),
+            kept_layers=(OUTPUT,),
+        ),
+    )
+    return StepExpectation(**{**values, **changes})
+
+
+def judged(calls, threshold: float = 0.03, **changes) -> StepVerdict:
+    totals = StepTotals(SHAPE)
+    for call in calls:
+        totals.add(call)
+    return judge(totals, expectation(**changes), SHAPE, mismatch_threshold=threshold)
+
+
+def at(
+    calls: list[ReplayEvidence], change: Callable[[ReplayEvidence], dict], **place
+) -> list[ReplayEvidence]:
+    """The calls, the first one at ``place`` changed."""
+    found = [i for i, c in enumerate(calls) if all(getattr(c, k) == v for k, v in place.items())]
+    changed = list(calls)
+    changed[found[0]] = replace(calls[found[0]], **change(calls[found[0]]))
+    return changed
+
+
+def test_a_right_step_passes_and_its_counts_are_those_of_router_calls_of_ranks_that_count():
+    verdict = judged(right_step())
+    assert verdict.passed and not verdict.failures and verdict.stale_warning is None
+    calls = 2 * (3 * 2 + 1)  # microbatches x (passes x layers + the recomputation)
+    assert verdict.counts["num_calls"] == verdict.counts["num_calls_expected"] == 2 * calls
+    assert verdict.counts["rows_replayed"] == calls * ROWS
+    assert verdict.counts["rows_let_go"] == calls * GONE
+    assert verdict.counts["slots_let_go"] == calls * (GONE + 3)
+    assert verdict.counts["rows_current"] == 2 * (2 * 60 + 3 * 40)
+    assert verdict.counts["rows_mismatch"] == calls  # without that of kept tokens
+    assert set(verdict.counts) == {*COUNTS, "num_calls", "num_calls_expected"}
+
+
+def test_agreement_is_that_of_the_first_forwards_and_of_kept_tokens_there():
+    shares = judged(right_step()).agreement
+    compared = 2 * 2 * (ROWS + GONE)  # layers x microbatches x rows
+    assert shares["equal"] == 2 * 2 * 90 / compared and shares["mismatch"] == 4 / compared
+    assert shares["control_token_plus"] == 2 * 2 * 21 / compared
+    assert shares["current_equal"] == 1.0 and shares["current_mismatch"] == 0.0
+    assert shares["stale_equal"] == (90 - 60) / 40 and shares["stale_mismatch"] == 1 / 40
+    assert shares["kept_equal"] == 40 / 50 and shares["kept_mismatch"] == 1 / 50
+    assert shares["chance_equal"] == pytest.approx(1 / 28)
+    # without an old-log-prob pass the train forward is the first
+    calls = [c for c in right_step() if c.replay_pass == "train"]
+    only = expected_calls(
+        passes=("train",),
+        num_microbatches=2,
+        ranks_per_stage=2,
+        moe_layers=(1, 2),
+        recomputed=(1,),
+        kept_layers=(OUTPUT,),
+    )
+    verdict = judged(
+        calls,
+        expected_calls=only,
+        expected_rows_current={"train": 80},
+        expected_kept_current={"train": 40},
+    )
+    assert verdict.passed and verdict.agreement["stale_equal"] == (90 - 40) / 60
+
+
+def test_no_row_has_no_shares_and_rows_of_one_kind_have_no_shares_of_the_other():
+    zero = StepTotals(SHAPE).counters(("train", "replay_forward", 1))
+    assert agreement_shares([zero], SHAPE) == {}
+    whole = {**zero, "rows_replayed": 8, "rows_let_go": 2, "rows_current": 12, "rows_equal": 5}
+    shares = agreement_shares([whole], SHAPE)  # of those current, two have a missing slot
+    assert shares["equal"] == 0.5 and "stale_equal" not in shares
+    stale = agreement_shares([{**whole, "rows_current": 0}], SHAPE)
+    assert stale["stale_equal"] == 0.5 and "current_equal" not in stale
+
+
+FAULTS = {
+    "padding for rows": (
+        lambda c: {"rows_replayed": c.rows_replayed - 2, "rows_padding": c.rows_padding + 2},
+        {"rows_replayed", "rows_compared"},
+    ),
+    "filled for rows": (
+        lambda c: {
+            "rows_replayed": c.rows_replayed - 2,
+            "rows_filled": c.rows_filled + 2,
+            "rows_equal": c.rows_equal - 2,
+        },
+        {"rows_replayed", "rows_filled"},
+    ),
+    "a row more": (lambda c: {"num_rows": c.num_rows + 1}, {"row_kinds_off", "map_deviation"}),
+    "a row less": (lambda c: {"num_rows": c.num_rows - 1}, {"row_kinds_off", "map_deviation"}),
+    "let go and replayed": (
+        lambda c: {"rows_let_go": c.rows_let_go + 1, "slots_let_go": c.slots_let_go + 1},
+        {"row_kinds_off", "rows_replayed", "rows_compared"},
+    ),
+    "a choice of the map": (lambda c: {"map_sum": c.map_sum + 1}, {"map_deviation"}),
+    "a choice less": (lambda c: {"map_sum": c.map_sum - 1}, {"map_deviation"}),
+    "top-k": (
+        lambda c: {"topk": 3, "map_sum": 3 * c.num_rows},
+        {"topk_off"},
+    ),
+    "ids too small": (lambda c: {"replay_idx_sum": c.num_rows - 1}, {"replay_idx_sum_off"}),
+    "ids too large": (lambda c: {"replay_idx_sum": 13 * c.num_rows + 1}, {"replay_idx_sum_off"}),
+    "duplicates": (lambda c: {"duplicate_rows": 1}, {"duplicate_rows"}),
+    "native": (
+        lambda c: {"rows_native": 2, "rows_padding": c.rows_padding - 2},
+        {"rows_native"},
+    ),
+    "recomputed": (lambda c: {"rows_recompute_differ": 1}, {"rows_recompute_differ"}),
+    "rule of slots": (lambda c: {"let_go_off": 1}, {"let_go_off"}),
+    "fingerprint": (lambda c: {"fingerprint": c.fingerprint + 1}, {"fingerprint"}),
+    "current": (lambda c: {"rows_current": c.rows_current + 1}, {"rows_current"}),
+    "more current than rows": (
+        lambda c: {"rows_current": ROWS + GONE + FILLED + 1},
+        {"rows_current", "later_off"},
+    ),
+    "more current compared than current": (
+        lambda c: {"rows_current_mismatch": 1},
+        {"later_off"},
+    ),
+    "more current equal than equal": (
+        lambda c: {"rows_equal": 59, "rows_overlap": 40, "rows_current": 60},
+        {"later_off"},
+    ),
+    "more current mismatch than mismatch": (
+        lambda c: {"rows_current_mismatch": 2, "rows_current_equal": 50},
+        {"later_off"},
+    ),
+    "fewer slots than rows let go": (lambda c: {"slots_let_go": GONE - 1}, {"later_off"}),
+    "more slots than rows have": (
+        lambda c: {"slots_let_go": 2 * (GONE + FILLED) + 1},
+        {"later_off"},
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_one_call_of_an_old_log_prob_pass_fails_its_own_quantities(fault):
+    change, what = FAULTS[fault]
+    place = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=2, rank=0)
+    failures = judged(at(right_step(), change, **place), threshold=1.0).failures
+    assert {f.what for f in failures} == what
+    assert {(f.replay_pass, f.stage, f.layer_number) for f in failures} == {
+        ("old_log_prob", "replay_forward", 2)
+    }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rows_current": ROWS + GONE + FILLED},  # the missing slots' rows among them
+        {"slots_let_go": 2 * (GONE + FILLED)},
+        {"slots_let_go": GONE},
+        {"replay_idx_sum": ROWS + GONE + FILLED + PADDING},
+        {"replay_idx_sum": 13 * (ROWS + GONE + FILLED + PADDING)},
+    ],
+    ids=str,
+)
+def test_the_most_and_the_least_that_a_call_can_have_pass(change):
+    place = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=2, rank=0)
+    failed = judged(at(right_step(), lambda c: change, **place), threshold=1.0).failures
+    assert not {f.what for f in failed} - {"rows_current"}
+
+
+@pytest.mark.parametrize(
+    "name, counts",
+    [
+        ("duplicate_rows", True),
+        ("let_go_off", True),
+        ("rows_recompute_differ", False),
+        ("rows_mismatch", False),
+        ("rows_current", False),
+        ("fingerprint", False),
+        ("control_token_plus", False),
+    ],
+)
+def test_of_a_rank_that_sees_copies_calls_and_their_errors_count_alone(name, counts):
+    calls = right_step()
+    place = dict(replay_pass="train", stage="replay_forward", layer_number=1, rank=1)
+    changed = at(calls, lambda c: {name: getattr(c, name) + 1}, **place)
+    assert {f.what for f in judged(changed, threshold=1.0).failures} == (
+        {name} if counts else set()
+    )
+    native = at(calls, lambda c: {"rows_native": 1, "rows_padding": c.rows_padding - 1}, **place)
+    assert {f.what for f in judged(native).failures} == {"rows_native"}
+    kinds = at(calls, lambda c: {"rows_padding": c.rows_padding + 1}, **place)
+    assert {f.what for f in judged(kinds).failures} == {"row_kinds_off"}
+    maps = at(calls, lambda c: {"map_sum": c.map_sum - 1}, **place)
+    assert {f.what for f in judged(maps).failures} == {"map_deviation"}
+    assert {f.what for f in judged(calls[:-1]).failures} == {"num_calls"}
+
+
+@pytest.mark.parametrize(
+    "change, what",
+    [
+        (lambda c: {"map_sum": c.map_sum + 1}, {"map_deviation"}),
+        (lambda c: {"map_sum": 322, "replay_idx_sum": 322}, set()),  # as many are left as kept
+        (lambda c: {"replay_idx_sum": 10**6, "map_sum": 10**6}, set()),  # no sum of expert ids
+        (lambda c: {"fingerprint": 6}, {"fingerprint"}),
+        (lambda c: {"rows_current": c.rows_current + 1}, {"rows_current"}),
+        (
+            lambda c: {"rows_native": 1, "rows_filled": c.rows_filled - 1},
+            {"rows_native", "rows_filled"},
+        ),
+        (lambda c: {"duplicate_rows": 1}, {"duplicate_rows"}),
+        (lambda c: {"rows_equal": 39}, {"rows_compared"}),
+    ],
+)
+def test_a_fault_in_kept_tokens_fails_its_own_quantities(change, what):
+    place = dict(replay_pass="train", stage=SAMPLING_MASK, rank=0)
+    failures = judged(at(right_step(), change, **place), threshold=1.0).failures
+    assert {f.what for f in failures} == what
+    assert {f.layer_number for f in failures} <= {OUTPUT}
+
+
+def test_slots_that_were_let_go_fail_where_no_ratio_lets_any_go():
+    for ratio in (0.0, None):
+        failures = judged(right_step(), keep_score_ratio=ratio).failures
+        assert {f.what for f in failures} == {"slots_let_go", "rows_let_go"}
+        assert len(failures) == 2 * 7  # in every place of routers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"replay_pass": "old_log_prob", "stage": "replay_backward"},
+        {"layer_number": 5},
+        {"stage": SAMPLING_MASK, "layer_number": 2, "map_sum": 777},
+    ],
+    ids=str,
+)
+def test_a_call_in_a_place_where_nobody_expected_one_fails(change):
+    calls = right_step()
+    (extra, *_) = [c for c in calls if (c.replay_pass, c.layer_number) == ("old_log_prob", 2)]
+    verdict = judged([*calls, replace(extra, **change)], threshold=1.0)
+    failure = verdict.failures[-1]
+    assert not verdict.passed and (failure.what, failure.got, failure.expected) == (
+        "num_calls",
+        1,
+        0,
+    )
+    place = (failure.replay_pass, failure.stage, failure.layer_number)
+    unexpected = replace(extra, **change)
+    assert place == (unexpected.replay_pass, unexpected.stage, unexpected.layer_number)
+
+
+def test_calls_of_a_pass_that_nobody_expected_fail():
+    calls = right_step()
+    only = expectation(
+        expected_calls={
+            p: of for p, of in expectation().expected_calls.items() if p != "ref_log_prob"
+        }
+    )
+    totals = StepTotals(SHAPE)
+    for call in calls:
+        totals.add(call)
+    verdict = judge(totals, only, SHAPE, mismatch_threshold=1.0)
+    assert {(f.replay_pass, f.what, f.got, f.expected) for f in verdict.failures} == {
+        ("ref_log_prob", "num_calls", 4, 0)
+    }
+    assert not verdict.passed
+    with pytest.raises(
+        AssertionError, match="step 3:\n  ref_log_prob/replay_forward layer 1: num_"
+    ):
+        verdict.raise_if_failed()
+
+
+def test_the_threshold_is_the_share_of_current_rows_and_kept_tokens_have_it_too():
+    place = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=1, rank=0)
+
+    def mismatching(n):
+        return lambda c: {
+            "rows_mismatch": n + 1,
+            "rows_equal": 90 - n,
+            "rows_current_mismatch": n,
+            "rows_current_equal": 60 - n,
+        }
+
+    # of 120 current rows 6 are exactly a twentieth
+    assert judged(at(right_step(), mismatching(6), **place), threshold=0.05).passed
+    verdict = judged(at(right_step(), mismatching(7), **place), threshold=0.05)
+    assert not verdict.passed and not verdict.failures
+    (above,) = verdict.above_threshold
+    assert (above.what, above.got, above.expected) == ("rows_current_mismatch", 7, 6.0)
+    assert verdict.threshold_error.startswith(
+        "R3 mismatch tokens (7) > threshold (6) at step 3, old_log_prob/replay_forward, layer 1, of 120"
+    )
+    assert (
+        "of 80 rows of other weights, which are not judged, 2 mismatch" in verdict.threshold_error
+    )
+    with pytest.raises(AssertionError, match=r"^R3 mismatch tokens \(7\) > threshold \(6\)"):
+        verdict.raise_if_failed()
+    kept = dict(replay_pass="train", stage=SAMPLING_MASK, rank=0)
+
+    def of_kept(c):
+        return {
+            "rows_mismatch": 4,
+            "rows_equal": 37,
+            "rows_current_mismatch": 3,
+            "rows_current_equal": 17,
+        }
+
+    verdict = judged(at(right_step(), of_kept, **kept), threshold=0.05)
+    assert [f.stage for f in verdict.above_threshold] == [SAMPLING_MASK]
+    # the first place is the one that the error names
+    both = at(at(right_step(), mismatching(7), **place), of_kept, **kept)
+    verdict = judged(both, threshold=0.05)
+    assert len(verdict.above_threshold) == 2 and "layer 1" in verdict.threshold_error
+
+
+def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_worst_place():
+    def stale(n):
+        return lambda c: {"rows_mismatch": n, "rows_equal": 91 - n}
+
+    place = dict(stage="replay_forward", rank=0)
+    old = dict(place, replay_pass="old_log_prob", layer_number=1)
+    train = dict(place, replay_pass="train", layer_number=2)
+    # each of a second microbatch adds one of 40 and 60 rows
+    assert judged(at(right_step(), stale(3), **old), threshold=0.05).stale_warning is None
+    verdict = judged(at(right_step(), stale(4), **old), threshold=0.05)
+    assert verdict.passed and "5 of 80 rows at step 3, old_log_prob/replay_forward, layer 1" in (
+        verdict.stale_warning
+    )
+    worst = at(at(right_step(), stale(9), **old), stale(20), **train)
+    assert (
+        "21 of 120 rows at step 3, train/replay_forward, layer 2"
+        in judged(worst, threshold=0.05).stale_warning
+    )
+    # the reference's own weights and kept tokens are not those that grow stale
+    reference = dict(place, replay_pass="ref_log_prob", layer_number=1)
+    assert judged(at(right_step(), stale(50), **reference), threshold=0.05).stale_warning is None
+    kept = dict(replay_pass="old_log_prob", stage=SAMPLING_MASK, rank=0)
+
+    def of_kept(c):
+        return {"rows_mismatch": 20, "rows_equal": 30, "rows_overlap": 0}
+
+    assert judged(at(right_step(), of_kept, **kept), threshold=0.05).stale_warning is None
+
+
+def test_evidence_that_tells_no_versions_is_judged_as_if_all_rows_were_current():
+    old = dict.fromkeys(
+        (
+            "rows_current",
+            "rows_current_equal",
+            "rows_current_mismatch",
+            "slots_let_go",
+            "rows_let_go",
+            "let_go_off",
+        )
+    )
+    calls = [
+        replace(c, **old, num_rows=c.num_rows - GONE, map_sum=c.map_sum - 2 * GONE, rows_equal=80)
+        for c in right_step()
+        if c.stage != SAMPLING_MASK
+    ]
+    known = expectation()
+    bare = msgspec.structs.replace(
+        known,
+        expected_fingerprints={1: 2, 2: 4},
+        expected_rows_replayed={1: 2 * ROWS, 2: 2 * ROWS},
+        expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED},
+        rows_never_computed=None,
+        expected_rows_current=None,
+        expected_kept_current=None,
+        keep_score_ratio=None,
+        expected_calls={
+            p: {stage: n for stage, n in of.items() if stage != SAMPLING_MASK}
+            for p, of in known.expected_calls.items()
+        },
+    )
+
+    def verdict(of, threshold):
+        totals = StepTotals(SHAPE)
+        for call in of:
+            totals.add(call)
+        return judge(totals, bare, SHAPE, mismatch_threshold=threshold)
+
+    right = verdict(calls, 0.02)
+    assert right.passed and right.counts["rows_current"] == 14 * ROWS
+    assert not verdict(calls, 0.01).passed
+    (summed, *_) = sums_of(calls)
+    assert summed.rows_current is None
+    mixed = sums_of([calls[0], replace(calls[0], rows_current=1)])
+    assert mixed[0].rows_current is None  # known of some is known of none
+
+
+def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others():
+    failures = [Failure("train", "replay_forward", n, "num_calls", n, 0) for n in range(1, 12)]
+
+    def text(found, **more) -> str:
+        with pytest.raises(AssertionError) as error:
+            StepVerdict(3, found, [], None, {}, **more).raise_if_failed()
+        return str(error.value)
+
+    assert text(failures[:1]) == (
+        "R3 check failed at step 3:\n  train/replay_forward layer 1: num_calls is 1, expected 0"
+    )
+    assert "more" not in text(failures[:8]) and text(failures[:8]).count("\n") == 8
+    assert text(failures).endswith("layer 8: num_calls is 8, expected 0\n  and 3 more")
+    untrue = Sampling("failed", 1, 0, failures[:1])
+    assert text([], sampling=untrue).endswith("num_calls is 1, expected 0")
+    assert not StepVerdict(3, [], [], None, {}, sampling=untrue).passed
+    sound = StepVerdict(3, [], [], None, {}, sampling=Sampling("passed", 1, 0, []))
+    assert sound.passed and sound.raise_if_failed() is None
+    assert StepVerdict(3, [], [], None, {}).raise_if_failed() is None
+
+
+def test_expected_calls_are_those_of_all_microbatches_on_all_ranks_of_a_stage():
+    calls = expected_calls(
+        passes=("old_log_prob", "train"),
+        num_microbatches=3,
+        ranks_per_stage=4,
+        moe_layers=(2, 3),
+        recomputed=(1, 3),
+        kept_layers=(5,),
+    )
+    forward = {2: 12, 3: 12}
+    assert calls == {
+        "old_log_prob": {
+            "replay_forward": forward,
+            "replay_backward": {},
+            SAMPLING_MASK: {5: 12},
+        },
+        "train": {
+            "replay_forward": forward,
+            "replay_backward": {3: 12},
+            SAMPLING_MASK: {5: 12},
+        },
+    }
+    assert expectation(expected_calls=calls).total_calls() == 12 * 5
+
+
+def test_a_table_holds_every_place_and_counter_and_totals_merge():
+    one, other = StepTotals(SHAPE), StepTotals(SHAPE)
+    calls = [c for c in right_step() if c.stage != SAMPLING_MASK]
+    for i, call in enumerate(calls):
+        (one if i % 2 else other).add(call)
+    whole = StepTotals(SHAPE)
+    for call in calls:
+        whole.add(call)
+    again = StepTotals.of_table(one.to_table(PASSES) + other.to_table(PASSES), PASSES, SHAPE)
+    assert again.cells == whole.cells
+    one.merge(other)
+    assert one.cells == whole.cells
+    assert again.counters(("train", "replay_backward", 2)) == dict.fromkeys(
+        again.counters(("train", "replay_backward", 1)), 0
+    )
