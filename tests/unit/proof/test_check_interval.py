@@ -76,3 +76,14 @@ def test_plot_and_report_show_unchecked_steps_neither_as_passed_nor_as_failed(tm
     run = load_run(write_run(tmp_path / "run", range(15), check_interval=4), "run")
     assert r3_verdict(run.records)[0] == "passed at all 7 steps that were checked, of 15"
     assert [check.step for check in run.checks] == [0, 1, 2, 3, 4, 8, 12]
+
+
+@pytest.mark.parametrize("least, verdict", [(7, "passed"), (8, "failed")])
+def test_min_steps_counts_steps_with_evidence_and_none_that_the_interval_left_out(
+    least, verdict, tmp_path
+):
+    run = write_run(tmp_path / "run", range(15), check_interval=4)
+    audit = audit_run(run, min_steps=least)
+    assert audit.verdict == verdict
+    found = [(f.claim, f.got, f.expected) for f in audit.findings]
+    assert found == [("covered", "7", "8 at least")] * (verdict == "failed")

@@ -293,3 +293,28 @@ def test_mismatching_rows_of_lines_are_judged_by_the_evidence_that_tells_which_a
     alone = check(*log_of(run))
     assert alone.exit_code == 1 and "of whatever weight version" in alone.output
     assert "nor weight versions" in alone.output
+
+
+@pytest.mark.parametrize("other", [{"stage": "replay_backward"}, {"num_rows": 120}, {"rank": 1}])
+def test_a_check_line_of_another_call_closes_none(tmp_path, other):
+    """The check line of one call and the wrapper line of the next are lost, between two that are whole."""
+    first = record(0, 0, "train", 1)
+    second = replace(first, **other)
+    whole = [line for r in (first, second) for line in evidence_lines(r)]
+    log = tmp_path / "a.log"
+    torn = [*whole, evidence_lines(first)[0], evidence_lines(second)[1], *whole]
+    log.write_text("".join(f"{line}\n" for line in torn))
+    found = [f.claim for f in audit_logs([log]).findings if "lack a wrapper" in f.what]
+    assert found and set(found) == {"covered"}
+    log.write_text("".join(f"{line}\n" for line in [*whole, *whole, *whole]))
+    assert not audit_logs([log]).findings
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_one_call_less_than_the_run_has_fails_beside_it(tmp_path, lost):
+    run = write_run(tmp_path / "run")
+    records = [r for step in range(3) for r in records_of(step, 1)]
+    last = write_log(tmp_path / "rank_1.log", records[: len(records) - lost])
+    flags = [*log_flags(tmp_path, [0]), "--logs", last]
+    found = json.loads(check(run, *flags, "--json").output)["audits"][1]["findings"]
+    assert [(f["ranks"], f["got"]) for f in found] == [([1], "17")] * lost

@@ -15,6 +15,7 @@ from r3train.proof.check import (
     agreement_shares,
     COUNTS,
     expected_calls,
+    expert_id_sums,
     Failure,
     judge,
     Sampling,
@@ -219,6 +220,14 @@ FAULTS = {
         lambda c: {"rows_native": 2, "rows_padding": c.rows_padding - 2},
         {"rows_native"},
     ),
+    "native, and served nothing": (
+        lambda c: {
+            "rows_native": 2,
+            "rows_padding": c.rows_padding - 2,
+            "replay_idx_sum": 0,
+        },
+        {"rows_native"},
+    ),
     "recomputed": (lambda c: {"rows_recompute_differ": 1}, {"rows_recompute_differ"}),
     "rule of slots": (lambda c: {"let_go_off": 1}, {"let_go_off"}),
     "fingerprint": (lambda c: {"fingerprint": c.fingerprint + 1}, {"fingerprint"}),
@@ -324,6 +333,19 @@ def test_a_fault_in_kept_tokens_fails_its_own_quantities(change, what):
     failures = judged(at(right_step(), change, **place), threshold=1.0).failures
     assert {f.what for f in failures} == what
     assert {f.layer_number for f in failures} <= {OUTPUT}
+
+
+@pytest.mark.parametrize("never", [2 * FILLED - 1, 2 * FILLED + 1, None])
+def test_rows_that_are_filled_are_those_that_no_server_computed(never):
+    failures = judged(right_step(), rows_never_computed=never).failures
+    assert {f.what for f in failures} == ({"rows_left_out"} if never else set())
+    assert SAMPLING_MASK not in {f.stage for f in failures}
+    assert {f.got for f in failures} == ({2 * FILLED - never} if never else set())
+
+
+def test_the_sums_of_distinct_expert_ids():
+    assert expert_id_sums(10, 4, 16) == (10 * (0 + 1 + 2 + 3), 10 * (15 + 14 + 13 + 12))
+    assert expert_id_sums(1, 1, 5) == (0, 4) and expert_id_sums(0, 8, 64) == (0, 0)
 
 
 def test_slots_that_were_let_go_fail_where_no_ratio_lets_any_go():
@@ -434,11 +456,13 @@ def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_wors
     assert verdict.passed and "5 of 80 rows at step 3, old_log_prob/replay_forward, layer 1" in (
         verdict.stale_warning
     )
-    worst = at(at(right_step(), stale(9), **old), stale(20), **train)
-    assert (
-        "21 of 120 rows at step 3, train/replay_forward, layer 2"
-        in judged(worst, threshold=0.05).stale_warning
-    )
+    # 13 of 80 rows are a larger share than 15 of 120, and a smaller one than 21 of 120
+    for n, worst in (
+        (14, "13 of 80 rows at step 3, old_log_prob/replay_forward, layer 1"),
+        (20, "21 of 120 rows at step 3, train/replay_forward, layer 2"),
+    ):
+        both = at(at(right_step(), stale(12), **old), stale(n), **train)
+        assert worst in judged(both, threshold=0.05).stale_warning
     # the reference's own weights and kept tokens are not those that grow stale
     reference = dict(place, replay_pass="ref_log_prob", layer_number=1)
     assert judged(at(right_step(), stale(50), **reference), threshold=0.05).stale_warning is None
@@ -493,8 +517,10 @@ def test_evidence_that_tells_no_versions_is_judged_as_if_all_rows_were_current()
     assert not verdict(calls, 0.01).passed
     (summed, *_) = sums_of(calls)
     assert summed.rows_current is None
-    mixed = sums_of([calls[0], replace(calls[0], rows_current=1)])
-    assert mixed[0].rows_current is None  # known of some is known of none
+    told = replace(calls[0], **dict.fromkeys(old, 1))
+    for mixed in ([calls[0], told], [told, calls[0]]):  # known of some is known of none
+        (summed,) = sums_of(mixed)
+        assert {getattr(summed, name) for name in old} == {None}
 
 
 def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others():
@@ -509,7 +535,8 @@ def test_a_failure_ends_a_job_with_the_first_eight_and_the_number_of_the_others(
         "R3 check failed at step 3:\n  train/replay_forward layer 1: num_calls is 1, expected 0"
     )
     assert "more" not in text(failures[:8]) and text(failures[:8]).count("\n") == 8
-    assert text(failures).endswith("layer 8: num_calls is 8, expected 0\n  and 3 more")
+    assert text(failures[:9]).endswith("layer 8: num_calls is 8, expected 0\n  and 1 more")
+    assert text(failures).endswith("and 3 more")
     untrue = Sampling("failed", 1, 0, failures[:1])
     assert text([], sampling=untrue).endswith("num_calls is 1, expected 0")
     assert not StepVerdict(3, [], [], None, {}, sampling=untrue).passed

@@ -176,6 +176,144 @@ def test_log_probs_behind_a_row_that_differs_are_that_rows_doing():
     assert judged(sample, again_of(sample, rows=rows, log_probs=log_probs))[1]
 
 
+def test_the_log_prob_of_the_row_that_differs_is_that_rows_doing_and_the_one_before_is_not():
+    """Token t + 1 is sampled from row t: an exact server's log-probs before it are its own business."""
+    sample = sample_of()
+    rows = sample.routed_experts.copy()
+    rows[50, 0] = routes(9)[50, 0]
+    for count in (49, 50, 51):
+        log_probs = sample.rollout_log_probs[1:].copy()
+        log_probs[count:] += 0.01
+        record, _ = judged(sample, again_of(sample, rows=rows, log_probs=log_probs))
+        assert record.log_probs_differ == (1 if count == 49 else 0)
+        assert record.num_log_probs == 50 - (PROMPT - 1)
+
+
+def test_each_server_is_judged_by_its_own_noise():
+    """A wrong server cannot hide behind another one that is noisy."""
+    noisy, exact = [], []
+    for i in range(8):
+        sample, rows = sample_of(i), sample_of(i).routed_experts.copy()
+        rows[::5] = routes(i + 50)[::5]
+        noisy.append((sample, again_of(sample, server=0, rows=rows)))
+        exact.append((sample, again_of(sample, server=1)))
+    sample, rows = sample_of(), sample_of().routed_experts.copy()
+    rows[::6] = routes(9)[::6]
+    parts = [again_of(sample, server=server, rows=rows) for server in (0, 1)]
+    for pairs in (noisy + exact, exact + noisy):
+        records = compare_rollout(
+            *(4, RescoredRollout(parts, 0, pairs), [sample], lambda s: s, list(LAYERS)),
+            log_probs=True,
+        )
+        assert [r.noise.is_exact for r in records] == [False, True]
+        assert [bool(rescored_failures(r)) for r in records] == [False, True]
+    # nor is a server without a measurement judged by another's
+    rollout = RescoredRollout(parts, 0, exact)
+    records = compare_rollout(4, rollout, [sample], lambda s: s, list(LAYERS), log_probs=True)
+    assert records[0].noise is None and records[1].noise is not None
+    assert judge_rescored(records, 0).parts == 1
+
+
+def test_a_noisy_servers_log_probs_all_count():
+    """Its tolerance was measured with rows that differ, so none of them is an excuse."""
+    sample = sample_of()
+    rows = sample.routed_experts.copy()
+    rows[50, 0] = routes(9)[50, 0]
+    noisy = Noise(5000, {1: 0, 2: 1, 3: 0}, 2000, 0, 1e-4)
+    assert not noisy.is_exact and EXACT.is_exact
+    log_probs = sample.rollout_log_probs[1:].copy()
+    log_probs[50:] += 0.01
+    record, (failure,) = judged(sample, again_of(sample, rows=rows, log_probs=log_probs), noisy)
+    assert record.num_log_probs == TOKENS - PROMPT and failure.got == TOKENS - 1 - 50
+
+
+def test_noise_without_log_probs_has_the_least_tolerance_and_a_wild_server_the_most():
+    silent = sample_of(weight_versions=np.full(TOKENS, -1, np.int32))
+    noise = measured_noise([(silent, again_of(silent))], list(LAYERS))[0]
+    assert (noise.num_log_probs, noise.log_prob_tolerance) == (0, 1e-4)
+    sample = sample_of()
+    wild = again_of(sample, log_probs=sample.rollout_log_probs[1:] + np.float32(10))
+    noise = measured_noise([(sample, wild)], list(LAYERS))[0]
+    assert (noise.log_prob_tolerance, noise.log_probs_differ) == (0.5, TOKENS - PROMPT)
+    # so it does not excuse itself either
+    record, failures = judged(sample, replace(wild, held_version=9), noise)
+    assert [(f.layer_number, f.got) for f in failures] == [(0, 9)]
+
+
+def test_a_log_prob_differs_beyond_the_tolerance_alone():
+    sample = sample_of(rollout_log_probs=np.full(TOKENS, -1, np.float32))
+    noise = replace(EXACT, log_prob_tolerance=0.25)
+    for off, differ in ((0.25, 0), (0.5, TOKENS - PROMPT)):
+        again = again_of(sample, log_probs=np.full(TOKENS - 1, -1 - off, np.float32))
+        record, failures = judged(sample, again, noise)
+        assert record.log_probs_differ == differ and bool(failures) == bool(differ)
+
+
+def differing(layer: int, count: int, noise: Noise) -> list:
+    """The failures of a sample of which so many rows differ in a layer (1-based)."""
+    record = comparison(4, num_rows=200, noise=noise, rows_differ={1: 0, 2: 0, 3: 0, layer: count})
+    return [(f.layer_number, f.got, f.expected) for f in rescored_failures(record)]
+
+
+def test_the_share_of_a_layer_is_of_the_rows_that_were_measured():
+    noise = Noise(1000, {1: 0, 2: 0, 3: 100}, 2000, 20, 1e-4)
+    most = limit(200, 0.1)
+    assert most == 100  # 60 + 5 sqrt(60) + 2 = 100.7
+    assert differing(3, most, noise) == [] and differing(3, most + 1, noise) == [(3, 101, 100)]
+    assert differing(2, 3, noise) == [] and differing(2, 4, noise) == [(2, 4, 3)]
+    # a layer that was not measured has no noise, and with no row measured there is none either
+    assert differing(3, 4, replace(noise, rows_differ={1: 0})) == [(3, 4, 3)]
+    assert differing(3, 4, Noise(0, dict.fromkeys(LAYERS, 0), 0, 0, 1e-4)) == [(3, 4, 3)]
+    most = limit(60, 0.01)
+    assert most == 10  # 1.8 + 5 sqrt(1.8) + 2 = 10.5
+    for count, failed in ((most, []), (most + 1, [(0, 11, 10)])):
+        found = rescored_failures(comparison(4, noise=noise, log_probs_differ=count))
+        assert [(f.layer_number, f.got, f.expected) for f in found] == failed
+
+
+@pytest.mark.parametrize("at_start, failed", [(300, []), (301, [(2, 301, 300)])])
+def test_the_most_that_rounding_explains_at_the_start_is_three_tenths(at_start, failed):
+    assert differing(2, 0, Noise(1001, {1: 0, 2: at_start, 3: 0}, 2000, 0, 1e-4)) == failed
+
+
+def test_the_verdict_of_a_step_counts_what_was_judged_and_what_was_missed():
+    right, wrong = comparison(4), comparison(4, rows_differ={1: 99, 2: 0, 3: 0})
+    unknown = replace(wrong, noise=None)
+    for records, verdict, parts in (
+        ([right], "passed", 1),
+        ([right, wrong], "failed", 2),
+        ([right, unknown], "passed", 1),
+        ([unknown], "no evidence", 0),
+    ):
+        sampling = judge_rescored(records, 3)
+        assert (sampling.verdict, sampling.parts, sampling.missed) == (verdict, parts, 3)
+        assert len(sampling.failures) == (verdict == "failed")
+
+
+@pytest.mark.parametrize("version", [0, 4])
+def test_of_a_sample_under_two_versions_the_last_part_is_compared_whatever_the_first_was(version):
+    older = np.where(np.arange(TOKENS) >= PROMPT, version, -1)
+    versions = np.where(np.arange(TOKENS) > 70, version + 1, older).astype(np.int32)
+    sample = sample_of(weight_versions=versions)
+    last = again_of(sample, first_row=70, weight_version=version + 1, held_version=version + 1)
+    of_prompt = {"part": "prompt", "token_ids": sample.token_ids[:PROMPT]}
+    prompts = [
+        again_of(
+            *(sample,),
+            **of_prompt,
+            weight_version=v,
+            held_version=v,
+            rows=sample.routed_experts[: PROMPT - 1],
+            log_probs=sample.rollout_log_probs[1:PROMPT],
+        )
+        for v in (version, version + 1)
+    ]
+    rollout = RescoredRollout([last, *prompts], 0, [(sample_of(1), again_of(sample_of(1)))])
+    records = compare_rollout(4, rollout, [sample], lambda s: s, list(LAYERS), log_probs=True)
+    compared = [(r.part, r.weight_version, len(rescored_failures(r))) for r in records]
+    assert compared == [("last", version + 1, 0), ("prompt", version, 0)]
+
+
 def test_missing_slots_and_an_environments_tokens_are_left_out():
     sample = sample_of()
     delivered = sample.routed_experts.copy()
