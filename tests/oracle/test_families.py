@@ -30,6 +30,12 @@ from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slic
 
 TOKENS = 24
 SMALL = TinyOptions(num_layers=3, hidden_size=32, head_dim=8, moe_intermediate_size=16)
+# of scaled positions, each unlike the tiny models' (Kimi-K2's beta_fast is 1), and such that each shows in heads
+# of which 8 dimensions rotate
+OTHER_YARN = dict(
+    rope_type="yarn", rope_theta=100.0, factor=8.0, mscale=0.707, mscale_all_dim=0.707
+)
+OTHER_YARN |= dict(beta_fast=1.0, beta_slow=0.25, original_max_position_embeddings=64)
 # name, which begins with the family -> keys of its configuration that differ from the tiny model's
 CASES = {
     "qwen3": {},
@@ -40,6 +46,7 @@ CASES = {
         use_qk_norm=False,
         rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
     ),
+    "kimi_k2 with other scaled positions": dict(qk_rope_head_dim=8, rope_parameters=OTHER_YARN),
 }
 
 

@@ -12,6 +12,8 @@ import torch
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.sources import ConfigError
 from r3train.hf_checkpoint import read_headers
+from r3train.tiny import random_model, save
+from r3train.tiny_families import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 
@@ -28,13 +30,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(GLM, tmp_path_factory.mktemp("glm") / "model")
 
 
-def train(checkpoint: Path, frozen: dict[str, Any]) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def gated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a family whose shared expert has a gate of its own."""
+    directory = tmp_path_factory.mktemp("qwen2_moe") / "model"
+    options = TinyOptions(family="qwen2_moe", num_layers=2)
+    save(random_model(options), directory, options)
+    return directory
+
+
+def train(checkpoint: Path, frozen: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """Two steps of AdamW with weight decay; weights before and after by name, and gradient norms."""
     config = configuration(
         checkpoint,
         weight_decay=0.1,
-        # of the expert biases; without it they move by Megatron's default, unless they are frozen
-        transformer_overrides={} if "freeze_moe_router" in frozen else GLM.overrides,
+        transformer_overrides=overrides,
         use_rollout_routing_replay=True,
         recompute_granularity="full",
         recompute_method="uniform",
@@ -67,7 +77,22 @@ def train(checkpoint: Path, frozen: dict[str, Any]) -> dict[str, Any]:
     ids=["router", "params", "none"],
 )
 def test_frozen_parameters_stay_and_all_others_learn(frozen, still, checkpoint, tmp_path):
-    (got,) = in_ranks(1, tmp_path, train, checkpoint, frozen)
+    # of the expert biases; without it they move by Megatron's default, unless they are frozen
+    overrides = {} if "freeze_moe_router" in frozen else GLM.overrides
+    are_as_expected(in_ranks(1, tmp_path, train, checkpoint, frozen, overrides), checkpoint, still)
+
+
+@pytest.mark.ranks
+def test_a_frozen_router_keeps_the_shared_experts_gate_too(gated, tmp_path):
+    found = in_ranks(1, tmp_path, train, gated, {"freeze_moe_router": True}, {})
+    still = r"mlp\.(gate|shared_expert_gate)\."
+    gates = [name for name in found[0]["moved"] if re.search(still, name)]
+    assert len(gates) == 2 * 2  # of each layer the router and the shared expert's
+    are_as_expected(found, gated, still)
+
+
+def are_as_expected(found: list[dict[str, Any]], checkpoint: Path, still: str) -> None:
+    (got,) = found
     assert got["moved"].keys() == read_headers(checkpoint).keys()  # all are sent
     wrong = {n: m for n, m in got["moved"].items() if m == bool(re.search(still, n))}
     assert not wrong

@@ -66,6 +66,7 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
             r3_mismatch_threshold=1.0,
             n_samples_per_prompt=len(LENGTHS),
             max_tokens_per_gpu=48,
+            log_probs_chunk_size=7,  # the evidence of a microbatch is a sum over several chunks
             rollout_top_k=6,
             rollout_top_p=0.9,
             rollout_temperature=TEMPERATURE,

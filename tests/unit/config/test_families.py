@@ -257,6 +257,11 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("moonlight", {"topk_method": "greedy"}, "topk_method is 'greedy'"),
         ("moonlight", {"rope_interleave": False}, "rope_interleave is False"),
         ("deepseek_v3", {"rope_parameters": YARN}, "mscale 1.0 and mscale_all_dim 0.5"),
+        (
+            "kimi_k2",
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
+            "mscale None and mscale_all_dim None",
+        ),
         ("deepseek_v3", {"topk_group": 2}, "topk_group 2, expected twice as many experts"),
         ("minimax_m2", {"use_qk_norm": None}, "use_qk_norm is None"),
         ("minimax_m2", {"rotary_dim": 4}, "rotary_dim is 4, expected 8"),

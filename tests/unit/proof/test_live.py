@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
 from r3train.proof.check import StepTotals
 from r3train.proof.live import prove_step
-from r3train.proof.writer import EvidenceWriter
-from tests.unit.evidence_dirs import expectation_of, PASSES, records_of, SHAPE, with_versions
+from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE
+from tests.unit.evidence_dirs import (
+    comparison,
+    expectation_of,
+    LAYERS,
+    PASSES,
+    records_of,
+    SHAPE,
+    with_versions,
+)
 
 
 @pytest.fixture
@@ -56,3 +66,56 @@ def test_sums_come_out_of_a_table_as_they_went_in():
     again = StepTotals.of_table(totals.to_table(PASSES), PASSES, SHAPE)
     assert again.cells == totals.cells
     assert again.counters(("train", "replay_forward", 1))["fingerprint"] == (1 << 64) - 6
+
+
+def prove(tmp_path, expectation, **how):
+    records = [with_versions(r) for r in records_of(0, 0)]
+    writer = EvidenceWriter(tmp_path, 0)
+    verdict = prove_step(
+        writer, records, expectation, SHAPE, passes=PASSES, mismatch_threshold=0.02, **how
+    )
+    writer.close()
+    return verdict
+
+
+def test_the_records_of_all_ranks_are_judged_and_one_rank_alone_fails(
+    one_rank, tmp_path, monkeypatch
+):
+    both = expectation_of(0, {0, 1}, versions=True)
+    assert {f.what for f in prove(tmp_path / "alone", both).failures} > {"num_calls", "fingerprint"}
+    other = StepTotals(SHAPE)
+    for record in records_of(0, 1):
+        other.add(with_versions(record))
+
+    def sum_of_two_ranks(table, **_):
+        table += torch.from_numpy(other.to_table(PASSES))
+
+    monkeypatch.setattr(dist, "all_reduce", sum_of_two_ranks)
+    verdict = prove(tmp_path / "both", both)
+    assert verdict.passed and verdict.counts["num_calls"] == 2 * len(PASSES) * len(LAYERS)
+
+
+def test_a_rank_without_the_expectation_writes_records_and_no_verdict(one_rank, tmp_path):
+    assert prove(tmp_path, None) is None
+    assert len(rank_file(tmp_path, 0).read_text().splitlines()) == len(PASSES) * len(LAYERS)
+    assert (tmp_path / "evidence" / STEPS_FILE).read_text() == ""
+
+
+@pytest.mark.parametrize("differ, verdict", [(0, "passed"), (99, "failed")])
+def test_samples_that_were_computed_again_are_judged_with_the_step_and_written(
+    one_rank, tmp_path, differ, verdict
+):
+    rows = {1: 0, 2: differ, 3: 0}
+    compared = [comparison(0, rows_differ=rows), comparison(0, noise=None)]
+    expectation = expectation_of(0, {0}, versions=True)
+    found = prove(tmp_path, expectation, rescored=compared, missed=2, check_interval=5)
+    assert found.passed == (verdict == "passed") and not found.failures
+    assert (found.sampling.verdict, found.sampling.parts, found.sampling.missed) == (verdict, 1, 2)
+    (line,) = map(json.loads, (tmp_path / "evidence" / STEPS_FILE).read_text().splitlines())
+    assert line["check_interval"] == 5 and line["sampling"]["missed"] == 2
+    audit = audit_run(tmp_path)
+    assert audit.claims["true to sampling"] == verdict
+    assert audit.numbers["computed_again"]["parts"] == 1
+    assert prove(tmp_path / "without", expectation).sampling is None
+    nothing = prove(tmp_path / "nothing", expectation, rescored=[])
+    assert nothing.sampling.verdict == "no evidence" and nothing.passed
