@@ -115,3 +115,15 @@ def test_a_weak_agreement_in_rows_that_repeat_does_not_fail():
         for equal, *controls in generator.binomial(rows, [0.45, 0.3, 0.3, 0.1, 0.1], (2000, 5)):
             many = {name: 16 * int(count) for name, count in zip(CONTROLS, controls)}
             assert beaten_by(values(16 * rows, 16 * int(equal), **many)) is None
+
+
+@pytest.mark.parametrize("control, told", [(4000, False), (4001, True)])
+def test_rows_that_were_let_go_are_among_those_of_which_a_tenth_must_be_more(control, told):
+    values = dict.fromkeys(CONTROLS, 0) | {"control_layer_plus": control}
+    values |= {"rows_replayed": 4000, "rows_let_go": 6000, "rows_equal": 3000}
+    beaten = beaten_by(values)
+    assert (beaten is not None) == told
+    if beaten:
+        what, got, _ = beaten
+        assert "control_layer_plus: 4001 agree with the routes of the layer after" in what
+        assert got == "3000 of 10000"

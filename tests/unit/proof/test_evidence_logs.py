@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from dataclasses import replace
@@ -318,3 +319,86 @@ def test_one_call_less_than_the_run_has_fails_beside_it(tmp_path, lost):
     flags = [*log_flags(tmp_path, [0]), "--logs", last]
     found = json.loads(check(run, *flags, "--json").output)["audits"][1]["findings"]
     assert [(f["ranks"], f["got"]) for f in found] == [([1], "17")] * lost
+
+
+def test_a_call_cut_by_a_rotation_counts_with_all_calls_of_its_sum(tmp_path):
+    whole = replace(record(0, 0, "train", 1), num_calls=5)
+    (tmp_path / "new.log").write_text(evidence_lines(whole, is_sum=True)[1] + "\n")
+    assert audit_logs([tmp_path / "new.log"]).numbers["num_calls"] == 5
+    (tmp_path / "new.log").write_text(evidence_lines(record(0, 0, "train", 1))[1] + "\n")
+    assert audit_logs([tmp_path / "new.log"]).numbers["num_calls"] == 1
+    (tmp_path / "old.log").write_text(evidence_lines(whole, is_sum=True)[0] + "\n")
+    numbers = audit_logs([tmp_path / "old.log", tmp_path / "new.log"]).numbers
+    assert (numbers["num_calls"], numbers["checks"]) == (6, 1)
+
+
+def test_the_first_twenty_errors_and_top_ks_are_kept(tmp_path):
+    log = write_log(tmp_path / "a.log", [r for k in range(1, 31) for r in calls(0, 1, topk=k)])
+    with log.open("a") as file:
+        for step in range(30):
+            file.write(f"AssertionError: R3 check failed at step {step}:\n")
+    found = audit_logs([log]).findings
+    said = [f.what for f in found if f.what.startswith("the log says")]
+    assert len(said) == 20 and said[-1].endswith("step 19:")
+    (topks,) = [f for f in found if f.what == "top-k of the calls"]
+    assert topks.got == ", ".join(map(str, range(1, 21))) and topks.expected == "one number"
+
+
+def test_bytes_that_are_no_text_hide_no_line_and_a_file_that_cannot_be_read_is_named(tmp_path):
+    log = write_log(tmp_path / "a.log", calls(0, 2))
+    log.write_bytes(b"\xff\xfe\x80 " + log.read_bytes().replace(b"R3 \n", b"R3 \xc3\n"))
+    assert audit_logs([log]).numbers["checks"] == 2
+    with pytest.raises(ValueError, match=f"{tmp_path}: cannot read: Is a directory"):
+        audit_logs([tmp_path])
+    damaged = tmp_path / "b.log.gz"
+    damaged.write_bytes(gzip.compress(log.read_bytes())[:-20])
+    with pytest.raises(ValueError, match=f"{damaged}: cannot read: Compressed file ended"):
+        audit_logs([damaged])
+
+
+def test_what_is_accepted_of_steps_that_were_trained_again_is_noted(tmp_path):
+    log = write_log(tmp_path / "a.log", calls(0, 2, rows_mismatch=60))
+    with log.open("a") as file:
+        file.write("AssertionError: R3 check failed at step 1:\n")
+    assert len(audit_logs([log]).findings) == 2
+    audit = audit_logs([log], accepted_steps=[1])
+    assert audit.verdict == "passed"
+    accepted = [note for note in audit.notes if note.startswith("accepted, ")]
+    assert len(accepted) == 2
+    assert "of a step that was trained again: the log says" in accepted[0]
+    assert "mismatching rows" in accepted[1]
+
+
+def test_the_ranks_of_a_mismatch_are_those_above_the_share(tmp_path):
+    """Exactly the share is not above it."""
+    exact = calls(0, 1, num_rows=100, rows_mismatch=1, replay_idx_sum=300)
+    more = calls(1, 1, num_rows=100, rows_mismatch=3, replay_idx_sum=300)
+    (only,) = audit_logs([write_log(tmp_path / "a.log", [*exact, *more])]).findings
+    assert only.ranks == (1,) and only.got == "4 of 200"
+    assert audit_logs([write_log(tmp_path / "b.log", exact)]).verdict == "passed"
+
+
+def test_calls_are_counted_beside_a_run_of_one_start_alone(tmp_path):
+    """Of several starts the logs may be of one; a rank without any line is missed all the same."""
+    run = write_run(tmp_path / "run", range(2))
+    write_run(run, range(1, 3), attempt="2026-01-02")
+    flags = [*log_flags(tmp_path, [0, 1], range(1))]
+    assert check(run, *flags).exit_code == 0, check(run, *flags).output
+    assert check(run, *flags[:2]).exit_code == 1
+
+
+def test_without_a_check_line_there_is_no_evidence_and_no_claim(tmp_path):
+    wrapper = tmp_path / "a.log"
+    wrapper.write_text(evidence_lines(record(0, 0, "train", 1))[0] + "\n")
+    audit = audit_logs([wrapper])
+    assert (audit.verdict, audit.reason) == ("no evidence", "no R3 check line in the log files")
+    assert set(audit.claims.values()) == {"no evidence"}
+    none = audit_logs(
+        [write_log(tmp_path / "b.log", calls(0, 1, num_rows=0, replay_idx_sum=0, rows_mismatch=0))]
+    )
+    assert none.reason == "1 R3 check lines in the log files, and not one row in them"
+    assert set(none.claims.values()) == {"no evidence"}
+    whole = audit_logs([write_log(tmp_path / "c.log", [*calls(0, 1), *calls(1, 1)])])
+    assert whole.claims["covered"] == whole.claims["agreement"] == "passed"
+    partial = audit_logs([write_log(tmp_path / "d.log", [*calls(0, 1), *calls(2, 1)])])
+    assert (partial.claims["covered"], partial.claims["agreement"]) == ("no evidence", "passed")
