@@ -164,7 +164,6 @@ class RouterReplay:
             manager.drift.add(self.layer_number, own, replayed, gates, whole)
         return scores.gather(1, experts), experts
 
-    @torch.no_grad()
     def _kept(
         self, staged: StagedRoutes, scores: torch.Tensor, recorded: torch.Tensor, own: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,11 +176,13 @@ class RouterReplay:
         key = manager.current_microbatch(self.vp_stage), self.layer_number
         if in_recomputation() and key in manager.decided:
             return manager.decided.pop(key)
-        missing = recorded == staged.marker
-        safe = recorded.masked_fill(missing, 0)
-        gates = self._gates(scores, safe), self._gates(scores, own)
-        let_go = let_go_slots(*gates, manager.keep_score_ratio) & ~missing & staged.real[:, None]
-        decided = fill_missing(scores, safe, missing | let_go), let_go
+        with torch.no_grad():  # of this alone: without gradients no call looks like a recomputation
+            missing = recorded == staged.marker
+            safe = recorded.masked_fill(missing, 0)
+            gates = self._gates(scores, safe), self._gates(scores, own)
+            let_go = let_go_slots(*gates, manager.keep_score_ratio)
+            let_go = let_go & ~missing & staged.real[:, None]
+            decided = fill_missing(scores, safe, missing | let_go), let_go
         if is_checkpointing():
             manager.decided[key] = decided
         return decided

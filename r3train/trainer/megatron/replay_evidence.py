@@ -120,6 +120,8 @@ class CallRecorder:
         # (microbatch, layer) -> projected router scores of a train forward, which a recomputation
         # must repeat
         self._signatures: dict[tuple[int, int], torch.Tensor] = {}
+        # the same of slots that a forward dropped, bool[m, K]
+        self._dropped: dict[tuple[int, int], torch.Tensor] = {}
         self._projection: torch.Tensor | None = None
 
     def begin_pass(
@@ -136,6 +138,7 @@ class CallRecorder:
         """Count what is left of the pass, and drop its scores: they must not be compared with a later one's."""
         self._count()
         self._signatures.clear()
+        self._dropped.clear()
         self._choice = None
 
     def clear(self) -> None:
@@ -187,7 +190,7 @@ class CallRecorder:
         if choice is not None:
             seen.experts, seen.own = choice.experts, choice.own
             if choice.let_go is not None:
-                seen.let_go = self._let_go(staged, choice, column, stage)
+                seen.let_go = self._let_go(staged, choice, column, microbatch_id, stage)
             if self._pass == "train":
                 seen.signatures = self._signatures_of(choice, microbatch_id, stage)
         self._calls.append(call)
@@ -272,19 +275,28 @@ class CallRecorder:
             values["rows_recompute_differ"] = differ.sum(1)
 
     def _let_go(
-        self, staged: StagedRoutes, choice: Choice, column: int, stage: str
+        self,
+        staged: StagedRoutes,
+        choice: Choice,
+        column: int,
+        microbatch_id: int,
+        stage: str,
     ) -> torch.Tensor:
         """Find the slots that the rule lets go, bool[m, K]; of those without a route anything.
 
         The rule is applied here anew, to the scores that the router had.  A recomputation must repeat
-        its forward's decision, which was checked there.
+        its forward's decision, which was checked there: its scores differ by the noise of the kernels.
         """
-        if stage != "replay_forward":
-            return choice.let_go
+        key = microbatch_id, choice.layer_number
+        if stage != "replay_forward" and key in self._dropped:
+            return self._dropped.pop(key)
         routes = staged.routes[:, column].long()
         routes = routes.masked_fill(routes == staged.marker, 0)
         gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
-        return let_go_slots(*gates, self._keep_score_ratio)
+        dropped = let_go_slots(*gates, self._keep_score_ratio)
+        if is_checkpointing() and stage == "replay_forward":
+            self._dropped[key] = dropped
+        return dropped
 
     def _signatures_of(
         self, choice: Choice, microbatch_id: int, stage: str

@@ -420,6 +420,18 @@ def test_the_map_of_a_flex_dispatcher_is_that_of_its_largest_probabilities():
     assert right.map_sum == wrong.map_sum == ROWS * TOPK
 
 
+def test_after_an_exception_no_call_of_the_broken_pass_is_collected_with_a_later_ones():
+    s, calls = make_slice(0), Calls(0)
+    calls.forward(s)
+    for layer in LAYERS:  # some are counted already, others wait for their neighbours
+        calls.call(layer)
+    calls.manager.reset()
+    assert calls.manager.collect(9) == []
+    calls.forward(s)
+    calls.call(7)
+    assert list(calls.collected()) == [7]
+
+
 def test_calls_that_are_not_to_be_checked_leave_no_record():
     s, calls = make_slice(0), Calls(0)
     calls.manager.records = False
