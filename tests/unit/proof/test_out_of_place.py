@@ -1,0 +1,121 @@
+"""Lines that stand where no run writes them, and steps that were trained twice."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+
+import pytest
+
+from r3train.proof.audit import audit_run
+from r3train.proof.writer import rank_file, RESCORED_FILE, STEPS_FILE
+from tests.unit.evidence_dirs import comparison, edit, write_run
+
+SECOND = "2026-01-02"
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog):
+    caplog.set_level(logging.CRITICAL)
+
+
+def wrong_at(step: int):
+    """A trainer that gives one rank's calls of a step another expert."""
+
+    def change(r):
+        return replace(r, fingerprint=r.fingerprint ^ 8) if (r.step, r.rank) == (step, 1) else r
+
+    return change
+
+
+def test_a_second_verdict_by_the_same_start_is_refused_and_one_of_a_later_start_is_not(tmp_path):
+    run = write_run(tmp_path / "run")
+    path = run / "evidence" / STEPS_FILE
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines, lines[0]]) + "\n")
+    (found,) = audit_run(run).findings
+    assert found.what == f"{STEPS_FILE} line 4: a second verdict of step 0 by the same start"
+    assert found.claim == "covered"
+    path.write_text("\n".join(lines) + "\n")
+    assert audit_run(write_run(run, range(2, 4), attempt=SECOND)).verdict == "passed"
+
+
+def test_a_record_behind_those_of_a_later_step_is_refused_and_not_counted(tmp_path):
+    run = write_run(tmp_path / "run")
+    path = rank_file(run, 1)
+    before = len(path.read_text().splitlines())
+    edit(run, 1, lambda rs: [*rs, rs[0]])
+    (found,) = audit_run(run).findings
+    assert found.what == (
+        f"{path.name} line {before + 1}: a record of step 0, expected one of a later step"
+    )
+    edit(run, 1, lambda rs: [*rs[1:-1], rs[0]])  # moved: it is missing at its step
+    whats = [f.what for f in audit_run(run).findings]
+    assert len(whats) == 2 and "router calls" in whats and any("line" in what for what in whats)
+
+
+def test_a_record_of_another_rank_is_refused_and_not_counted(tmp_path):
+    run = write_run(tmp_path / "run")
+    records = audit_run(run).numbers["records"]
+    foreign = json.loads(rank_file(run, 1).read_text().splitlines()[-1])
+    edit(run, 0, lambda rs: [*rs, foreign])
+    audit = audit_run(run)
+    (found,) = audit.findings
+    assert found.what.endswith("rank is 1, expected 0, whose file this is")
+    assert audit.numbers["records"] == records
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_a_step_that_failed_once_is_marked_whatever_became_of_it_later(tmp_path, accept):
+    run = write_run(tmp_path / "run", change=wrong_at(1))  # the run ends there
+    write_run(run, range(1, 3), attempt=SECOND)
+    audit = audit_run(run, keep_steps=True, accept_superseded=accept)
+    assert audit.verdict == ("passed" if accept else "failed")
+    assert [(s.rollout_id, s.passed) for s in audit.steps] == [(0, True), (1, False), (2, True)]
+    assert audit.numbers["superseded_failures"] == [1] and audit.numbers["starts"] == 2
+    accepted = [note for note in audit.notes if note.startswith("accepted")]
+    assert len(accepted) == accept and all(", and 5 more" in note for note in accepted)
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_records_that_fail_under_a_verdict_that_passed_count_unless_they_are_accepted(
+    tmp_path, accept
+):
+    run = write_run(tmp_path / "run", range(2))
+    write_run(run, range(1, 3), attempt=SECOND)
+
+    def damage(rs):
+        hit = [r for r in rs if r["step"] == 1 and r["attempt"] != SECOND][:1]
+        return [{**r, "rows_native": 1, "rows_padding": 5} if r in hit else r for r in rs]
+
+    edit(run, 1, damage)
+    audit = audit_run(run, keep_steps=True, accept_superseded=accept)
+    assert [s.passed for s in audit.steps] == [True, accept, True]
+    assert audit.num_findings == (not accept)
+    accepted = [note for note in audit.notes if note.startswith("accepted")]
+    assert len(accepted) == accept and not any("more" in note for note in accepted)
+
+
+def test_comparisons_of_a_step_that_was_not_finished_are_no_fault_and_damaged_ones_are(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    path = run / "evidence" / RESCORED_FILE
+    last = json.loads(path.read_text().splitlines()[-1])
+    with path.open("a") as file:
+        file.write(json.dumps(last | {"step": 3}) + "\n")
+    audit = audit_run(run)
+    assert audit.verdict == "passed" and audit.numbers["computed_again"]["parts"] == 3
+    with path.open("a") as file:
+        file.write('{"step": 4}\n')
+    (found,) = audit_run(run).findings
+    assert found.what.startswith(f"{RESCORED_FILE} line 5: ")
+
+
+def test_more_comparisons_than_the_verdict_says_fail(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    path = run / "evidence" / RESCORED_FILE
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0], *lines]) + "\n")
+    (found,) = audit_run(run).findings
+    assert (found.step, found.got, found.expected) == (0, "2", "1")
+    assert found.claim == "true to sampling"
