@@ -96,3 +96,23 @@ def test_recomputed_layers_follow_granularity_and_method():
     assert layers("full", "block", 2) == (3, 4)
     assert layers("selective", modules=("moe",)) == (3, 4, 5)
     assert layers("selective", modules=("core_attn",)) == ()
+    assert layers("full", "block") == ()  # of no layer, as Megatron reads no number
+    assert layers(None, modules=("moe",)) == ()
+
+
+@pytest.mark.parametrize(
+    "num_layers, pp, first, last, message",
+    [
+        (27, 1, 20, None, r"one pipeline stage holds all 27 layers, not \[20\]"),
+        (27, 1, None, 26, r"one pipeline stage holds all 27 layers, not \[26\]"),
+        (27, 2, 13, 13, "1 layers are left for 0 stages"),
+        (27, 3, 20, 9, "-2 layers are left for 1 stages"),
+    ],
+)
+def test_ends_that_do_not_add_up_are_refused(num_layers, pp, first, last, message):
+    with pytest.raises(ValueError, match=message):
+        stage_layer_numbers(num_layers, pp, first=first, last=last)
+
+
+def test_one_stage_may_name_all_its_layers():
+    assert stage_layer_numbers(3, 1, first=3) == [[(1, 2, 3)]]

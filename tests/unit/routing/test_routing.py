@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.routing.agreement import chance_levels, overlap_counts, shared_experts
+from r3train.routing.agreement import (
+    chance_levels,
+    drift_of_layer,
+    overlap_counts,
+    shared_experts,
+)
 from r3train.routing.fingerprint import (
     rollout_fingerprint,
     route_hashes,
@@ -91,9 +96,30 @@ def test_overlap_counts_add_up_over_the_counted_rows():
 
 
 @pytest.mark.parametrize(
-    "num_experts, topk, mismatch", [(64, 4, 0.7675), (8, 2, 15 / 28), (4, 4, 0)]
+    "num_experts, topk, mismatch",
+    [(64, 4, 0.7675), (8, 2, 15 / 28), (4, 4, 0), (4, 2, 1 / 6), (5, 3, 0)],
 )
 def test_chance_levels_are_the_hypergeometric_ones(num_experts, topk, mismatch):
     levels = chance_levels(num_experts, topk)
     assert levels["mismatch"] == pytest.approx(mismatch, abs=1e-4)
     assert sum(levels.values()) == pytest.approx(1)
+
+
+def test_the_drift_of_a_layer_is_by_rows_and_its_load_by_experts():
+    drift = drift_of_layer(8, 2, 6.0, torch.tensor([4.0, 4.0, 0.0, 8.0]))
+    assert (drift["left"], drift["gate_mass"], drift["dead_experts"]) == (0.25, 0.75, 1.0)
+    # shares of 1/4, 1/4 and 1/2: 1.5 bits of 2
+    assert drift["load_entropy"] == pytest.approx(0.75)
+    assert drift_of_layer(1, 0, 1.0, torch.ones(4))["load_entropy"] == pytest.approx(1)
+    assert drift_of_layer(1, 0, 1.0, torch.ones(1))["load_entropy"] == 1.0
+
+
+def test_uids_hold_every_sample_and_position_that_fits():
+    last = (1 << 39) - 1
+    assert token_uids(0, 1).tolist() == [0]
+    samples, positions = split_uids(token_uids(last, 3))
+    assert samples.tolist() == [last] * 3 and positions.tolist() == [0, 1, 2]
+    assert len(token_uids(1, 1 << 24)) == 1 << 24
+    for sample_id, tokens in ((-1, 1), (last + 1, 1), (0, (1 << 24) + 1)):
+        with pytest.raises(ValueError):
+            token_uids(sample_id, tokens)

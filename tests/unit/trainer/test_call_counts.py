@@ -405,19 +405,88 @@ def test_scores_of_a_pass_are_not_compared_with_a_later_ones(monkeypatch):
 
 
 def test_the_map_of_a_flex_dispatcher_is_that_of_its_largest_probabilities():
+    """A right map beside probabilities of other experts, to which rows are then sent."""
     s, calls = make_slice(0), Calls(0)
-    router = calls.routers[3]
-    router.config, router.topk = SimpleNamespace(moe_token_dispatcher_type="flex"), TOPK
+    routes, router = s.routes.copy(), calls.routers[3]
+    found = []
+    for kind in ("alltoall", "flex"):
+        router.config, router.topk = SimpleNamespace(moe_token_dispatcher_type=kind), TOPK
+        calls.forward(s)
+        experts = calls.replays[3].get_replay_topk(
+            *(calls.scores[3], TOPK, None, None), lambda scores, topk, *_: scores.topk(topk, dim=1)
+        )[1]
+        probs = torch.ones(ROWS, EXPERTS).scatter(1, experts, 0.0)
+        routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)
+        calls.manager._record_call(router, (), (probs, routing_map))
+        found.append(calls.collected()[3])
+    right = fingerprint_of(routes[:, LAYERS.index(3)], 3)
+    assert [call.fingerprint == right for call in found] == [True, False]
+    assert {call.map_sum for call in found} == {ROWS * TOPK}
+
+
+def test_each_chunk_of_a_rank_has_its_own_microbatch():
+    """As in an interleaved schedule: one chunk is a microbatch ahead of the other."""
+    slices, calls = [make_slice(0), make_slice(1, 1)], Calls(0)
+    routes = [s.routes.copy() for s in slices]
+    calls.manager._routers = [(int(n >= 10), router) for n, router in calls.routers.items()]
+    for n, of in calls.replays.items():
+        of.vp_stage = int(n >= 10)
+    calls.manager.begin_pass("train", slices, HELD)
+    for microbatches in ((0, 1), (1, 0)):
+        for vp_stage, microbatch in enumerate(microbatches):
+            calls.manager.begin_forward(vp_stage, microbatch)
+        for layer in (3, 12):
+            calls.call(layer)
+    calls.manager.end_pass()
+    places = []
+    for call in calls.manager.collect(0):
+        of = routes[call.microbatch_id][:, LAYERS.index(call.layer_number)]
+        assert call.fingerprint == fingerprint_of(of, call.layer_number)
+        places.append((call.layer_number, call.vp_stage, call.microbatch_id))
+    assert places == [(3, 0, 0), (12, 1, 1), (3, 0, 1), (12, 1, 0)]
+
+
+def test_gates_are_those_of_the_score_function_and_without_the_experts_bias():
+    scores = torch.tensor([[1.0, 3.0, 2.0], [0.5, -1.0, 4.0]])
+    experts = torch.tensor([[1, 0], [2, 1]])
+    bias = torch.tensor([0.25, 0.5, 1.0])
+
+    def gates(function: str, pre_softmax: bool, biased: bool) -> torch.Tensor:
+        config = SimpleNamespace(
+            moe_router_score_function=function, moe_router_pre_softmax=pre_softmax
+        )
+        router = SimpleNamespace(config=config, enable_expert_bias=biased, expert_bias=bias)
+        return replay.gate_values(router, scores, experts)
+
+    chosen = torch.tensor([[3.0, 1.0], [4.0, -1.0]])
+    # up to a factor of the row the softmax over all experts
+    softmax = scores.softmax(1).gather(1, experts) / scores.softmax(1).amax(1, keepdim=True)
+    torch.testing.assert_close(gates("softmax", False, False), softmax)
+    assert torch.equal(gates("softmax", True, False), chosen)
+    assert torch.equal(gates("sigmoid", False, False), chosen)
+    unbiased = torch.tensor([[2.5, 0.75], [3.0, -1.5]])
+    assert torch.equal(gates("sigmoid", False, True), unbiased)
+
+
+def test_the_end_of_a_pass_drops_all_that_was_staged(monkeypatch):
+    s, calls = make_slice(0), Calls(0, ratio=0.9)
+    calls.forward(s, "train")
+    calls.manager.begin_backward(0, 0)
+    with recomputing(monkeypatch, forward=True):
+        calls.call(3)
+    manager = calls.manager
+    assert manager.decided and manager.recorder._dropped
+    manager.end_pass()
+    held = (manager._staged, manager._forward, manager._backward, manager.decided)
+    assert not any(held) and not manager.recorder._dropped and not manager.recorder._signatures
+
+
+def test_one_row_more_or_less_than_was_staged_is_refused_by_its_layer():
+    s, calls = make_slice(0), Calls(0)
     calls.forward(s)
-    # the map is right and the probabilities are of other experts
-    calls.call(3)
-    experts = calls.served[3]
-    probs = torch.ones(ROWS, EXPERTS).scatter(1, experts, 0.0)
-    routing_map = torch.zeros(ROWS, EXPERTS, dtype=torch.bool).scatter(1, experts, True)
-    calls.manager._record_call(router, (), (probs, routing_map))
-    right, wrong = calls.manager.collect(0)
-    assert right.fingerprint != wrong.fingerprint
-    assert right.map_sum == wrong.map_sum == ROWS * TOPK
+    calls.scores[3] = calls.scores[3][:-1]
+    with pytest.raises(AssertionError, match="layer 3: the router sees 13 rows, 14 are staged"):
+        calls.call(3)
 
 
 def test_after_an_exception_no_call_of_the_broken_pass_is_collected_with_a_later_ones():
