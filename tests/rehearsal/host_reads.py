@@ -91,6 +91,7 @@ def reads(checkpoint: Path) -> dict[str, Any]:
         recompute_num_layers=1,
     )
     found: dict[str, Any] = {"layers": hf.num_hidden_layers}
+    megatrons_rotation = rope_utils._apply_rotary_pos_emb_thd
     rope_utils.fused_apply_rotary_pos_emb_thd = lambda t, *_, **__: t  # the kernel reads nothing
     with actor_of(config, device=str(DEVICE)) as actor:
         slices, _ = slices_of(actor, config, hf, samples(hf, [(4, 19), (4, 13)]))
@@ -102,6 +103,10 @@ def reads(checkpoint: Path) -> dict[str, Any]:
             with counted() as found[f"{kind} train"]:
                 actor.train_step(slices, old, None)
         with second_read(), counted() as found["planted"]:
+            actor.compute_log_probs(slices, None)
+        actor.model.config.apply_rope_fusion = False
+        rope_utils._apply_rotary_pos_emb_thd = megatrons_rotation
+        with counted() as found["megatron's rotation"]:
             actor.compute_log_probs(slices, None)
     return found
 

@@ -27,7 +27,7 @@ from r3train.config.families import UNFUSED_ROPE
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model import TE_KERNELS
 from r3train.config.parallel import ParallelSection
-from r3train.trainer.megatron import hf_bridge, lora
+from r3train.trainer.megatron import hf_bridge, lora, rotary
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
 
@@ -54,6 +54,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     """
     model, parallel = config.model, config.parallel
     use_te = uses_transformer_engine(model.attention_backend, on_cuda=device.type == "cuda")
+    rotary.install()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     overrides = _transformer_overrides(config, hf, use_te, device)
     bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
