@@ -123,6 +123,10 @@ def estimate(
     )
 
 
+# of a parameter whose optimizer is on the host (Adam and --bf16 alone): weight, moments and gradient in float32
+OFFLOADED_BYTES = 16
+
+
 def _optimizer_bytes(config: RunConfig, state: int) -> tuple[float, float, float]:
     """Bytes a parameter: its gradient, its state where the rank computes, and its state on the host.
 
@@ -132,7 +136,7 @@ def _optimizer_bytes(config: RunConfig, state: int) -> tuple[float, float, float
     sizes = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
     gradient = sizes[str(given.get("main_grads_dtype", "fp32"))]
     if given.get("optimizer_cpu_offload"):  # all of it is on the host, in float32, with a gradient
-        return gradient, 0.0, state + 4
+        return gradient, 0.0, OFFLOADED_BYTES
     if given.get("use_precision_aware_optimizer"):
         moments = ("exp_avg_dtype", "exp_avg_sq_dtype")
         state = sum(sizes[str(given.get(name, "fp32"))] for name in moments)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import ceil, inf, log2
 from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.doctor.finding import amount
 from r3train.doctor.memory import (
+    OFFLOADED_BYTES,
     StageRanks,
     check_evidence_room,
     longest_sample,
@@ -26,6 +27,7 @@ from r3train.doctor.model import read_stages
 from r3train.launch.gpus import server_size
 
 if TYPE_CHECKING:
+    from r3train.config.rollout import RolloutSection
     from r3train.hf_checkpoint import TensorKind
 
 GIGA = 10**9
@@ -36,7 +38,18 @@ TRAIN_SHARE = 0.4
 MEMORY_GB_S = 3350.0
 DECODE_SHARE = 0.5
 LEAST_TOKEN_S = 0.005
-BROADCAST_GB_S = 40.0
+# of weights from one sender: by NCCL to all receivers at once; the others as measured on one core, by gloo to one
+# receiver (docs/internals/scale.md), by memory and files to one server (docs/internals/performance.md)
+NCCL_GB_S = 40.0
+GLOO_GB_S = 0.9
+SHARED_MEMORY_GB_S = 3.2
+DISK_GB_S = 1.5
+# of an Adam on the host: parameters of one thread as measured (torch's fused AdamW), and what bounds all of a node
+ADAM_PARAMS_S = 0.19 * GIGA
+ADAM_BYTES = 28  # reads and writes of a parameter's weight, gradient and moments
+HOST_GB_S = 300.0
+HOST_CORES = 96
+NODE_GPUS = 8
 # a server's GPU beside weights and pool: CUDA graphs, activations of a prefill
 _SERVER_BYTES = 4 << 30
 _MOST_TP = 64
@@ -63,8 +76,42 @@ class StepPaper:
 
     generation_s: float
     train_s: float
+    optimizer_s: float  # of an Adam on the host, 0 on the device
     update_s: float
     total_s: float
+
+
+@dataclass(frozen=True)
+class UpdatePaper:
+    """The way of new weights to the servers: its name, and GB/s for all receivers together."""
+
+    way: str
+    gb_s: float
+
+
+def update_on_paper(config: RunConfig, receivers: int) -> UpdatePaper:
+    """The transport of new weights.  receivers: GPUs of all servers; each takes part in a broadcast."""
+    mode = config.trainer.update_weight_transfer_mode
+    if mode != "distributed":
+        rate = SHARED_MEMORY_GB_S if mode == "shared_memory" else DISK_GB_S
+        return UpdatePaper(f"by {mode}", rate)
+    if not config.rollout.colocate:
+        return UpdatePaper("by NCCL", NCCL_GB_S)
+    # its broadcast is a tree: the sender sends whole buckets once a level
+    sends = ceil(log2(receivers + 1))
+    to = f"to {receivers} receiver{'s' * (receivers != 1)}, {sends} sends of {GLOO_GB_S} GB/s"
+    return UpdatePaper(f"by gloo {to}", GLOO_GB_S / sends)
+
+
+def host_adam_s(config: RunConfig, ranks: list[StageRanks], world_size: int) -> float:
+    """Seconds of the optimizer steps of one rollout, where Adam's state is on the host; else 0."""
+    if not config.trainer.optimizer_overrides.get("optimizer_cpu_offload"):
+        return 0.0
+    most = max(stage.held.offloaded for stage in ranks) / OFFLOADED_BYTES
+    here = min(world_size, NODE_GPUS)
+    bound = HOST_GB_S * GIGA / ADAM_BYTES / here
+    rate = min(HOST_CORES // here * ADAM_PARAMS_S, bound)
+    return config.steps_per_rollout * most / rate
 
 
 def paper(
@@ -128,7 +175,7 @@ def server_on_paper(
     pool = max(0, int((budget - weights / gpus) / token_bytes)) if token_bytes else 0
     if type(most := rollout.sglang.get("max_total_tokens")) is int:
         pool = min(pool, most)
-    num_servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    num_servers = _num_servers(rollout)
     return ServerPaper(
         gpus=gpus,
         is_given=is_given,
@@ -140,6 +187,10 @@ def server_on_paper(
             rollout.most_in_flight * longest_sample(config, hf, longest_prompt) / num_servers
         ),
     )
+
+
+def _num_servers(rollout: RolloutSection) -> int:
+    return len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
 
 
 def _held_shares(sglang: Mapping[str, object], hf: HfModelFacts) -> list[float]:
@@ -187,10 +238,11 @@ def step_on_paper(
     if config.model.recompute_granularity == "full":
         work *= (speed.forwards + 1) / speed.forwards
     train_s = work / ((config.trainer.peak_tflops or PEAK_TFLOPS) * TRAIN_SHARE)
+    optimizer_s = host_adam_s(config, stages(config, hf, world_size), world_size)
     if server is None:
-        return StepPaper(0.0, train_s, 0.0, train_s)
+        return StepPaper(0.0, train_s, optimizer_s, 0.0, train_s + optimizer_s)
     rollout = config.rollout
-    num_servers = len(rollout.rollout_external_engine_addrs) or rollout.rollout_num_engines
+    num_servers = _num_servers(rollout)
     response = rollout.rollout_max_response_len
     fitting = server.pool_tokens // tokens
     at_once = max(1, min(server.in_flight, fitting))
@@ -198,11 +250,13 @@ def step_on_paper(
     token_s = max(LEAST_TOKEN_S, read / (MEMORY_GB_S * GIGA * DECODE_SHARE))
     waves = config.samples_per_rollout / (num_servers * at_once)
     generation_s = max(1.0, waves) * response * token_s
-    update_s = server.weights * server.gpus / (BROADCAST_GB_S * GIGA)
-    both = max(generation_s, train_s)
+    update = update_on_paper(config, server.gpus * num_servers)
+    update_s = server.weights * server.gpus / (update.gb_s * GIGA)
+    learning_s = train_s + optimizer_s
+    both = max(generation_s, learning_s)
     if rollout.max_weight_staleness == 0:
-        both = generation_s + train_s
-    return StepPaper(generation_s, train_s, update_s, both + update_s)
+        both = generation_s + learning_s
+    return StepPaper(generation_s, train_s, optimizer_s, update_s, both + update_s)
 
 
 def _stage_line(stage: StageRanks, gpu_bytes: float) -> str:
@@ -273,6 +327,8 @@ def _step_lines(
         longest = longest_sample(config, hf, longest_prompt)
     step = step_on_paper(config, hf, world_size, longest, server)
     parts = f"training {step.train_s:,.1f} s"
+    if step.optimizer_s:
+        parts += f", Adam on the host {step.optimizer_s:,.1f} s"
     if server is not None:
         order = "one after the other" if rollout.max_weight_staleness == 0 else "beside one another"
         parts = (
@@ -286,8 +342,14 @@ def _step_lines(
         " TFLOP/s (--peak-tflops)"
     )
     if server is not None:
+        update = update_on_paper(config, server.gpus * _num_servers(rollout))
         assumed += (
             f"; a token reads weights and keys at {DECODE_SHARE:.0%} of {MEMORY_GB_S:,.0f} GB/s, in"
-            f" {1000 * LEAST_TOKEN_S:.0f} ms at least; weights go at {BROADCAST_GB_S:.0f} GB/s"
+            f" {1000 * LEAST_TOKEN_S:.0f} ms at least; weights go {update.way}, {update.gb_s:.2g} GB/s"
+        )
+    if step.optimizer_s:
+        assumed += (
+            f"; Adam on the host: {HOST_CORES} cores of a node over its ranks (unless OMP_NUM_THREADS is set),"
+            f" {ADAM_PARAMS_S / GIGA} G parameters/s a thread, {HOST_GB_S:.0f} GB/s of a node's memory at most"
         )
     yield assumed

@@ -68,7 +68,13 @@ def test_a_recipe_passes_the_checks_of_its_dry_run(recipe, machine, monkeypatch)
     job = preflight(config, recipe.num_gpus)
     job.close()
     assert config.replay.use_rollout_routing_replay and config.sums_evidence
-    assert config.model.bf16 and config.trainer.update_weight_transfer_mode == "distributed"
+    # in turns with its servers a rank would send by gloo over loopback: minutes
+    way = "shared_memory" if config.rollout.colocate else "distributed"
+    assert config.model.bf16 and config.trainer.update_weight_transfer_mode == way
+    overrides = config.trainer.optimizer_overrides
+    assert overrides.get("overlap_cpu_optimizer_d2h_h2d", False) == overrides.get(
+        "optimizer_cpu_offload", False
+    )
     assert len(job.prompts) == 128 and job.hf.is_moe
     others = config.parallel.model_copy(update={"expert_model_parallel_size": 7})
     with pytest.raises(

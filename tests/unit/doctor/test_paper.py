@@ -175,3 +175,83 @@ def test_the_longest_sample_ends_with_the_context_and_a_replayed_one_has_an_answ
         for config in (servers, replayed):
             text = "\n".join(paper.paper(config, hf, 2, prompt))
             assert f" samples of {tokens:,} tokens" in text
+
+
+def colocated(tiny, qwen3, **fields):
+    """The recipe of Qwen3-30B-A3B in turns, as far as servers and their weights go."""
+    config = config_of(
+        tiny,
+        hf_checkpoint=str(qwen3),
+        bf16=True,
+        **({"colocate": True, "max_weight_staleness": 0, "rollout_num_engines": 4} | fields),
+    )
+    return with_server(config, tp_size=2)
+
+
+def test_weights_by_gloo_to_servers_in_turns_take_minutes_and_by_shared_memory_seconds(tiny, qwen3):
+    """61 GB, to 4 servers of 2 GPUs: the sender of gloo's tree sends all of it four times."""
+    hf = read_hf_facts(qwen3)
+    num_bytes = 30_532_122_624 * 2
+    found, lines = {}, {}
+    for mode in ("distributed", "shared_memory", "disk"):
+        config = colocated(tiny, qwen3, update_weight_transfer_mode=mode)
+        server = paper.server_on_paper(config, hf, 8, 80e9)
+        step = paper.step_on_paper(config, hf, 8, 1024, server)
+        found[mode] = step.update_s
+        assert step.total_s == pytest.approx(step.generation_s + step.train_s + step.update_s)
+        lines[mode] = "\n".join(paper.paper(config, hf, 8, 8))
+    assert found["distributed"] == pytest.approx(4 * num_bytes / 0.9e9)
+    assert found["distributed"] > 120
+    assert found["shared_memory"] == pytest.approx(num_bytes / 3.2e9)
+    assert found["disk"] == pytest.approx(num_bytes / 1.5e9)
+    gloo = "weights go by gloo to 8 receivers, 4 sends of 0.9 GB/s, 0.23 GB/s"
+    assert gloo in lines["distributed"] and "weights 271.4 s" in lines["distributed"]
+    assert "weights go by shared_memory, 3.2 GB/s" in lines["shared_memory"]
+    # on GPUs of their own
+    apart = colocated(tiny, qwen3, colocate=False)
+    server = paper.server_on_paper(apart, hf, 8, 80e9)
+    assert paper.step_on_paper(apart, hf, 8, 1024, server).update_s == pytest.approx(
+        num_bytes / 40e9
+    )
+
+
+@pytest.mark.parametrize("receivers, sends", [(1, 1), (2, 2), (3, 2), (4, 3), (7, 3), (8, 4)])
+def test_the_sender_of_a_tree_sends_once_a_level(tiny, receivers, sends):
+    config = config_of(tiny, colocate=True, max_weight_staleness=0)
+    update = paper.update_on_paper(config, receivers)
+    assert update.gb_s == pytest.approx(0.9 / sends) and f", {sends} sends" in update.way
+
+
+def test_an_adam_on_the_host_takes_its_time(tiny, qwen3):
+    """Four ranks of a node, experts over all: a fourth of the experts and of the rest a rank."""
+    hf = read_hf_facts(qwen3)
+    fields = dict(
+        hf_checkpoint=str(qwen3),
+        bf16=True,
+        expert_model_parallel_size=4,
+        tensor_model_parallel_size=4,
+        rollout_batch_size=64,
+        n_samples_per_prompt=4,
+        global_batch_size=128,
+    )
+    on_host = {
+        "use_precision_aware_optimizer": True,
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": 1.0,
+    }
+    config = config_of(tiny, **fields, optimizer_overrides=on_host)
+    step = paper.step_on_paper(config, hf, 4, 1024, None)
+    assert config.steps_per_rollout == 2
+    # 300 GB/s of a node over 4 ranks, 28 bytes a parameter: 2.7 G parameters/s, below 24 threads' 4.6
+    rate = 300e9 / 28 / 4
+    assert step.optimizer_s == pytest.approx(2 * 30.53e9 / 4 / rate, rel=0.01)
+    assert step.total_s == step.train_s + step.optimizer_s
+    (line, assumed) = list(paper.paper(config, hf, 4, 8))[-2:]
+    assert ", Adam on the host 5.7 s" in line and "0.19 G parameters/s a thread" in assumed
+    device = paper.step_on_paper(config_of(tiny, **fields), hf, 4, 1024, None)
+    assert device.optimizer_s == 0 and device.train_s == step.train_s
+    # ranks of several nodes have the cores of their own
+    wide = config_of(tiny, **fields, optimizer_overrides=on_host)
+    assert paper.host_adam_s(wide, memory.stages(wide, hf, 16), 16) == pytest.approx(
+        paper.host_adam_s(wide, memory.stages(wide, hf, 8), 8) / 2, rel=0.1
+    )
