@@ -30,7 +30,6 @@ LOGS=$RUN_DIR/logs/slurm-${SLURM_JOB_ID:?}-start$START
 # (20000 to 31999) and of outgoing connections (from 32768 on)
 RDZV_PORT=${RDZV_PORT:-$((10000 + SLURM_JOB_ID % 10000))}
 
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 export HF_HUB_OFFLINE=${HF_HUB_OFFLINE:-1}
 export R3TRAIN_ROOT BIN
 # the key of this start's servers; its steps get it only by their environment
@@ -72,6 +71,9 @@ use_container() {
 # GPUs of this node, and so of every node; 0 if Slurm knows of none
 node_gpus=${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-0}}
 node_gpus=${node_gpus##*:} # h100:8
+# On cores alone ranks and servers take one thread each.  On GPUs torchrun says so, and a rank whose Adam is on
+# the host takes its share of the cores, unless this is set.
+((node_gpus)) || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # Check that one node holds the ranks and their server.  train_async.py puts the server on the GPUs
 # behind the ranks' and checks again, because the recipe may name servers elsewhere.

@@ -128,13 +128,14 @@ def unlike(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> floa
 @pytest.mark.parametrize("ranks, fields", [(1, SHARDED), (2, OVERLAPS)])
 def test_steps_and_resumes_are_the_same_with_the_state_on_the_host(tmp_path, ranks, fields):
     model = write_checkpoint(MODEL, tmp_path / "model")
-    optimizers = {"plain": {}, "offload": OFFLOAD}
+    overlapped = OFFLOAD | {"overlap_cpu_optimizer_d2h_h2d": True}
+    optimizers = {"plain": {}, "offload": OFFLOAD, "overlapped": overlapped}
     given = trained, model, tmp_path, fields, optimizers
     found, *_ = in_ranks(ranks, tmp_path / "ranks", *given)
-    assert found["offload on host"] > 0 and found["plain on host"] == 0
-    for name in ("plain from 0", "offload", "offload from 0"):
+    assert found["plain on host"] == 0 < found["offload on host"] == found["overlapped on host"]
+    for name in ("plain from 0", "offload", "offload from 0", "overlapped", "overlapped from 0"):
         assert unlike(found[name], found["plain"]) == 0, name
-    for name in ("offload + 1", *(f"{a} -> {b}" for a, b in resumes(optimizers))):
+    for name in ("offload + 1", "overlapped + 1", *(f"{a} -> {b}" for a, b in resumes(optimizers))):
         assert unlike(found[name], found["plain + 1"]) == 0, name
 
 

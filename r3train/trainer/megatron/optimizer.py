@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
 from r3train.trainer.megatron import fused_adam
+from r3train.trainer.megatron.cpu_device import own_threads
 from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
 
 _DTYPES = {
@@ -47,6 +50,10 @@ def build_optimizer(config: RunConfig, chunks: list[torch.nn.Module]) -> Megatro
         use_distributed_optimizer=config.shards_optimizer,
         **overrides,
     )
+    # torchrun leaves a rank one thread, and an Adam on the host computes on a rank's threads
+    threads = own_threads(os.environ) if settings.optimizer_cpu_offload else None
+    if threads is not None:
+        torch.set_num_threads(threads)
     optimizer = get_megatron_optimizer(settings, chunks, use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         fused_adam.mend(part)
