@@ -57,7 +57,7 @@ STEPS = (
     Step(
         "doctor",
         "r3train doctor",
-        "versions go together, Transformer Engine imports; GPUs, shared memory",
+        "versions go together, Transformer Engine imports, one cuDNN is loaded; GPUs, shared memory",
     ),
     Step(
         "nccl",

@@ -101,7 +101,7 @@ def diagnose(
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
     take, and without GPUs all of them.
     """
-    from r3train.doctor import machine
+    from r3train.doctor import kernels, machine
     from r3train.launch.gpus import ranks_that_fit
 
     num_gpus, gpu_bytes = gpus_here()
@@ -112,6 +112,9 @@ def diagnose(
     yield from machine.check_capability(num_gpus)
     if config is None:  # a job's own checks say it too
         yield from machine.check_transformer_engine(num_gpus)
+    yield from kernels.check_cudnn(num_gpus)
+    nodes = -(-world_size // num_ranks)
+    yield from kernels.check_warm_up(num_gpus, nodes, machine.installed_version, os.environ)
     yield from machine.check_shared_memory(num_ranks)
     for port in ports:
         yield from machine.check_port("port", "127.0.0.1", port)
@@ -134,7 +137,7 @@ def diagnose(
 
 def _of_config(config: RunConfig, node: Node) -> Findings:
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.doctor import machine, memory, model, paper
+    from r3train.doctor import kernels, machine, memory, model, paper
     from r3train.launch.limits import server_ports
 
     prompt = yield from model.check_job(config, node.world_size)
@@ -143,6 +146,7 @@ def _of_config(config: RunConfig, node: Node) -> Findings:
         hf = read_hf_facts(config.model.hf_checkpoint)
     if hf is not None:
         weights = yield from model.check_weights(hf, config.lora)
+        yield from kernels.check_attention(config, hf, node.num_gpus)
     host, ports = server_ports(config)
     for port in ports:
         yield from machine.check_port("SGLang", host, port)

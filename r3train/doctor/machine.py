@@ -99,6 +99,9 @@ def _version_conflicts(version_of, python: tuple[int, int], cuda: bool) -> Findi
     if not (3, 11) <= python <= (3, 12):
         text = f"Python {python[0]}.{python[1]}, r3train runs on 3.11 and 3.12"
         yield problem("Python", text, "make PYTHON=python3.12 venv")
+    elif cuda and python != (3, 12):
+        text = f"Python {python[0]}.{python[1]}: requirements/gpu.txt is a lock of 3.12 alone"
+        yield warning("Python", text, "an environment of Python 3.12 (docs/installation.md)")
     for name, (wanted, why) in PINNED.items():
         have = version_of(name) or "not installed"
         if have.split("+")[0] != wanted:

@@ -314,7 +314,7 @@ GOOD = {
 )
 def test_version_conflicts_are_found(changes, cuda, subject, level):
     have = {**GOOD, **changes}
-    found = list(machine.check_versions(have.get, (3, 11), cuda))
+    found = list(machine.check_versions(have.get, (3, 12), cuda))
     assert [(f.level, f.subject) for f in found] == [(level, subject)] and found[0].remedy
 
 
@@ -359,6 +359,10 @@ def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_tor
 def test_pinned_versions_are_fine_and_another_python_is_not():
     assert [f.level for f in machine.check_versions(GOOD.get, (3, 11))] == [OK]
     assert [f.subject for f in machine.check_versions(GOOD.get, (3, 13))] == ["Python"]
+    gpu = GOOD | {"torch": "2.14.1+cu130"}
+    assert [f.level for f in machine.check_versions(gpu.get, (3, 12), True)] == [OK]
+    (found,) = machine.check_versions(gpu.get, (3, 11), True)
+    assert (found.level, found.subject) == (WARNING, "Python") and "of 3.12 alone" in found.text
 
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

@@ -1,0 +1,194 @@
+"""Kernels of the trainer's and the servers' libraries: which cuDNN they load, which attention a recipe gets."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.config.model import TE_KERNELS
+from r3train.doctor.finding import Findings, fact, ok, problem, warning
+
+# sinks of packed sequences, and gradients of packs over context-parallel ranks without NaNs
+_LEAST_CUDNN = (9, 18, 0)
+_ONE_CUDNN = (
+    "leave one: apt-get purge 'libcudnn9*', and export CUDNN_HOME=.../site-packages/nvidia/cudnn"
+    " (docs/installation.md)"
+)
+# with these flashinfer finds its kernels compiled
+_COMPILED = ("flashinfer-cubin", "flashinfer-jit-cache")
+_CACHE_BASE = "FLASHINFER_WORKSPACE_BASE"
+
+
+def check_cudnn(num_gpus: int, maps: Path = Path("/proc/self/maps")) -> Findings:
+    """The cuDNN that torch and Transformer Engine have loaded into this process: one, and new enough.
+
+    Transformer Engine takes that of CUDNN_HOME, of the CUDA toolkit and of the system before pip's, which torch
+    takes.  Of two the loader mixes parts: SUBLIBRARY_VERSION_MISMATCH, or attention without a fused kernel.
+    Silent without GPUs, and where Transformer Engine does not import, which is another finding.
+    """
+    if not num_gpus:
+        return
+    import torch
+
+    try:
+        from transformer_engine.pytorch import get_cudnn_version
+    except Exception:  # a broken build raises whatever its loader does
+        return
+    number = torch.backends.cudnn.version()
+    of_torch = None if number is None else (number // 10000, number // 100 % 100, number % 100)
+    found = {"torch": of_torch, "Transformer Engine": tuple(get_cudnn_version())}
+    named = ", ".join(f"{_dotted(version)} in {who}" for who, version in found.items())
+    folders = sorted(_folders_of_cudnn(maps.read_text(encoding="utf-8").splitlines()))
+    where = ", ".join(folders) or "no file that /proc/self/maps names"
+    if len(set(found.values())) > 1 or len(folders) > 1:
+        yield problem("cuDNN", f"{named}; loaded from {where}: a mixture", _ONE_CUDNN)
+    elif of_torch < _LEAST_CUDNN:
+        text = f"{named}, from {where}: fused attention of packed sequences needs {_dotted(_LEAST_CUDNN)}"
+        yield problem("cuDNN", text, "pip install -c requirements/gpu.txt nvidia-cudnn-cu13")
+    else:
+        yield ok("cuDNN", f"{named}, from {where}")
+
+
+def _dotted(version: tuple[int, ...] | None) -> str:
+    return "none" if version is None else ".".join(map(str, version))
+
+
+def _folders_of_cudnn(maps: Iterable[str]) -> set[str]:
+    """Directories of the libcudnn files that a process has mapped; maps: lines of /proc/PID/maps."""
+    files = (line.split(maxsplit=5)[5:] for line in maps)
+    paths = (Path(file[0].removesuffix(" (deleted)").rstrip()) for file in files if file)
+    return {str(path.parent) for path in paths if re.match(r"libcudnn[._]", path.name)}
+
+
+def check_attention(config: RunConfig, hf: HfModelFacts, num_gpus: int) -> Findings:
+    """Transformer Engine's choice of a kernel for each kind of attention of this recipe on this GPU.
+
+    The unfused one keeps scores, which grow with the square of a pack's tokens and are in no estimate.
+    Silent without GPUs, and where Transformer Engine does not import.
+    """
+    backend = config.model.attention_backend
+    if not num_gpus or backend == "local":
+        return
+    try:
+        from transformer_engine.pytorch.attention.dot_product_attention import utils
+    except Exception:  # as above
+        return
+    for what, shape in _attention_shapes(config, hf):
+        try:
+            chosen = _kernel(utils, shape, backend, bf16=config.model.bf16)
+        except Exception as error:  # another version has other parameters
+            text = (
+                f"Transformer Engine cannot be asked about {what}: {type(error).__name__}: {error}"
+            )
+            yield warning("attention", text, "look at the log with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2")
+            continue
+        remedy = (
+            "run train_async.py with NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2: the log says why each kernel is out;"
+            " a newer cuDNN, --bf16, or another --attention-backend"
+        )
+        named = f"{what}: {', '.join(f'{k} {v}' for k, v in shape.items() if k in _SHOWN)}"
+        if chosen is None:
+            forced = f" by --attention-backend {backend}" if backend in TE_KERNELS else ""
+            yield problem("attention", f"{named}: Transformer Engine has no kernel{forced}", remedy)
+        elif chosen == "unfused":
+            text = f"{named}: the unfused kernel, whose scores grow with the square of a pack"
+            kind = warning if backend == "unfused" else problem
+            yield kind("attention", text, remedy)
+        else:
+            yield ok("attention", f"{named}: the {chosen} kernel")
+
+
+_SHOWN = ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v", "window_size", "softmax_type")
+
+
+def _attention_shapes(
+    config: RunConfig, hf: HfModelFacts
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each kind of attention of a rank: its name, and Transformer Engine's ``AttentionParams`` for it.
+
+    Source of the names: transformer_engine 2.12.0, ``AttentionParams``; of the values: megatron-core 0.16.1,
+    ``TEDotProductAttention``, and this actor's packs.
+    """
+    content = load_model_config(hf.path)
+    tp = config.parallel.tensor_model_parallel_size
+    cp = config.parallel.context_parallel_size
+    heads, groups = hf.num_attention_heads, hf.num_key_value_heads
+    size = values = content.get("head_dim") or hf.hidden_size // heads
+    if content.get("kv_lora_rank") is not None:  # latent attention: every head has its own keys
+        groups = heads
+        size, values = (
+            content["qk_nope_head_dim"] + content["qk_rope_head_dim"],
+            content["v_head_dim"],
+        )
+    longest = config.trainer.max_tokens_per_gpu * cp
+    shape = dict(
+        qkv_layout="thd_thd_thd",
+        num_heads=heads // tp,
+        num_gqa_groups=max(1, groups // tp),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        head_dim_qk=size,
+        head_dim_v=values,
+        attn_mask_type="padding_causal",
+        window_size=(-1, 0),
+        bottom_right_diagonal=False,
+        context_parallel=cp > 1,
+        cp_comm_type=_way_of_context_ranks(config),
+        softmax_type="learnable" if hf.model_type == "gpt_oss" else "vanilla",
+        is_training=True,
+    )
+    if hf.model_type != "gpt_oss":
+        yield "attention", shape
+        return
+    kinds = content.get("layer_types") or []
+    if "full_attention" in kinds:
+        yield "full attention", shape
+    if "sliding_attention" in kinds:
+        yield "sliding attention", shape | {"window_size": (content["sliding_window"] - 1, 0)}
+
+
+def _way_of_context_ranks(config: RunConfig) -> Any:
+    given = config.model.transformer_overrides.get("cp_comm_type", "p2p")
+    return given[0] if isinstance(given, list) and given else given  # one for each layer
+
+
+def _kernel(utils: Any, shape: Mapping[str, Any], backend: str, *, bf16: bool) -> str | None:
+    """Return the kernel that Transformer Engine chooses, or None; backend: ours, which may name one."""
+    import torch
+
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    params = utils.AttentionParams(qkv_dtype=dtype, **shape)
+    flash, _, fused, _, unfused, available = utils.get_attention_backend(params)
+    if backend in TE_KERNELS:
+        return backend if available[TE_KERNELS.index(backend)] else None
+    chosen = {"flash": flash, "fused": fused, "unfused": unfused}
+    return next((name for name, is_chosen in chosen.items() if is_chosen), None)
+
+
+def check_warm_up(
+    num_gpus: int,
+    num_nodes: int,
+    version_of: Callable[[str], str | None],
+    environ: Mapping[str, str],
+) -> Findings:
+    """Kernels that the first server compiles, into a folder of the user that several nodes may share."""
+    if not num_gpus or any(version_of(name) for name in _COMPILED):
+        return
+    base = environ.get(_CACHE_BASE) or environ.get("HOME", "~")
+    text = (
+        f"flashinfer has no compiled kernels here ({' or '.join(_COMPILED)}): the first server compiles them"
+        f" for minutes, into {base}/.cache/flashinfer; r3train doctor --probe does it before a run"
+    )
+    if num_nodes == 1 or _CACHE_BASE in environ:
+        yield fact("flashinfer", text)
+        return
+    yield warning(
+        "flashinfer",
+        f"{text}. Nodes that share that folder compile into it at once: locks of a network file system fail, or a"
+        " kernel is read half-written",
+        f"export {_CACHE_BASE}, TRITON_CACHE_DIR and SGLANG_CACHE_DIR as folders of the node's own disk, as /tmp/$USER",
+    )
