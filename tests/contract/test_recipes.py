@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -12,12 +13,14 @@ from pyarrow import parquet
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
+from r3train.config.options import parse_train_flags
 from r3train.config.tensor_shapes import tensor_shapes
 from r3train.doctor.finding import OK, amount
 from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus, estimate, stages
 from r3train.doctor.model import read_weights
 from r3train.hf_checkpoint import read_headers
+from r3train.launch.gpus import server_size
 from r3train.launch.preflight import PreflightError, preflight
 from r3train.tiny import TinyOptions, build
 from tests.published import CONFIGS, RECIPES, Recipe, write_checkpoint
@@ -123,3 +126,23 @@ def test_the_page_shows_what_the_doctor_estimates(machine):
             f" | {amount(fullest.total - fullest.held.rank)} | {amount(checkpoint)} |"
         )
     assert "\n".join(rows) in PAGE.read_text(encoding="utf-8"), "\n".join(rows)
+
+
+def test_the_recipe_of_two_nodes_is_what_its_head_says_with_room_to_spare(machine, monkeypatch):
+    """Its figures: those of peers for 80 GB, and NeMo-RL's layout by the flags that the head names."""
+    (recipe,) = [recipe for recipe in RECIPES if recipe.file == "qwen3_30b_a3b_two_nodes"]
+    config, _, fullest = figures(recipe, machine)
+    parallel, trainer = config.parallel, config.trainer
+    assert (parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size) == (4, 8)
+    assert trainer.max_tokens_per_gpu == 20480 and fullest.held.offloaded > 56 << 30
+    assert fullest.total < 0.4 * recipe.gpu_gb * 10**9
+    assert 8 * fullest.held.offloaded < 600e9  # what the head says of the host
+    addresses = config.rollout.rollout_external_engine_addrs
+    assert len(addresses) * server_size(config.rollout.sglang) == 8
+    head = recipe.path.read_text().split("[model]")[0]
+    flags = re.search(r"(--tensor-model-parallel-size 1 \S+)\)", head)[1].split()
+    monkeypatch.chdir(machine)
+    other = parse_train_flags(["--config", str(recipe.path), *flags], prog_name="train_async.py")
+    assert not other.parallel.sequence_parallel
+    (stage,) = stages(other, read_hf_facts(machine / other.model.hf_checkpoint), recipe.num_gpus)
+    assert f"{stage.total / 2**30:.0f} GiB at the peak" in head

@@ -43,6 +43,7 @@ RECIPES = (
     Recipe("gpt_oss_20b", "gpt-oss-20b", 8, 80),
     Recipe("glm_4_7_flash", "GLM-4.7-Flash", 16, 80),
     Recipe("qwen3_30b_a3b", "Qwen3-30B-A3B", 8, 141),
+    Recipe("qwen3_30b_a3b_two_nodes", "Qwen3-30B-A3B", 8, 80),
     Recipe("glm_4_5_air", "GLM-4.5-Air", 64, 80),
     Recipe("mixtral_8x7b", "Mixtral-8x7B", 16, 80),
     Recipe("qwen2_57b_a14b", "Qwen2-57B-A14B", 32, 80),
