@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from r3train.config.data import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
+from r3train.tiny_families import SIZES, TINY_FAMILIES, TinyOptions, shared
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
@@ -326,6 +327,13 @@ _HELP = {
 
 @click.command(params=[_option(field) for field in dataclasses.fields(TinyOptions)])
 @click.option(
+    "--size",
+    type=click.Choice(SIZES),
+    default="tiny",
+    show_default=True,
+    help="Defaults of the other flags; gpu: shapes that kernels are made for (docs/gpu.md).",
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     required=True,
@@ -340,7 +348,10 @@ _HELP = {
     "--chat-template", is_flag=True, help="Give that tokenizer a chat template, for messages."
 )
 @click.option("--force", is_flag=True, help="Replace a tiny model made with other options.")
+@click.pass_context
 def make_tiny_model(
+    context: click.Context,
+    size: str,
     output: Path,
     force: bool,
     vocab_size: int | None,
@@ -352,8 +363,12 @@ def make_tiny_model(
     if chat_template and tokenizer_from is None:
         raise click.UsageError("--chat-template needs --tokenizer-from")
     tokenizer = None if tokenizer_from is None else TrainedTokenizer(tokenizer_from, chat_template)
+    for name, value in SIZES[size].items():
+        if name != "vocab_size" and context.get_parameter_source(name) is ParameterSource.DEFAULT:
+            shape[name] = value
     if vocab_size is None:
-        vocab_size = TinyOptions().vocab_size if tokenizer is None else TRAINED_VOCAB_SIZE
+        of_words = SIZES[size].get("vocab_size", TinyOptions().vocab_size)
+        vocab_size = of_words if tokenizer is None else TRAINED_VOCAB_SIZE
     try:
         options = TinyOptions(vocab_size=vocab_size, **shape)
         built = build(output, options, force=force, tokenizer=tokenizer)

@@ -31,6 +31,26 @@ class TinyOptions:
     family: str = "qwen3_moe"
 
 
+# --size: what it changes.  gpu: of shapes that kernels are made for, as published models have them (a head of 128,
+# experts of 128 columns, 8 of 64), in 4 layers of 28 MB each; a toy of 16 a head fails, or passes, for reasons of its own
+SIZES: Mapping[str, Mapping[str, Any]] = {
+    "tiny": {},
+    "gpu": {
+        "hidden_size": 512,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 128,
+        "num_experts": 64,
+        "topk": 8,
+        "moe_intermediate_size": 128,
+        "vocab_size": 2048,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.05,
+        "dtype": "bfloat16",
+    },
+}
+
+
 @dataclass(frozen=True)
 class TinyFamily:
     """A family's tiny model.

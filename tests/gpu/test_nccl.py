@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -19,11 +20,17 @@ pytestmark = [
 _NUMBERS = 1 << 26  # 256 MiB
 
 
-def test_a_sum_over_all_gpus_is_right_and_its_bandwidth_is_told():
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"NCCL_NVLS_ENABLE": "1", "NCCL_CUMEM_ENABLE": "1"}],
+    ids=["as in a run", "NVLS"],
+)
+def test_a_sum_over_all_gpus_is_right_and_its_bandwidth_is_told(settings):
     port = str(free_port("127.0.0.1"))
     command = [sys.executable, "-m", "torch.distributed.run", "--master-port", port]
     command += ["--nproc-per-node", str(NUM_GPUS), __file__]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    environment = {**os.environ, **settings}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
 
@@ -49,7 +56,8 @@ def one_rank() -> None:
     seconds = (time.monotonic() - began) / 10
     if rank == 0:
         rate = 2 * (size - 1) / size * numbers.nbytes / seconds / 1e9
-        print(f"all-reduce over {size} GPUs: {rate:.0f} GB/s")
+        nvls = os.environ["NCCL_NVLS_ENABLE"]
+        print(f"all-reduce over {size} GPUs: {rate:.0f} GB/s (NCCL_NVLS_ENABLE={nvls})")
     topology.shutdown()
 
 
