@@ -27,6 +27,7 @@ from r3train.trainer.megatron import hf_bridge, model  # noqa: E402
 ROPE = dict.fromkeys(
     (
         *("qwen3_30b_a3b", "qwen3_30b_a3b_one_node", "qwen3_30b_a3b_colocated"),
+        "qwen3_30b_a3b_two_nodes",
         *("glm_4_5_air", "mixtral_8x7b", "qwen2_57b_a14b", "minimax_m2", "olmoe_1b_7b_one_node"),
     ),
     True,
@@ -77,8 +78,9 @@ def test_fused_kernels_are_on_where_they_compute_the_same(
         assert built.moe_permute_fusion == fused
         # but gpt-oss's, which has biases and a limit
         assert built.bias_activation_fusion == (use_te and hf.model_type != "gpt_oss")
-        # Apex, which Megatron's output layer needs for it, is not here
-        assert not built.gradient_accumulation_fusion
+        assert (
+            built.gradient_accumulation_fusion == built.disable_parameter_transpose_cache == fused
+        )
         assert built.attention_backend.name == "auto"
         for kernels in TE_KERNELS:
             one = config.model.model_copy(update={"attention_backend": kernels})

@@ -57,6 +57,10 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     rotary.install()
     dtype = torch.bfloat16 if model.bf16 else torch.float32
     overrides = _transformer_overrides(config, hf, use_te, device)
+    fuses = use_te and overrides.get("gradient_accumulation_fusion", False)
+    if fuses and find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # Megatron's output layer needs Apex's extension for it, and fails without; the others do not
+        overrides["gradient_accumulation_fusion"] = False
     bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
     chunks: list[torch.nn.Module] = []
     for stage in range(parallel.virtual_pipeline_model_parallel_size or 1):
@@ -66,6 +70,8 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         chunk = _build_chunk(bridge, vp_stage, use_te, adapted=config.lora.enabled).to(device)
         if use_te:
             _mark_tensor_parallel(chunk)
+        if fuses:
+            _fuse_gradients(chunk)
         chunks.append(chunk)
     hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
     freeze(config, bridge, chunks)
@@ -133,6 +139,17 @@ def _mark_tensor_parallel(chunk: torch.nn.Module) -> None:
             module, (te.TEColumnParallelLinear, te.TERowParallelLinear)
         ):
             module.weight.tensor_model_parallel = False
+
+
+def _fuse_gradients(chunk: torch.nn.Module) -> None:
+    """Let every layer of Transformer Engine add its weight's gradient to ``main_grad`` in the product itself.
+
+    Each reads the attribute in its forward.  Megatron's ``DistributedDataParallel`` adds nothing for a weight that
+    says so.  Source: transformer_engine 2.12.0, ``module/linear.py`` and ``grouped_linear.py``.
+    """
+    for module in chunk.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
@@ -220,8 +237,9 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     return {
         "apply_rope_fusion": hf.model_type not in UNFUSED_ROPE,
         "moe_permute_fusion": hf.is_moe,
-        # Megatron's output layer needs Apex's extension for it, and fails without
-        "gradient_accumulation_fusion": find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        "gradient_accumulation_fusion": True,
+        # a first microbatch would be written over what main_grad holds, not added
+        "disable_parameter_transpose_cache": True,
     }
 
 

@@ -50,6 +50,45 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
 
 
+class _FusedProduct(torch.autograd.Function):
+    """A product whose backward adds the weight's gradient to ``main_grad``: what autograd gets for it is never read.
+
+    Over a first microbatch it writes instead, as Transformer Engine does.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inp: torch.Tensor, weight: torch.Tensor, is_first: bool | None) -> Any:
+        ctx.save_for_backward(inp)
+        ctx.weight, ctx.is_first = weight, is_first
+        return F.linear(inp, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (inp,), weight = ctx.saved_tensors, ctx.weight
+        if not weight.requires_grad:
+            return grad @ weight, None, None
+        rows = grad.flatten(0, -2), inp.flatten(0, -2)
+        of_weight = (rows[0].T @ rows[1]).to(weight.main_grad.dtype)
+        if ctx.is_first:
+            weight.main_grad.zero_()
+        weight.main_grad.add_(of_weight)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, torch.nan), None
+
+
+def _product(
+    module: Any,
+    inp: torch.Tensor,
+    weight: torch.Tensor,
+    is_first: bool | None,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if not module.fuse_wgrad_accumulation:
+        return F.linear(inp, weight, bias)
+    out = _FusedProduct.apply(inp, weight, is_first)
+    return out if bias is None else out + bias
+
+
 class RMSNorm(_Module):
     def __init__(
         self,
@@ -89,7 +128,8 @@ class Linear(_Module):
         device: Any = "cuda",
     ):
         super().__init__()
-        assert not fuse_wgrad_accumulation and parallel_mode in (None, "column", "row")
+        assert parallel_mode in (None, "column", "row")
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.tp_group = tp_group
         self.tp_size = tp_size if tp_group is None else tp_group.size()
         self.parallel_mode = parallel_mode
@@ -121,7 +161,7 @@ class Linear(_Module):
                 inp = ranks.gather_from_sequence_parallel_region(inp, True, **own)
             else:
                 inp = ranks.copy_to_tensor_model_parallel_region(inp, **own)
-        out = F.linear(inp, self.weight)
+        out = _product(self, inp, self.weight, is_first_microbatch)
         if self.parallel_mode == "row" and self.tp_size > 1:
             if self.sequence_parallel:
                 out = ranks.reduce_scatter_to_sequence_parallel_region(out, **own)
@@ -157,7 +197,7 @@ class LayerNormLinear(Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
     ) -> Any:
-        return super().forward(_normed(inp, self.layer_norm_weight, self.eps))
+        return super().forward(_normed(inp, self.layer_norm_weight, self.eps), is_first_microbatch)
 
 
 class GroupedLinear(_Module):
@@ -182,7 +222,8 @@ class GroupedLinear(_Module):
     ):
         super().__init__()
         # tokens cross ranks in Megatron's dispatcher, never here
-        assert not fuse_wgrad_accumulation and tp_size == 1
+        assert tp_size == 1
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         self.parallel_mode = parallel_mode
         self.in_features, self.out_features = in_features, out_features
@@ -199,7 +240,12 @@ class GroupedLinear(_Module):
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         biases = [getattr(self, f"bias{i}", None) for i in range(self.num_gemms)]
         added = [None] * self.num_gemms if self.return_bias else biases
-        out = torch.cat([F.linear(*own) for own in zip(inp.split(m_splits), weights, added)])
+        out = torch.cat(
+            [
+                _product(self, rows, weight, is_first_microbatch, bias)
+                for rows, weight, bias in zip(inp.split(m_splits), weights, added)
+            ]
+        )
         return (out, biases) if self.return_bias else out
 
 
