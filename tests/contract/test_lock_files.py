@@ -161,3 +161,19 @@ def test_the_first_day_imports_nothing_that_the_image_lacks(lacking):
     )
     assert len(modules) == 3 and (done.returncode == 0) == (not lacking), done.stdout + done.stderr
     assert f"the image has no {lacking}" in done.stdout + done.stderr or not lacking
+
+
+def test_plan_b_is_the_lock_with_another_transformer_engine(tmp_path):
+    """The command of docs/installation.md; the newer version asks for nothing that the lock lacks (uv resolved it)."""
+    page = (ROOT / "docs/installation.md").read_text()
+    (command,) = re.findall(r"^sed .* > gpu_b\.txt$", page, re.M)
+    (wanted,) = set(re.findall(r"'transformer-engine\[core_cu13,pytorch\]==([\d.]+)' -e \.`", page))
+    (tmp_path / "requirements").mkdir()
+    lock = (ROOT / "requirements/gpu.txt").read_text()
+    (tmp_path / "requirements/gpu.txt").write_text(lock)
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    lines = lock.splitlines(), (tmp_path / "gpu_b.txt").read_text().splitlines()
+    changed = [(old, new) for old, new in zip(*lines, strict=True) if old != new]
+    own = "transformer-engine", "transformer-engine-cu13", "transformer-engine-torch"
+    old = pins("gpu.txt")["transformer-engine"]
+    assert changed == [(f"{name}=={old}", f"{name}=={wanted}") for name in own]
