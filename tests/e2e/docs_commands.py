@@ -61,10 +61,16 @@ RULES = (
         "tests/unit/benchmarks/test_gpu_smoke.py::test_a_step_is_a_command_that_is_there",
     ),
     Rule(
-        r"docker |pip install .*-c requirements/gpu\.txt|packages=|export CPATH=",
+        r"docker |pip install .*-c requirements/gpu\.txt|packages=|export (CPATH|CUDNN_HOME)=",
         Kind.ELSEWHERE,
         "needs Docker and CUDA's compiler",
         "tests/contract/test_lock_files.py::test_the_image_is_sglangs_of_the_pinned_release_and_copies_what_is_there",
+    ),
+    Rule(
+        r"sed .*requirements/gpu\.txt > gpu_b\.txt",
+        Kind.ELSEWHERE,
+        "writes a file into the checkout",
+        "tests/contract/test_lock_files.py::test_plan_b_is_the_lock_with_another_transformer_engine",
     ),
     Rule(r"make ", Kind.LONG),
     Rule(

@@ -286,7 +286,8 @@ _THEIRS = {
     *("--rdzv-backend", "--node-rank", "--master-addr"),
     *("--master-port", "--signal", "--shm-size", "--exclude-editable", "--no-deps"),
     *("--exclusive", "--mem", "--export", "--batch", "--gpus"),
-    *("--gpus-per-node", "--gpus-per-task", "--rm", "--ipc"),
+    *("--gpus-per-node", "--gpus-per-task", "--rm", "--ipc", "--ulimit", "--network", "--device"),
+    "--cap-add",
     *(
         "--flag",
         "--requeue",
