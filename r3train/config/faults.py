@@ -20,7 +20,7 @@ class FaultsSection(Section):
     """A request is sent again when its answer is late, is cut short or contradicts the request.  The run ends
     after this many bad answers in a row to one request."""
     signal_grace_s: float = Field(default=120.0, gt=0)
-    """Seconds that the run gets after SIGTERM, SIGUSR1 or Ctrl-C to write a checkpoint and end.
+    """Seconds that the run gets after SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to write a checkpoint and end.
     torchrun ends its ranks 30 s after a Ctrl-C."""
     max_engine_restarts: int = Field(default=0, ge=0)
     """Restarts of crashed servers that the whole run may use; 0: the first crash ends the run."""

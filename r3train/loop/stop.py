@@ -1,7 +1,8 @@
-"""Handle SIGTERM, SIGUSR1 and SIGINT: finish and save within a grace period, then exit.
+"""Handle SIGTERM, SIGUSR1, SIGHUP and SIGINT: finish and save within a grace period, then exit.
 
-Slurm sends one of the first before it takes a job away; torchrun sends SIGTERM to its other ranks when
-one has died.  A rank whose torchrun is gone gets SIGTERM from the kernel: nobody would end it.  Ctrl-C
+Slurm sends one of the first two before it takes a job away; torchrun sends SIGTERM to its other ranks when
+one has died.  A terminal that closes sends SIGHUP to torchrun, which passes it on and kills its ranks 30 s
+later.  A rank whose torchrun is gone gets SIGTERM from the kernel: nobody would end it.  Ctrl-C
 reaches ranks and torchrun, and torchrun passes it on at once: a SIGINT that comes later is a second one.
 """
 
@@ -26,7 +27,7 @@ from r3train.plugs import really_exit
 
 logger = logging.getLogger(__name__)
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
 _PASSED_ON_S = 2.0
 # behind the grace period the process has as long to end by itself, with an exit code of its own
@@ -42,7 +43,7 @@ class StopSignal:
     """Notes a signal to stop; a context manager that restores the handlers.
 
     Enter it once there is something to save; earlier, a signal should end the process at once.  So does
-    a second SIGINT.
+    a second SIGINT.  A SIGHUP that was ignored at the start (nohup) stays ignored.
     ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
     closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
     Where code that holds the interpreter keeps it from that, ``stop_guard`` kills it 10 s later.
@@ -71,6 +72,8 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         for number in SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._on_signal)
         self._start_guard()
         return self

@@ -7,13 +7,16 @@ control codes.  Ranks other than 0 pass ``enabled=False`` and print nothing.
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.panel import Panel
@@ -58,7 +61,7 @@ class RunDisplay:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_rollout = num_rollout
-        self._console = console or Console(highlight=False)
+        self._console = console or Console(highlight=False, file=_UntilGone(sys.stdout))
         self._console.quiet = not enabled
         self._live = enabled and (_is_watched(self._console) if live is None else live)
         self._clock = clock
@@ -256,6 +259,39 @@ class _TimeLeft(ProgressColumn):
         left = (task.total - last) * (ended - began) / (last - first)
         left -= task.get_time() - ended
         return Text(f"{duration(max(0.0, left))} left", style="cyan")
+
+
+class _UntilGone:
+    """A stream that drops what is written once its terminal has closed, or the reader of its pipe.
+
+    A run is told of that (SIGHUP) and saves; an error from a line of progress must not keep it from that.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text, or drop it."""
+        self._unless_gone(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what is in the buffer, or drop it."""
+        self._unless_gone(self._stream.flush)
+
+    def _unless_gone(self, act: Callable[[], object]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EPIPE):
+                raise
+            # what is in the buffer would be an error again as the interpreter ends (exit code 120)
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 def _is_watched(console: Console) -> bool:

@@ -42,7 +42,7 @@ from tests.unit.loop.test_rollout_file import groups
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT])
 def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
     class Waiting:
         def next_batch(self, step, on_wait):
@@ -62,6 +62,18 @@ def test_a_signal_is_noted_and_ends_the_wait_for_a_rollout(number):
         assert stop.received == number.name
         assert stop.exit_code(saved=True) == 0 and stop.exit_code(saved=False) == 128 + number
     stop._timer.cancel(), stop._leave_guard()  # pytest goes on
+
+
+def test_a_hangup_that_was_ignored_at_the_start_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with StopSignal(grace_s=60) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop.received is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_after_the_grace_period_the_process_ends_whatever_it_does():
