@@ -9,6 +9,9 @@ Why a process: PR_SET_PDEATHSIG follows the *thread* that forked, a trainer fork
 SIGKILL of the trainer runs no handler.  On Linux the guard is a child subreaper, so a helper that
 leaves the session (torch_shm_manager calls setsid) still ends up among its descendants.
 
+A guard that gets SIGKILL leaves files behind, in the temporary directory and in /dev/shm.  The next one
+removes those of its own user (``remove_leftovers``).
+
 Imports nothing heavy: it starts in a fraction of a second and holds a few megabytes.
 """
 
@@ -16,18 +19,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import getpass
+import fcntl
+import json
 import os
 import select
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
+
+from r3train.cuda_environment import set_kernel_cache
 
 _POLL_S = 0.5
 _SIGHTINGS = 3
@@ -40,6 +48,9 @@ _HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
 # SGLang renames its workers; the server cannot serve without any one of them.
 _WORKER_MARK = "sglang::"
 _SHM_PREFIXES = ("/dev/shm/sglang_", "/dev/shm/sgl_shm")
+_DIRECTORY_PREFIX = "r3t-"
+# in a guard's directory: the list of its server's shared memory, JSON, locked while the guard lives
+_LIST = ".shared_memory"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -103,6 +114,63 @@ def _shared_memory_files(processes: list[psutil.Process]) -> set[str]:
     return found
 
 
+@contextlib.contextmanager
+def _own_directory() -> Iterator[tuple[str, Callable[[set[str]], None]]]:
+    """Make a temporary directory for a server, and remove it in the end.
+
+    The second value writes the list of files that the next guard removes if this one cannot.
+    """
+    directory = tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX)
+    try:
+        # another guard finds the list under its name, and that has its lock by then
+        with open(os.path.join(directory, f"{_LIST}.new"), "w+", encoding="utf-8") as file:
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes it then
+                fcntl.flock(file, fcntl.LOCK_EX)
+            json.dump([], file)
+            file.flush()
+            os.rename(file.name, os.path.join(directory, _LIST))
+
+            def note(paths: set[str]) -> None:
+                text = json.dumps(sorted(paths))
+                file.seek(0)
+                file.write(text)
+                file.truncate()
+                file.flush()
+
+            yield directory, note
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Remove what guards of this user left that are gone: their directories, and the files on their lists.
+
+    A guard's lock says that it lives: process numbers mean nothing in another container of the machine.
+    """
+    for directory in Path(tempfile.gettempdir()).glob(f"{_DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError, ValueError):
+            if not _is_own_directory(directory):
+                continue
+            fd = os.open(directory / _LIST, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with open(fd, encoding="utf-8") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for path in json.load(file):
+                    _remove_shared_memory(path)
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_own_directory(path: Path) -> bool:
+    found = os.lstat(path)
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+
+
+def _remove_shared_memory(path: object) -> None:
+    """Remove a file of SGLang's under /dev/shm, and nothing else, if it is there."""
+    if isinstance(path, str) and path.startswith(_SHM_PREFIXES) and path.count("/") == 3:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
 def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
     """Kill the child and every descendant, helpers last, and remove ``leftovers`` (files).
 
@@ -123,8 +191,7 @@ def end_tree(child: subprocess.Popen, leftovers: set[str]) -> None:
     for orphan in psutil.Process().children():
         os.waitpid(orphan.pid, os.WNOHANG)  # orphans became children of this subreaper: reap them
     for path in leftovers:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        _remove_shared_memory(path)
 
 
 def _owner_gone(owner_pid: int, stdin_fd: int, timeout_s: float) -> bool:
@@ -135,12 +202,16 @@ def _owner_gone(owner_pid: int, stdin_fd: int, timeout_s: float) -> bool:
 
 
 def _watch(
-    owner_pid: int, child: subprocess.Popen, stopping: list[int], leftovers: set[str]
+    owner_pid: int,
+    child: subprocess.Popen,
+    stopping: list[int],
+    leftovers: set[str],
+    note: Callable[[set[str]], None],
 ) -> int | None:
     """Wait for a reason to end; returns the child's status if that is the reason, else None.
 
-    It adds files to remove to ``leftovers`` while their users live: after a crash no process shows
-    them any more.
+    It adds files to remove to ``leftovers``, and calls ``note`` with them, while their users live: after
+    a crash no process shows them any more.
     """
     workers: dict[int, psutil.Process] = {}
     seen: dict[psutil.Process, int] = {}  # scans in a row that found it
@@ -156,7 +227,9 @@ def _watch(
         marked = [p for p in _descendants() if _command_line(p).startswith(_WORKER_MARK)]
         if time.monotonic() > next_scan:
             next_scan = time.monotonic() + _SCAN_S
-            leftovers |= _shared_memory_files(marked)
+            if found := _shared_memory_files(marked) - leftovers:
+                leftovers |= found
+                note(leftovers)
         seen = {p: seen.get(p, 0) + 1 for p in marked}
         workers |= {p.pid: p for p, times in seen.items() if times >= _SIGHTINGS}
         dead = [process for process in workers.values() if not _alive([process])]
@@ -177,16 +250,13 @@ def run(owner_pid: int, command: list[str]) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda received, _frame: stopping.append(received))
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    remove_leftovers()
     # SGLang leaves its sockets in the temporary directory: give it one that can be removed.
-    # Compiled kernels are worth keeping, so their cache stays where torch would have put it.
-    env = dict(os.environ)
-    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
-    env.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
-    # torch leaves its precompiled headers (150 MB) outside of that cache, in the temporary directory,
-    # and looks for them also where every kernel is in the cache: each server would compile them anew.
-    env.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
-    env["TMPDIR"] = tempfile.mkdtemp(prefix="r3t-")
-    try:
+    with _own_directory() as (directory, note):
+        env = dict(os.environ)
+        # compiled kernels are worth keeping
+        set_kernel_cache(env, os.path.join(directory, "torchinductor"))
+        env["TMPDIR"] = directory
         child = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -196,10 +266,8 @@ def run(owner_pid: int, command: list[str]) -> int:
             preexec_fn=lambda: signal_when_parent_ends(signal.SIGKILL),
         )
         leftovers: set[str] = set()
-        status = _watch(owner_pid, child, stopping, leftovers)
+        status = _watch(owner_pid, child, stopping, leftovers, note)
         end_tree(child, leftovers)
-    finally:
-        shutil.rmtree(env["TMPDIR"], ignore_errors=True)
     if status is None:
         return 0
     return 128 - status if status < 0 else status
