@@ -124,7 +124,9 @@ def _own_directory() -> Iterator[tuple[str, Callable[[set[str]], None]]]:
     try:
         # another guard finds the list under its name, and that has its lock by then
         with open(os.path.join(directory, f"{_LIST}.new"), "w+", encoding="utf-8") as file:
-            with contextlib.suppress(OSError):  # a file system without locks: nobody removes it then
+            with contextlib.suppress(
+                OSError
+            ):  # a file system without locks: nobody removes it then
                 fcntl.flock(file, fcntl.LOCK_EX)
             json.dump([], file)
             file.flush()

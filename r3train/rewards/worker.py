@@ -1,24 +1,32 @@
-"""The child process that runs a reward function: ``python -m r3train.rewards.worker SOCKET_FD``.
+"""The processes that run a reward function: ``python -m r3train.rewards.worker SOCKET_FD PARENT_PID``.
 
-Parent and child speak over a socket: eight bytes of length, then a pickle.  The parent's first
-message is a ``Task``, answered by None or by an error as text.  Every further one is (number,
-arguments), answered by (number, None, value) or (number, error as text, None), in any order: async
-functions run in one event loop, others in a thread each.  Whatever the function prints goes to
-stderr.  The process ends with its parent, or when the parent kills it.
+There are two.  The first runs nothing of the user's: it ends the second, which runs the function, and
+everything that this has started, children that left the session too, when its parent is gone, at SIGTERM,
+and when the second ends.  Then it ends in the same way as the second.
+
+Parent and child speak over a socket: eight bytes of length, then a message.  The parent's messages are
+pickles.  The first is a ``Task``, answered by None or by an error as text.  Every further one is (number,
+arguments), answered by [number, null, value] or [number, error as text, null], in any order: async
+functions run in one event loop, others in a thread each.  Answers are JSON: the parent unpickles nothing,
+for a function may run what a model wrote.  Whatever the function prints goes to stderr.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
+import json
 import os
 import pickle
+import resource
 import signal
 import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +34,10 @@ from typing import Any
 from r3train.plugs import import_plug, quoted
 
 LENGTH = struct.Struct("!Q")
+# of one answer; the numbers of a group take a small part of it
+_ANSWER_BYTES = 64 << 20
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +45,41 @@ class Task:
     """The function of a worker, as module:object, and what it needs to be found."""
 
     function: str
-    parent: int  # its process id
     path: tuple[str, ...]  # of imports
 
 
 def packed(message: Any) -> bytes:
-    """A message as the socket carries it."""
-    content = pickle.dumps(message)
+    """A message of the parent's as the socket carries it."""
+    return _framed(pickle.dumps(message))
+
+
+def _framed(content: bytes) -> bytes:
     return LENGTH.pack(len(content)) + content
 
 
-def taken(content: bytearray) -> Any:
-    """Take the first message out of what was read so far; None while it is not whole."""
+def taken(content: bytearray) -> tuple[int, str | None, Any] | None:
+    """Take the first answer out of what was read so far: number, error and value; None while it is not whole.
+
+    Raises ValueError for what is no answer: code of the user can write to the socket.
+    """
     if len(content) < LENGTH.size:
         return None
-    end = LENGTH.size + LENGTH.unpack_from(content)[0]
+    (length,) = LENGTH.unpack_from(content)
+    if length > _ANSWER_BYTES:
+        raise ValueError(f"an answer of {length} bytes, expected at most {_ANSWER_BYTES}")
+    end = LENGTH.size + length
     if len(content) < end:
         return None
-    message = pickle.loads(content[LENGTH.size : end])
+    try:
+        answer = json.loads(content[LENGTH.size : end])
+    except RecursionError:
+        raise ValueError("an answer of too many levels") from None
     del content[:end]
-    return message
+    kinds = [type(part) for part in answer[:2]] if isinstance(answer, list) else []
+    if kinds not in ([int, str], [int, type(None)]) or len(answer) != 3:
+        raise ValueError(f"the answer {quoted(answer)}, expected [number, error, value]")
+    number, error, value = answer
+    return number, error, value
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:
@@ -86,16 +112,14 @@ def _is_number(value: Any) -> bool:
 async def _serve(fd: int) -> None:
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=fd))
     task: Task = await _read(reader)
-    if os.getppid() != task.parent:  # it was gone before the kernel was asked to tell
-        return
     sys.path[:] = task.path  # the function is found where the parent found it
     try:
         function = import_plug("reward", task.function)
     except ValueError as error:
-        writer.write(packed((0, str(error), None)))
+        writer.write(_reply(0, str(error), None))
         await writer.drain()
         return
-    writer.write(packed((0, None, None)))
+    writer.write(_reply(0, None, None))
     loop = asyncio.get_running_loop()
     calls: set[asyncio.Task[None]] = set()
     while True:
@@ -144,24 +168,99 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
+def _reply(number: int, error: str | None, value: Any) -> bytes:
+    return _framed(json.dumps([number, error, value]).encode())
+
+
 def _answer(number: int, value: Any) -> bytes:
     try:
-        return packed((number, None, plain(value)))
+        return _reply(number, None, plain(value))
     except (TypeError, ValueError):
-        return packed((number, f"must be a finite number, got {quoted(value)}", None))
+        return _reply(number, f"must be a finite number, got {quoted(value)}", None)
 
 
 def _failed(number: int, error: BaseException) -> bytes:
-    return packed((number, f"raised {type(error).__name__}: {quoted(error, str)}", None))
+    return _reply(number, f"raised {type(error).__name__}: {quoted(error, str)}", None)
+
+
+def _prctl(option: int, value: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def _descendants() -> list[int]:
+    """Ids of the processes below this one that have not ended; those left by their parents are below it too."""
+    children: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
+        try:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+        except OSError:  # it has ended
+            continue
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(pid))
+    found, new = [], [os.getpid()]
+    while new:
+        new = [child for pid in new for child in children.get(pid, [])]
+        found += new
+    return found
+
+
+def _end_descendants() -> None:
+    """Kill them again and again: what is killed may have forked."""
+    while left := _descendants():
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.005)
+
+
+def _keep(worker: int) -> None:
+    """Wait for the worker's end, or for SIGTERM; end all that is left, and then as the worker did."""
+
+    def told(*_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        _end_descendants()
+        os._exit(0)
+
+    signal.signal(signal.SIGTERM, told)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    ended, status = 0, 0
+    while ended != worker:  # others are orphans of the function's
+        ended, status = os.waitpid(-1, 0)
+    _end_descendants()
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def main() -> None:
     """Serve until the parent closes the socket or is gone."""
+    fd, parent = int(sys.argv[1]), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is a handler
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:  # it was gone before the kernel was asked to tell
+        return
+    keeper = os.getpid()
+    if worker := os.fork():
+        os.close(fd)
+        _keep(worker)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != keeper:
+        return
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.dup2(2, 1)
-    asyncio.run(_serve(int(sys.argv[1])))
+    asyncio.run(_serve(fd))
     os._exit(0)  # threads of calls may still be running
 
 

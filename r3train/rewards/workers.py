@@ -20,6 +20,8 @@ from r3train.rewards.worker import Task, packed, taken
 # importing the function's module may import much more
 _START_S = 300.0
 _EXIT_S = 1.0
+# for the end of a process that has hundreds of children
+_END_S = 30.0
 
 
 class WorkerEnded(Exception):
@@ -85,17 +87,18 @@ class _Worker:
                 return
             ours, theirs = socket.socketpair()
             with theirs:
+                arguments = (str(theirs.fileno()), str(os.getpid()))
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "r3train.rewards.worker", str(theirs.fileno())],
+                    [sys.executable, "-m", "r3train.rewards.worker", *arguments],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
-                    start_new_session=True,  # so that its children can be ended with it
+                    start_new_session=True,  # Ctrl-C is ours to handle
                 )
             ours.setblocking(False)
             loop = asyncio.get_running_loop()
             self._stream = _Stream(self._process)
             self._transport, _ = await loop.create_connection(lambda: self._stream, sock=ours)
-            self._transport.write(packed(Task(self._path, os.getpid(), tuple(sys.path))))
+            self._transport.write(packed(Task(self._path, tuple(sys.path))))
             try:
                 async with asyncio.timeout(_START_S):
                     await self._stream.answer(0)
@@ -131,6 +134,8 @@ class _Worker:
 class _Stream(asyncio.Protocol):
     """The parent's end of one process' socket: answers by their number."""
 
+    _transport: asyncio.BaseTransport
+
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._content = bytearray()
@@ -150,7 +155,7 @@ class _Stream(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Take a part of the stream, and hand out the answers that are whole."""
         self._content += data
-        while (answer := taken(self._content)) is not None:
+        while (answer := self._next()) is not None:
             number, error, value = answer
             future = self._answers.get(number)
             if future is None or future.done():
@@ -160,12 +165,27 @@ class _Stream(asyncio.Protocol):
             else:
                 future.set_exception(CallFailed(error))
 
+    def _next(self) -> tuple[int, str | None, Any] | None:
+        if self._ended is not None:
+            return None
+        try:
+            return taken(self._content)
+        except ValueError as error:
+            self._ended = f"wrote to the socket of its process: {error}"
+            self._transport.abort()
+            return None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport, to close it where its other end misbehaves."""
+        self._transport = transport
+
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail every call that is left: the process has ended."""
-        # its socket closes a little before its exit code is known
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
-        self._ended = _how(self._process.returncode)
+        """Fail every call that is left: the process has ended, or is ended here."""
+        if self._ended is None:
+            # its socket closes a little before its exit code is known
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_S)
+            self._ended = _how(self._process.returncode)
         _kill(self._process)
         for future in self._answers.values():
             if not future.done():
@@ -173,10 +193,14 @@ class _Stream(asyncio.Protocol):
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its children, which are of its own process group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    """End a process and all that it has started."""
+    process.terminate()
+    try:
+        process.wait(_END_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _how(code: int | None) -> str:

@@ -86,9 +86,15 @@ def test_a_list_names_no_other_files(tmp_path, shared, monkeypatch):
     directory.mkdir()
     kept.write_text("ours")
     shared.write_text("")
-    below = f"/dev/shm/sglang_/../../..{kept}"
-    (directory / ".shared_memory").write_text(json.dumps([str(kept), below, 7, str(shared)]))
-    server_guard.remove_leftovers()
+    folder = Path(f"/dev/shm/sglang_test_{uuid.uuid4().hex}")
+    folder.mkdir()
+    try:
+        below = f"{folder}/../../..{kept}"
+        assert os.path.samefile(below, kept)
+        (directory / ".shared_memory").write_text(json.dumps([str(kept), below, 7, str(shared)]))
+        server_guard.remove_leftovers()
+    finally:
+        folder.rmdir()
     assert kept.exists() and not shared.exists() and not directory.exists()
 
 
