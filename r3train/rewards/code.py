@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import select
 import signal
 import subprocess
@@ -31,10 +30,15 @@ logger = logging.getLogger(__name__)
 _LAUNCHER = Path(__file__).with_name("code_launcher.py")
 _MEMORY_BYTES = 1 << 30
 _FILE_BYTES = 64 << 20
+# of all files in a program's directory
+_DIRECTORY_BYTES = 128 << 20
+# between two looks at them, where no file system of their own bounds them
+_LOOK_S = 0.25
 # of what a program prints; more is no answer
 _OUTPUT_BYTES = 1 << 20
 _FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.S)
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--net")
+_OWN_MOUNTS = ("--mount",)
 _OWN_PROCESSES = ("--pid", "--fork", "--kill-child")
 _ENDS_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
@@ -123,26 +127,30 @@ def run_program(
     """
     if timeout_s <= 0:
         return None
-    token = secrets.token_hex(8)
-    job = {"program": program, "tests": tests, "token": token}
+    apart = isolation()
+    job = {"program": program, "tested": tests is not None}
     job |= {"cpu_s": int(timeout_s) + 1, "memory_bytes": _MEMORY_BYTES, "file_bytes": _FILE_BYTES}
+    job["directory_bytes"] = _DIRECTORY_BYTES if _OWN_MOUNTS[0] in apart else None
+    deadline = time.monotonic() + timeout_s
     result, result_end = os.pipe()
     with (
         _directory() as directory,
         tempfile.TemporaryFile() as job_file,
+        tempfile.TemporaryFile() as tests_file,
         tempfile.TemporaryFile() as stdin,
         tempfile.TemporaryFile() as stdout,
         open(result, "rb", buffering=0) as result_file,
     ):
         job_file.write(json.dumps(job).encode())
+        tests_file.write(json.dumps(tests).encode())
         stdin.write(given.encode())
-        for file in (job_file, stdin):
+        for file in (job_file, tests_file, stdin):
             file.seek(0)
-        fds = job_file.fileno(), result_end
+        fds = job_file.fileno(), tests_file.fileno(), result_end
         launcher = (sys.executable, "-I", str(_LAUNCHER), *map(str, fds))
         try:
             process = subprocess.Popen(
-                [*_ends_with_us(), *isolation(), *launcher],
+                [*_ends_with_us(), *apart, *launcher],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=subprocess.DEVNULL,
@@ -156,17 +164,41 @@ def run_program(
         try:
             ends = select.poll()  # select() takes no descriptor above 1023
             ends.register(result, select.POLLIN)
-            ends.poll(timeout_s * 1000)  # the token, or the end of all that could write it
+            fits, left = True, deadline - time.monotonic()
+            # a word, or the end of the process that could write it
+            while fits and left > 0 and not ends.poll(min(left, _LOOK_S) * 1000):
+                left = deadline - time.monotonic()
+                fits = job["directory_bytes"] is not None or _fits(directory)
+            fits = fits and (job["directory_bytes"] is not None or _fits(directory))
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         os.set_blocking(result, False)
-        came_to_its_end = result_file.read(len(token)) == token.encode()
+        came_to_its_end = bool(result_file.read(1))
         output = os.pread(stdout.fileno(), _OUTPUT_BYTES + 1, 0)
-    if not came_to_its_end or len(output) > _OUTPUT_BYTES:
+    if not came_to_its_end or not fits or len(output) > _OUTPUT_BYTES:
         return None
     return output.decode(errors="replace")
+
+
+def _fits(directory: str) -> bool:
+    """False once the files of a program are too large together, or hidden from a look."""
+    size, todo = 0, [directory]
+    while todo and size <= _DIRECTORY_BYTES:
+        try:
+            with os.scandir(todo.pop()) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        # an entry takes room too
+                        size += entry.stat(follow_symlinks=False).st_blocks * 512 + 2048
+                        if entry.is_dir(follow_symlinks=False):
+                            todo.append(entry.path)
+        except (FileNotFoundError, NotADirectoryError):  # removed since
+            continue
+        except OSError:
+            return False
+    return size <= _DIRECTORY_BYTES
 
 
 @contextlib.contextmanager
@@ -203,11 +235,14 @@ def _ends_with_us() -> tuple[str, ...]:
 @functools.cache
 def isolation() -> tuple[str, ...]:
     """The command that takes the network away, and processes that leave the group; () without one."""
-    for command in (
-        (*_UNSHARE, *_OWN_PROCESSES, "--mount-proc"),
-        (*_UNSHARE, *_OWN_PROCESSES),
-        _UNSHARE,
+    mounts = ("mount", "-t", "tmpfs", "-o", "size=4096", "none", tempfile.gettempdir())
+    for command, probe in (
+        ((*_UNSHARE, *_OWN_MOUNTS, *_OWN_PROCESSES, "--mount-proc"), mounts),
+        ((*_UNSHARE, *_OWN_MOUNTS, *_OWN_PROCESSES), mounts),
+        ((*_UNSHARE, *_OWN_PROCESSES, "--mount-proc"), ("true",)),
+        ((*_UNSHARE, *_OWN_PROCESSES), ("true",)),
+        (_UNSHARE, ("true",)),
     ):
-        if _succeeds(*command, "true"):
+        if _succeeds(*command, *probe):
             return command
     return ()

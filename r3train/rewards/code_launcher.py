@@ -1,9 +1,14 @@
-"""The process that a model's program runs in: ``python -I code_launcher.py JOB_FD RESULT_FD``.
+"""The processes that a model's program runs in: ``python -I code_launcher.py JOB_FD TESTS_FD RESULT_FD``.
 
-Reads a job, JSON, from the first descriptor: ``program``, ``tests`` (Python code that runs after it, or
-null), ``token``, and limits of this process, ``cpu_s``, ``memory_bytes``, ``file_bytes``.  When program
-and tests have run to their end, and what they left to atexit, it writes the token to the second.  A program that ends the process
-before its tests therefore does not pass.  Knows the standard library alone.
+There are two.  The second reads a job, JSON, from the first descriptor: ``program``, whether it is
+``tested``, and its limits, ``cpu_s``, ``memory_bytes``, ``file_bytes``.  It runs the program and, if that is
+tested, asks the first for the tests: Python code, which the first reads from the second descriptor.  It says
+when program, tests and what they left to atexit have run to their end.
+
+The first runs nothing of the model's.  It alone holds RESULT_FD, and writes to it when the second has said so
+and has ended with 0.  A program that ends its process before its tests therefore does not pass, and finds in
+its process nothing that makes it pass.  ``directory_bytes`` of the job is the size of the file system that the
+first makes for the working directory, or null.  Knows the standard library alone.
 """
 
 import atexit
@@ -11,19 +16,97 @@ import ctypes
 import json
 import os
 import resource
+import select
 import signal
+import socket
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
+_CAPABILITIES_VERSION = 0x20080522
+_MS_NOSUID, _MS_NODEV = 2, 4
+_RAN, _ENDED, _PASSED = b"ran", b"ended", b"passed"
+
+_libc = ctypes.CDLL(None)
 
 
 def main() -> None:
     """Run one job."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    job_fd, result_fd = int(sys.argv[1]), int(sys.argv[2])
+    job_fd, tests_fd, result_fd = map(int, sys.argv[1:])
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _make_directory(job_fd)
+    # the program, though it is of the same user, can then neither read this process nor open its files
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    ours, theirs = socket.socketpair()
+    keeper = os.getpid()
+    child = os.fork()
+    if child == 0:
+        for fd in (tests_fd, result_fd):
+            os.close(fd)
+        ours.close()
+        _give_up_rights()
+        if os.getppid() != keeper:  # it was gone before the kernel was asked to tell
+            os._exit(1)
+        _run(job_fd, theirs)
+    theirs.close()
+    os.close(job_fd)
+    if _came_to_its_end(child, ours, tests_fd):
+        os.write(result_fd, _PASSED)
+    os._exit(0)
+
+
+def _make_directory(job_fd: int) -> None:
+    """Put a file system of fixed size over the working directory, in a mount namespace of our own."""
+    size = json.loads(os.pread(job_fd, os.fstat(job_fd).st_size, 0))["directory_bytes"]
+    if size is None:
+        return
+    here = os.getcwd()
+    options = f"size={size},nr_inodes=65536,mode=0700".encode()
+    flags = _MS_NOSUID | _MS_NODEV
+    if _libc.mount(b"tmpfs", here.encode(), b"tmpfs", flags, options) != 0:
+        sys.exit("no file system for the working directory")
+    os.chdir(here)
+
+
+def _give_up_rights() -> None:
+    """Leave root's rights over the other process, which a namespace gives; readable for itself again."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITIES_VERSION, 0)
+    _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _libc.capset(header, (ctypes.c_uint32 * 6)())
+    _libc.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _came_to_its_end(child: int, control: socket.socket, tests_fd: int) -> bool:
+    """True once the child has ended with 0 and has said all that it says at its end, and nothing else."""
+    with open(tests_fd, encoding="utf-8") as file:
+        tests = json.load(file)
+    ended = os.pidfd_open(child)
+    if tests is not None:
+        ready = select.poll()
+        ready.register(control, select.POLLIN)
+        ready.register(ended, select.POLLIN)
+        ready.poll()
+        if _said(control, len(_RAN)) == _RAN:
+            try:
+                control.sendall(tests.encode())
+                control.shutdown(socket.SHUT_WR)
+            except OSError:  # it has ended
+                pass
+    _, status = os.waitpid(child, 0)
+    return status == 0 and _said(control, len(_ENDED) + 1) == _ENDED
+
+
+def _said(control: socket.socket, size: int) -> bytes:
+    try:
+        return control.recv(size, socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
+
+
+def _run(job_fd: int, control: socket.socket) -> None:
+    """Run the program, and its tests; ends the process."""
     with open(job_fd, encoding="utf-8") as file:
         job = json.load(file)
-    os.set_inheritable(result_fd, False)
     for kind, amount in (
         (resource.RLIMIT_CPU, job["cpu_s"]),
         (resource.RLIMIT_AS, job["memory_bytes"]),
@@ -34,9 +117,8 @@ def main() -> None:
         resource.setrlimit(kind, (amount, amount))
     sys.argv = ["program.py"]
     names = {"__name__": "__main__"}
-    token = job.pop("token")
     code = compile(job["program"], "program.py", "exec")
-    if job["tests"] is None:
+    if not job["tested"]:
         try:
             exec(code, names)
         except SystemExit as end:  # a program may end so, after its output
@@ -44,14 +126,18 @@ def main() -> None:
                 raise
     else:
         exec(code, names)
-        exec(compile(job["tests"], "tests.py", "exec"), names)
+        control.sendall(_RAN)
+        parts = []
+        while part := control.recv(1 << 16):
+            parts.append(part)
+        exec(compile(b"".join(parts), "tests.py", "exec"), names)
     failures: list[object] = []
     sys.unraisablehook = failures.append  # gets what their functions raise
     atexit._run_exitfuncs()
     sys.stdout.flush()
     if failures:
         os._exit(1)
-    os.write(result_fd, token.encode())
+    control.sendall(_ENDED)
     os._exit(0)  # threads that a program left behind
 
 
