@@ -25,6 +25,7 @@ from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.own_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
+from r3train.torchvision_stub import declare_ops_for_imports
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
@@ -36,6 +37,7 @@ PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be
 @train_options
 def main(config: RunConfig) -> None:
     """Train with rollouts from SGLang and a Megatron actor; see README.md."""
+    declare_ops_for_imports()
     with usage_errors():
         rank = torchruns_number("RANK", 0)
         for_node = torchruns_number("LOCAL_RANK", 0) == 0

@@ -6,6 +6,8 @@ import importlib
 
 import click
 
+from r3train.torchvision_stub import declare_ops_for_imports
+
 # name -> (module:function, one line of help); a module is imported when its command is called, so
 # that --help needs neither torch nor transformers
 SUBCOMMANDS = {
@@ -69,6 +71,7 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="r3train")
 def main() -> None:
     """Tools beside train_async.py."""
+    declare_ops_for_imports()
 
 
 if __name__ == "__main__":

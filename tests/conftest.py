@@ -6,6 +6,10 @@ gc.disable()  # while all is imported
 
 from hypothesis import settings  # noqa: E402
 
+from r3train.torchvision_stub import declare_ops_for_imports  # noqa: E402
+
+declare_ops_for_imports()  # tests import transformers as our processes do
+
 # a busy machine is slow: an example has no time limit; the examples are the same in every run, so that
 # a change is judged by itself and not by luck
 settings.register_profile("r3train", deadline=None, derandomize=True)

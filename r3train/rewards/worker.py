@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3train.plugs import import_plug, quoted
+from r3train.torchvision_stub import declare_ops_for_imports
 
 LENGTH = struct.Struct("!Q")
 # of one answer; the numbers of a group take a small part of it
@@ -260,6 +261,7 @@ def main() -> None:
         return
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.dup2(2, 1)
+    declare_ops_for_imports()  # the function may import transformers
     asyncio.run(_serve(fd))
     os._exit(0)  # threads of calls may still be running
 

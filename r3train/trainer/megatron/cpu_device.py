@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from r3train.cuda_environment import set_kernel_cache, set_rank_defaults
+from r3train.torchvision_stub import declare_ops_for_imports
 from r3train.trainer.megatron.cpu_products import is_large, rows_times, summed_over_rows
 
 _installed = False
@@ -29,10 +30,12 @@ def prepare_device() -> torch.device:
     """Return the device of this rank; without CUDA, adapt megatron-core first.
 
     It may be called again.  Returns ``cuda:LOCAL_RANK``, which is then the current device, or ``cpu``.
-    It sets where kernels are kept, and on CUDA a rank's environment first (``cuda_environment``).
+    It sets where kernels are kept, and on CUDA a rank's environment first (``cuda_environment``), and lets
+    transformers be imported (``torchvision_stub``).
     Without torchrun's LOCAL_RANK it is ``cuda:0``.
     """
     set_kernel_cache(os.environ, None)
+    declare_ops_for_imports()
     if torch.cuda.is_available():
         set_rank_defaults(os.environ)
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
