@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from r3train.config.files import read_regular
 from r3train.types import RouteShape
 
+# a config.json has a few kilobytes
+_MAX_JSON_BYTES = 64 << 20
 # the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
@@ -200,7 +203,7 @@ def load_model_config(directory: Path) -> Mapping[str, Any]:
 def load_json_object(file: Path) -> Mapping[str, Any]:
     """Read a file that holds one JSON object; raises ValueError naming it."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_regular(file, _MAX_JSON_BYTES, follow=True).decode())
     except OSError as error:
         raise ValueError(f"{file}: cannot read: {error.strerror}") from None
     except json.JSONDecodeError as error:

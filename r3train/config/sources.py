@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import tomllib
 import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +13,16 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from r3train.config.files import MAX_TOML_BYTES, parse_toml
+
 if TYPE_CHECKING:
     from r3train.config.run import RunConfig
 
 THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
 # fields that are tables: a flag adds an entry to those of the file
 TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
+# characters of a refused value
+_MOST_SHOWN = 1000
 # a field of tables that a file alone can hold
 FILE_FIELD = "datasets"
 
@@ -173,12 +176,17 @@ def read_tables(
     the nearest known one.
     """
     try:
-        with path.open("rb") as stream:
-            content = tomllib.load(stream)
+        with path.open("rb") as stream:  # not a regular one alone: a shell's <(...) is a pipe
+            content = stream.read(MAX_TOML_BYTES + 1)
+        if len(content) > MAX_TOML_BYTES:
+            raise ConfigError(f"{path}: holds more than {MAX_TOML_BYTES} bytes of configuration")
+        content = parse_toml(content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
     problems = []
     sections = list(config.model_fields)
     for section, table in content.items():
@@ -239,7 +247,9 @@ def _readable(
             continue
         reason = problem["msg"].removeprefix("Value error, ")
         reason = reason[0].lower() + reason[1:]
-        lines.append(f"{origin.get(name, name)}{inside}: {reason}, got {problem['input']!r}")
+        got = repr(problem["input"])
+        got = got if len(got) <= _MOST_SHOWN else f"{got[:_MOST_SHOWN]}..."
+        lines.append(f"{origin.get(name, name)}{inside}: {reason}, got {got}")
     return "\n".join(dict.fromkeys(lines))
 
 

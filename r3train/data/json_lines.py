@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from r3train.config.files import bounded_lines, naming, open_regular, require_regular
+
 logger = logging.getLogger(__name__)
 
 _BLOCK = 1 << 16
@@ -17,12 +19,13 @@ _BLOCK = 1 << 16
 def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append JSON-able records in one write; the file is made where it is missing.
 
-    A truncated line that a crash left at the end is cut off first.  Raises OSError (a full disk)
-    with none of the records in the file.
+    A truncated line that a crash left at the end is cut off first.  Raises OSError (a full disk), which
+    names the file, with none of the records in it, and for a path that is no regular file.
     """
     content = "".join(json.dumps(record) + "\n" for record in records).encode()
     cut_truncated_line(path)
-    with path.open("ab", buffering=0) as file:  # unbuffered: one write call, all or a short count
+    # unbuffered: one write call, all or a short count
+    with naming(path), path.open("ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         try:
             written = file.write(content)
@@ -36,19 +39,22 @@ def append_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read the records of a file; a last line without a newline, left by a crash, is left out.
 
-    Raises ValueError, with file and line, for any other line that is no JSON object.
+    Raises ValueError, with file and line, for any other line that is no JSON object, and OSError for a
+    path that is no regular file.
     """
     records = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
-        if not line.endswith(b"\n"):
-            break
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}:{number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number}: got {type(record).__name__}, expected an object")
-        records.append(record)
+    with open_regular(path) as file:
+        for number, line in enumerate(bounded_lines(file, path), 1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}:{number}: not JSON: {error}") from None
+            if not isinstance(record, dict):
+                got = type(record).__name__
+                raise ValueError(f"{path}:{number}: got {got}, expected an object")
+            records.append(record)
     return records
 
 
@@ -57,9 +63,10 @@ def cut_truncated_line(path: Path) -> None:
 
     Reads the file from its end to the last newline only.
     """
+    require_regular(path)
     if not path.exists():
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         whole = _end_of_last_line(file, size)
     if whole < size:

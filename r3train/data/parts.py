@@ -15,6 +15,8 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+from r3train.config.files import open_regular
+
 logger = logging.getLogger(__name__)
 
 # A file is full behind the line that passes this.
@@ -107,7 +109,7 @@ class PartLines:
     _SHIFT = 40
 
     def __init__(self, path: Path, place: int, limit: int):
-        self._file = path.open("rb")
+        self._file = open_regular(path)
         self._limit = limit
         self.compressed = path.suffix == ".gz"
         if self.compressed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import click
 import numpy as np
 
+from r3train.config.files import read_toml
 from r3train.config.options import usage_errors
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import load_rollout
@@ -48,8 +48,6 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
             raise ValueError(
                 f"{error.filename}: {error.strerror}: is it a run directory?"
             ) from None
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{CONFIG_FILE}: not valid TOML: {error}") from None
         tokens = first_token(*run_dirs)
     one, other = settings
     unlike = [name for name in sorted(one | other) if one.get(name) != other.get(name)]
@@ -79,7 +77,10 @@ def compare(run_dirs: tuple[Path, Path], noise: float) -> None:
 
 
 def _settings(run_dir: Path) -> Iterator[tuple[str, Any]]:
-    tables = tomllib.loads((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    try:
+        tables = read_toml(run_dir / CONFIG_FILE)
+    except ValueError as error:
+        raise ValueError(f"{run_dir / CONFIG_FILE}: {error}") from None
     for section, table in tables.items():
         if section not in _OF_THE_START:
             yield from ((f"{section}.{name}", value) for name, value in table.items())

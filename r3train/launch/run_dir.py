@@ -18,6 +18,7 @@ from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.checkpoint import ROLLOUT_ID
+from r3train.config.files import require_own_files, require_regular, write_atomically
 from r3train.config.sources import ConfigError
 
 CONFIG_FILE, METRICS_FILE = "config.toml", "metrics.jsonl"
@@ -25,6 +26,8 @@ CONFIG_FILE, METRICS_FILE = "config.toml", "metrics.jsonl"
 OWNER_FILE = ".owner"
 # open files that a process may have at least, where its hard limit allows that
 _FILES = 65536
+# directories of a run in which it opens files by name
+_WRITTEN_IN = ("logs", "evidence", "eval", "rollouts", "bad_steps")
 # prompts, answers, labels, logs and weights are nobody else's: give a directory of another mode to share
 _PRIVATE = 0o700
 
@@ -39,10 +42,13 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
     if run_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run_dir = _new_directory(Path("runs") / f"{stamp}-{config.run.run_name}")
+    for name in ("", *_WRITTEN_IN):
+        _refuse_links(run_dir / name, "run_dir")
     _claim(run_dir, "run_dir", claims)
     _keep_earlier(run_dir / CONFIG_FILE, config.to_toml())
     save = config.checkpoint.save
     if save is not None and save.resolve() != run_dir.resolve():
+        _refuse_links(save, "save")
         _claim(save, "save", claims)
     if (save_hf := config.checkpoint.save_hf) is not None:
         # an export replaces its directory: the lock is beside the first part that exports name anew
@@ -71,6 +77,16 @@ def _make(directory: Path) -> None:
     directory.mkdir(mode=_PRIVATE, exist_ok=True)
 
 
+def _refuse_links(directory: Path, setting: str) -> None:
+    """Raise ConfigError for a file of a directory through which a run would write somewhere else, or wait."""
+    try:
+        require_own_files(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename}: {error.strerror} ({setting}): a run writes the files of its directory"
+        ) from None
+
+
 def _claim(directory: Path, setting: str, claims: ExitStack, path: Path | None = None) -> None:
     """Lock a directory until ``claims`` closes; on a file system without locks nothing is locked.
 
@@ -80,7 +96,12 @@ def _claim(directory: Path, setting: str, claims: ExitStack, path: Path | None =
         path = directory / OWNER_FILE
         _make(directory)
     path.parent.mkdir(parents=True, exist_ok=True)  # of exports, which have the umask's mode
-    file = claims.enter_context(path.open("a+", encoding="utf-8"))
+    try:
+        require_regular(path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK  # never through a link
+        file = claims.enter_context(os.fdopen(os.open(path, flags, 0o666), "r+", encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be opened ({setting}): {error.strerror}") from None
     try:
         # not flock: a forked writer of checkpoints would hold it after its rank was killed
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,13 +171,6 @@ def check_fresh(config: RunConfig, environ: Mapping[str, str]) -> None:
 def start_stamp() -> str:
     """Return a name for this start of the job; it sorts after every earlier one."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file in one step: a reader sees the old content or the new."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def check_can_be_made(directory: Path, setting: str, *, beside: bool = False) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
+from r3train.config.files import open_regular, require_regular
 from r3train.types import Prompt, RolloutSample, Scored
 
 BUFFER_FILE = "buffer.safetensors"  # of a checkpoint: samples that wait to be trained
@@ -56,7 +57,8 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
     Raises ValueError naming the file if it is missing, truncated or altered.
     """
     try:
-        content = path.read_bytes()
+        with open_regular(path) as file:
+            content = file.read()
         tensors = load(content)
         size = int.from_bytes(content[:8], "little")
         metadata = json.loads(content[8 : 8 + size]).get("__metadata__", {})
@@ -85,6 +87,7 @@ def holds_field(path: Path, name: str) -> bool | None:
     Reads no routes.  Raises ValueError naming the file if it is not one of samples.
     """
     try:
+        require_regular(path)
         with safe_open(path, "numpy") as file:
             names = set(file.keys())
             if "loss_mask" not in names or not file.get_tensor("loss_mask").any():

@@ -78,9 +78,7 @@ class LoggingSetup:
         self._old_level, self._old_handlers = root.level, list(root.handlers)
         self._old_hooks = sys.excepthook, threading.excepthook
         in_file = (
-            _PartsHandler(path, self._point_output)
-            if in_parts
-            else logging.FileHandler(path, **_TEXT)
+            _PartsHandler(path, self._point_output) if in_parts else _FullDiskHandler(path, **_TEXT)
         )
         in_file.setFormatter(logging.Formatter(_FILE_FORMAT, defaults={"rank": rank}))
         self._handlers = [in_file, _TerminalHandler()] if rank == 0 else [in_file]
@@ -89,13 +87,30 @@ class LoggingSetup:
         logging.captureWarnings(True)
         redirect_library_loggers()
         self._terminal = _Redirected(path) if rank != 0 else None
+        in_file.say = self._say
         sys.excepthook = self._log_uncaught
         threading.excepthook = self._log_uncaught_in_thread
 
     def record_error(self, error: BaseException) -> None:
-        """Write an error's traceback to the file alone, for a caller that shows the error itself."""
+        """Write an error's traceback to the file, for a caller that shows rank 0's error itself.
+
+        The error of another rank, which nobody else shows, is one line on the terminal.
+        """
         exc_info = type(error), error, error.__traceback__
         self._to_file(f"the run failed: {type(error).__name__}", exc_info)
+        if self._terminal is not None:
+            self._terminal.say(self._error_line(error))
+
+    def _error_line(self, error: BaseException) -> str:
+        first = str(error).strip().split("\n")[0]
+        return f"rank {self._rank} failed: {type(error).__name__}: {printable(first)} (see {self.path})"
+
+    def _say(self, line: str) -> None:
+        """Show a line on the terminal, from any rank."""
+        if self._terminal is not None:
+            self._terminal.say(line)
+        else:
+            sys.stderr.write(f"{line}\n")
 
     def close(self) -> None:
         """Put handlers, hooks and output back as they were."""
@@ -123,10 +138,7 @@ class LoggingSetup:
             # it is shown below on rank 0's terminal: to the file alone here
             self._to_file(f"uncaught {kind.__name__}", (kind, error, trace))
             if self._terminal is not None:
-                first = str(error).strip().split("\n")[0]
-                self._terminal.say(
-                    f"rank {self._rank} failed: {kind.__name__}: {printable(first)} (see {self.path})"
-                )
+                self._terminal.say(self._error_line(error))
                 return
         _show(kind, error, trace)
 
@@ -196,7 +208,23 @@ class _Redirected:
             os.close(saved)
 
 
-class _PartsHandler(BaseRotatingHandler):
+class _FullDiskHandler(logging.FileHandler):
+    """Says once on the terminal that its file takes no more lines (a full disk), without tracebacks."""
+
+    say: Callable[[str], None] = staticmethod(lambda line: None)
+    _has_said = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):  # a mistake in the call: the library's own words
+            super().handleError(record)
+            return
+        if not self._has_said:
+            self._has_said = True
+            self.say(f"{self.baseFilename}: lines of the log are lost: {error.strerror}")
+
+
+class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
     """Writes a file, and makes a part of it where it is full; then all that writes to it begins a new one."""
 
     def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:

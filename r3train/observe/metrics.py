@@ -49,6 +49,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from r3train.config.files import naming
 from r3train.data.json_lines import append_lines, cut_truncated_line, read_lines
 from r3train.observe.sinks import TENSORBOARD_DIR, Sink, TensorBoardSink
 
@@ -77,8 +78,7 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / METRICS_FILE
         cut_truncated_line(self.path)
-        # unbuffered: one write call a line, and nothing of ours is lost when the process dies
-        self._file = self.path.open("ab", buffering=0)
+        self.path.open("ab").close()  # there from the first moment on, or refused in it
         self._sinks: list[Sink] = list(sinks)
         if tensorboard:
             try:
@@ -91,14 +91,15 @@ class MetricsWriter:
 
         Values may be numbers, booleans, strings, None, and numpy or torch scalars; a number that is
         not finite becomes the string "nan", "inf" or "-inf".  Trackers get the numbers alone.
-        Raises ValueError for any other value and for the keys "step" and "time".
+        Raises ValueError for any other value and for the keys "step" and "time", and OSError, which names
+        the file, where the whole line cannot be written (a full disk): none of it is in the file then.
         """
         taken = {"step", "time"} & metrics.keys()
         if taken:
             raise ValueError(f"metrics hold the key {sorted(taken)[0]!r}, which the writer sets")
         plain = {key: _plain(key, value) for key, value in metrics.items()}
         line = _line(step, plain)
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+        append_lines(self.path, [line])
         self._draw(int(step), plain)
 
     def write_evaluation(
@@ -116,7 +117,7 @@ class MetricsWriter:
         path = eval_rows_path(self.path.parent, version, name)
         path.parent.mkdir(exist_ok=True)
         temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
+        with naming(path), temporary.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in rows)
         os.replace(temporary, path)
         plain = {f"eval/{name}/{key}": _plain(key, value) for key, value in metrics.items()}
@@ -152,8 +153,7 @@ class MetricsWriter:
         self._each(lambda sink: sink.write_samples(int(step), lines))
 
     def close(self, failed: bool = False) -> None:
-        """Close the files and tell the trackers whether the run failed."""
-        self._file.close()
+        """Tell the trackers whether the run failed, and close them."""
         self._each(lambda sink: sink.close(failed))
         self._sinks.clear()
 

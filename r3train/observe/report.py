@@ -13,6 +13,7 @@ import click
 import jinja2
 from plotly.offline import get_plotlyjs
 
+from r3train.config.files import write_atomically
 from r3train.observe.report_data import load_run, RunReport, StepCheck
 from r3train.observe.report_figures import (
     CHARTS,
@@ -89,12 +90,17 @@ def report(run_dirs: tuple[Path, ...], output: Path | None, png: Path | None) ->
             click.echo(f"{run.name}: {notice}", err=True)
     page = render(runs)
     hint = "" if output else ": give --output"
+    # a link of that name in a stranger's directory is replaced; one that --output names is followed
+    at_own_place = output is None
     output = output or run_dirs[0] / "report.html"
     _make_directory(output.parent, hint)
     if png is not None:
         _make_directory(png)
     with _writing(output, hint):
-        output.write_text(page, encoding="utf-8")
+        if at_own_place:
+            write_atomically(output, page)
+        else:
+            output.write_text(page, encoding="utf-8")
     click.echo(click.format_filename(output))
     if png is not None:
         _write_pictures(runs, png)

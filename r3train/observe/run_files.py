@@ -6,13 +6,13 @@ A notice names file, line and key, what was got and what was expected.
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
+from r3train.config.files import bounded_lines, open_regular, read_toml
 from r3train.observe.metrics import EVAL_METRICS_FILE, METRICS_FILE, NOT_FINITE, SAMPLES_FILE
 
 CONFIG_FILE = "config.toml"
@@ -97,7 +97,7 @@ def read_evaluations(run_dir: Path, notices: list[str]) -> dict[str, list[dict[s
 def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:
     """The run's setting of routing replay; None where it is not known."""
     try:
-        config = tomllib.loads((run_dir / CONFIG_FILE).read_bytes().decode())
+        config = read_toml(run_dir / CONFIG_FILE)
         replay = config.get("replay", {})
         if not isinstance(replay, dict):
             raise ValueError(f"replay is {replay!r:.60}, expected a table")
@@ -110,7 +110,7 @@ def read_uses_r3(run_dir: Path, notices: list[str]) -> bool | None:
         pass
     except OSError as error:
         notices.append(f"{CONFIG_FILE}: cannot be read: {error.strerror}")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         notices.append(f"{CONFIG_FILE}: {error}")
     return None
 
@@ -124,8 +124,8 @@ def _objects(
     ``damaged``, to which the caller adds, are notices at the end, with the number of the others.
     """
     try:
-        with (run_dir / name).open("rb") as file:
-            for number, line in enumerate(file, start=1):
+        with open_regular(run_dir / name) as file:
+            for number, line in enumerate(bounded_lines(file, run_dir / name), start=1):
                 place = f"{name} line {number}"
                 if not line.endswith(b"\n"):
                     notices.append(f"{name} ends within a line: its writer was stopped")

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from r3train.config.files import read_regular
 from r3train.config.run import RunConfig
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 TENSORBOARD_DIR = "tensorboard"
 # name -> the tracker's own id of the run, for a later part of it
 RUN_IDS_FILE = "trackers.json"
+_MAX_IDS_BYTES = 1 << 16
 _MLFLOW_BATCH, _MLFLOW_PARAM_LEN = 100, 500
 _COLUMNS = ("kind", "prompt_id", "prompt", "label", "text", "reward")
 
@@ -188,7 +190,7 @@ def _run_ids(checkpoint: Path, run_dir: Path) -> dict[str, str]:
     for directory in (checkpoint.parent, checkpoint, run_dir):
         path = directory / RUN_IDS_FILE
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_regular(path, _MAX_IDS_BYTES).decode())
             return {name: str(found[name]) for name in _OPTIONAL if name in found}
         except FileNotFoundError:
             continue

@@ -8,7 +8,6 @@ at a time from all rank files: memory holds the sums of one step and of the run.
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from r3train.config.files import read_toml
 from r3train.data.parts import parts_of
 from r3train.observe.metrics import METRICS_FILE
 from r3train.proof.check import (
@@ -705,7 +705,7 @@ class _RunAudit:
     def _setting(self, section: str, key: str) -> Any:
         """One of the run's settings; None where it cannot be read."""
         try:
-            config = tomllib.loads((self._run_dir / _CONFIG_FILE).read_text())
+            config = read_toml(self._run_dir / _CONFIG_FILE)
             return config[section][key]
         except (OSError, ValueError, RecursionError, KeyError, TypeError):
             return None

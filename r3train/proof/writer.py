@@ -11,10 +11,12 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
 
+from r3train.config.files import naming, open_regular
 from r3train.data import parts
 from r3train.data.json_lines import cut_truncated_line
 from r3train.proof.check import SAMPLING_MASK, sums_of
@@ -70,7 +72,7 @@ class EvidenceWriter:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         parts.finish_parts(self._path)
         self._file = _opened(self._path)
-        with self._path.open("rb") as lines:
+        with open_regular(self._path) as lines:
             steps = map(_STEP.search, lines)
             self._steps_in_file = {int(step[1]) for step in steps if step}
         self._steps = self._rescored = None
@@ -92,9 +94,11 @@ class EvidenceWriter:
                 del fields["num_calls"]
             # hex: JSON readers outside Python lose the low bits of 64-bit integers
             fields["fingerprint"] = f"{record.fingerprint:#018x}"
-            self._file.write(json.dumps(fields) + "\n")
+            with naming(self._path):
+                self._file.write(json.dumps(fields) + "\n")
             self._steps_in_file.add(record.step)
-        self._file.flush()
+        with naming(self._path):
+            self._file.flush()
         if self._file.tell() >= parts.PART_BYTES:
             self._file.close()
             steps = f".steps_{min(self._steps_in_file)}-{max(self._steps_in_file)}"
@@ -108,23 +112,26 @@ class EvidenceWriter:
     def write_rescored(self, records: Sequence[RescoredRecord]) -> None:
         """Store the comparisons of one step (rank 0 alone)."""
         if self._rescored is not None:
-            for record in records:
-                line = {"attempt": self._attempt, **asdict(record)}
-                self._rescored.write(json.dumps(line) + "\n")
-            self._rescored.flush()
+            with naming(Path(self._rescored.name)):
+                for record in records:
+                    line = {"attempt": self._attempt, **asdict(record)}
+                    self._rescored.write(json.dumps(line) + "\n")
+                self._rescored.flush()
 
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 alone)."""
         if self._steps is not None:
-            self._steps.write(json.dumps({"attempt": self._attempt, **verdict}) + "\n")
-            self._steps.flush()
+            with naming(Path(self._steps.name)):
+                self._steps.write(json.dumps({"attempt": self._attempt, **verdict}) + "\n")
+                self._steps.flush()
 
     def close(self) -> None:
         """Close the files."""
-        self._file.close()
-        for file in (self._steps, self._rescored):
+        for file in (self._file, self._steps, self._rescored):
             if file is not None:
-                file.close()
+                # what a full disk did not take is in its buffer, and the error of that was raised
+                with suppress(OSError):
+                    file.close()
 
 
 def _opened(path: Path) -> TextIO:

@@ -113,9 +113,9 @@ def test_a_last_line_that_was_cut_is_said_to_be(run):
             "[replay]\nuse_rollout_routing_replay = 'yes'",
             "config.toml: replay.use_rollout_routing_replay is 'yes', expected true or false",
         ),
-        ("replay =", "config.toml: Invalid value"),
+        ("replay =", "config.toml: not valid TOML: Invalid value"),
         ("a = " + "[" * 20_000, "config.toml: "),
-        ("\udcff", "config.toml: 'utf-8' codec"),
+        ("\udcff", "config.toml: not valid TOML: 'utf-8' codec"),
     ],
 )
 def test_a_damaged_configuration_is_named_and_r3_is_unknown(run, text, message):

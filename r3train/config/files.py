@@ -1,0 +1,165 @@
+"""Files that somebody else may have put in place, opened so that none of them can hang or harm the reader.
+
+A directory of a run comes from an archive or from another user: a name in it may be a link to a file of
+one's own, a FIFO that nobody writes to, or a link to /dev/zero.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# far above any configuration; tomllib takes seconds for more
+MAX_TOML_BYTES = 1 << 20
+_MAX_KEY_PARTS = 16
+# the parts of TOML that may hold a dot without being a key, and those of keys
+_TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"""|\'\'\'.*?\'\'\'|("(?:\\.|[^"\\\n])*"|\'[^\'\n]*\'|[A-Za-z0-9_-]+)|#[^\n]*|[ \t]+|.',
+    re.DOTALL,
+)
+# a line of ours with a whole answer and its prompt is below 1 MiB
+MAX_LINE_BYTES = 64 << 20
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFLNK: "a link",
+}
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BinaryIO:
+    """Open a regular file for reading; never waits for a writer.
+
+    follow: also where ``path`` is a link to one.  Raises OSError naming the file for anything else.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        file = os.open(path, flags)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):  # a link, a socket
+            require_regular(path, follow=follow)
+        raise
+    try:
+        _require(path, os.fstat(file))
+        return os.fdopen(file, "rb")
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def read_regular(path: Path, most: int, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file of at most ``most`` bytes; raises OSError naming it."""
+    with open_regular(path, follow=follow) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"holds more than {most} bytes", str(path))
+    return content
+
+
+def read_toml(path: Path, *, follow: bool = False) -> dict[str, Any]:
+    """Read a regular file of TOML; raises OSError naming the file, and ValueError that says what is wrong with it.
+
+    A file of more than 1 MiB, deep nesting and a key of thousands of parts, for which tomllib takes minutes,
+    are refused.
+    """
+    return parse_toml(read_regular(path, MAX_TOML_BYTES, follow=follow))
+
+
+def parse_toml(content: bytes) -> dict[str, Any]:
+    """Parse TOML; raises ValueError as ``read_toml`` does."""
+    try:
+        text = content.decode()
+        _check_keys(text)
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("not valid TOML: nested too deeply for a configuration") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not valid TOML: {error}") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"not valid TOML: {str(error).removeprefix('not valid TOML: ')}") from None
+
+
+def _check_keys(text: str) -> None:
+    """Raise ValueError for a key of many parts: the time for one grows with their square."""
+    parts, after_dot = 0, False
+    for token in _TOKEN.finditer(text):
+        if token[1]:
+            parts = parts + 1 if after_dot else 1
+            if parts > _MAX_KEY_PARTS:
+                line = text.count("\n", 0, token.start()) + 1
+                raise ValueError(f"line {line} has a key of more than {_MAX_KEY_PARTS} parts")
+        if token[0].strip(" \t"):  # space may stand around a dot
+            after_dot = token[0] == "."
+
+
+def require_regular(path: Path, *, follow: bool = False) -> None:
+    """Raise OSError naming ``path`` unless it is a regular file; one that is missing passes."""
+    try:
+        _require(path, os.stat(path, follow_symlinks=follow))
+    except FileNotFoundError:
+        pass
+
+
+def _require(path: Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        if stat.S_ISDIR(status.st_mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        kind = _KINDS.get(stat.S_IFMT(status.st_mode), "no file")
+        raise OSError(errno.EINVAL, f"is {kind}, expected a regular file", str(path))
+
+
+def bounded_lines(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends; raises OSError naming one above MAX_LINE_BYTES."""
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES):
+        number += 1
+        if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
+            text = f"line {number} has more than {MAX_LINE_BYTES} bytes"
+            raise OSError(errno.EFBIG, text, str(path))
+        yield line
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError of the block the name of the file that was written (a full disk)."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def require_own_files(directory: Path) -> None:
+    """Raise OSError naming the first entry of a directory that a writer must not open: a link to a file, a FIFO.
+
+    Directories and links to them pass, and so does a directory that is missing.
+    """
+    try:
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if not entry.is_dir():
+            require_regular(Path(entry.path))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file in one step: a reader sees the old content or the new.  A link is replaced, not followed."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with naming(path), temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
