@@ -24,6 +24,11 @@ _ONE_RANK = (
     *("--pipeline-model-parallel-layout", "none", "--no-sequence-parallel"),
     *("--distributed-backend", "auto", "--attention-backend", "auto"),
 )
+# a checkpoint of somebody else's may name code; weights need neither a loss nor a reward
+_NO_CODE = (
+    *("--policy-loss", "ppo", "--advantage-estimator", "grpo", "--environment", "none"),
+    *("--rm-type", "none", "--custom-rm-path", "none"),
+)
 
 
 @click.command(context_settings={"ignore_unknown_options": True})
@@ -33,8 +38,9 @@ _ONE_RANK = (
 def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     """Write the weights of CHECKPOINT to OUTPUT as --save-hf would have done.
 
-    CHECKPOINT is a directory of --save, or one checkpoint in it.  The settings are those saved with it; FLAGS
-    of train_async.py change them.  One process holds the model, with the
+    CHECKPOINT is a directory of --save, or one checkpoint in it.  The settings are those saved with it, but for
+    the names of code (loss, advantages, rewards, environment), which is not imported; FLAGS of
+    train_async.py change them.  One process holds the model, with the
     optimizer's float32 copy and the gradient buffers: about 10 bytes a trained parameter in bf16.  Under
     torchrun its ranks share them, as --tensor-model-parallel-size and its like say.
     """
@@ -52,7 +58,14 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     with usage_errors():
         path = latest_checkpoint(checkpoint) if (checkpoint / LATEST).is_file() else checkpoint
         rollout_id = read_state(path)["num_rollouts"]
-        saved = ("--config", str(path / CONFIG_FILE), *_ONE_RANK, "--save-hf", str(output))
+        saved = (
+            "--config",
+            str(path / CONFIG_FILE),
+            *_ONE_RANK,
+            *_NO_CODE,
+            "--save-hf",
+            str(output),
+        )
         config = parse_train_flags([*saved, *flags], prog_name="convert")
         target = config.checkpoint.hf_directory(rollout_id)
         check_export_directory(target, config.model.hf_checkpoint)

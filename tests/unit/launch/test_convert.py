@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +79,24 @@ def test_settings_of_another_device_build_the_model_here(saved, tiny, tmp_path):
     save(saved / "iter_0000007", tiny, "--distributed-backend", "nccl", "--attention-backend", "te")
     code, output = convert(saved, tmp_path / "model")
     assert code == 2 and ".metadata: refused: FileNotFoundError" in output, output
+
+
+def test_code_that_a_checkpoint_names_is_not_imported(saved, tiny, tmp_path):
+    """The tensors alone are missing: the model has been built by then, with its loss."""
+    written = tmp_path / "ran"
+    (tmp_path / "evil_of_a_checkpoint.py").write_text(
+        f"open({str(written)!r}, 'w').close()\n\ndef loss(*_): ...\n"
+    )
+    at = saved / "iter_0000007"
+    code = "evil_of_a_checkpoint:loss"
+    save(at, tiny, "--policy-loss", code, "--advantage-estimator", code, "--environment", code)
+    done = subprocess.run(
+        [sys.executable, "-m", "r3train.cli", "convert", str(saved), str(tmp_path / "model")],
+        env={name: value for name, value in os.environ.items() if name != "RANK"}
+        | {"PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 2 and ".metadata: refused: FileNotFoundError" in done.stderr, done
+    assert not written.exists()
