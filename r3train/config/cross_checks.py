@@ -21,6 +21,9 @@ from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError, raise_all
 
+# a thousand times what a large job has
+_MOST_SAMPLES = 10_000_000
+
 
 def check_static(config: RunConfig, world_size: int) -> None:
     """Check the settings alone; raises ConfigError with every rule that is broken."""
@@ -169,6 +172,12 @@ def _topology(config: RunConfig, world_size: int) -> Iterator[str]:
 
 def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
     samples, step = config.samples_per_rollout, config.samples_per_step
+    if samples > _MOST_SAMPLES:
+        yield (
+            f"rollout_batch_size {config.rollout.rollout_batch_size} * n_samples_per_prompt"
+            f" {config.rollout.n_samples_per_prompt} = {samples} samples in a rollout, expected at most"
+            f" {_MOST_SAMPLES}: rank 0 holds them all"
+        )
     if samples % step:
         yield (
             f"rollout_batch_size {config.rollout.rollout_batch_size} * n_samples_per_prompt"

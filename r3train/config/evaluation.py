@@ -15,7 +15,7 @@ _NAME = r"^\w[\w.-]*$"
 class EvalDataset(Section):
     """One evaluation set; an unset field takes the flag's value, ``EvalSection`` says which."""
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=_NAME, max_length=100)
     """Name in metrics and files."""
     path: Path = Field(strict=False)
     """File of prompts, .jsonl or .parquet."""

@@ -16,7 +16,7 @@ class RolloutSection(Section):
 
     title: ClassVar[str] = "Rollout"
 
-    num_rollout: int = Field(ge=1)
+    num_rollout: int = Field(ge=1, le=9_999_999)
     """Rollouts in the whole run."""
     rollout_batch_size: int = Field(ge=1)
     """Prompts in a rollout."""

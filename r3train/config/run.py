@@ -31,8 +31,8 @@ class RunSection(Section):
 
     run_dir: Path | None = Field(default=None, strict=False)
     """Directory of everything the run writes; unset means runs/<UTC time>-<run_name>."""
-    run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$")
-    """Name in the run directory and in titles."""
+    run_name: str = Field(default="r3train", pattern=r"^[\w.-]+$", max_length=100)
+    """Name in the run directory and in titles, of at most 100 characters."""
     dry_run: bool = False
     """Check everything, print the resolved configuration and what a run would do, and stop."""
     world_size: int | None = Field(default=None, ge=1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from r3train.config.data import DataSection, PromptFile
+from r3train.config.files import require_regular
 from r3train.types import Prompt
 
 if TYPE_CHECKING:
@@ -149,8 +150,12 @@ def unknown_tokens(prompts: Sequence[Prompt], unknown: int | None) -> str | None
 def read_records(file: PromptFile) -> Iterator[Record]:
     """Read the lines or rows of a file that count; raises ValueError naming file and line."""
     path = file.path
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(f"{path}: no such prompt file (prompt_data)")
+    try:
+        require_regular(path, follow=True)
+    except OSError as error:  # /dev/zero has no end
+        raise ValueError(f"{path}: {error.strerror} of prompts (prompt_data)") from None
     readers = {".parquet": _parquet_records, ".jsonl": _jsonl_records, ".json": _jsonl_records}
     if path.suffix not in readers:
         raise ValueError(f"{path}: prompts are read from .jsonl or .parquet, got {path.suffix!r}")
