@@ -100,6 +100,51 @@ _HOST_TIER = (
     " store has the routes of the slot's last owner"
 )
 
+# Backends of experts that choose them inside the kernel: the routes of /generate are zeros then.
+# Source: SGLang 0.5.23, TopK.bind_runner_backend; tests/rehearsal asks every backend.
+UNRECORDED_BACKENDS = frozenset(
+    ("triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4")
+)
+
+
+def _routes_in_its_kernel(value: Any, _: Settings) -> bool:
+    return str(value).strip().lower() in UNRECORDED_BACKENDS
+
+
+def _has_prefill_graphs(settings: Settings) -> bool:
+    """Return True unless prefills are known to run without a CUDA graph; by default they have one."""
+    graphs = settings.get("cuda_graph_config")
+    if isinstance(graphs, Mapping):  # as a server resolved it
+        return (graphs.get("prefill") or {}).get("backend") != "disabled"
+    off = ("disable_prefill_cuda_graph", "disable_cuda_graph")
+    return settings.get("cuda_graph_backend_prefill") != "disabled" and not any(
+        _is_on(settings.get(name), settings) for name in off
+    )
+
+
+def _reads_rows_of_other_ranks(value: Any, settings: Settings) -> bool:
+    """Return True for data-parallel attention whose ranks look for their rows in the wrong place.
+
+    Source: SGLang 0.5.23, ``RoutedExpertsCapturer._get_local_slice``: in a graph rank i's part begins at i times
+    the requests of the last decoding graph, whatever the graph was.  With DeepEP every part begins at 0.
+    """
+    parts = str(settings.get("moe_a2a_backend")).lower() not in ("deepep", "deepep_v2")
+    drafts = _is_on(settings.get("speculative_algorithm"), settings)
+    return _is_above_one(value, settings) and parts and (drafts or _has_prefill_graphs(settings))
+
+
+def _reads_them_by_the_old_name(value: Any, settings: Settings) -> bool:
+    """Judge ``enable_dp_attention``, with which dp_size is the width; False where ``attn_dp_size`` is judged."""
+    if not _is_on(value, settings) or _is_above_one(settings.get("attn_dp_size"), settings):
+        return False
+    return _reads_rows_of_other_ranks(settings.get("dp_size", 2), settings)
+
+
+_OTHER_RANKS_ROWS = (
+    "SGLang then reads a data-parallel rank's routes in the rows of another, in CUDA graphs of prefills and with"
+    " drafts: give cuda_graph_backend_prefill disabled and no speculative_algorithm, or moe_a2a_backend deepep"
+)
+
 REPLAY_REFUSALS: Refusals = {
     "enable_return_routed_experts": (
         _is_off,
@@ -123,6 +168,13 @@ REPLAY_REFUSALS: Refusals = {
         "each pipeline stage of a server records its own layers, and nothing adds them up: the"
         " others' routes are zeros",
     ),
+    "moe_runner_backend": (
+        _routes_in_its_kernel,
+        "this backend chooses experts inside its kernel and records no routes (they are zeros); triton"
+        " records them",
+    ),
+    "attn_dp_size": (_reads_rows_of_other_ranks, _OTHER_RANKS_ROWS),
+    "enable_dp_attention": (_reads_them_by_the_old_name, _OTHER_RANKS_ROWS),
     "enable_two_batch_overlap": (
         _is_on,
         "the second half of a batch overwrites the routes of the first",

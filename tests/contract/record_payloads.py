@@ -29,6 +29,7 @@ _DROPPED = ("e2e_latency", "response_sent_to_client_ts", "id")
 _INFO = (
     *("tp_size", "dp_size", "random_seed", "weight_version", "max_running_requests"),
     *("disable_overlap_schedule", "disable_radix_cache", "speculative_num_draft_tokens"),
+    *("moe_a2a_backend", "cuda_graph_config"),
 )
 
 
@@ -49,6 +50,8 @@ async def record_info(addr: str) -> dict[str, object]:
     await http.aclose()
     running = "effective_max_running_requests_per_dp"
     states = [{running: state[running]} for state in info["internal_states"]]
+    for graphs in info["cuda_graph_config"].values():
+        del graphs["bs"]  # a hundred sizes
     return {key: info[key] for key in sorted([*REPLAY_REFUSALS, *_INFO])} | {
         "internal_states": states
     }
@@ -101,6 +104,9 @@ def main() -> None:
     for answer in answers.values():
         for key in _DROPPED:
             answer["meta_info"].pop(key, None)
+        routes = answer["meta_info"].get("routed_experts")
+        if isinstance(routes, memoryview):  # as the client reads them
+            answer["meta_info"]["routed_experts"] = str(routes, "ascii")
     payload = {
         "sglang": version("sglang"),
         "num_layers": NUM_LAYERS,

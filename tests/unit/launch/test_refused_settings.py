@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ SPECULATION = {
     "max_running_requests": 16,
     "chunked_prefill_size": 127,
 }
+PARALLEL = {"attn_dp_size": 2}
 # field -> (settings that are refused, the same setting at its harmless value)
 ROWS: dict[str, tuple[dict, dict]] = {
     "enable_return_routed_experts": (
@@ -51,6 +53,15 @@ ROWS: dict[str, tuple[dict, dict]] = {
     ),
     "radix_cache_backend": ({"radix_cache_backend": "flexkv"}, {"disable_radix_cache": True}),
     "pp_size": ({"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}),
+    "moe_runner_backend": (
+        {"moe_runner_backend": "triton_kernel"},
+        {"moe_runner_backend": "flashinfer_trtllm_routed"},
+    ),
+    "attn_dp_size": (PARALLEL, PARALLEL | {"attn_dp_size": 1}),
+    "enable_dp_attention": (
+        {"enable_dp_attention": True, "dp_size": 2},
+        {"enable_dp_attention": False, "dp_size": 2},
+    ),
     "enable_two_batch_overlap": (
         {"enable_two_batch_overlap": True},
         {"enable_two_batch_overlap": False},
@@ -101,6 +112,64 @@ def test_a_server_of_our_own_whose_routes_would_be_wrong_is_refused_by_its_flags
     ):
         result = start(tiny, "--dry-run", *flags)
         assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["triton_kernel", "flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4"],
+)
+async def test_a_backend_of_experts_that_records_no_routes_is_refused_in_one_line(backend, tiny):
+    """Servers of our own by their flags, others by what they resolved, whatever was asked of them."""
+    flags = ("--dry-run", "--sglang-moe-runner-backend", backend)
+    own = await asyncio.to_thread(start, tiny, *flags)
+    other = await ask_external(tiny, SERVER_INFO | {"moe_runner_backend": backend})
+    for result, subject in ((own, "sglang."), (other, "runs with ")):
+        assert result.exit_code == 2, result.output
+        text = words(result.output)
+        assert text.count(f"{subject}moe_runner_backend = '{backend}'") == 1
+        assert text.count("records no routes (they are zeros); triton records them") == 1
+
+
+@pytest.mark.parametrize(
+    "settings, refused",
+    [
+        ({}, True),
+        ({"cuda_graph_backend_prefill": "disabled"}, False),
+        ({"cuda_graph_backend_prefill": "breakable"}, True),
+        ({"disable_prefill_cuda_graph": True}, False),
+        ({"disable_cuda_graph": True}, False),
+        ({"disable_cuda_graph": False}, True),
+        ({"disable_cuda_graph": True, **SPECULATION, "chunked_prefill_size": 128}, True),
+        ({"moe_a2a_backend": "deepep"}, False),
+        ({"moe_a2a_backend": "deepep_v2"}, False),
+        ({"moe_a2a_backend": "mooncake"}, True),
+        ({"moe_a2a_backend": "deepep", **SPECULATION, "chunked_prefill_size": 128}, False),
+    ],
+)
+@pytest.mark.parametrize("old_name", [False, True])
+def test_data_parallel_attention_is_refused_where_a_rank_reads_the_rows_of_another(
+    old_name, settings, refused
+):
+    flags = {"enable_dp_attention": True, "dp_size": 2} if old_name else PARALLEL
+    ending = nullcontext()
+    if refused:
+        ending = pytest.raises(ValueError, match="in the rows of another")
+    with ending:
+        check_server_flags({**flags, **settings}, replay=True)
+    check_server_flags({**flags, **settings})
+    alone = {"enable_dp_attention": True, "dp_size": 1} if old_name else {"attn_dp_size": 1}
+    check_server_flags({**alone, **settings}, replay=True)
+
+
+@pytest.mark.parametrize("backend, code", [("breakable", 2), ("full", 2), ("disabled", 0)])
+async def test_data_parallel_attention_of_another_server_is_judged_by_its_resolved_graphs(
+    backend, code, tiny
+):
+    graphs = {"prefill": {"backend": backend}, "decode": {"backend": "full"}}
+    info = {"enable_dp_attention": True, "attn_dp_size": 2, "cuda_graph_config": graphs}
+    result = await ask_external(tiny, SERVER_INFO | info)
+    assert result.exit_code == code, result.output
+    assert words(result.output).count("in the rows of another") == (code == 2)  # not once a name
 
 
 @pytest.mark.parametrize(
@@ -167,6 +236,7 @@ async def test_an_external_server_is_judged_by_the_same_table(field, tiny):
     refused["max_running_requests"] = harmless["max_running_requests"] = None
     for info in (refused, harmless):
         info["internal_states"] = [{"effective_max_running_requests_per_dp": 16}]
+        info["cuda_graph_config"] = {"prefill": {"backend": "breakable"}}  # as on a GPU
     result = await ask_external(tiny, refused)
     assert result.exit_code == 2, result.output
     assert f"runs with {field} = " in words(result.output)
