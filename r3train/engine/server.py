@@ -19,7 +19,7 @@ from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, load_json_object
 from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError
-from r3train.engine.flags import check_server_flags
+from r3train.engine.flags import check_server_flags, server_fields
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # on_progress(elapsed_s, last log line)
@@ -28,6 +28,9 @@ OnProgress = Callable[[float, str], None]
 _PORTS = range(20000, 32000)
 _LOG_TAIL_LINES = 30
 _POLL_S = 0.25
+# Kernels of the experts on CUDA where routes are recorded.  SGLang's own choice records none for gpt-oss on
+# Hopper and for most families on Blackwell (docs/gpu.md).  Triton's records them on every card.
+_EXPERTS_BACKEND = "triton"
 # Variables that a server inherits, beside those of --rollout-server-env.  Keys and tokens of trackers,
 # clouds and judges are none of its business, and torchrun's would make it join the trainer's group.
 _INHERITED_NAMES = frozenset(
@@ -133,7 +136,7 @@ class SGLangServer:
     """One SGLang server (``engine/launch_server.py``) and everything that it starts.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
-    here.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
+    here.  ``device`` is
     request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
     beside the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
     ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
@@ -219,6 +222,8 @@ class SGLangServer:
                 args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
             if self.adapter_flags:
                 args["lora_backend"] = "torch_native"  # engine/cpu_lora.py has the rest
+        elif self.return_routed_experts and not self._names_experts_backend():
+            args["moe_runner_backend"] = _EXPERTS_BACKEND
         if model_type in OF_TEXT_AND_IMAGES:
             # no vision tower and no processor of images, as of a checkpoint of text alone; the flag
             # --language-model-only is for other architectures
@@ -227,6 +232,12 @@ class SGLangServer:
         args |= self.adapter_flags or {}
         args |= {"model_path": self.model_path, "host": self.host, "port": self.port}
         return [sys.executable, "-m", "r3train.engine.launch_server", *server_flags(args)]
+
+    def _names_experts_backend(self) -> bool:
+        """True where the flags choose the experts' kernels, or a way between GPUs that has its own."""
+        return not {"moe_runner_backend", "moe_a2a_backend"}.isdisjoint(
+            server_fields(self.server_args)
+        )
 
     def environment(self) -> dict[str, str]:
         """The part of the owner's environment that a server needs (``inherited``): offline, one thread on a CPU.
