@@ -117,6 +117,14 @@ class RolloutSection(Section):
         return self.rollout_top_k > 1
 
     @property
+    def exact_boundaries(self) -> bool:
+        """True when a weight update comes in mid-generation, whose tokens must have the right version.
+
+        Servers then run without SGLang's overlap of scheduling and computing.
+        """
+        return self.pause_generation_mode != "drain"
+
+    @property
     def fresh_prefixes(self) -> bool:
         """True when no request uses a prefix that was cached before the last weight update.
 

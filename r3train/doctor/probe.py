@@ -136,6 +136,7 @@ def _draw_situations(
             dtype=config.model.dtype_name,
             server_args={**config.rollout.sglang, "chunked_prefill_size": chunk},
             return_routed_experts=hf.is_moe,
+            exact_boundaries=config.rollout.exact_boundaries,  # overlap as in the run
             start_timeout_s=config.rollout.rollout_server_start_timeout_s,
             api_key=secrets.token_hex(16),
             env_names=config.rollout.rollout_server_env,

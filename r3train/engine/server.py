@@ -136,7 +136,8 @@ class SGLangServer:
     """One SGLang server (``engine/launch_server.py``) and everything that it starts.
 
     ``server_args`` are SGLang's own flags (see ``server_flags``) and win over the defaults made
-    here.  ``device`` is
+    here.  With ``exact_boundaries`` the token at a weight update in mid-generation has the right
+    version, at the cost of SGLang's overlap of scheduling and computing.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
     request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
     beside the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
     ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
@@ -150,6 +151,7 @@ class SGLangServer:
         dtype: str = "float32",
         server_args: Mapping[str, object] | None = None,
         return_routed_experts: bool = False,
+        exact_boundaries: bool = True,
         seed: int = 42,
         start_timeout_s: float = 300.0,
         on_progress: OnProgress | None = None,
@@ -167,6 +169,7 @@ class SGLangServer:
         self.dtype = dtype
         self.server_args = given
         self.return_routed_experts = return_routed_experts
+        self.exact_boundaries = exact_boundaries
         self.seed = seed
         self.start_timeout_s = start_timeout_s
         self.on_progress = on_progress
@@ -206,7 +209,7 @@ class SGLangServer:
             # The trainer owns the tokenizer; servers get tokens and return tokens.
             "skip_tokenizer_init": True,
             # With overlap the version label of the token at a weight update is off by one.
-            "disable_overlap_schedule": True,
+            "disable_overlap_schedule": self.exact_boundaries,
             "enable_return_routed_experts": self.return_routed_experts,
             "log_level_http": "warning",
         }

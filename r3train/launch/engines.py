@@ -182,7 +182,7 @@ class Engines(RolloutSide):
         self._control.require_settings(
             replay=self._route_shape is not None,
             kept_top_k=rollout.kept_top_k,
-            exact_boundaries=rollout.pause_generation_mode != "drain",
+            exact_boundaries=rollout.exact_boundaries,
         )
         self._routes.require_reach(self._addrs, self._api_key)
         pool, longest = self._control.pool_tokens(), self.job.longest_prompt

@@ -57,6 +57,7 @@ def build_server(
         dtype=config.model.dtype_name,
         server_args=flags,
         return_routed_experts=config.replay.use_rollout_routing_replay,
+        exact_boundaries=config.rollout.exact_boundaries,
         seed=config.rollout.rollout_seed
         + index,  # with equal seeds, servers would give equal answers
         start_timeout_s=config.rollout.rollout_server_start_timeout_s,

@@ -345,7 +345,7 @@ def check_external_server(config: RunConfig, address: str, api_key: str | None) 
             control.require_settings(
                 replay=config.replay.use_rollout_routing_replay,
                 kept_top_k=config.rollout.kept_top_k,
-                exact_boundaries=config.rollout.pause_generation_mode != "drain",
+                exact_boundaries=config.rollout.exact_boundaries,
             )
     except EngineError as error:
         raise ValueError(f"{address}: does not answer as it should: {error}") from None

@@ -42,6 +42,7 @@ def server(models, tmp_path_factory):
         models[0],
         tmp_path_factory.mktemp("log") / "sglang.log",
         return_routed_experts=True,
+        exact_boundaries=False,  # as where updates drain: SGLang's overlap is on
         start_timeout_s=200,
         on_progress=lambda elapsed, line: progress.append((elapsed, line)),
     )
@@ -252,7 +253,7 @@ def test_group_sizes_and_server_facts(server, engine):
     assert engine.update_group_sizes() == [1]
     engine.require_settings(replay=True)
     info = engine.server_info()[0]
-    assert info["disable_overlap_schedule"] and info["enable_return_routed_experts"]
+    assert not info["disable_overlap_schedule"] and info["enable_return_routed_experts"]
 
 
 def test_the_producer_runs_steps_around_weight_updates(

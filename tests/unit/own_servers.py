@@ -25,6 +25,7 @@ def servers_of_rank_0(
         rollout_external_engine_addrs=[],
         rollout_server_env=(),
         colocate=colocate,
+        exact_boundaries=False,
         sglang=sglang,
     )
     config = SimpleNamespace(

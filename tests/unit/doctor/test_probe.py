@@ -43,6 +43,22 @@ def test_the_host_holds_hugging_faces_model_and_without_a_gpu_the_actor_too(
     assert (found is None) == fits
 
 
+@pytest.mark.parametrize("mode, exact", [("drain", False), ("in_place", True)])
+def test_the_probes_server_overlaps_as_those_of_the_run_do(mode, exact, tiny, monkeypatch):
+    given = []
+
+    def server(*_places, **options):
+        given.append(options)
+        raise InterruptedError
+
+    monkeypatch.setattr("r3train.engine.server.SGLangServer", server)
+    texts = (np.zeros(64, np.int32), np.zeros(64, np.int32))
+    config = config_of(tiny, pause_generation_mode=mode)
+    with pytest.raises(InterruptedError):
+        probe._draw_situations(config, read_hf_facts(tiny / "model"), texts, 128)
+    assert given[0]["exact_boundaries"] is exact and given[0]["return_routed_experts"]
+
+
 def test_nothing_is_built_for_a_model_without_room(tiny, monkeypatch):
     def built(*arguments):
         raise AssertionError("built")
