@@ -245,8 +245,8 @@ class SGLangServer:
     def environment(self) -> dict[str, str]:
         """The part of the owner's environment that a server needs (``inherited``): offline, one thread on a CPU.
 
-        It holds the key, and for gloo the network interface of the server's host, unless
-        GLOO_SOCKET_IFNAME names one.
+        On CUDA float32 is multiplied as float32.  It holds the key, and for gloo the network interface of
+        the server's host, unless GLOO_SOCKET_IFNAME names one.
         """
         env = inherited(os.environ, self.env_names)
         env |= {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
@@ -263,6 +263,10 @@ class SGLangServer:
             # states of linear attention are bfloat16 otherwise, whatever the dtype
             env.setdefault("SGLANG_MAMBA_CONV_DTYPE", self.dtype)
             env.setdefault("SGLANG_DISABLED_MODEL_ARCHS", other_models(Path(self.model_path)))
+        else:
+            # SGLang puts the router's float32 of some families into TF32, whose mantissa has ten bits,
+            # whatever its flag says; the actor multiplies in float32
+            env.setdefault("NVIDIA_TF32_OVERRIDE", "0")
         return env
 
     def start(self) -> SGLangServer:
