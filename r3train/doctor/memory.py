@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +30,10 @@ if TYPE_CHECKING:
 
 # of a rank or a server before it holds anything: torch, Megatron, SGLang
 PROCESS_BYTES = 1 << 29
-# SGLang's own choice leaves 10 GiB of a large GPU, and more for CUDA graphs
-_DEFAULT_FRACTION = 0.85
+# most tokens of a prefill by a GPU's size, and what SGLang leaves for graphs and parallel ranks
+_PREFILL_TOKENS = ((20 << 30, 2048), (60 << 30, 4096), (160 << 30, 8192), (inf, 16384))
+_TOKEN_BYTES = 3 << 19
+_GRAPHS_BYTES = 3 << 30
 # of a record and of its two log lines, as they are and compressed: of Qwen3-30B-A3B at 16 microbatches
 _RECORD_BYTES, _RECORD_COMPRESSED = 750, 75
 _LINES_BYTES, _LINES_COMPRESSED = 300, 12
@@ -479,16 +481,22 @@ def check_gpus(config: RunConfig, node: Node, rank: StageRanks | None) -> Findin
         " --optimizer-override (docs/models.md)"
     )
     if shared:
-        parts["SGLang"] = server_fraction(config) * node.gpu_bytes
+        parts["SGLang"] = server_fraction(config, node.gpu_bytes) * node.gpu_bytes
         remedy += ", a lower --sglang-mem-fraction-static, or a GPU of its own for SGLang"
     margin = _GPU_MARGIN * node.gpu_bytes
     yield room("GPU memory", "a GPU", node.gpu_bytes, parts, remedy, margin=margin)
 
 
-def server_fraction(config: RunConfig) -> float:
-    """The part of its GPU that SGLang takes."""
+def server_fraction(config: RunConfig, gpu_bytes: float) -> float:
+    """The part of a GPU of this size that SGLang gives to weights and pool.
+
+    Source: SGLang 0.5.23, ``handle_gpu_memory_settings``: it leaves out 1.5 MiB for each token of a prefill, of
+    which a larger GPU has more, and what graphs and parallel ranks need: 1.2 to 4.6 GiB in our recipes.
+    """
+    tokens = next(tokens for below, tokens in _PREFILL_TOKENS if gpu_bytes < below)
+    default = max(0.0, 1 - (tokens * _TOKEN_BYTES + _GRAPHS_BYTES) / gpu_bytes)
     given = [v for k, v in config.rollout.sglang.items() if "mem_fraction_static".startswith(k)]
     try:
-        return float(given[0]) if given else _DEFAULT_FRACTION
+        return float(given[0]) if given else default
     except (TypeError, ValueError):
-        return _DEFAULT_FRACTION  # SGLang refuses such a flag itself
+        return default  # SGLang refuses such a flag itself

@@ -50,8 +50,8 @@ ADAM_BYTES = 28  # reads and writes of a parameter's weight, gradient and moment
 HOST_GB_S = 300.0
 HOST_CORES = 96
 NODE_GPUS = 8
-# a server's GPU beside weights and pool: CUDA graphs, activations of a prefill
-_SERVER_BYTES = 4 << 30
+# of a server's GPU before it loads anything: CUDA's context, NCCL's buffers
+_SERVER_BYTES = 2 << 30
 _MOST_TP = 64
 # tokens in SGLang's pool of a sliding window's layers for one in that of the others (--sglang-swa-full-tokens-ratio)
 _WINDOW_SHARE = 0.8
@@ -161,7 +161,7 @@ def server_on_paper(
     value = 2 if config.model.bf16 else 4
     weights = sum(kind.num_elements for kind in kinds.values()) * value
     rollout = config.rollout
-    budget = server_fraction(config) * gpu_bytes - _SERVER_BYTES
+    budget = server_fraction(config, gpu_bytes) * gpu_bytes - _SERVER_BYTES
     gpus, is_given = server_size(rollout.sglang), True
     if gpus is None:  # the fewest that leave a third of their room to the pool
         gpus, is_given = 1, False
@@ -309,8 +309,8 @@ def _server_lines(config: RunConfig, server: ServerPaper, gpu_bytes: float) -> I
     )
     size = "--sglang-tp-size" if server.is_given else "the fewest GPUs that leave room for a pool"
     yield (
-        f"  assumed: {size}; {server_fraction(config):.2f} of {amount(gpu_bytes)} for weights and pool,"
-        f" {amount(_SERVER_BYTES)} of it for graphs and prefill; {amount(server.token_bytes)} a token"
+        f"  assumed: {size}; {server_fraction(config, gpu_bytes):.2f} of {amount(gpu_bytes)} for weights and"
+        f" pool, {amount(_SERVER_BYTES)} of it for CUDA and NCCL; {amount(server.token_bytes)} a token"
     )
 
 

@@ -91,7 +91,7 @@ def test_a_pool_is_what_weights_leave_of_the_servers_memory(tiny, qwen3):
     assert server.token_bytes == 24 * 1024
     weights = 30_532_122_624 * 2 / 4
     assert server.weights == pytest.approx(weights)
-    assert server.pool_tokens == int((0.8 * 80e9 - (4 << 30) - weights) / (24 * 1024))
+    assert server.pool_tokens == int((0.8 * 80e9 - (2 << 30) - weights) / (24 * 1024))
     assert server.needed_tokens == 64 * 10240
     # 8 heads' worth of GPUs hold every key head twice
     wide = with_server(config, tp_size=8)
