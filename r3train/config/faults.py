@@ -27,6 +27,7 @@ class FaultsSection(Section):
     engine_restart_backoff_s: float = Field(default=1.0, ge=0)
     """Seconds before the first restart; each further one waits twice as long, 60 at most."""
     engine_health_timeout_s: float = Field(default=60.0, gt=0)
-    """A server counts as hung after this many seconds without a sign of life."""
+    """A server counts as hung after this many seconds without a sign of life, and those that it may need to encode
+    the routes of all its requests at once, at 100 MB/s."""
     plant_fault: Literal["nan_once", "nan_always", "inf_once", "disk_full"] | None = None
     """Plant a deliberate fault from the second rollout on, to test that the run copes."""

@@ -50,7 +50,8 @@ class RolloutSection(Section):
     makes one weight version, however many optimizer steps it holds."""
     rollout_segment_len: int | None = Field(default=None, ge=1)
     """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
-    loses one segment at most.  Unset: 256 with --max-engine-restarts, else no limit."""
+    loses one segment at most.  Unset: with --max-engine-restarts 256, and 2048 where the run's servers have
+    GPUs; else no limit."""
     sglang_server_concurrency: int | None = Field(default=None, ge=1)
     """Requests in flight at once for each server; unset: 64."""
     rollout_max_concurrency: int | None = Field(default=None, ge=1)
@@ -151,12 +152,16 @@ class RolloutSection(Section):
         return self.rollout_buffer_size or allowed
 
     @property
+    def num_servers(self) -> int:
+        """Servers that generate: others' or the run's own."""
+        return len(self.rollout_external_engine_addrs) or self.rollout_num_engines
+
+    @property
     def max_concurrency(self) -> int:
         """Requests that may be in flight at once over all servers."""
         if self.rollout_max_concurrency is not None:
             return self.rollout_max_concurrency
-        servers = len(self.rollout_external_engine_addrs) or self.rollout_num_engines
-        return servers * (self.sglang_server_concurrency or 64)
+        return self.num_servers * (self.sglang_server_concurrency or 64)
 
     @property
     def most_in_flight(self) -> int:

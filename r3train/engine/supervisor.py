@@ -181,7 +181,8 @@ class EngineSupervisor:
                 with self._lock:
                     self._lost = self._lost or (
                         f"the SGLang server {addrs} hangs: no sign of life for {silent_s:.0f} s"
-                        f" (engine_health_timeout_s {self._health_timeout_s:g})"
+                        f" (limit {self._health_timeout_s:.4g} s: engine_health_timeout_s, and the time that the"
+                        " routes of its requests may take)"
                     )
                 sign_of_life = time.monotonic()
 

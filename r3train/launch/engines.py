@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from r3train.config.families import has_fused_experts, sent_together
 from r3train.config.rollout import RolloutSection
+from r3train.cuda_environment import visible_gpus
 from r3train.data.json_lines import append_lines
 from r3train.data.prompts import ChatTemplate
 from r3train.environments.registry import get_environment, get_tools
@@ -48,8 +49,14 @@ from r3train.types import Prompt
 
 T = TypeVar("T", bound=DiskPublisher | SharedMemoryPublisher)
 
-# Segments of this length cost a few per cent; a crashed server loses at most one of each request.
+# A crashed server loses at most one segment of each request.  On a CPU these cost a few per cent; on a GPU, where
+# nobody has measured them, each begins with a prefill between the graphs of decoding.
 _SEGMENT_LEN = 256
+_SEGMENT_LEN_ON_GPUS = 2048
+# SGLang encodes the routes of an answer in the loop that answers /health: 0.23 to 0.35 GB/s of int32 in base64 on
+# a core with other work, of which this is less than half
+_ROUTES_BYTES_S = 100e6
+_WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
 
 
 class Engines(RolloutSide):
@@ -166,7 +173,7 @@ class Engines(RolloutSide):
                 self._servers,
                 max_restarts=faults.max_engine_restarts,
                 backoff_s=faults.engine_restart_backoff_s,
-                health_timeout_s=faults.engine_health_timeout_s,
+                health_timeout_s=self._health_timeout_s,
             )
         # started ones hold the checkpoint, which is version 0 where versions are no adapters
         version = 0 if self._servers and self._adapters is None else None
@@ -268,8 +275,26 @@ class Engines(RolloutSide):
     @property
     def _segment_len(self) -> int | None:
         """Most tokens of one request; None (no limit) unless servers may be restarted."""
-        given = self.job.config.rollout.rollout_segment_len
-        return given or (_SEGMENT_LEN if self.job.config.faults.max_engine_restarts else None)
+        rollout = self.job.config.rollout
+        if rollout.rollout_segment_len or not self.job.config.faults.max_engine_restarts:
+            return rollout.rollout_segment_len
+        on_gpus = visible_gpus() and rollout.sglang.get("device") != "cpu"
+        return _SEGMENT_LEN_ON_GPUS if on_gpus else _SEGMENT_LEN
+
+    @property
+    def _health_timeout_s(self) -> float:
+        """Seconds without a sign of life after which a server counts as hung.
+
+        To those of the configuration come those in which a server is busy with the routes of all its
+        requests, if they end together at their full length.
+        """
+        given = self.job.config.faults.engine_health_timeout_s
+        if self._route_shape is None:
+            return given
+        rollout = self.job.config.rollout
+        tokens = rollout.pool_needed(self.job.longest_prompt) / rollout.num_servers
+        ids = tokens * self._route_shape.num_layers * self._route_shape.topk
+        return given + ids * _WIRE_BYTES_OF_AN_ID / _ROUTES_BYTES_S
 
     def _kept_buffer(self) -> ProducerState | None:
         """The buffer of a resumed run, as rank 0's records hold samples."""
@@ -292,7 +317,7 @@ class Engines(RolloutSide):
             max_bad_answers=job.config.faults.max_bad_answers,
             on_bad_answer=self._count_bad_answer,
             shared_servers=not self._servers,
-            health_timeout_s=job.config.faults.engine_health_timeout_s,
+            health_timeout_s=self._health_timeout_s,
             versions=self._versions,
             cache_per_version=rollout.flush_cache_on_update and not rollout.fresh_prefixes,
             transport=self._routes.transport(),

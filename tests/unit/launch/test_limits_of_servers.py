@@ -1,0 +1,96 @@
+"""How long a server may be silent, and how long a request may be, follow from the run and the device."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from r3train.config import RunConfig
+from r3train.launch import engines
+from r3train.loop.routes import RoutesOnRank0
+from r3train.observe.console import RunDisplay
+from r3train.types import RouteShape
+
+RECIPE = Path(__file__).parents[3] / "configs/qwen3_30b_a3b_one_node.toml"
+QWEN3 = RouteShape(48, 8, 128)
+
+
+def engines_of(directory: Path, faults: dict | None = None, replay: bool = True, **rollout):
+    config = RunConfig.from_toml(RECIPE)
+    update = {
+        "rollout": config.rollout.model_copy(update=rollout),
+        "faults": config.faults.model_copy(update=faults or {}),
+        "replay": config.replay.model_copy(update={"use_rollout_routing_replay": replay}),
+    }
+    job = SimpleNamespace(
+        config=config.model_copy(update=update),
+        hf=SimpleNamespace(route_shape=QWEN3),
+        longest_prompt=2048,
+    )
+    display = RunDisplay(3, True, live=False, console=Console(file=io.StringIO()))
+    return engines.Engines(job, directory, display, 0, RoutesOnRank0(None, ()))
+
+
+LONG = {"rollout_max_response_len": 32768, "rollout_max_context_len": 34816}
+
+
+@pytest.mark.parametrize(
+    "rollout, seconds",
+    [
+        # 256 requests over 2 servers, each of 10,240 tokens x 384 ids x 16/3 bytes: 2.68 GB
+        ({}, 60 + 26.8),
+        # of 34,816 tokens, 9.13 GB, which were measured to block /health for 30 to 40 s
+        (LONG, 60 + 91.3),
+        (LONG | {"rollout_num_engines": 4}, 60 + 45.6),
+        (LONG | {"rollout_max_concurrency": 4}, 60 + 1.43),
+    ],
+)
+def test_a_server_may_be_silent_while_it_encodes_the_routes_of_all_its_requests(
+    rollout, seconds, tmp_path
+):
+    made = engines_of(tmp_path, **rollout)
+    assert made._health_timeout_s == pytest.approx(seconds, rel=0.002)
+    asked = engines_of(tmp_path, {"engine_health_timeout_s": 7.0}, **rollout)
+    assert asked._health_timeout_s == pytest.approx(seconds - 53, rel=0.002)
+    assert engines_of(tmp_path, replay=False, **rollout)._health_timeout_s == 60.0
+
+
+async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
+    given = []
+
+    def watch(_servers, **options):
+        given.append(options["health_timeout_s"])
+        raise InterruptedError
+
+    monkeypatch.setattr(engines, "EngineSupervisor", watch)
+    made = engines_of(tmp_path, **LONG)
+    made._servers = [SimpleNamespace(wait_ready=lambda: None, addr="127.0.0.1:1", api_key=None)]
+    with pytest.raises(InterruptedError):
+        made.wait_ready()
+    client = made.make_client()
+    given.append(client._health_timeout_s)
+    await client.aclose()
+    assert given == [made._health_timeout_s] * 2 and given[0] > 150
+
+
+@pytest.mark.parametrize(
+    "gpus, faults, rollout, length",
+    [
+        (0, {}, {}, None),
+        (8, {}, {}, None),
+        (0, {"max_engine_restarts": 1}, {}, 256),
+        (8, {"max_engine_restarts": 1}, {}, 2048),
+        (8, {"max_engine_restarts": 1}, {"sglang": {"device": "cpu"}}, 256),
+        (8, {"max_engine_restarts": 1}, {"rollout_segment_len": 300}, 300),
+        (0, {}, {"rollout_segment_len": 300}, 300),
+    ],
+)
+def test_a_request_is_longer_on_gpus_where_servers_may_be_restarted(
+    gpus, faults, rollout, length, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(engines, "visible_gpus", lambda: gpus)
+    assert engines_of(tmp_path, faults, **rollout)._segment_len == length
