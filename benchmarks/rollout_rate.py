@@ -40,7 +40,12 @@ RETURNED, AGAIN = "recorded and returned", "computed again"
 # three servers share a GPU
 ON_GPU = {
     "dtype": DTYPE,
-    "server_args": {"mem_fraction_static": 0.3} if torch.cuda.is_available() else {},
+    # kernels of experts that record routes, in those that record none too
+    "server_args": (
+        {"mem_fraction_static": 0.3, "moe_runner_backend": "triton"}
+        if torch.cuda.is_available()
+        else {}
+    ),
 }
 
 
