@@ -1,4 +1,4 @@
-"""What SGLang itself decides on a GPU: its resolved arguments for every recipe, and which backends record routes.
+"""SGLang's own decisions on a GPU: its resolved arguments for every recipe, and which backends record routes.
 
     python -m tests.rehearsal.gpu_servers REPORT CARD DIRECTORY
 
@@ -157,7 +157,7 @@ def server_of(recipe: Recipe, directory: Path) -> SGLangServer:
 
 
 def resolved(command: list[str]) -> dict[str, Any]:
-    """What SGLang makes of a server's command line: the arguments of ``SHOWN``, and its CUDA graphs."""
+    """Resolve a server's command line as SGLang does: the arguments of ``SHOWN``, and its CUDA graphs."""
     from sglang.srt.server_args import prepare_server_args
 
     args = prepare_server_args(command[command.index("r3train.engine.launch_server") + 1 :])

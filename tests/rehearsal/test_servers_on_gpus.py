@@ -28,7 +28,7 @@ each_card = pytest.mark.parametrize("card", CARDS)
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory) -> dict[str, dict]:
-    """What each card's process found."""
+    """The findings of each card's process."""
     directory = tmp_path_factory.mktemp("cards")
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     env.pop("NVIDIA_TF32_OVERRIDE", None)

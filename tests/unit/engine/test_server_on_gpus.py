@@ -1,4 +1,4 @@
-"""What a server is told on CUDA: kernels of experts that record routes, float32 as float32, overlap where it may be."""
+"""Flags and environment of a server on CUDA: kernels of experts that record routes, float32 as float32, overlap where it may be."""
 
 from __future__ import annotations
 

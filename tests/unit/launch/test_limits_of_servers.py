@@ -1,4 +1,4 @@
-"""How long a server may be silent, and how long a request may be, follow from the run and the device."""
+"""A server's silence, a request's length and the settings that servers must have follow from the run."""
 
 from __future__ import annotations
 
@@ -75,6 +75,36 @@ async def test_the_watch_and_the_client_take_that_limit(tmp_path, monkeypatch):
     given.append(client._health_timeout_s)
     await client.aclose()
     assert given == [made._health_timeout_s] * 2 and given[0] > 150
+
+
+@pytest.mark.parametrize(
+    "replay, rollout, asked",
+    [
+        (True, {}, {"replay": True, "kept_top_k": None, "exact_boundaries": False}),
+        (False, {}, {"replay": False, "kept_top_k": None, "exact_boundaries": False}),
+        (
+            True,
+            {"pause_generation_mode": "abort", "rollout_top_k": 20},
+            {"replay": True, "kept_top_k": 20, "exact_boundaries": True},
+        ),
+    ],
+)
+def test_servers_must_have_the_settings_that_the_run_needs(
+    replay, rollout, asked, tmp_path, monkeypatch
+):
+    given = []
+
+    def require(**settings):
+        given.append(settings)
+        raise InterruptedError
+
+    control = SimpleNamespace(require_settings=require)
+    monkeypatch.setattr(engines, "EngineControl", lambda *_addrs, **_options: control)
+    made = engines_of(tmp_path, replay=replay, **rollout)
+    made._addrs = ["127.0.0.1:1"]
+    with pytest.raises(InterruptedError):
+        made.wait_ready()
+    assert given == [asked]
 
 
 @pytest.mark.parametrize(
