@@ -293,6 +293,7 @@ _THEIRS = {
         "--requeue",
         "--enable-memory-saver",
         "--disable-overlap-schedule",
+        "--moe-runner-backend",
         "--skip-tokenizer-init",
         "--json-model-override-args",
         "--enable-return-routed-experts",
