@@ -68,6 +68,7 @@ class Card:
 
 CARDS = {
     "H100": Card("NVIDIA H100 80GB HBM3", (9, 0), 81559),
+    "H200": Card("NVIDIA H200", (9, 0), 143771),
     "B200": Card("NVIDIA B200", (10, 0), 183359),
 }
 

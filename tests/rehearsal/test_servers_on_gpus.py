@@ -1,4 +1,4 @@
-"""SGLang's own decisions for every recipe's servers on two cards, and which backends of experts record routes.
+"""SGLang's own decisions for every recipe's servers on three cards, and which backends of experts record routes.
 
 A subprocess per card (``gpu_servers``) believes in it; no kernel runs.  docs/gpu.md has the answers in a table.
 """
@@ -20,7 +20,8 @@ from tests.published import RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/gpu.md"
-CARDS = {"H100": 81559, "B200": 183359}  # MiB, as nvidia-smi says
+CARDS = {"H100": 81559, "H200": 143771, "B200": 183359}  # MiB, as nvidia-smi says
+ON_THE_PAGE = ("H100", "B200")
 MIB = 1 << 20
 pytestmark = pytest.mark.ranks  # two processes, and no gloo
 each_card = pytest.mark.parametrize("card", CARDS)
@@ -40,8 +41,12 @@ def reports(tmp_path_factory) -> dict[str, dict]:
             running[card] = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=log, stderr=subprocess.STDOUT
             )
-    for card, process in running.items():
-        assert process.wait(500) == 0, (directory / f"{card}.log").read_text()[-4000:]
+    try:
+        for card, process in running.items():
+            assert process.wait() == 0, (directory / f"{card}.log").read_text()[-4000:]
+    finally:
+        for process in running.values():
+            process.kill()
     return {card: json.loads((directory / f"{card}.json").read_text()) for card in CARDS}
 
 
@@ -139,7 +144,7 @@ HEAD = """
 def row(name: str, reports: dict[str, dict]) -> str:
     """A recipe's line: what is equal on both cards once, else H100 / B200."""
     cells = []
-    for report in reports.values():
+    for report in (reports[card] for card in ON_THE_PAGE):
         server = report["servers"][name]
         graphs = server["cuda_graphs"]
         prefill = graphs["prefill"]
