@@ -96,13 +96,18 @@ def test_a_backend_that_records_no_routes_is_refused_however_it_is_spelled(value
 def test_data_parallel_attention_is_judged_by_the_graphs_that_a_server_resolved(graphs, ok):
     settings = {"attn_dp_size": 2, "cuda_graph_config": graphs, "disable_cuda_graph": not ok}
     assert fields(settings) == ([] if ok else ["attn_dp_size"])
+    room = {"max_running_requests": 1, "speculative_num_draft_tokens": 1, "chunked_prefill_size": 9}
+    drafts = {"speculative_algorithm": "NGRAM"} | room
+    assert fields(settings | drafts) == ["attn_dp_size"]
+    for gathered in ("deepep", "deepep_v2"):
+        assert fields(settings | drafts | {"moe_a2a_backend": gathered}) == []
 
 
 def test_data_parallel_attention_by_its_old_name_alone_is_refused_and_named_once():
     assert fields({"enable_dp_attention": True}) == ["enable_dp_attention"]
     assert fields({"enable_dp_attention": True, "dp_size": 1}) == []
     assert fields({"enable_dp_attention": True, "dp_size": 4, "moe_a2a_backend": "DEEPEP"}) == []
-    both = {"enable_dp_attention": True, "attn_dp_size": 2, "dp_size": 1}
+    both = {"enable_dp_attention": True, "attn_dp_size": 2, "dp_size": 2}
     assert fields(both) == ["attn_dp_size"]
 
 

@@ -93,6 +93,12 @@ def test_a_servers_whole_environment(device, own, key, monkeypatch):
     assert server.environment() == expected | nccl
 
 
+def test_a_key_of_the_shell_is_not_inherited_even_by_its_name(monkeypatch):
+    monkeypatch.setenv(ENGINE_KEY_VARIABLE, "of-the-shell")
+    server = SGLangServer("m", "log", device="cuda", env_names=(ENGINE_KEY_VARIABLE,))
+    assert ENGINE_KEY_VARIABLE not in server.environment()
+
+
 def test_experts_run_on_kernels_that_record_their_routes_where_routes_are_asked_for():
     command = command_of()
     assert command[command.index(BACKEND) + 1] == "triton"
