@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import time
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 _BACKOFF_S, _LONGEST_BACKOFF_S = 0.25, 8.0
 # of an answer that is quoted in a message
 _QUOTED = 300
+# of an answer: a judge's completion is the longest
+_MOST_BYTES = 16 << 20
 _FIELD = re.compile(r"\{(prompt|response|label)\}")
 
 
@@ -27,13 +30,17 @@ class _HttpReward(Reward):
 
     def __init__(self, url: str, timeout_s: float, key: str | None = None) -> None:
         self._url, self._timeout_s = url, timeout_s
-        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        # a compressed answer could be a thousand times as long as what is received
+        self._headers = {"Accept-Encoding": "identity"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
 
     async def _post(self, sample: RolloutSample, body: dict[str, Any]) -> Any:
         """Post JSON until it is answered; returns the answer's JSON.
 
         Tries again with growing pauses after a lost connection, a status above 499, 408 or 429.
-        Raises ValueError with the last failure after the bound, and for any other status.
+        Raises ValueError with the last failure after the bound, and for any other status (a redirect is not
+        followed) and for an answer that is compressed or longer than 16 MiB.
         """
         about = f"prompt {sample.prompt.prompt_id}: {self.name} {self._url}"
         began, tries, failure = time.monotonic(), 0, "no answer"
@@ -41,18 +48,32 @@ class _HttpReward(Reward):
             tries += 1
             try:
                 limit = aiohttp.ClientTimeout(total=left)
-                async with aiohttp.ClientSession(timeout=limit, headers=self._headers) as session:
-                    async with session.post(self._url, json=body) as response:
+                async with aiohttp.ClientSession(
+                    timeout=limit, headers=self._headers, auto_decompress=False
+                ) as session:
+                    async with session.post(
+                        self._url, json=body, allow_redirects=False
+                    ) as response:
+                        raw = await _body(response)
                         if response.status == 200:
-                            return await response.json(content_type=None)
-                        text = (await response.text())[:_QUOTED]
+                            return json.loads(raw)
+                        text = raw.decode(errors="replace")[:_QUOTED]
                         failure = f"status {response.status}: {text}"
+                        if 300 <= response.status < 400:
+                            target = response.headers.get("Location", "nowhere")[:_QUOTED]
+                            failure = (
+                                f"status {response.status}, a redirect to {target!r}, which is not"
+                                " followed"
+                            )
                         if response.status < 500 and response.status not in (408, 429):
                             break
             except TimeoutError:
                 failure = "no answer"
             except (aiohttp.ClientError, OSError) as error:
                 failure = f"{type(error).__name__}: {error}"
+            except _Refused as error:
+                failure = str(error)
+                break
             except ValueError as error:  # not JSON
                 failure = f"the answer is not JSON: {error}"
                 break
@@ -63,6 +84,25 @@ class _HttpReward(Reward):
             f"{about}: {failure} (sample {sample.sample_id}; {tries} tries in"
             f" {time.monotonic() - began:.1f} s, reward_timeout_s {self._timeout_s:g})"
         )
+
+
+class _Refused(Exception):
+    """A body that is not read."""
+
+
+async def _body(response: aiohttp.ClientResponse) -> bytes:
+    """Read a body of at most 16 MiB that is not compressed; raises _Refused for another."""
+    encoding = response.headers.get("Content-Encoding", "identity")
+    if encoding.lower() != "identity":
+        raise _Refused(
+            f"the answer has Content-Encoding {encoding[:100]!r}, and none was asked for"
+        )
+    parts, held = [], 0
+    async for part in response.content.iter_any():
+        parts.append(part)
+        if (held := held + len(part)) > _MOST_BYTES:
+            raise _Refused(f"the answer is longer than {_MOST_BYTES} bytes")
+    return b"".join(parts)
 
 
 class RemoteReward(_HttpReward):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 
 import pytest
 from aiohttp import web
@@ -102,6 +103,51 @@ async def test_a_server_that_is_not_there_is_named():
     data = settings(rm_type="remote_rm", rm_url="http://127.0.0.1:9/rm", reward_timeout_s=1.0)
     with pytest.raises(ValueError, match="p.jsonl:7: remote_rm http://127.0.0.1:9/rm: Client"):
         await Scorer(data)(sample())
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+async def test_a_redirect_is_named_and_nobody_there_is_asked(status):
+    asked = []
+
+    async def stranger(request):
+        asked.append(request)
+        return web.json_response(1.0)
+
+    async with serving(stranger) as address:
+        target = f"http://{address}/rm"
+
+        async def moved(request):
+            return web.Response(status=status, headers={"Location": target})
+
+        message = f"p.jsonl:7: .*status {status}, a redirect to '{target}', which is not followed"
+        with pytest.raises(ValueError, match=message):
+            await score(moved, sample(), **REMOTE)
+    assert not asked
+
+
+async def test_a_compressed_or_endless_answer_is_refused_unread():
+    headers = []
+
+    async def packed(request):
+        headers.append(request.headers["Accept-Encoding"])
+        body = gzip.compress(b" " * (1 << 26))
+        return web.Response(body=body, headers={"Content-Encoding": "gzip"})
+
+    with pytest.raises(ValueError, match="has Content-Encoding 'gzip', and none was asked for"):
+        await score(packed, sample(), **REMOTE)
+    assert headers == ["identity"]
+    sent = []
+
+    async def endless(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b" " * (1 << 20))
+            sent.append(1)
+
+    with pytest.raises(ValueError, match=f"the answer is longer than {16 << 20} bytes"):
+        await score(endless, sample(), **REMOTE)
+    assert len(sent) < 64
 
 
 def completion(text):
