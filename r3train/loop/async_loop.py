@@ -54,7 +54,7 @@ from r3train.observe.profiler import StepProfiler
 from r3train.loop.prepare import Plant, Prepared, prepare
 from r3train.loop.recovery import Recovery
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import report_rollout, train_metrics
+from r3train.loop.report import gap_warning, report_rollout, train_metrics
 from r3train.loop.routes import Routes, planted_in_routes
 from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
 from r3train.loop.stages import StagePublisher
@@ -379,8 +379,11 @@ class AsyncLoop:
             replayed = self.config.algorithm.ref_routing == "replay"
             _check_first_step(reports[0], reference_is_actor=is_actor and replayed)
         drift = self.actor.collect_drift()
+        metrics = train_metrics(reports, self.actor.maxima)
+        if self.actor.topology.rank == 0 and (text := gap_warning(rollout_id, metrics)):
+            logger.warning("%s", text)
         return {
-            **train_metrics(reports, self.actor.maxima),
+            **metrics,
             **drift,
             **paid,
             "perf/log_prob_s": log_prob_s,

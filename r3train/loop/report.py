@@ -211,6 +211,8 @@ def _short(value: Any) -> Any:
     return json.loads(text) if len(text) <= _TEXT else f"{text[:_TEXT]}..."
 
 
+# nats: a token is e times as likely to the one as to the other, on average
+_ABSURD_GAP = 1.0
 # the trainer's names -> ours, where they differ
 _NAMES = {
     "clipped": "clip_share",
@@ -242,6 +244,21 @@ def train_metrics(
         join = max if name in maxima else _JOINED_BY.get(name, _mean)
         out[f"train/{_NAMES.get(name, name)}"] = join(values)
     return out | {f"train/{name}": value for name, value in age_metrics(by_age).items()}
+
+
+def gap_warning(rollout_id: int, metrics: Mapping[str, Any]) -> str | None:
+    """Warn of log-probs of servers that are not those of the actor's model; None where they may be.
+
+    Rounding makes a mean gap of 0.05 at most, a rollout of staleness 4 at a high learning rate 0.2.
+    """
+    gap = metrics.get("train/log_prob_gap_mean", 0.0)
+    if gap < _ABSURD_GAP:
+        return None
+    return (
+        f"step {rollout_id}: train/log_prob_gap_mean is {gap:.3g}, expected below {_ABSURD_GAP:g}: the"
+        " servers' log-probs are not those of the model that is trained. Do they hold its weights, and"
+        " sample at --rollout-temperature?"
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ from r3train.config.algorithm import AlgorithmSection
 from r3train.loop.parts import RankZero
 from r3train.loop.prepare import train_samples
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import rollout_metrics, train_metrics
+from r3train.loop.report import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
 from r3train.observe.metrics import nothing_learned
@@ -244,3 +244,9 @@ def test_the_display_counts_tokens_of_its_own_wait_and_none_that_were_there_befo
     )
     RankZero(None, display, None, None).next_groups(Source(), 0, 2)
     assert shown == [(1, 50), (1, 100), (2, 100)]
+
+
+def test_log_probs_of_another_model_are_told_with_their_gap():
+    assert gap_warning(3, {}) is None and gap_warning(3, {"train/log_prob_gap_mean": 0.9}) is None
+    text = gap_warning(3, {"train/log_prob_gap_mean": 2.07e27})
+    assert text.startswith("step 3: train/log_prob_gap_mean is 2.07e+27, expected below 1")
