@@ -5,12 +5,14 @@ Preflight asks for it too, before any rank joins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
+from r3train.data.sampled import flaw
 from r3train.hf_checkpoint import identity
 from r3train.launch.job import Job
 from r3train.loop.rollout_file import (
@@ -25,6 +27,8 @@ from r3train.loop.rollout_file import (
 from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
 from r3train.types import Scored
 
+logger = logging.getLogger(__name__)
+
 _LORA = "lora"  # among the facts of a run
 
 
@@ -36,8 +40,12 @@ class ResumePoint:
     model_only: bool = False
     start_rollout_id: int = 0
 
-    def buffer(self) -> tuple[list[Scored], dict[str, Any]] | None:
-        """Read the samples that are generated but not trained, and the producer's facts (rank 0)."""
+    def buffer(self, vocab_size: int) -> tuple[list[Scored], dict[str, Any]] | None:
+        """Read the samples that are generated but not trained, and the producer's facts (rank 0).
+
+        A rollout of which the model of ``vocab_size`` cannot have sampled something is left out, with a
+        warning: it is generated again.
+        """
         if self.checkpoint is None or self.model_only:
             return None
         path = self.checkpoint / BUFFER_FILE
@@ -46,7 +54,7 @@ class ResumePoint:
                 f"{path}: missing, but the checkpoint was saved with it: without the samples that"
                 " wait in it prompts would be lost or trained twice"
             )
-        return read_samples(path) if path.exists() else None
+        return _without_flaws(path, *read_samples(path), vocab_size) if path.exists() else None
 
     def next_rollout_in(self, directory: Path) -> int | None:
         """Return the first rollout if ``directory`` holds the loaded checkpoint; else None."""
@@ -54,6 +62,33 @@ class ResumePoint:
         if at is None or self.model_only or at.suffix or at.parent.resolve() != directory.resolve():
             return None
         return self.start_rollout_id
+
+
+def _without_flaws(
+    path: Path, samples: Sequence[Scored], facts: Mapping[str, Any], vocab_size: int
+) -> tuple[list[Scored], dict[str, Any]]:
+    """Leave out each place of a group (all turns of its episode) with a sample that has a flaw."""
+    kept: list[Scored] = []
+    groups, start = [], 0
+    for group in facts["groups"]:
+        places = []
+        for place, count in group["places"]:
+            of_place = samples[start : start + count]
+            start += count
+            flaws = {s.sample_id: f for s, _ in of_place if (f := flaw(s, vocab_size)) is not None}
+            for sample_id, found in flaws.items():
+                logger.warning(
+                    "%s: sample %d (prompt %r) is not trained, and generated again: %s",
+                    path,
+                    sample_id,
+                    group["prompt_id"],
+                    found,
+                )
+            if not flaws:
+                kept += of_place
+                places.append([place, count])
+        groups.append({**group, "places": places})
+    return [*kept, *samples[start:]], {**facts, "groups": groups}
 
 
 def resume_point(job: Job) -> ResumePoint:

@@ -30,7 +30,7 @@ def build_engines(
     """
     if not job.config.has_engines:
         return Replayed(job, display.note)
-    buffer = resume.buffer()
+    buffer = resume.buffer(job.hf.vocab_size)
     state = ProducerState(*buffer) if buffer is not None else None
     warning = unknown_temperature(job.config, resume)
     if warning is not None:
@@ -60,6 +60,7 @@ class Replayed(RolloutSide):
             num_groups=config.rollout.rollout_batch_size,
             group_size=config.rollout.n_samples_per_prompt,
             steps_per_rollout=config.steps_per_rollout,
+            vocab_size=job.hf.vocab_size,
         )
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from r3train.algo.trajectories import episode_id
 from r3train.config.checkpoint import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
+from r3train.data.sampled import flaw
 from r3train.generation.producer import OnWait
 from r3train.loop.rollout_file import TEMPERATURE, check_temperature, read_samples, write_samples
 from r3train.types import RescoredRollout, RolloutSample, Scored
@@ -140,6 +141,7 @@ class DumpedRollouts(RolloutSource):
     needs_routes: bool
     num_groups: int
     group_size: int
+    vocab_size: int
     steps_per_rollout: int = 1
 
     def __post_init__(self) -> None:
@@ -162,6 +164,9 @@ class DumpedRollouts(RolloutSource):
             )
         if self.needs_routes:
             _check_routes(path, groups)
+        for sample, _ in (scored for group in groups for scored in group):
+            if (found := flaw(sample, self.vocab_size)) is not None:
+                raise ValueError(f"{path}: sample {sample.sample_id} cannot be trained: {found}")
         return groups
 
 

@@ -12,6 +12,8 @@ import pytest
 from r3train.config import RunConfig
 from r3train.launch import resume
 from r3train.config.checkpoint import CheckpointSection
+from r3train.config.rollout import RolloutSection
+from r3train.generation.buffer import GroupBuffer, ProducerState
 from r3train.loop import replay_source, rollout_file
 from r3train.loop.keeper import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples, write_samples
@@ -30,7 +32,7 @@ def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -
         token_ids=rng.integers(0, 99, n).astype(np.int32),
         prompt_len=len(prompt.token_ids),
         loss_mask=rng.random(n) > 0.5,
-        rollout_log_probs=rng.standard_normal(n).astype(np.float32),
+        rollout_log_probs=-rng.random(n).astype(np.float32),
         routed_experts=rng.integers(0, 8, (n - 1, 3, 2)).astype(np.uint8) if routes else None,
         weight_versions=rng.integers(-1, 4, n).astype(np.int32),
         finish_reason="stop",
@@ -131,7 +133,7 @@ def groups() -> list:
 
 
 def source(directory, **options):
-    defaults = {"needs_routes": True, "num_groups": 2, "group_size": 2, "temperature": 1.0}
+    defaults = {"needs_routes": True, "num_groups": 2, "group_size": 2, "temperature": 1.0, "vocab_size": 1000}
     options = defaults | options
     return replay_source.DumpedRollouts(directory, **options)
 
@@ -154,6 +156,60 @@ def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
     replay_source.rollout_path(tmp_path, 0).rename(replay_source.rollout_path(tmp_path, 1))
     with pytest.raises(ValueError, match="does not hold rollout 1"):
         source(tmp_path).next_batch(1)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda s: s.token_ids.__setitem__(1, 1000), "token 1 is 1000, expected 0 to 999"),
+        (lambda s: s.token_ids.__setitem__(0, -1), "token 0 is -1, expected 0 to 999"),
+        (lambda s: s.rollout_log_probs.__setitem__(1, 0.5), "log-prob 1 is 0.5, expected a number"),
+        (lambda s: s.rollout_log_probs.__setitem__(1, np.nan), "log-prob 1 is nan"),
+        (lambda s: s.kept_ids.__setitem__(0, 1000), "kept token 0 is 1000, expected 0 to 999"),
+    ],
+)
+def test_a_dumped_sample_that_no_model_drew_is_refused_by_name(tmp_path, change, message):
+    spoiled = groups()
+    change(spoiled[1][1][0])
+    replay_source.dump_rollout(tmp_path, 0, spoiled)
+    with pytest.raises(ValueError, match=f"rollout_0000000.*: sample 3 cannot be .*: {message}"):
+        source(tmp_path).next_batch(0)
+
+
+def test_a_waiting_sample_that_no_model_drew_is_left_out_by_name_and_its_place_generated_again(
+    tmp_path, caplog
+):
+    """Of an episode of several turns all are left out; other samples of the group are kept."""
+    four = scored()
+    four[0][0].token_ids[1] = 1_000_000
+    four[2][0].rollout_log_probs[0] = 1e30
+    facts = {
+        "next_step": 0,
+        "next_group": 2,
+        "groups": [
+            {"group_id": 0, "prompt_id": "p0", "attempt": 0, "places": [[0, 1], [1, 1]]},
+            {"group_id": 1, "prompt_id": "p1", "attempt": 2, "places": [[0, 2]]},
+        ],
+    }
+    write_samples(tmp_path / BUFFER_FILE, four, facts)
+    samples, left = resume.ResumePoint(tmp_path, start_rollout_id=0).buffer(99)
+    assert [s.sample_id for s, _ in samples] == [1]
+    assert [group["places"] for group in left["groups"]] == [[[1, 1]], []]
+    assert {**left, "groups": 0} == {**facts, "groups": 0}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2 and str(tmp_path / BUFFER_FILE) in told[0]
+    assert (
+        "sample 0 (prompt 'p0') is not trained, and generated again: token 1 is 1000000" in told[0]
+    )
+    assert "sample 2 (prompt 'p1')" in told[1] and "log-prob 0 is 1e+30" in told[1]
+    # generation takes the rest, and makes what is missing
+    section = RolloutSection(
+        num_rollout=1, rollout_batch_size=2, n_samples_per_prompt=2, rollout_max_response_len=9
+    )
+    prompts = [Prompt(f"p{i}", i, "", np.arange(1, dtype=np.int32), None) for i in range(2)]
+    buffer = GroupBuffer(section, prompts.__getitem__)
+    missing = buffer.restore(ProducerState(samples, left))
+    assert [(group.group_id, sorted(group.samples)) for group in missing] == [(0, [1]), (1, [])]
 
 
 class Generated:

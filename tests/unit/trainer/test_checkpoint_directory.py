@@ -133,9 +133,9 @@ def test_only_a_checkpoint_of_the_same_directory_is_renewed(tmp_path):
 def test_a_buffer_that_is_gone_is_missed(tmp_path):
     path = written(tmp_path, 5, suffix="", **{HAS_BUFFER: True})
     with pytest.raises(ValueError, match=rf"{BUFFER_FILE}: missing, .* lost or trained twice"):
-        ResumePoint(path, start_rollout_id=5).buffer()
+        ResumePoint(path, start_rollout_id=5).buffer(64)
     put_state(path, 5, **{HAS_BUFFER: False})
-    assert ResumePoint(path, start_rollout_id=5).buffer() is None
+    assert ResumePoint(path, start_rollout_id=5).buffer(64) is None
 
 
 def drawn():
