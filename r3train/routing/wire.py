@@ -3,7 +3,7 @@
 SGLang writes, ``decode_routed_experts`` reads; nothing else depends on the format.  A sample of T
 tokens carries T-1-start rows of L layers times K experts: row i is the routing of input token
 start+i, and the last token, never an input, has none.  -1 is a slot that the engine did not
-record.
+record: every row of an answer was computed, so an answer with one is refused.
 
 Source: SGLang 0.5.23, ``meta_info.routed_experts`` of ``/generate``.
 """
@@ -35,9 +35,8 @@ def decode_routed_experts(
 ) -> np.ndarray:
     """Decode one sample's routes into ``route_shape.dtype`` [num_tokens-1-start, L, K].
 
-    -1 becomes the missing marker of that dtype.
     Raises ValueError naming ``sample``: bytes got and expected, the row, layer and slot of an id
-    outside [-1, num_experts), or the row and layer of an expert that is named twice (dense layers
+    outside [0, num_experts), or the row and layer of an expert that is named twice (dense layers
     apart, whose rows are zeros).
     """
     rows = num_tokens - 1 - start
@@ -63,17 +62,16 @@ def decode_routed_experts(
             got = at * _WIRE_DTYPE.itemsize + len(raw)
             raise _wrong_size(got, num_bytes, shape, sample)
         ids = np.frombuffer(raw, dtype=_WIRE_DTYPE)
-        # as unsigned numbers, negative ids are huge: one comparison for both ends; -1 + 1 is 0
+        # as unsigned numbers, negative ids are huge: one comparison for both ends
         numbers, num_experts = ids.view("<u4"), route_shape.num_experts
-        if numbers.max() >= num_experts and (numbers + np.uint32(1)).max() > num_experts:
-            bad = int(np.argmax((ids < -1) | (ids >= num_experts)))
+        if numbers.max() >= num_experts:
+            bad = int(np.argmax(numbers >= num_experts))
             row, layer, slot = np.unravel_index(at + bad, shape)
             raise ValueError(
                 f"sample {sample}: routed_experts row {int(row) + start}, layer {int(layer)}, slot "
                 f"{int(slot)} holds expert {int(ids[bad])}, "
-                f"expected -1 to {num_experts - 1}"
+                f"expected 0 to {num_experts - 1}"
             )
-        # the cast wraps -1 to the largest value of the unsigned dtype, which is the missing marker
         routes[at : at + ids.size] = ids
         at += ids.size
     routes = routes.reshape(shape)
@@ -104,7 +102,7 @@ def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sam
         if not _may_repeat(rows, None if tags is None else tags[: len(rows)]):
             continue
         ordered = np.sort(chunk, axis=-1)
-        twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] != route_shape.missing)
+        twice = ordered[..., 1:] == ordered[..., :-1]
         if twice.any():
             row, layer, slot = np.argwhere(twice)[0].tolist()
             raise ValueError(
@@ -115,7 +113,7 @@ def _refuse_repeats(routes: np.ndarray, route_shape: RouteShape, start: int, sam
 
 
 def _may_repeat(rows: np.ndarray, tags: np.ndarray | None) -> bool:
-    """Tell whether a row [n, K] of ids and markers may hold a number twice; False is certain.
+    """Tell whether a row [n, K] of ids may hold a number twice; False is certain.
 
     Long arrays are compared, not rows: the ids with those of the next slot, of the next but one, and so
     on.  Tags, [n, K], make the ids of neighbouring rows different.  Without them each slot is moved to an

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import RouteShape, missing_marker
+from r3train.types import RouteShape
 from tests.wire_encoding import encode_routed_experts
 
 
@@ -32,7 +32,6 @@ def test_what_is_encoded_decodes_to_itself(rows, layers, topk, experts, data):
     seed = data.draw(st.integers(0, 2**32 - 1))
     rng = np.random.default_rng(seed)
     routes = different(rng, experts, (rows, layers, topk)).astype(dtype)
-    routes[rng.random(routes.shape) < 0.2] = missing_marker(dtype)
     got = decode(encode_routed_experts(routes), rows + 1, layers, topk, experts, sample="7")
     assert got.dtype == dtype
     np.testing.assert_array_equal(got, routes)
@@ -43,11 +42,13 @@ def test_rows_layers_and_slots_keep_their_order():
     np.testing.assert_array_equal(decode(payload(ids), 3, 3, 2, 16, sample="7"), ids)
 
 
-@pytest.mark.parametrize("experts, dtype, marker", [(255, np.uint8, 255), (256, np.uint16, 65535)])
-def test_minus_one_becomes_the_marker_and_the_largest_id_survives(experts, dtype, marker):
-    got = decode(payload([-1, experts - 1, 0, -1]), experts=experts, sample="7")
+@pytest.mark.parametrize("experts, dtype", [(255, np.uint8), (256, np.uint16)])
+def test_the_largest_id_survives_and_a_slot_that_was_not_recorded_is_refused(experts, dtype):
+    got = decode(payload([1, experts - 1, 0, 1]), experts=experts, sample="7")
     assert got.dtype == dtype
-    assert got.ravel().tolist() == [marker, experts - 1, 0, marker]
+    assert got.ravel().tolist() == [1, experts - 1, 0, 1]
+    with pytest.raises(ValueError, match="row 1, layer 0, slot 0 holds expert -1, expected 0 to"):
+        decode(payload([1, experts - 1, -1, 1]), experts=experts, sample="7")
 
 
 @pytest.mark.parametrize("ids", [[0, 1, 2], [0, 1, 2, 3, 4, 5], []])
@@ -65,7 +66,7 @@ def test_a_count_that_matches_another_shape_is_still_wrong():
         decode(ids, 3, 2, 2, 16, sample="7")
 
 
-@pytest.mark.parametrize("bad", [8, 255, 256, -2, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("bad", [8, 255, 256, -1, -2, 2**31 - 1, -(2**31)])
 def test_an_id_out_of_range_names_sample_row_layer_and_slot(bad):
     ids = np.zeros((2, 3, 2), dtype=np.int64)
     ids[1, 2, 1] = bad
@@ -77,9 +78,8 @@ def test_an_id_out_of_range_names_sample_row_layer_and_slot(bad):
 def test_a_payload_of_several_blocks_keeps_its_order_and_names_the_place_of_a_wrong_id():
     rng = np.random.default_rng(0)
     ids = different(rng, 300, (1500, 12, 8))  # 3 blocks, the last one ragged
-    ids[rng.random(ids.shape) < 0.01] = -1
     got = decode(payload(ids), 1501, 12, 8, 300, sample="7")
-    np.testing.assert_array_equal(np.where(got == 65535, -1, got.astype(int)), ids)
+    np.testing.assert_array_equal(got, ids)
     ids[1400, 7, 3] = 300
     with pytest.raises(ValueError, match="sample 7: .* row 1400, layer 7, slot 3 holds expert 300"):
         decode(payload(ids), 1501, 12, 8, 300, sample="7")
@@ -95,13 +95,11 @@ def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
         decode(payload([]), 5, start=5, sample="7")
 
 
-@pytest.mark.parametrize("missing", [0.5, 0.0])
 @pytest.mark.parametrize("topk, experts", [(2, 8), (3, 300), (8, 128), (8, 129), (4, 255)])
-def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts, missing):
-    """In any two slots, and in a row of zeros alone; many missing slots are no repeated expert."""
+def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts):
+    """In any two slots, and in a row of zeros alone."""
     rng = np.random.default_rng(1)
     ids = different(rng, experts, (9000, 3, topk))
-    ids[rng.random(ids.shape) < missing] = -1
     ids[8000] = different(rng, experts, (1, 3, topk))
     shape = RouteShape(3, topk, experts)
     decode_routed_experts(payload(ids), shape, num_tokens=9006, start=5, sample="7")
