@@ -7,6 +7,7 @@ whether they came about: a situation that did not happen proves nothing, so it i
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from r3train.doctor.finding import Finding, Findings, fact, problem
-from r3train.engine.answer import read_answer
+from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import EngineError, Request, SamplingParams, Segment
 from r3train.engine.http import SGLangHTTP
 from r3train.types import RouteShape
@@ -118,11 +119,12 @@ async def _ask(
         "sampling_params": {**_SAMPLING, "max_new_tokens": tokens},
         "return_logprob": True,
         "return_routed_experts": routes is not None,
-        **({"rid": rid} if rid else {}),
+        "rid": rid or f"r3train-doctor-{secrets.token_hex(4)}.",
     }
     answer = await http.call(0, "/generate", body, what=SUBJECT)
-    request = Request(0, 0, "probe", ids, tokens, SamplingParams(tokens))
-    return read_answer(answer, request, routes=routes), answer["meta_info"]
+    request = Request(0, 0, "probe", ids, tokens, SamplingParams(tokens, ignore_eos=True))
+    sent = Sent(body["rid"], may_abort=rid is not None)
+    return read_answer(answer, request, sent, routes=routes), answer["meta_info"]
 
 
 async def _abort(http: SGLangHTTP, ask: Ask, ids: np.ndarray, most_tokens: int) -> Answer:

@@ -9,11 +9,13 @@ Source: SGLang 0.5.23, ``meta_info`` of ``/generate`` with ``return_logprob``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
 
+from r3train.data.sampled import no_log_prob, outside_vocabulary
 from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rescored, RescoredPart, RouteShape
@@ -22,6 +24,25 @@ T = TypeVar("T")
 
 FINISH_REASONS = ("stop", "length", "abort")
 ROUTE_PAYLOADS = (str, bytes, memoryview)  # types of base64 routes in a parsed answer
+# ids of tokens that a model can have, where its vocabulary is not known
+_ANY_VOCABULARY = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Facts of a request as it was sent: its answer is held against these and ``Request``.
+
+    None is not known.
+    """
+
+    rid: str  # its id, which the answer must repeat
+    vocab_size: int | None = None  # of the model
+    newest_version: int | None = (
+        None  # newest weights that a server was given before the answer came
+    )
+    # tokens at which the server ends a text for want of room: see ``EngineControl.text_ends``
+    ends_at: range | None = None
+    may_abort: bool = False  # True: this client told the server to abort it
 
 
 def _strict(read: Callable[..., T]) -> Callable[..., T]:
@@ -45,6 +66,7 @@ def _strict(read: Callable[..., T]) -> Callable[..., T]:
 def read_answer(
     answer: Any,
     request: Request,
+    sent: Sent,
     *,
     routes: RouteShape | None,
     decode: Callable[..., np.ndarray] = decode_routed_experts,
@@ -58,25 +80,27 @@ def read_answer(
     EngineError when the engine aborted the request for an error of its own.
     """
     name = request.name
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    if not isinstance(meta, Mapping):
-        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    meta = meta_of(answer, sent.rid, name)
     finish_reason = _finish_reason(meta.get("finish_reason"), name)
+    if finish_reason == "abort" and not sent.may_abort:
+        raise ValueError(
+            f"sample {name}: finish_reason is {meta['finish_reason']!r}, and nobody here aborted it"
+        )
     # SGLang answers a request aborted in its queue without counts and routes.  A retracted one
     # waits there too, with tokens and log-probs of its own: keep nothing of it
     never_computed = finish_reason == "abort" and "prompt_tokens" not in meta
-    output_ids = _output_ids([] if never_computed else answer.get("output_ids"), name)
+    vocab_size = sent.vocab_size or _ANY_VOCABULARY
+    output_ids = _output_ids([] if never_computed else answer.get("output_ids"), vocab_size, name)
     input_len, output_len = len(request.token_ids), len(output_ids)
     if not never_computed:
-        for key, expected in (("prompt_tokens", input_len), ("completion_tokens", output_len)):
-            if meta.get(key) != expected:
-                raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {expected}")
+        expect_counts(meta, name, prompt_tokens=input_len, completion_tokens=output_len)
     if output_len > request.max_new_tokens:
         raise ValueError(
             f"sample {name}: {output_len} output tokens, expected at most {request.max_new_tokens}"
         )
     if output_len == 0 and finish_reason != "abort":
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
+    _check_end(meta["finish_reason"], output_ids, request, sent.ends_at)
     entries = None if never_computed else meta.get("output_token_logprobs")
     log_probs = _log_probs(entries, output_ids, name)
     kept_counts = kept_ids = None
@@ -91,6 +115,7 @@ def read_answer(
         _check_base(versions, name)
         versions = np.full(output_len, request.weight_version, dtype=np.int32)
     _check_versions(versions, request.weight_version, request.exact_version, name)
+    _check_newest(versions, sent.newest_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
     rows = None
     if routes is not None:
@@ -124,6 +149,7 @@ def read_answer(
 def read_rescored(
     answer: Any,
     request: Request,
+    sent: Sent,
     part: RescoredPart,
     server: int,
     *,
@@ -136,21 +162,15 @@ def read_rescored(
     cache, and for one that contradicts itself or the request.
     """
     name, num_tokens = request.name, len(request.token_ids)
-    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-    if not isinstance(meta, Mapping):
-        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    meta = meta_of(answer, sent.rid, name)
     if _finish_reason(meta.get("finish_reason"), name) == "abort":
         raise ValueError(f"sample {name}: aborted")
-    expected = {"prompt_tokens": num_tokens, "completion_tokens": 0, "cached_tokens": 0}
-    for key, value in expected.items():
-        if meta.get(key) != value:
-            raise ValueError(f"sample {name}: {key} is {meta.get(key)!r}, expected {value}")
-    label = str(meta.get("weight_version"))
-    if not label.isdigit():
-        raise ValueError(f"sample {name}: weight version {label!r}, expected a number")
+    # with a token from the cache the audit would hold the cache against itself
+    expect_counts(meta, name, prompt_tokens=num_tokens, completion_tokens=0, cached_tokens=0)
+    held = _version(meta.get("weight_version"), name)
     if of_adapter:
-        _check_base(np.array([int(label)]), name)
-        label = str(request.weight_version)
+        _check_base(np.array([held]), name)
+        held = request.weight_version
     scored = input_log_probs(meta, request.token_ids, name)
     start = request.rows_start
     rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
@@ -159,7 +179,7 @@ def read_rescored(
         part=part,
         server=server,
         weight_version=-1 if request.weight_version is None else request.weight_version,
-        held_version=int(label),
+        held_version=held,
         token_ids=request.token_ids,
         first_row=start,
         rows=rows,
@@ -176,7 +196,8 @@ def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -
     """
     entries = meta.get("input_token_logprobs")
     if isinstance(entries, list) and len(entries) == len(token_ids) and entries:
-        entries = [[e[0], e[1] or sent] for e, sent in zip(entries, token_ids, strict=True)]
+        sent = np.asarray(token_ids).tolist()
+        entries = [[e[0], sent[i] if e[1] == 0 else e[1]] for i, e in enumerate(entries)]
         entries[0][0] = 0.0
     return _log_probs(entries, np.asarray(token_ids), name)
 
@@ -192,6 +213,54 @@ def _check_versions(
     if got[0] < weight_version or (np.diff(versions) < 0).any():
         raise ValueError(
             f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
+        )
+
+
+def _check_newest(versions: np.ndarray, newest: int | None, name: str) -> None:
+    """Raise ValueError for a token of weights that no server was given yet."""
+    if newest is not None and len(versions) and versions.max() > newest:
+        raise ValueError(
+            f"sample {name}: a token of weight version {versions.max()}, the servers were given"
+            f" {newest} at most"
+        )
+
+
+def _check_end(
+    reason: Mapping[str, Any], output_ids: np.ndarray, request: Request, ends_at: range | None
+) -> None:
+    """Raise ValueError for an answer that does not end where its finish_reason says.
+
+    A stop token is the last one, named by the reason.  A ``length`` is the one asked for; SGLang 0.5.23
+    gives less where the text comes to ``ends_at``, and then says the length that it gave.
+    """
+    name, count, asked = request.name, len(output_ids), request.max_new_tokens
+    kind, sampling = reason["type"], request.sampling
+    if kind == "length":
+        if reason.get("length") != count:
+            raise ValueError(
+                f"sample {name}: finish_reason is {reason!r}, {count} tokens were sent"
+            )
+        if count != asked and (ends_at is None or len(request.token_ids) + count not in ends_at):
+            room = f", and the server has room for a text of {ends_at[-1]}" if ends_at else ""
+            raise ValueError(
+                f"sample {name}: finish_reason is 'length' after {count} tokens, {asked} were asked"
+                f" for{room}"
+            )
+    stops = () if sampling.ignore_eos else sampling.stop_token_ids
+    if kind == "stop":
+        last, matched = int(output_ids[-1]), reason.get("matched")
+        may_end = (*stops, *(() if sampling.ignore_eos else sampling.may_stop_at))
+        if type(matched) is not int or matched != last or last not in may_end:
+            raise ValueError(
+                f"sample {name}: finish_reason is {reason!r} and the last token {last}, expected one of"
+                f" the stop tokens {sorted(may_end)}"
+            )
+    goes_on = output_ids if kind == "length" else output_ids[:-1]
+    if len(stops) and (found := np.isin(goes_on, stops)).any():
+        at = int(np.argmax(found))
+        raise ValueError(
+            f"sample {name}: output token {at} is the stop token {int(goes_on[at])}, and"
+            f" {count - at - 1} follow, with the finish reason {kind!r}"
         )
 
 
@@ -243,10 +312,37 @@ def _finish_reason(reason: Any, name: str) -> str:
     return kind
 
 
-def _output_ids(output_ids: Any, name: str) -> np.ndarray:
-    if not isinstance(output_ids, list) or not all(isinstance(i, int) for i in output_ids):
+def meta_of(answer: Any, rid: str, name: str) -> Mapping[str, Any]:
+    """Return ``meta_info`` of an answer; raises ValueError without one, and for another request's answer."""
+    meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
+    if not isinstance(meta, Mapping):
+        raise ValueError(f"sample {name}: the answer has no meta_info: {str(answer)[:200]}")
+    if meta.get("id") != rid:
+        got = str(meta.get("id"))[:100]
+        raise ValueError(f"sample {name}: the answer is to the request {got!r}, expected {rid!r}")
+    return meta
+
+
+def expect_counts(meta: Mapping[str, Any], name: str, **expected: int) -> None:
+    """Raise ValueError naming the first number of ``meta_info`` that is not the expected one."""
+    for key, value in expected.items():
+        if type(meta.get(key)) is not int or meta[key] != value:
+            got = repr(meta.get(key))[:100]
+            raise ValueError(f"sample {name}: {key} is {got}, expected {value}")
+
+
+def _only(kinds: set[type], values: list[Any]) -> bool:
+    """True if every value is of these types; a bool is no int."""
+    return set(map(type, values)) <= kinds
+
+
+def _output_ids(output_ids: Any, vocab_size: int, name: str) -> np.ndarray:
+    if not isinstance(output_ids, list) or not _only({int}, output_ids):
         raise ValueError(f"sample {name}: output_ids is no list of token ids")
-    return np.asarray(output_ids, dtype=np.int32)
+    ids = np.asarray(output_ids, dtype=np.int64)
+    if found := outside_vocabulary(ids, vocab_size):
+        raise ValueError(f"sample {name}: output {found}")
+    return ids.astype(np.int32)
 
 
 def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
@@ -256,14 +352,15 @@ def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
     if not isinstance(entries, list) or len(entries) != len(token_ids):
         got = len(entries) if isinstance(entries, list) else entries
         raise ValueError(f"sample {name}: {got} log-probs for {len(token_ids)} tokens")
-    ids = np.asarray([entry[1] for entry in entries], dtype=np.int32)
-    if not np.array_equal(ids, token_ids):
-        at = int(np.argmax(ids != token_ids))
+    # lists: ids that are equal to those checked need no array of their own
+    named, expected = [entry[1] for entry in entries], token_ids.tolist()
+    if named != expected:
+        at = next(i for i, (got, sent) in enumerate(zip(named, expected)) if got != sent)
         raise ValueError(
-            f"sample {name}: log-prob {at} is of token {int(ids[at])}, token {at} is "
-            f"{int(token_ids[at])}"
+            f"sample {name}: log-prob {at} is of token {str(named[at])[:100]}, token {at} is"
+            f" {expected[at]}"
         )
-    return _finite(np.asarray([entry[0] for entry in entries], dtype=np.float32), name)
+    return _numbers([entry[0] for entry in entries], name)
 
 
 def _kept_tokens(
@@ -304,7 +401,7 @@ def _among_kept(values: Any, response_len: int, name: str) -> np.ndarray:
         raise ValueError(
             f"sample {name}: {got} output_token_sampling_logprobs, expected {response_len}"
         )
-    return _finite(np.asarray(values, dtype=np.float32), name)
+    return _numbers(values, name)
 
 
 def _check_among_kept(among: np.ndarray, of_all: np.ndarray, counts: np.ndarray, name: str) -> None:
@@ -320,11 +417,18 @@ def _check_among_kept(among: np.ndarray, of_all: np.ndarray, counts: np.ndarray,
         raise ValueError(f"sample {name}: log-prob {at} is {among[at]} where one token was kept")
 
 
-def _finite(values: np.ndarray, name: str) -> np.ndarray:
-    if not np.isfinite(values).all():
-        at = int(np.argmin(np.isfinite(values)))
-        raise ValueError(f"sample {name}: log-prob {at} is {values[at]}, expected a finite number")
-    return values
+def _numbers(values: list[Any], name: str) -> np.ndarray:
+    """Log-probs -> float32[R]; raises ValueError for one that is no number, or that none can be."""
+    if not _only({float, int}, values):
+        at = next(i for i, value in enumerate(values) if type(value) not in (float, int))
+        raise ValueError(
+            f"sample {name}: log-prob {at} is {str(values[at])[:100]!r}, expected a number"
+        )
+    # as float64: a number past float32 would be infinite, and warn
+    numbers = np.asarray(values, dtype=np.float64)
+    if found := no_log_prob(numbers):
+        raise ValueError(f"sample {name}: {found}")
+    return numbers.astype(np.float32)
 
 
 def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
@@ -336,20 +440,26 @@ def _versions(spans: Any, response_len: int, name: str) -> np.ndarray:
         raise ValueError(f"sample {name}: the answer carries no weight_versions")
     end = 0
     for span in spans:
-        label = str(span.get("version"))
-        if not label.isdigit():
+        label, start, stop = _version(span.get("version"), name), span["start"], span["end"]
+        if not _only({int}, [start, stop]) or start != end or not end <= stop <= response_len:
             raise ValueError(
-                f"sample {name}: weight version {label!r}, expected a number; was the server "
-                "started with --weight-version 0?"
+                f"sample {name}: weight_versions {str(spans)[:200]} do not cover {response_len} output"
+                " tokens"
             )
-        if span.get("start") != end or not end <= span.get("end", -1) <= response_len:
-            raise ValueError(
-                f"sample {name}: weight_versions {spans} do not cover {response_len} output tokens"
-            )
-        versions[end : span["end"]] = int(label)
-        end = span["end"]
+        versions[end:stop] = label
+        end = stop
     if end != response_len:
         raise ValueError(
             f"sample {name}: weight_versions end at {end}, expected {response_len} output tokens"
         )
     return versions
+
+
+def _version(label: Any, name: str) -> int:
+    """A weight version as SGLang says it, a text of digits."""
+    if type(label) is not str or not (label.isascii() and label.isdigit()) or len(label) > 9:
+        raise ValueError(
+            f"sample {name}: weight version {str(label)[:100]!r}, expected a number; was the server "
+            "started with --weight-version 0?"
+        )
+    return int(label)

@@ -34,6 +34,18 @@ class AnswerCutShort(EngineUnreachable):
     """An answer whose connection ended before it did."""
 
 
+class AnswerRefused(EngineError):
+    """An answer that was not read to its end: too long for its request, or compressed."""
+
+
+class EngineBusy(EngineError):
+    """A status that says to ask again later: 429, 502, 503 or 504.  retry_after_s: by its header, or 0."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class BadAnswer(ValueError):
     """An answer that contradicts itself or the request, ended early or never came."""
 
@@ -44,7 +56,8 @@ class SamplingParams:
 
     ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables
-    ``stop_token_ids`` in SGLang.  ``kept_of`` is the size of the vocabulary: each answer must then say the
+    ``stop_token_ids`` in SGLang.  ``may_stop_at`` are tokens that are not sent, at which a server that was
+    started with its tokenizer stops too.  ``kept_of`` is the size of the vocabulary: each answer must then say the
     tokens that sampling kept, and its log-probs are those among them.  None: answers do not say it.
     """
 
@@ -53,6 +66,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
+    may_stop_at: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_context_len: int | None = None
     seed: int = 42

@@ -23,7 +23,9 @@ import numpy as np
 from r3train.engine.backend import (
     AnswerCutShort,
     AnswerLate,
+    AnswerRefused,
     BadAnswer,
+    EngineBusy,
     EngineError,
     EngineUnreachable,
     Request,
@@ -31,11 +33,11 @@ from r3train.engine.backend import (
     sample_seed,
 )
 from r3train.engine.adapters import Adapters, adapter_name
-from r3train.engine.answer import read_answer, read_rescored
+from r3train.engine.answer import Sent, read_answer, read_rescored
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import Rescored, RescoredPart, RouteShape
 from r3train.engine.control import ServerVersions
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.http import SGLangHTTP, bound_of_texts
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,10 @@ _MALFORMED = (ValueError, TypeError, LookupError, AttributeError, OverflowError)
 _REMEMBERED_GROUPS = 4096
 _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
+# between requests to a server that is busy, unless its Retry-After says more
+_BUSY_S, _LONGEST_BUSY_S = 1.0, 30.0
+# bytes of a base64 id of an expert, which is an int32; of an id among the kept tokens, with its comma
+_EXPERT_BYTES, _KEPT_BYTES = 5.4, 12
 
 
 class Transport(Protocol):
@@ -52,7 +58,12 @@ class Transport(Protocol):
     route_wire_bytes: int  # base64 bytes of routes that came here
 
     async def generate(
-        self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
+        self,
+        http: SGLangHTTP,
+        server: int,
+        body: dict[str, Any],
+        request: Request,
+        most_bytes: int,
     ) -> Any:
         """Return the answer of ``/generate``; raises the errors of ``SGLangHTTP.call``."""
         ...
@@ -73,10 +84,16 @@ class DirectTransport:
         self.route_wire_bytes = 0
 
     async def generate(
-        self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
+        self,
+        http: SGLangHTTP,
+        server: int,
+        body: dict[str, Any],
+        request: Request,
+        most_bytes: int,
     ) -> Any:
         """Return the server's answer."""
-        return await http.call(server, "/generate", body, what=f"sample {request.sample_id}")
+        what = f"sample {request.sample_id}"
+        return await http.call(server, "/generate", body, what=what, most_bytes=most_bytes)
 
     def decode(self, payload: str, routes: RouteShape, **of_sample: Any) -> np.ndarray:
         """Decode the routes: see ``decode_routed_experts``."""
@@ -99,9 +116,11 @@ class SGLangClient:
     running.  ``transport`` carries requests whose answers hold routes.  A request whose answer was bad
     is sent again, to another server where there is one, until ``max_bad_answers`` have come;
     ``on_bad_answer`` is called for each.  An answer that is not there within ``request_timeout_s`` is a
-    bad one, if ``/health`` answers within ``health_timeout_s``.  On ``shared_servers`` only requests of
+    bad one, if ``/health`` answers within ``health_timeout_s``.  A busy server (see ``EngineBusy``) is asked
+    again after a growing pause, until one would end later than ``request_timeout_s`` after the first.  On ``shared_servers`` only requests of
     this client are ever aborted.  With ``adapters`` a request names the adapter of its version, which
-    stays loaded until the answer has come, and its tokens are of that version.
+    stays loaded until the answer has come, and its tokens are of that version.  ``vocab_size`` bounds the
+    ids of tokens; ``ends_at(server)`` is as in ``Sent``.
     """
 
     def __init__(
@@ -122,6 +141,8 @@ class SGLangClient:
         shared_servers: bool = False,
         health_timeout_s: float = 60.0,
         adapters: Adapters | None = None,
+        vocab_size: int | None = None,
+        ends_at: Callable[[int], range | None] = lambda server: None,
     ) -> None:
         self.http = SGLangHTTP(
             addrs,
@@ -144,6 +165,10 @@ class SGLangClient:
         self._shared_servers = shared_servers
         self._health_timeout_s = health_timeout_s
         self._running: dict[str, int] = {}  # request id -> its server
+        self._aborted: set[str] = set()  # those of them that a server was told to abort
+        self._aborting = 0  # calls under way that abort everything
+        self._vocab_size = vocab_size
+        self._ends_at = ends_at
         self._versions = versions
         self._cache_per_version = cache_per_version
         self._direct = DirectTransport()
@@ -202,19 +227,34 @@ class SGLangClient:
     async def _generate(self, request: Request) -> Segment:
         sample_id, body = request.sample_id, self._body(request)
         asked: list[int] = []  # the servers tried so far, in order
-        for count in range(1, self._max_bad_answers + 1):
+        count, busy, first_busy = 0, 0, 0.0
+        while True:
             try:
+                answer, sent = await self._ask(body, request, asked)
                 segment = read_answer(
-                    await self._ask(body, request, asked),
+                    answer,
                     request,
+                    sent,
                     routes=self.routes if request.wants_routes else None,
                     decode=self._transport.decode,
                     of_adapter=self._adapters is not None,
                 )
                 return replace(segment, server=asked[-1])
-            except (*_MALFORMED, AnswerCutShort, AnswerLate) as error:
+            except EngineBusy as error:
+                self._on_bad_answer()
+                first_busy = first_busy if busy else time.monotonic()
+                pause_s = min(max(_BUSY_S * 2**busy, error.retry_after_s), _LONGEST_BUSY_S)
+                busy += 1
+                if time.monotonic() + pause_s - first_busy > self.http.request_timeout_s:
+                    raise
+                self.http.check_alive()
+                logger.warning("asked again in %g s: %s", pause_s, error)
+                self._move_group(request.group_id, asked[-1])
+                await asyncio.sleep(pause_s)
+            except (*_MALFORMED, AnswerCutShort, AnswerLate, AnswerRefused) as error:
                 if isinstance(error, AnswerLate) and not await self._healthy(asked[-1]):
                     raise  # its /health is silent too: the server is lost
+                count += 1
                 self._on_bad_answer()
                 text = f"{error} (bad answer {count}, max_bad_answers {self._max_bad_answers})"
                 if not str(error).startswith("sample "):
@@ -224,7 +264,6 @@ class SGLangClient:
                     raise (AnswerCutShort if cut_short else BadAnswer)(text) from error
                 logger.warning("asked again: %s", text)
                 self._move_group(request.group_id, asked[-1])
-        raise AssertionError("max_bad_answers is below 1")
 
     def _adapter_of(self, request: Request) -> AbstractContextManager[None]:
         """Keep the request's adapter loaded inside the context; raises EngineError if it is not."""
@@ -268,7 +307,9 @@ class SGLangClient:
             body["extra_key"] = f"{self._name}-weights-{request.weight_version}"
         return body
 
-    async def _ask(self, body: dict[str, Any], request: Request, asked: list[int]) -> Any:
+    async def _ask(
+        self, body: dict[str, Any], request: Request, asked: list[int]
+    ) -> tuple[Any, Sent]:
         """Send a request under a new id to an allowed server, which is appended to ``asked``."""
         async with self._slots:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
@@ -286,16 +327,32 @@ class SGLangClient:
 
     async def _send(
         self, server: int, rid: str, body: dict[str, Any], request: Request, transport: Transport
-    ) -> Any:
-        """Send a request under this id, and abort it once nobody waits for its answer."""
+    ) -> tuple[Any, Sent]:
+        """Send a request under this id, and abort it once nobody waits for its answer.
+
+        Returns the answer, and what it must agree with.
+        """
         self._running[rid] = server
+        if self._aborting:
+            self._aborted.add(rid)
+        most = _bound_of(request, self._sent_routes if body["return_routed_experts"] else None)
         try:
-            return await transport.generate(self.http, server, {**body, "rid": rid}, request)
-        except (asyncio.CancelledError, AnswerLate):
+            answer = await transport.generate(
+                self.http, server, {**body, "rid": rid}, request, most
+            )
+            return answer, Sent(
+                rid,
+                vocab_size=self._vocab_size,
+                newest_version=self._versions and self._versions.newest,
+                ends_at=self._ends_at(server),
+                may_abort=rid in self._aborted,
+            )
+        except (asyncio.CancelledError, AnswerLate, AnswerRefused):
             self._abort_later(server, rid)
             raise
         finally:
             del self._running[rid]
+            self._aborted.discard(rid)
 
     @property
     def num_servers(self) -> int:
@@ -336,10 +393,11 @@ class SGLangClient:
             "extra_key": rid,
             **self._names_adapter(request),
         }
-        answer = await self._send(server, rid, body, request, self._direct)
+        answer, sent = await self._send(server, rid, body, request, self._direct)
         return read_rescored(
             answer,
             request,
+            sent,
             part,
             server,
             routes=self._sent_routes,
@@ -350,9 +408,9 @@ class SGLangClient:
         """Draw tokens on a server, and compute them again there."""
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
         with self._adapter_of(request):
-            answer = await self._send(server, rid, self._body(request), request, self._direct)
+            answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
         drawn = read_answer(
-            answer, request, routes=self._sent_routes, of_adapter=self._adapters is not None
+            answer, request, sent, routes=self._sent_routes, of_adapter=self._adapters is not None
         )
         tokens = np.concatenate([request.token_ids, drawn.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
@@ -387,18 +445,35 @@ class SGLangClient:
         await self.http.call_all("/continue_generation", what="continue_generation")
 
     async def abort(self) -> None:
-        if not self._shared_servers:
-            await self.http.call_all("/abort_request", {"abort_all": True}, what="abort_request")
-            return
-        await asyncio.gather(
-            *(
-                self.http.call(server, "/abort_request", {"rid": own}, what="abort_request")
-                for own, server in list(self._running.items())
+        self._aborted |= self._running.keys()
+        if self._shared_servers:
+            await asyncio.gather(
+                *(
+                    self.http.call(server, "/abort_request", {"rid": own}, what="abort_request")
+                    for own, server in list(self._running.items())
+                )
             )
-        )
+            return
+        self._aborting += 1  # a request that is sent meanwhile may arrive before the call
+        try:
+            await self.http.call_all("/abort_request", {"abort_all": True}, what="abort_request")
+        finally:
+            self._aborting -= 1
 
     async def aclose(self) -> None:
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=_ABORT_S)
         await self._transport.aclose()
         await self.http.aclose()
+
+
+def _bound_of(request: Request, routes: RouteShape | None) -> int:
+    """Bytes that an honest answer never has; routes: as servers send them, None where none are asked."""
+    tokens = len(request.token_ids) + request.max_new_tokens
+    most = bound_of_texts(tokens)
+    if routes is not None:
+        most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _EXPERT_BYTES)
+    if request.sampling.kept_of is not None:
+        kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.kept_of
+        most += request.max_new_tokens * kept * _KEPT_BYTES
+    return most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from r3train.config.sources import raise_all
-from r3train.engine.answer import input_log_probs
+from r3train.engine.answer import input_log_probs, meta_of
 from r3train.engine.backend import EngineError
 from r3train.engine.http import SGLangHTTP
 from r3train.engine.refusals import refused, settings_of_a_server
@@ -33,9 +34,50 @@ def _label(version: int) -> dict[str, Any]:
     return {"new_version": str(version), "abort_all_requests": False}
 
 
+def _count(
+    url: str, call: str, info: Mapping[str, Any], key: str, *, default: int | None = None
+) -> int:
+    """Return a count that a server said; ``default`` where it said none or null.
+
+    Raises EngineError naming the server, the call and the key for anything else.
+    """
+    value = info.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) is not int or not 0 <= value < 1 << 53:
+        got = repr(value)[:100]
+        raise EngineError(f"engine {url}: {key} of /{call} is {got}, expected a number from 0 on")
+    return value
+
+
 def _of_adapter(name: str | None) -> dict[str, Any]:
     """Return the part of a request's body that names its adapter."""
     return {} if name is None else {"lora_path": name}
+
+
+def _probe_id() -> str:
+    return f"r3train-probe-{secrets.token_hex(4)}."
+
+
+def _checksums(url: str, answer: Any) -> dict[str, str]:
+    """Return the checksums of every rank of a server; raises EngineError where it says none."""
+    ranks = answer.get("ranks") if isinstance(answer, dict) else None
+    of_rank = [
+        facts.get("checksums") if isinstance(facts, dict) else None
+        for facts in (ranks if isinstance(ranks, list) else ())
+    ]
+    for checksums in of_rank or [None]:
+        texts = checksums.values() if isinstance(checksums, dict) else ()
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise EngineError(
+                f"engine {url}: /weights_checker answered {str(answer)[:200]}, expected the checksums of"
+                " each of its ranks"
+            )
+    return {
+        f"rank {rank} {name}": checksum
+        for rank, checksums in enumerate(of_rank)
+        for name, checksum in checksums.items()
+    }
 
 
 class ServerVersions:
@@ -49,12 +91,20 @@ class ServerVersions:
     def __init__(self, versions: Sequence[int | None]) -> None:
         self._lock = threading.Lock()
         self._versions = list(versions)
+        self._newest = max((v for v in versions if v is not None), default=None)
+
+    @property
+    def newest(self) -> int | None:
+        """The newest weights that a server has ever held, None before the first are known."""
+        return self._newest
 
     def record(self, version: int | None, server: int | None = None) -> None:
         """Note that a server, or every server, holds all weights of ``version``; None: nobody knows which."""
         with self._lock:
             for i in range(len(self._versions)) if server is None else (server,):
                 self._versions[i] = version
+            if version is not None:
+                self._newest = max(version, -1 if self._newest is None else self._newest)
 
     def holders(self, version: int) -> list[int]:
         """Servers that hold ``version`` or newer weights."""
@@ -198,10 +248,33 @@ class EngineControl:
     def pool_tokens(self) -> int | None:
         """Tokens that the KV pools of all servers hold together; None if one does not say it."""
         sizes = [
-            int(info.get("max_total_num_tokens") or 0) * int(info.get("dp_size") or 1)
-            for info in self.server_info()
+            self._count_of(url, info, "max_total_num_tokens", default=0)
+            * (self._count_of(url, info, "dp_size", default=1) or 1)
+            for url, info in self._infos()
         ]
         return sum(sizes) if all(sizes) else None
+
+    def _infos(self) -> list[tuple[str, dict[str, Any]]]:
+        return list(zip(self._http.urls, self.server_info(), strict=True))
+
+    def _count_of(
+        self, url: str, info: Mapping[str, Any], key: str, *, default: int | None = None
+    ) -> int:
+        return _count(url, "server_info", info, key, default=default)
+
+    def text_ends(self) -> list[range | None]:
+        """Numbers of tokens at which each server ends a text for want of room; None if it does not say.
+
+        SGLang 0.5.23 gives a request fewer tokens than it asks for where prompt and answer would have more
+        than two below the context or the KV pool (``Scheduler.init_req_max_new_tokens``), and with pages
+        up to two pages below.  It says that bound less 4 (``max_req_input_len``).
+        """
+        ends: list[range | None] = []
+        for url, info in self._infos():
+            most = self._count_of(url, info, "max_req_input_len", default=0)
+            page = self._count_of(url, info, "page_size", default=1) or 1
+            ends.append(range(most + 4 - 2 * (page - 1), most + 5) if most else None)
+        return ends
 
     def update_group_sizes(self) -> list[int]:
         """Ranks that each server brings into a weight-update group: its tensor-parallel size.
@@ -210,14 +283,14 @@ class EngineControl:
         the same place in the group.
         """
         sizes = []
-        for url, info in zip(self._http.urls, self.server_info(), strict=True):
+        for url, info in self._infos():
             for key in ("pp_size", "dp_size"):
-                if int(info.get(key) or 1) != 1:
+                if (self._count_of(url, info, key, default=1) or 1) != 1:
                     raise ValueError(
                         f"engine {url} runs with {key} {info[key]}: distributed weight updates "
                         "need 1; use --update-weight-transfer-mode disk"
                     )
-            sizes.append(int(info["tp_size"]))
+            sizes.append(self._count_of(url, info, "tp_size"))
         return sizes
 
     def require_settings(
@@ -233,7 +306,7 @@ class EngineControl:
         at a weight update must have the right version.
         """
         found = []
-        for url, info in zip(self._http.urls, self.server_info(), strict=True):
+        for url, info in self._infos():
             settings = settings_of_a_server(info)
             found += [
                 f"engine {url} runs with {field} = {value!r}, which {reason}"
@@ -357,12 +430,7 @@ class EngineControl:
         body = {"action": "checksum"}
         answers = self._run(self._http.call_all("/weights_checker", body, what="weights_checker"))
         return [
-            {
-                f"rank {rank} {name}": checksum
-                for rank, facts in enumerate(answer["ranks"])
-                for name, checksum in facts["checksums"].items()
-            }
-            for answer in answers
+            _checksums(url, answer) for url, answer in zip(self._http.urls, answers, strict=True)
         ]
 
     def cached_tokens(
@@ -370,12 +438,22 @@ class EngineControl:
     ) -> int:
         """Most tokens of a text that a server had cached; all of it is cached afterwards."""
         body = {
+            "rid": _probe_id(),
             "input_ids": np.asarray(token_ids, dtype=np.int64).tolist(),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             **_of_adapter(adapter),
         }
         answers = self._run(self._http.call_all("/generate", body, what="cached_tokens"))
-        return max(int(answer["meta_info"]["cached_tokens"]) for answer in answers)
+        return max(
+            _count(url, "generate", self._meta(url, answer, body["rid"]), "cached_tokens")
+            for url, answer in zip(self._http.urls, answers, strict=True)
+        )
+
+    def _meta(self, url: str, answer: Any, rid: str) -> Mapping[str, Any]:
+        try:
+            return meta_of(answer, rid, "of a probe")
+        except ValueError as error:
+            raise EngineError(f"{url}: {error}") from None
 
     def probe_log_probs(
         self,
@@ -391,6 +469,7 @@ class EngineControl:
         """
         ids = np.asarray(token_ids, dtype=np.int64).tolist()
         body = {
+            "rid": _probe_id(),
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
@@ -398,11 +477,14 @@ class EngineControl:
             **_of_adapter(adapter),
         }
         answer = self._run(self._http.call(server, "/generate", body, what="probe_log_probs"))
-        meta = answer.get("meta_info", {}) if isinstance(answer, dict) else {}
+        url = self._http.urls[server]
+        meta = self._meta(url, answer, body["rid"])
         try:
             return input_log_probs(meta, token_ids, "probe_log_probs")
-        except ValueError as error:
-            raise EngineError(f"{self._http.urls[server]}: {error}") from None
+        except (ValueError, TypeError, LookupError, OverflowError) as error:
+            raise EngineError(
+                f"{url}: input_token_logprobs of /generate: {type(error).__name__}: {error}"
+            ) from None
 
     def close(self) -> None:
         """Close the connections and end the thread. Idempotent."""

@@ -13,7 +13,14 @@ from typing import Any
 import aiohttp
 import orjson
 
-from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
+from r3train.engine.backend import (
+    AnswerCutShort,
+    AnswerLate,
+    AnswerRefused,
+    EngineBusy,
+    EngineError,
+    EngineUnreachable,
+)
 from r3train.engine.key import ENGINE_KEY_VARIABLE
 
 # uvicorn closes an idle connection after 5 s.  Close it earlier, or a request may meet its close.
@@ -22,6 +29,12 @@ _CONNECT_S = 10.0
 _CONNECT_RETRIES_S = (0.1, 0.4, 1.0)
 # Time for a dead engine's guard to end the rest of its tree and report an exit code.
 _DEATH_REPORT_S = 6.0
+# Bytes of an answer to a call about the server itself; one of checksums has 200 for each tensor.
+_MOST_BYTES = 64 << 20
+_BYTES_PER_TOKEN = 1024  # of an answer: id, log-prob, their numbers' digits
+_CHUNK_BYTES = 1 << 18
+# statuses of servers and gateways that are overloaded or restarted for a moment
+_BUSY = (429, 502, 503, 504)
 # Parsing more than this in the event loop would hold the other requests up.
 _INLINE_PARSE_BYTES = 1 << 20
 # calls that change the base; with adapters of experts SGLang skips these and says that it succeeded
@@ -35,6 +48,11 @@ _BASE_UPDATES = (
 )
 _ROUTES = "routed_experts"
 _ROUTES_KEYS = tuple(f'"{_ROUTES}":{space}"'.encode() for space in ("", " "))
+
+
+def bound_of_texts(tokens: int) -> int:
+    """Return the bytes that an answer about so many tokens never has, routes apart."""
+    return tokens * _BYTES_PER_TOKEN + (1 << 20)
 
 
 def base_url(addr: str) -> str:
@@ -74,7 +92,7 @@ class SGLangHTTP:
         self.api_key = api_key
         self._key_variable = key_variable
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._check_alive = check_alive
+        self._asked_alive = check_alive
         self._adapters_alone = adapters_alone
         self._session: aiohttp.ClientSession | None = None
 
@@ -84,10 +102,17 @@ class SGLangHTTP:
                 # No limit here: the client and the producer bound what is in flight.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-                headers=self._headers,
+                # a compressed answer could be a thousand times as long as what is received
+                headers={**self._headers, "Accept-Encoding": "identity"},
+                auto_decompress=False,
                 trust_env=False,
             )
         return self._session
+
+    def check_alive(self) -> None:
+        """Raise EngineDied when a process of this job has ended."""
+        if self._asked_alive is not None:
+            self._asked_alive()
 
     async def call(
         self,
@@ -98,14 +123,16 @@ class SGLangHTTP:
         what: str,
         method: str = "POST",
         timeout_s: float | None = None,
+        most_bytes: int = _MOST_BYTES,
     ) -> Any:
         """Make one request; return the parsed JSON, or the text of an answer that is not JSON.
 
         It retries only if no connection was made, so that nothing runs twice.  Raises EngineDied,
         EngineUnreachable without a connection, AnswerLate without an answer in time, AnswerCutShort
-        for a connection that broke, and EngineError for a status of 400 and above, a JSON answer
-        with ``success: false``, and where no descriptor is left for a connection.  Every message
-        begins with ``what``, the name of the call.
+        for a connection that broke, AnswerRefused for a body that is compressed or longer than
+        ``most_bytes``, EngineBusy for a status that says to ask later, and EngineError for another status of
+        300 and above (a redirect is not followed), a JSON answer with ``success: false``, and where no
+        descriptor is left for a connection.  Every message begins with ``what``, the name of the call.
         """
         if self._adapters_alone:
             name = path.strip("/").partition("?")[0]
@@ -116,8 +143,8 @@ class SGLangHTTP:
         timeout_s = timeout_s or self.request_timeout_s
         for delay_s in (*_CONNECT_RETRIES_S, None):
             try:
-                status, raw = await asyncio.wait_for(
-                    self._send(method, url + path, body), timeout_s
+                status, headers, raw = await asyncio.wait_for(
+                    self._send(method, url + path, body, most_bytes, what), timeout_s
                 )
                 break
             except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
@@ -131,8 +158,8 @@ class SGLangHTTP:
                 if delay_s is None:
                     await self.raise_if_dead()
                     raise EngineUnreachable(f"{what}: cannot connect to {url}: {error}") from error
-                if self._check_alive is not None:
-                    self._check_alive()
+                if self._asked_alive is not None:
+                    self._asked_alive()
                 await asyncio.sleep(delay_s)
             except aiohttp.ClientError as error:
                 await self.raise_if_dead()
@@ -143,7 +170,13 @@ class SGLangHTTP:
                 raise AnswerLate(
                     f"{what}: no answer from {url}{path} within {timeout_s:g} s"
                 ) from error
-        return await self._parse(status, raw, url=url + path, what=what)
+        if 300 <= status < 400:
+            target = headers.get("Location", "nowhere")[:200]
+            raise EngineError(
+                f"{what}: {url}{path} answered {status}, a redirect to {target!r}, which is not"
+                " followed: give the server's own address"
+            )
+        return await self._parse(status, headers, raw, url=url + path, what=what)
 
     async def call_all(
         self,
@@ -170,23 +203,36 @@ class SGLangHTTP:
                 task.cancel()
 
     async def _send(
-        self, method: str, url: str, body: Mapping[str, Any] | None
-    ) -> tuple[int, bytes]:
+        self, method: str, url: str, body: Mapping[str, Any] | None, most_bytes: int, what: str
+    ) -> tuple[int, Mapping[str, str], bytes]:
         data = None
         headers = None
         if method != "GET":
             data = orjson.dumps(body or {}, option=orjson.OPT_SERIALIZE_NUMPY)
             headers = {"Content-Type": "application/json"}
-        async with self._open_session().request(method, url, data=data, headers=headers) as answer:
+        async with self._open_session().request(
+            method, url, data=data, headers=headers, allow_redirects=False
+        ) as answer:
+            encoding = answer.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                answer.close()
+                raise AnswerRefused(
+                    f"{what}: {url} answered {answer.status} with Content-Encoding {encoding[:100]!r},"
+                    " and none was asked for"
+                )
             try:
-                return answer.status, await answer.read()
+                return answer.status, answer.headers, await read_bounded(answer, most_bytes)
+            except BodyTooLong as error:
+                raise AnswerRefused(f"{what}: {url}: {error}") from None
             except aiohttp.ClientPayloadError as error:
                 expected = answer.headers.get("Content-Length", "unknown")
                 raise aiohttp.ClientPayloadError(
                     f"the body ended after {answer.content.total_bytes} bytes, expected {expected}"
                 ) from error
 
-    async def _parse(self, status: int, raw: bytes, *, url: str, what: str) -> Any:
+    async def _parse(
+        self, status: int, headers: Mapping[str, str], raw: bytes, *, url: str, what: str
+    ) -> Any:
         try:
             if len(raw) > _INLINE_PARSE_BYTES:
                 answer = await asyncio.to_thread(parse_answer, raw)
@@ -199,22 +245,51 @@ class SGLangHTTP:
             if status == 401:
                 held = "another" if self.api_key else "no"
                 hint = f" (it asks for a key, and {held} one is in {self._key_variable} here)"
-            raise EngineError(f"{what}: {url} answered {status}: {_message(answer)}{hint}")
+            text = f"{what}: {url} answered {status}: {_message(answer)}{hint}"
+            if status in _BUSY:
+                raise EngineBusy(text, _retry_after_s(headers.get("Retry-After", "")))
+            raise EngineError(text)
         return answer
 
     async def raise_if_dead(self) -> None:
         """Wait a moment for a dying engine; raise EngineDied, with its log, if it ends."""
-        if self._check_alive is None:
+        if self._asked_alive is None:
             return
         end = time.monotonic() + _DEATH_REPORT_S
         while time.monotonic() < end:
-            self._check_alive()
+            self._asked_alive()
             await asyncio.sleep(0.1)
 
     async def aclose(self) -> None:
         if self._session is not None:
             await self._session.close()
             self._session = None
+
+
+class BodyTooLong(Exception):
+    """A body is longer than its request allows."""
+
+
+async def read_bounded(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    """Read a body; raises BodyTooLong, and closes the connection, once it is longer than that."""
+    length = answer.content_length
+    parts, held = [], 0
+    if length is None or length <= most_bytes:
+        async for part in answer.content.iter_chunked(_CHUNK_BYTES):
+            held += len(part)
+            if held > most_bytes:
+                break
+            parts.append(part)
+        else:
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+    answer.close()
+    said = "" if length is None else f" (its Content-Length is {length})"
+    raise BodyTooLong(f"the body is longer than {most_bytes} bytes{said}")
+
+
+def _retry_after_s(header: str) -> float:
+    """Return the seconds that a Retry-After asks for; 0 for a date or for nothing."""
+    return float(header) if header.isascii() and header.isdigit() and len(header) < 9 else 0.0
 
 
 def _message(answer: Any) -> str:

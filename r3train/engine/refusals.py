@@ -246,9 +246,10 @@ def settings_of_a_server(info: Any) -> Settings:
     """Return a running server's settings, from its answer to ``/server_info``."""
     info = info if isinstance(info, Mapping) else {}
     # unset, max_running_requests follows from the server's memory
+    states = info.get("internal_states")
     running = [
         _number(state.get("effective_max_running_requests_per_dp"))
-        for state in info.get("internal_states") or ()
+        for state in (states if isinstance(states, list) else ())
         if isinstance(state, Mapping)
     ]
     settings = {"enable_return_routed_experts": None, **info}

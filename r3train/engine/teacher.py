@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from r3train.engine.answer import input_log_probs
+from r3train.engine.answer import input_log_probs, meta_of
 from r3train.engine.backend import EngineError
-from r3train.engine.http import SGLangHTTP
+from r3train.engine.http import SGLangHTTP, bound_of_texts
 from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ class ServedTeacher:
         )
         self._slots = asyncio.Semaphore(max_concurrency)
         self._max_tries = max_tries
+        self._requests = itertools.count()
+        self._name = f"r3train-teacher-{secrets.token_hex(4)}"
 
     async def __call__(self, sample: RolloutSample) -> RolloutSample:
         """Return the sample with the teacher's log-probs, at temperature 1, of its loss tokens.
@@ -72,11 +76,16 @@ class ServedTeacher:
         }
         for count in range(1, self._max_tries + 1):
             try:
+                rid = f"{self._name}-{sample.sample_id}-{next(self._requests)}."
                 async with self._slots:
-                    answer = await self._http.call(0, "/generate", body, what=f"sample {name}")
-                meta = answer.get("meta_info") if isinstance(answer, Mapping) else None
-                if not isinstance(meta, Mapping):
-                    raise ValueError(f"sample {name}: no meta_info: {str(answer)[:200]}")
+                    answer = await self._http.call(
+                        0,
+                        "/generate",
+                        {**body, "rid": rid},
+                        what=f"sample {name}",
+                        most_bytes=bound_of_texts(sample.num_tokens),
+                    )
+                meta = meta_of(answer, rid, name)
                 return input_log_probs(meta, sample.token_ids[start:], name)
             except (EngineError, ValueError, TypeError, LookupError) as error:
                 text = f"teacher {self._http.urls[0]}: {error} (try {count} of {self._max_tries})"

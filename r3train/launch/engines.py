@@ -90,6 +90,7 @@ class Engines(RolloutSide):
         self._supervisor: EngineSupervisor | None = None
         self._bad_answers = 0
         self._pool_facts: str | None = None
+        self._text_ends: list[range | None] = []
         self._client: SGLangClient | None = None
         self._routes = routes
         self._api_key = engine_api_key(os.environ)
@@ -122,6 +123,7 @@ class Engines(RolloutSide):
             self._supervisor.restart()
         if self._control is not None:
             self._control.restarted()
+            self._text_ends = self._control.text_ends()
         self.publisher.reconnect()
 
     def hold_memory(self, *kinds: str) -> None:
@@ -192,6 +194,7 @@ class Engines(RolloutSide):
             exact_boundaries=rollout.exact_boundaries,
         )
         self._routes.require_reach(self._addrs, self._api_key)
+        self._text_ends = self._control.text_ends()
         pool, longest = self._control.pool_tokens(), self.job.longest_prompt
         self._pool_facts = rollout.pool_facts(pool, longest)
         shortage = rollout.pool_shortage(pool, longest)
@@ -322,6 +325,8 @@ class Engines(RolloutSide):
             cache_per_version=rollout.flush_cache_on_update and not rollout.fresh_prefixes,
             transport=self._routes.transport(),
             adapters=self._adapters,
+            vocab_size=job.hf.vocab_size,
+            ends_at=lambda server: self._text_ends[server],
         )
         self._client = client
         if self._supervisor is None or not self._supervisor.restartable:
@@ -348,6 +353,7 @@ class Engines(RolloutSide):
                 top_p=rollout.rollout_top_p,
                 top_k=rollout.rollout_top_k,
                 stop_token_ids=job.stop_token_ids,
+                may_stop_at=job.own_stops_of_servers,
                 ignore_eos=rollout.rollout_ignore_eos,
                 max_context_len=rollout.rollout_max_context_len,
                 seed=rollout.rollout_seed,
@@ -387,6 +393,7 @@ class Engines(RolloutSide):
                     top_p=data.dataset.top_p,
                     top_k=data.dataset.top_k,
                     stop_token_ids=job.stop_token_ids,
+                    may_stop_at=job.own_stops_of_servers,
                     max_context_len=rollout.rollout_max_context_len,
                     seed=rollout.rollout_seed,
                 ),

@@ -63,6 +63,16 @@ class Job:
         return stop_token_ids(self.config, self.hf, self.tokenizer)
 
     @property
+    def own_stops_of_servers(self) -> tuple[int, ...]:
+        """Tokens at which a server that was started with its tokenizer stops unasked; ours are not.
+
+        Source: SGLang 0.5.23, ``Req._check_token_based_finish``.
+        """
+        added = self.tokenizer.get_added_vocab()
+        ids = (self.tokenizer.eos_token_id, *map(added.get, _STOPS_OF_TOKENIZERS))
+        return tuple(dict.fromkeys(token for token in ids if token is not None))
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of each prompt of the rollouts, or of each conversation where these are learned."""
         if self.conversations:
@@ -79,6 +89,10 @@ class Job:
         self.reward.close()
         for data in self.eval_data:
             data.reward.close()
+
+
+# SGLang 0.5.23, utils/hf_transformers/common.py
+_STOPS_OF_TOKENIZERS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
 
 
 def stop_token_ids(config: RunConfig, hf: HfModelFacts, tokenizer: Any) -> tuple[int, ...]:

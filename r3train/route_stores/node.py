@@ -4,7 +4,7 @@ Rank 0 sends its requests through a store, which forwards them to the engine, ke
 under the key that rank 0 chose, and returns the rest with ``"key:number of rows"`` in their place.  Leaders
 then fetch the rows that their ranks train from one another.
 
-    POST /generate  {server, api_key, body, key, sample, what, timeout_s}
+    POST /generate  {server, api_key, body, key, sample, what, timeout_s, most_bytes}
     POST /rows      [[key, start, stop], ...] -> the raw bytes of those rows, end to end
     POST /reach     {server, api_key, what}: whether the store can talk to an engine
 
@@ -28,6 +28,7 @@ import orjson
 from aiohttp import web
 
 from r3train.engine.answer import ROUTE_PAYLOADS
+from r3train.engine.backend import EngineBusy
 from r3train.engine.http import SGLangHTTP
 from r3train.engine.loop_thread import LoopThread
 from r3train.route_stores.relay import open_session, store_failed
@@ -127,7 +128,12 @@ class RouteNode:
 
     async def _answer(self, ask: dict[str, Any]) -> Any:
         answer = await self._engine(ask).call(
-            0, "/generate", ask["body"], what=ask["what"], timeout_s=ask["timeout_s"]
+            0,
+            "/generate",
+            ask["body"],
+            what=ask["what"],
+            timeout_s=ask["timeout_s"],
+            most_bytes=ask["most_bytes"],
         )
         # a malformed answer is passed on unchanged: rank 0 refuses it, and says why
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
@@ -217,6 +223,7 @@ class RouteNode:
             async with self._session.post(
                 f"{url}/rows",
                 data=body,
+                allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(
                     total=None, sock_connect=10.0, sock_read=_NO_PROGRESS_S
                 ),
@@ -263,4 +270,6 @@ async def _outcome(call: Awaitable[Any]) -> web.Response:
     except tuple(FAILURES.values()) as error:
         kind = next(name for name, of in FAILURES.items() if isinstance(error, of))
         reply = {"error": kind, "message": str(error)}
+        if isinstance(error, EngineBusy):
+            reply["retry_after_s"] = error.retry_after_s
     return web.Response(body=orjson.dumps(reply), content_type="application/json")

@@ -18,7 +18,7 @@ import aiohttp
 import numpy as np
 import orjson
 
-from r3train.engine.backend import EngineError, Request
+from r3train.engine.backend import EngineBusy, EngineError, Request
 from r3train.engine.http import SGLangHTTP
 from r3train.route_stores import tickets
 from r3train.route_stores.store import FAILURES, RouteStoreError
@@ -80,7 +80,12 @@ class RouteRelay:
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
-        self, http: SGLangHTTP, server: int, body: dict[str, Any], request: Request
+        self,
+        http: SGLangHTTP,
+        server: int,
+        body: dict[str, Any],
+        request: Request,
+        most_bytes: int,
     ) -> Any:
         """Return the answer of ``/generate`` with ``"key:number of rows"`` in place of the rows.
 
@@ -96,6 +101,7 @@ class RouteRelay:
             "sample": request.name,
             "what": f"sample {request.sample_id}",
             "timeout_s": http.request_timeout_s,
+            "most_bytes": most_bytes,
         }
         reply = await self._post(store, "/generate", ask, http.request_timeout_s + _STORE_S)
         if reply.get("error") in ("cut_short", "unreachable"):
@@ -134,6 +140,7 @@ class RouteRelay:
             async with self._session.post(
                 self._urls[store] + path,
                 data=orjson.dumps(ask, option=orjson.OPT_SERIALIZE_NUMPY),
+                allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
             ) as response:
                 raw = await response.read()
@@ -168,5 +175,8 @@ def store_failed(store: int, url: str, why: object) -> RouteStoreError:
 
 def _answer(reply: Mapping[str, Any]) -> Any:
     if "error" in reply:
-        raise FAILURES[reply["error"]](reply["message"])
+        error = FAILURES[reply["error"]](reply["message"])
+        if isinstance(error, EngineBusy):
+            error.retry_after_s = reply["retry_after_s"]
+        raise error
     return reply["answer"]

@@ -8,13 +8,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.engine.backend import AnswerCutShort, AnswerLate, EngineError, EngineUnreachable
+from r3train.engine.backend import (
+    AnswerCutShort,
+    AnswerLate,
+    AnswerRefused,
+    EngineBusy,
+    EngineError,
+    EngineUnreachable,
+)
 
 # errors of an answer, subclasses first: rank 0 raises the same error again
 FAILURES: dict[str, type[Exception]] = {
     "cut_short": AnswerCutShort,
     "late": AnswerLate,
     "unreachable": EngineUnreachable,
+    "refused": AnswerRefused,
+    "busy": EngineBusy,
     "engine": EngineError,
     "value": ValueError,
 }

@@ -987,8 +987,8 @@ def answer_with_rows_of_another(config, hf):
     """Every answer comes with the rows of the answer before it."""
     last: list[np.ndarray] = []
 
-    def read_answer(original, answer, request, **how):
-        segment = original(answer, request, **how)
+    def read_answer(original, answer, request, sent, **how):
+        segment = original(answer, request, sent, **how)
         if segment.rows is None or not len(segment.rows) or not _of_a_rollout(request):
             return segment
         rows = np.resize(last[-1], segment.rows.shape) if last else segment.rows
@@ -999,16 +999,16 @@ def answer_with_rows_of_another(config, hf):
 
 
 @replaces(client, "read_answer", caught_by=ANSWERS)
-def answer_without_second_stage(original, answer, request, **how):
+def answer_without_second_stage(original, answer, request, sent, **how):
     """The second half of the layers never reached the answer, as of a pipeline stage."""
-    segment = original(answer, request, **how)
+    segment = original(answer, request, sent, **how)
     return _without_second_stage(segment) if _of_a_rollout(request) else segment
 
 
 @replaces(client, "read_answer", caught_by=ANSWERS)
-def answer_wrong_from_the_start(original, answer, request, **how):
+def answer_wrong_from_the_start(original, answer, request, sent, **how):
     """The second half of the layers never arrived, nor when the noise was measured."""
-    return _without_second_stage(original(answer, request, **how))
+    return _without_second_stage(original(answer, request, sent, **how))
 
 
 @mutation(caught_by=ANSWERS)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from r3train.engine import cpu_platform
-from r3train.engine.answer import read_answer
+from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import SamplingParams
 from r3train.generation import stitch
 from r3train.types import Prompt, RouteShape
@@ -22,9 +22,20 @@ PROMPT = Prompt("p", 0, "", np.array(RECORD["prompt"], dtype=np.int32), None)
 
 
 def read(name, routes=ROUTES, **sampling):
+    """The sample of an answer to the request of ``record_payloads``."""
+    answer = ANSWERS[name] | {"meta_info": {"id": "r."} | ANSWERS[name]["meta_info"]}
+    if name == "stop":
+        sampling["stop_token_ids"] = tuple(range(3, 250))
+    asked = len(answer["output_ids"]) if read_end(name) == "length" else 400
     before = stitch.begin(PROMPT, sample_id=1, group_id=0)
-    request = stitch.next_request(before, SamplingParams(400, **sampling))
-    return stitch.extend(before, read_answer(ANSWERS[name], request, routes=routes))
+    how = SamplingParams(asked, ignore_eos=name != "stop", **sampling)
+    request = stitch.next_request(before, how)
+    sent = Sent("r.", vocab_size=512, may_abort=read_end(name) == "abort")
+    return stitch.extend(before, read_answer(answer, request, sent, routes=routes))
+
+
+def read_end(name):
+    return ANSWERS[name]["meta_info"]["finish_reason"]["type"]
 
 
 def test_the_record_is_of_the_installed_sglang():
@@ -81,7 +92,7 @@ def test_an_answer_that_was_not_asked_for_routes_has_none():
 def test_a_recorded_answer_of_another_model_is_refused():
     with pytest.raises(ValueError, match="bytes, expected"):
         read("length", RouteShape(RECORD["num_layers"] + 1, RECORD["topk"], 8))
-    with pytest.raises(ValueError, match="expected -1 to 2"):
+    with pytest.raises(ValueError, match="expected 0 to 2"):
         read("length", RouteShape(RECORD["num_layers"], RECORD["topk"], 3))
 
 

@@ -16,9 +16,9 @@ read_answer = engine_probe.read_answer
 prompts_seen: set[bytes] = set()
 
 
-def read_and_shift(answer, request, *, routes):
+def read_and_shift(answer, request, sent, *, routes):
     """The answer as it is; of a prompt asked for before, the rows of the answer shifted by one."""
-    segment = read_answer(answer, request, routes=routes)
+    segment = read_answer(answer, request, sent, routes=routes)
     prompt = request.token_ids.tobytes()
     asked_before = prompt in prompts_seen
     prompts_seen.add(prompt)

@@ -82,7 +82,9 @@ def generate(server, prompts, sampling, **options):
 
 def test_log_probs_and_routes_equal_hf_in_float32(server, references, at_version_zero):
     prompts = [prompt_of(i // 2, 5 + 30 * (i // 2)) for i in range(8)]
-    for sample in generate(server, prompts, SamplingParams(20), weight_version=0):
+    for sample in generate(
+        server, prompts, SamplingParams(20, stop_token_ids=(EOS,)), weight_version=0
+    ):
         log_probs, routes = references[0](sample.token_ids)
         assert sample.routed_experts.dtype == np.uint8
         assert sample.routed_experts.shape == (sample.num_tokens - 1, NUM_LAYERS, TOPK)
@@ -120,7 +122,7 @@ def test_a_teachers_log_probs_equal_hf_with_and_without_a_cached_prompt(
 
 
 def test_a_response_ends_at_eos_at_a_stop_token_or_at_its_length(server, at_version_zero):
-    long = SamplingParams(300, stop_token_ids=tuple(range(100, 200)))
+    long = SamplingParams(300, stop_token_ids=(EOS, *range(100, 200)))
     samples = generate(server, [prompt_of(1)] * 16, long)
     assert all(sample.finish_reason == "stop" for sample in samples)
     assert all(s.token_ids[-1] == EOS or 100 <= s.token_ids[-1] < 200 for s in samples)
@@ -131,11 +133,34 @@ def test_a_response_ends_at_eos_at_a_stop_token_or_at_its_length(server, at_vers
 
 
 def test_eos_of_the_checkpoint_stops_a_response_without_a_tokenizer(server, at_version_zero):
-    samples = generate(server, [prompt_of(2)] * 24, SamplingParams(700))
+    samples = generate(server, [prompt_of(2)] * 24, SamplingParams(700, may_stop_at=(EOS,)))
     stopped = [sample for sample in samples if sample.finish_reason == "stop"]
     assert stopped and all(sample.token_ids[-1] == EOS for sample in stopped)
     for sample in samples:
         assert EOS not in sample.token_ids[sample.prompt_len : -1]
+
+
+def test_a_text_that_would_fill_the_context_ends_where_the_server_says(server, at_version_zero):
+    """1024 tokens of context: SGLang gives a text 1022, and says ``length`` of that."""
+    with EngineControl([server.addr]) as control:
+        ((bound,),) = control.text_ends()
+    assert bound == 1022
+
+    async def asked(tokens: int, **options):
+        client = SGLangClient([server.addr], routes=ROUTES, vocab_size=VOCAB, **options)
+        try:
+            sampling = SamplingParams(tokens, ignore_eos=True)
+            return await whole_samples.generate(
+                client, prompt_of(1, 1000), sampling, exact_version=False
+            )
+        finally:
+            await client.aclose()
+
+    for tokens, num_tokens in ((21, 1021), (22, 1022), (23, 1022), (24, 1022)):
+        sample = asyncio.run(asked(tokens, ends_at=lambda _: range(bound, bound + 1)))
+        assert (sample.num_tokens, sample.finish_reason) == (num_tokens, "length")
+    with pytest.raises(ValueError, match="'length' after 22 tokens, 24 were asked for"):
+        asyncio.run(asked(24))
 
 
 def test_the_servers_own_refusal_reaches_the_caller_with_the_sample(server):
@@ -145,7 +170,7 @@ def test_the_servers_own_refusal_reaches_the_caller_with_the_sample(server):
 
 def test_a_wrong_version_label_is_noticed(server, at_version_zero):
     with pytest.raises(ValueError, match=r"sample 0 .*weight versions \[0\], expected 3 alone"):
-        generate(server, [prompt_of(0)], SamplingParams(4), weight_version=3)
+        generate(server, [prompt_of(0)], SamplingParams(4, stop_token_ids=(EOS,)), weight_version=3)
 
 
 @pytest.fixture
@@ -185,7 +210,9 @@ def test_an_update_changes_every_weight_and_its_label(
         log_probs, _ = references[model](probe)
         np.testing.assert_allclose(engine.probe_log_probs(probe), log_probs, atol=1e-4)
         assert engine.weight_versions() == [str(version)]
-        sample = generate(server, [prompt_of(9)], SamplingParams(8), weight_version=version)[0]
+        sample = generate(
+            server, [prompt_of(9)], SamplingParams(8, stop_token_ids=(EOS,)), weight_version=version
+        )[0]
         log_probs, routes = references[model](sample.token_ids)
         np.testing.assert_allclose(
             sample.rollout_log_probs[sample.loss_mask], log_probs[sample.loss_mask], atol=1e-4
@@ -274,7 +301,7 @@ def test_the_producer_runs_steps_around_weight_updates(
         ),
         lambda: SGLangClient([server.addr], routes=ROUTES, check_alive=server.check_alive),
         prompt_of,
-        SamplingParams(12),
+        SamplingParams(12, stop_token_ids=(EOS,)),
         score=length,
         check_alive=server.check_alive,
     )

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 import train_async
 from r3train.config import RunConfig
 from r3train.config.sources import places
-from r3train.engine.answer import read_answer
+from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation import stitch
 from r3train.tiny import TinyOptions, build
@@ -268,8 +268,8 @@ def test_a_damaged_answer_of_a_server_is_refused_by_name_or_read(count):
         draw = random.Random(seed)
         answer = damaged(draw, ANSWERS[draw.choice(sorted(ANSWERS))])
         before = stitch.begin(PROMPT, sample_id=1, group_id=0)
-        request = stitch.next_request(before, SamplingParams(400))
+        request = stitch.next_request(before, SamplingParams(400, ignore_eos=True))
         try:
-            read_answer(answer, request, routes=ROUTES)
+            read_answer(answer, request, Sent("r.", vocab_size=512, may_abort=True), routes=ROUTES)
         except (EngineError, ValueError) as error:
             assert "sample 1" in str(error), f"seed {seed}: {error}"

@@ -21,6 +21,7 @@ def answer_to(body):
     return {
         "output_ids": [9],
         "meta_info": {
+            "id": body.get("rid"),
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": 1,
             "finish_reason": {"type": "stop", "matched": 9},
@@ -74,5 +75,9 @@ async def client_of(*fakes, **options):
             await client.aclose()
 
 
-def one(client, sample_id=0, group_id=0, sampling=SamplingParams(4)):
+# the fake's only token ends its answers
+SAMPLING = SamplingParams(4, may_stop_at=(9,))
+
+
+def one(client, sample_id=0, group_id=0, sampling=SAMPLING):
     return whole_samples.generate(client, PROMPT, sampling, sample_id=sample_id, group_id=group_id)

@@ -43,7 +43,7 @@ async def test_rows_are_dropped_of_one_answer_when_ordered_and_of_no_other(tmp_p
     async def call(*_, **__):
         return {"meta_info": {"routed_experts": routes, **meta}}
 
-    asked = (SimpleNamespace(call=call), 0, {}, SimpleNamespace(sample_id=1))
+    asked = (SimpleNamespace(call=call), 0, {}, SimpleNamespace(sample_id=1), 1 << 20)
     with obeying(orders):
         got = []
         for order in (False, True, False):

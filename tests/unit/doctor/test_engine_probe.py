@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from r3train.doctor import engine_probe
-from r3train.doctor.engine_probe import draw_situations
+from r3train.doctor.engine_probe import _ANSWER, draw_situations
 from r3train.doctor.finding import OK, PROBLEM, Finding
 from r3train.doctor.judgement import FLOAT32, Expected, judge_answers
 from r3train.engine.backend import EngineError
@@ -68,7 +68,7 @@ class Engine:
         cached = max((shared(ids, before) for before in self.seen), default=0)
         self.seen.append(ids)
         count, reason = wanted, {"type": "length", "length": wanted}
-        if "rid" in body:  # the one that is to be aborted: a token each 10 ms, from begins_s on
+        if wanted != _ANSWER:  # the one that is to be aborted: a token each 10 ms, from begins_s on
             aborted = self.aborts.setdefault(body["rid"], asyncio.Event())
             began = asyncio.get_running_loop().time()
             try:
@@ -79,13 +79,13 @@ class Engine:
             except TimeoutError:
                 pass
         output = [(ids[-1] + 5 * i) % 250 for i in range(count)]
-        return self.answer(ids, output, reason, cached)
+        return self.answer(ids, output, reason, cached, body["rid"])
 
-    def answer(self, ids, output, reason, cached):
+    def answer(self, ids, output, reason, cached, rid):
         text = np.asarray(ids + output)
         values = log_probs(text)[len(ids) :]
         if len(self.seen) == self.faults.get("wrong_log_prob_in"):
-            values = values + 0.5
+            values = values - 0.5
         rows = routes(text)
         if len(self.seen) == self.faults.get("wrong_routes_in"):
             rows = np.roll(rows, 1, axis=0)
@@ -94,6 +94,7 @@ class Engine:
         if len(self.seen) == self.faults.get("shifted_from", (0, 0))[0]:
             rows[self.faults["shifted_from"][1] :] = rows[self.faults["shifted_from"][1] - 1 : -1]
         meta = {
+            "id": rid,
             "prompt_tokens": len(ids),
             "completion_tokens": len(output),
             "cached_tokens": 0 if self.faults.get("no_cache") else cached,

@@ -10,12 +10,12 @@ import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
-from tests.unit.fake_engine_server import answer_to, client_of, Fake
+from tests.unit.fake_engine_server import answer_to, client_of, Fake, SAMPLING
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
-from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request, SamplingParams
+from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request
 from r3train.engine.control import EngineControl, ServerVersions
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
 from r3train.hf_checkpoint import read_headers
@@ -24,7 +24,7 @@ from r3train.types import RouteShape
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 
 LORA = LoraSection(lora_rank=4)
-REQUEST = Request(0, 0, "p", np.array([5, 6, 7], np.int32), 4, SamplingParams(4), weight_version=3)
+REQUEST = Request(0, 0, "p", np.array([5, 6, 7], np.int32), 4, SAMPLING, weight_version=3)
 
 
 def holding(*versions: int) -> Adapters:

@@ -36,8 +36,9 @@ async def test_success_false_is_an_error_even_with_status_200():
 
 
 async def test_log_probs_that_are_not_of_the_text_are_refused():
-    async def short(_request, _body):
-        return web.json_response({"meta_info": {"input_token_logprobs": [[None, 5, None]]}})
+    async def short(_request, body):
+        meta = {"id": body["rid"], "input_token_logprobs": [[None, 5, None]]}
+        return web.json_response({"meta_info": meta})
 
     async with control_of(Fake(short)) as engine:
         with pytest.raises(EngineError, match="1 log-probs for 3 tokens"):
@@ -47,8 +48,8 @@ async def test_log_probs_that_are_not_of_the_text_are_refused():
 async def test_the_last_id_of_the_vocabulary_which_the_engine_calls_0_keeps_its_log_prob():
     said = [[None, 5, None], [-0.5, 0, None], [-1.5, 7, None]]
 
-    async def scored(_request, _body):
-        return web.json_response({"meta_info": {"input_token_logprobs": said}})
+    async def scored(_request, body):
+        return web.json_response({"meta_info": {"id": body["rid"], "input_token_logprobs": said}})
 
     async with control_of(Fake(scored), Fake(scored)) as engine:
         got = await asyncio.to_thread(engine.probe_log_probs, [5, 63, 7])

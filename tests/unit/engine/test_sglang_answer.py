@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from r3train.engine.backend import EngineError, SamplingParams
-from r3train.engine.answer import read_answer
+from r3train.engine.answer import Sent, read_answer
 from r3train.layout.microbatch import build_microbatch
 from r3train.generation import stitch
 from r3train.types import Prompt, RouteShape, TrainSample
@@ -17,6 +17,7 @@ ROUTES = np.arange(4 * 2 * 2).reshape(4, 2, 2).astype(np.uint8) % 8
 GOOD = {
     "output_ids": [9, 11],
     "meta_info": {
+        "id": "r.",
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "num_retractions": 0,
@@ -35,8 +36,9 @@ def read(answer, **more):
     """The sample that an answer makes."""
     routes, before = more.pop("routes", RouteShape(2, 2, 8)), more.pop("resume_from", None)
     before = before or stitch.begin(PROMPT, sample_id=12, group_id=3)
-    request = stitch.next_request(before, SamplingParams(more.pop("max_new_tokens", 8)), **more)
-    return stitch.extend(before, read_answer(answer, request, routes=routes))
+    sent = Sent("r.", vocab_size=12, may_abort=more.pop("may_abort", False))
+    request = stitch.next_request(before, SamplingParams(8), limit=more.pop("limit", 2), **more)
+    return stitch.extend(before, read_answer(answer, request, sent, routes=routes))
 
 
 def test_a_good_answer_becomes_a_sample_whose_arrays_cover_prompt_and_response():
@@ -76,14 +78,18 @@ SPAN = {"version": "4", "start": 0, "end": 2}
         (("meta_info",), KeyError, "has no meta_info"),
         (("output_ids",), None, "output_ids is no list"),
         (("output_ids",), [9], "completion_tokens is 2, expected 1"),
-        (("output_ids",), [9, 12], "log-prob 1 is of token 11, token 1 is 12"),
+        (("output_ids",), [9, 10], "log-prob 1 is of token 11, token 1 is 10"),
         (("meta_info", "prompt_tokens"), 4, "prompt_tokens is 4, expected 3"),
         (("meta_info", "finish_reason"), {"type": "tired"}, "finish_reason is"),
         (("meta_info", "finish_reason"), None, "finish_reason is None"),
         (("meta_info", "output_token_logprobs"), KeyError, "None log-probs for 2"),
         (("meta_info", "output_token_logprobs"), [[-0.5, 9, None]], "1 log-probs"),
         (("meta_info", "output_token_logprobs", 1, 0), float("nan"), "log-prob 1 is nan"),
-        (("meta_info", "output_token_logprobs", 0, 0), None, "log-prob 0 is nan"),
+        (
+            ("meta_info", "output_token_logprobs", 0, 0),
+            None,
+            "log-prob 0 is 'None', expected a number",
+        ),
         (("meta_info", "weight_versions"), KeyError, "carries no weight_versions"),
         (("meta_info", "weight_versions"), [SPAN | {"version": "default"}], "'default'"),
         (("meta_info", "weight_versions"), [SPAN | {"end": 1}], "end at 1, expected 2"),
@@ -106,7 +112,7 @@ def test_an_answer_that_contradicts_itself_names_the_sample(path, value, message
 
 def test_more_tokens_than_asked_for_are_refused():
     with pytest.raises(ValueError, match="2 output tokens, expected at most 1"):
-        read(GOOD, max_new_tokens=1)
+        read(GOOD, limit=1)
 
 
 def test_another_weight_version_than_the_one_published_is_refused():
@@ -128,7 +134,7 @@ def aborted(**reason):
 
 
 def test_an_aborted_request_may_be_empty_but_no_other():
-    sample = read(aborted(message="Abort in waiting queue"))
+    sample = read(aborted(message="Abort in waiting queue"), may_abort=True)
     assert (sample.finish_reason, sample.response_len) == ("abort", 0)
     assert sample.routed_experts.shape == (0, 2, 2), "it was never computed"
     assert (stitch.finished(sample).routed_experts == np.full((2, 2, 2), 255)).all()
@@ -141,8 +147,8 @@ def test_an_aborted_request_may_be_empty_but_no_other():
 def test_an_abort_in_the_engines_queue_comes_without_counts_and_adds_nothing():
     """The whole meta_info of SGLang 0.5.23's ``_handle_abort_req``, under load."""
     reason = {"type": "abort", "message": "Abort in waiting queue"}
-    meta = {"id": "r", "finish_reason": reason, "weight_version": "5", "completion_tokens": 0}
-    sample = read({"text": "", "output_ids": [], "meta_info": meta})
+    meta = {"id": "r.", "finish_reason": reason, "weight_version": "5", "completion_tokens": 0}
+    sample = read({"text": "", "output_ids": [], "meta_info": meta}, may_abort=True)
     assert (sample.finish_reason, sample.response_len) == ("abort", 0)
     assert sample.routed_experts.shape == (0, 2, 2)
     meta["finish_reason"] = {"type": "length"}
@@ -156,7 +162,7 @@ def test_a_retracted_request_aborted_in_the_queue_adds_nothing_of_what_it_had_ge
     for key in ("prompt_tokens", "routed_experts"):
         del answer["meta_info"][key]
     answer["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
-    sample = read(answer)
+    sample = read(answer, may_abort=True)
     assert (sample.finish_reason, sample.response_len) == ("abort", 0)
 
 
@@ -201,8 +207,9 @@ KEPT["meta_info"] |= {
 
 def read_kept(answer):
     before = stitch.begin(PROMPT, sample_id=12, group_id=3)
-    request = stitch.next_request(before, SamplingParams(8, top_k=20, kept_of=12))
-    return stitch.extend(before, read_answer(answer, request, routes=RouteShape(2, 2, 8)))
+    request = stitch.next_request(before, SamplingParams(2, top_k=20, kept_of=12))
+    sent = Sent("r.", vocab_size=12, may_abort=True)
+    return stitch.extend(before, read_answer(answer, request, sent, routes=RouteShape(2, 2, 8)))
 
 
 def test_kept_tokens_come_with_the_log_probs_among_them():
@@ -246,7 +253,7 @@ def test_kept_tokens_that_cannot_be_are_refused(name, value, message):
 
 
 def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens_and_is_trained():
-    answer = {"output_ids": [], "meta_info": {"finish_reason": {"type": "abort"}}}
+    answer = {"output_ids": [], "meta_info": {"id": "r.", "finish_reason": {"type": "abort"}}}
     sample = read_kept(answer)
     assert sample.kept_counts.tolist() == [0, 0, 0] and len(sample.kept_ids) == 0
     # a group may be over with it: it has no token in the loss, and a place in its microbatch
@@ -256,6 +263,7 @@ def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens_and_is_train
     )
     assert batch.kept_counts.tolist() == [0, 0, 0] and len(batch.kept_ids) == 0
     # what follows begins as if nothing had been asked
-    again = stitch.next_request(sample, SamplingParams(8, top_k=20, kept_of=12))
-    done = stitch.extend(sample, read_answer(KEPT, again, routes=RouteShape(2, 2, 8)))
+    again = stitch.next_request(sample, SamplingParams(2, top_k=20, kept_of=12))
+    sent = Sent("r.", vocab_size=12)
+    done = stitch.extend(sample, read_answer(KEPT, again, sent, routes=RouteShape(2, 2, 8)))
     assert done.kept_counts.tolist() == [0, 0, 0, 2, 1]

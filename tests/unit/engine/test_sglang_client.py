@@ -27,7 +27,16 @@ from r3train.engine.http import SGLangHTTP, base_url
 from r3train.types import RouteShape
 from tests import whole_samples
 from tests.http_serving import serving
-from tests.unit.fake_engine_server import PROMPT, Fake, answer_to, client_of, hang_up, one, refuse
+from tests.unit.fake_engine_server import (
+    PROMPT,
+    SAMPLING,
+    Fake,
+    answer_to,
+    client_of,
+    hang_up,
+    one,
+    refuse,
+)
 
 
 async def test_the_request_carries_tokens_sampling_and_a_seed_of_its_own():
@@ -193,8 +202,8 @@ async def test_a_prompt_that_fills_the_context_is_refused_before_any_request():
     fake = Fake()
     async with client_of(fake) as client:
         with pytest.raises(ValueError, match="prompt 'p' has 3 tokens: .* leaves no room"):
-            await one(client, sampling=SamplingParams(4, max_context_len=3))
-        await one(client, sampling=SamplingParams(4, max_context_len=5))
+            await one(client, sampling=SamplingParams(4, may_stop_at=(9,), max_context_len=3))
+        await one(client, sampling=SamplingParams(4, may_stop_at=(9,), max_context_len=5))
     assert [body["sampling_params"]["max_new_tokens"] for body in fake.bodies] == [2]
 
 
@@ -217,7 +226,7 @@ async def test_a_server_that_missed_an_update_gets_no_request_until_it_has_it():
         await whole_samples.generate(
             client,
             PROMPT,
-            SamplingParams(4),
+            SAMPLING,
             sample_id=group_id,
             group_id=group_id,
             weight_version=weight_version,
@@ -254,9 +263,7 @@ async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_b
     versions = ServerVersions([3])
     async with client_of(Fake(), versions=versions) as client:
         client._sent_routes = object()  # nothing is sent, so no row is read
-        request = Request(
-            0, 0, "p", np.array(PROMPT.token_ids), 0, SamplingParams(4), weight_version=3
-        )
+        request = Request(0, 0, "p", np.array(PROMPT.token_ids), 0, SAMPLING, weight_version=3)
         for change, held in (
             (partial(versions.record, None), None),
             (partial(versions.record, 4), 4),
@@ -273,9 +280,7 @@ async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():
         with pytest.raises(
             EngineUnreachable, match=r"sample 4: no server holds weight version 5 .*: 3, "
         ):
-            await whole_samples.generate(
-                client, PROMPT, SamplingParams(4), sample_id=4, weight_version=5
-            )
+            await whole_samples.generate(client, PROMPT, SAMPLING, sample_id=4, weight_version=5)
 
 
 async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks():
@@ -287,7 +292,7 @@ async def test_a_resumed_request_sends_all_tokens_and_asks_for_the_rows_it_lacks
             await whole_samples.generate(
                 client,
                 PROMPT,
-                SamplingParams(4),
+                SAMPLING,
                 weight_version=7,
                 resume_from=replace(first, routed_experts=np.zeros((3, 1, 1), np.uint8)),
                 limit=2,
@@ -330,7 +335,7 @@ async def test_a_request_that_wants_no_routes_goes_past_their_transport_and_brin
 
     fake = Fake()
     async with client_of(fake, routes=RouteShape(2, 2, 8), transport=Transport()) as client:
-        request = Request(1, 1, "p", PROMPT.token_ids, 4, SamplingParams(4))
+        request = Request(1, 1, "p", PROMPT.token_ids, 4, SAMPLING)
         segment = await client.generate(replace(request, wants_routes=False))
         assert segment.rows is None and len(segment.token_ids)
         assert fake.bodies[0]["return_routed_experts"] is False
@@ -342,7 +347,7 @@ async def test_a_request_that_wants_no_routes_goes_past_their_transport_and_brin
 async def test_a_request_for_fresh_prefixes_shares_none_with_another_weight_version():
     fake = Fake()
     async with client_of(fake) as client:
-        request = Request(1, 1, "p", PROMPT.token_ids, 4, SamplingParams(4), fresh_prefix=True)
+        request = Request(1, 1, "p", PROMPT.token_ids, 4, SAMPLING, fresh_prefix=True)
         for _ in range(2):
             await client.generate(replace(request, weight_version=0))
         with pytest.raises(ValueError):  # the server has version 0 alone

@@ -36,7 +36,7 @@ def scored(body: dict) -> dict:
     start = body["logprob_start_len"]
     entries = [[10.0 - i, i, None] for i in body["input_ids"][start:]]
     entries[0][0] = None
-    return {"meta_info": {"input_token_logprobs": entries}}
+    return {"meta_info": {"id": body["rid"], "input_token_logprobs": entries}}
 
 
 async def scores(_request, body):
@@ -85,7 +85,7 @@ def spoiled(change):
     [
         (refuse, "too long"),
         (hang_up, "connection to .* broke"),
-        (spoiled(lambda meta: meta.clear()), "None log-probs for 5 tokens"),
+        (spoiled(lambda meta: meta.pop("input_token_logprobs")), "None log-probs for 5 tokens"),
         (spoiled(lambda meta: meta["input_token_logprobs"].pop()), "4 log-probs for 5 tokens"),
         (
             spoiled(lambda meta: meta["input_token_logprobs"].reverse()),

@@ -84,6 +84,7 @@ class ServerWithoutAModel:
         return {
             "output_ids": [9] * left,
             "meta_info": {
+                "id": body["rid"],
                 "prompt_tokens": before,
                 "completion_tokens": left,
                 "finish_reason": reason,
@@ -140,7 +141,7 @@ def held_by_a_run(steps: int, directory: Path) -> list[dict[str, int]]:
                 [addr], routes=ROUTES, max_concurrency=IN_FLIGHT, max_bad_answers=3
             ),
             lambda group: Prompt(f"p:{group}", group, "text", PROMPT, None),
-            SamplingParams(LONGEST),
+            SamplingParams(LONGEST, may_stop_at=(9,)),
             start_rollout=FIRST,
             score=score,
             on_outcome=lambda o: (ended.append(o.outcome), append_lines(outcomes, [asdict(o)])),

@@ -45,6 +45,7 @@ async def evaluate(server, tiny, run_dir, *flags):
     async with server.running() as addr:
         command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", addr]
         command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]
+        command += ["--rollout-stop-token-ids", "9"]
         command += ["--run-dir", str(run_dir), "--no-tensorboard", *flags]
         return await asyncio.to_thread(CliRunner().invoke, main, command)
 
@@ -90,10 +91,13 @@ async def test_a_long_answer_is_asked_for_in_segments_as_a_rollouts_is(tiny, tmp
             if request.path != "/generate":
                 return response
             answer, count = json.loads(response.body), body["sampling_params"]["max_new_tokens"]
-            answer["output_ids"] = [9] * count
+            answer["output_ids"] = [8] * count
             meta = answer["meta_info"]
-            meta |= {"completion_tokens": count, "finish_reason": {"type": "length"}}
-            meta["output_token_logprobs"] = [[-0.5, 9, None]] * count
+            meta |= {
+                "completion_tokens": count,
+                "finish_reason": {"type": "length", "length": count},
+            }
+            meta["output_token_logprobs"] = [[-0.5, 8, None]] * count
             meta["weight_versions"][0]["end"] = count
             return web.json_response(answer)
 
@@ -104,7 +108,7 @@ async def test_a_long_answer_is_asked_for_in_segments_as_a_rollouts_is(tiny, tmp
     first, second = server.generated
     assert first["sampling_params"]["max_new_tokens"] == 3
     assert second["sampling_params"]["max_new_tokens"] == 1
-    assert second["input_ids"] == [*first["input_ids"], 9, 9, 9]
+    assert second["input_ids"] == [*first["input_ids"], 8, 8, 8]
     [row] = [
         json.loads(x) for x in (tmp_path / "run/eval/0000007-a.jsonl").read_text().splitlines()
     ]
@@ -131,6 +135,7 @@ async def test_a_server_that_is_not_there_is_an_error_without_a_traceback(
     path = str(held_out(tmp_path / "a.jsonl"))
     command = ["eval", str(tiny / "model"), "--rollout-external-engine-addrs", "127.0.0.1:9"]
     command += ["--rm-type", "accepted_words", "--eval-max-response-len", "4", "--no-progress"]
+    command += ["--rollout-stop-token-ids", "9"]
     command += ["--run-dir", str(tmp_path / "run"), "--eval-prompt-data", "a", path]
     result = await asyncio.to_thread(CliRunner().invoke, main, command)
     assert result.exit_code == 1 and "127.0.0.1:9" in result.output, result.output

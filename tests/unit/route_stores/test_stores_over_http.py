@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import AsyncIterator, Callable
 
@@ -38,7 +39,7 @@ def rows_of(sample_tokens: int, start: int = 0) -> np.ndarray:
     """Rows that name their position."""
     rows = np.zeros((sample_tokens - 1 - start, 3, 2), np.uint8)
     rows[:, :, 0] = (np.arange(start, sample_tokens - 1) % 16)[:, None]
-    rows[:, :, 1] = 255
+    rows[:, :, 1] = (np.arange(start + 1, sample_tokens) % 16)[:, None]
     return rows
 
 
@@ -48,9 +49,10 @@ def answer_to(body: dict, **meta: object) -> dict:
     return {
         "output_ids": [8, 9],
         "meta_info": {
+            "id": body["rid"],
             "prompt_tokens": len(body["input_ids"]),
             "completion_tokens": 2,
-            "finish_reason": {"type": "stop"},
+            "finish_reason": {"type": "stop", "matched": 9},
             "output_token_logprobs": [[-0.5, 8, None], [-0.5, 9, None]],
             "num_retractions": 0,
             "weight_versions": [{"version": "0", "start": 0, "end": 2}],
@@ -116,7 +118,7 @@ class Scene:
 
 
 def one(client: SGLangClient, sample_id: int = 0, group_id: int = 0, **kwargs):
-    sampling = SamplingParams(kwargs.pop("max_new_tokens", 8))
+    sampling = SamplingParams(kwargs.pop("max_new_tokens", 8), may_stop_at=(9,))
     return whole_samples.generate(
         client, PROMPT, sampling, sample_id=sample_id, group_id=group_id, **kwargs
     )
@@ -191,6 +193,8 @@ async def test_a_request_without_the_key_is_refused():
         {"routed_experts": None},
         {"completion_tokens": 3},
         {"weight_versions": []},
+        {"id": "another"},
+        {"routed_experts": encode_routed_experts(np.full((4, 3, 2), 255, np.uint8))},
     ],
 )
 async def test_a_bad_answer_fails_in_the_same_words_either_way_and_leaves_nothing(meta):
@@ -201,7 +205,8 @@ async def test_a_bad_answer_fails_in_the_same_words_either_way_and_leaves_nothin
             async with scene.client(stores=stores) as client:
                 with pytest.raises(BadAnswer, match="sample 0 ") as failure:
                     await one(client)
-                words.append(str(failure.value))
+                # a client has a name of its own
+                words.append(re.sub("r3train-[0-9a-f]+-", "", str(failure.value)))
         assert words[0] == words[1]
         release(scene, 0)
         assert scene.held() == [0, 0]
@@ -283,6 +288,37 @@ async def test_a_late_answer_of_a_healthy_engine_is_asked_for_again_through_the_
         scene.handler = late
         sample = await one(client)
         assert sample.routed_experts.shape == (4, 1, 1) and len(scene.asked) == 2
+
+
+async def test_a_busy_engine_and_a_compressed_answer_are_asked_again_through_the_store(monkeypatch):
+    pauses, yield_to_others = [], asyncio.sleep
+
+    async def sleep(pause_s):
+        if pause_s >= 1:
+            pauses.append(pause_s)
+        await yield_to_others(0)
+
+    monkeypatch.setattr("r3train.engine.client.asyncio.sleep", sleep)
+    async with Scene().running() as scene, scene.client(max_bad_answers=2) as client:
+
+        def spoiled(_request: web.Request, body: dict) -> web.Response:
+            if len(scene.asked) == 1:
+                return web.Response(status=503, headers={"Retry-After": "17"})
+            if len(scene.asked) == 2:
+                return web.Response(body=b"x", headers={"Content-Encoding": "gzip"})
+            return web.json_response(answer_to(body))
+
+        scene.handler = spoiled
+        sample = await one(client)
+        assert sample.routed_experts.shape == (4, 1, 1)
+        assert len(scene.asked) == 3 and pauses == [17]
+
+
+async def test_a_body_has_the_same_bound_through_the_store():
+    async with Scene().running() as scene, scene.client() as client:
+        scene.handler = lambda request, body: web.Response(body=b" " * (2 << 20))
+        with pytest.raises(BadAnswer, match="the body is longer than 10[0-9]{5} bytes"):
+            await one(client)
 
 
 async def test_the_engines_own_refusal_comes_through():

@@ -1,0 +1,185 @@
+"""Servers that say nonsense of themselves: one EngineError with the server and the field, whatever it is."""
+
+import asyncio
+import contextlib
+import copy
+import itertools
+
+import pytest
+from aiohttp import web
+
+from r3train.config.sources import ConfigError
+from r3train.engine.backend import EngineError
+from r3train.engine.control import EngineControl
+from tests.unit.fake_engine_server import Fake
+
+# what a server can say for anything
+NONSENSE = (None, True, -1, 1 << 70, 1.5, "x", "", [], [None], {}, {"x": 1}, [[1]], "9" * 5000)
+INFO = {
+    "tp_size": 2,
+    "pp_size": 1,
+    "dp_size": 1,
+    "page_size": 1,
+    "max_total_num_tokens": 400,
+    "max_req_input_len": 95,
+    "enable_return_routed_experts": True,
+    "chunked_prefill_size": 512,
+    "internal_states": [{"effective_max_running_requests_per_dp": 4}],
+}
+CHECKSUMS = {"ranks": [{"checksums": {"w": "abc"}}, {"checksums": {"w": "def"}}]}
+
+
+def scored(body):
+    entries = [[None, 5, None], [-0.5, 6, None], [-1.5, 7, None]]
+    return {"meta_info": {"id": body["rid"], "cached_tokens": 3, "input_token_logprobs": entries}}
+
+
+CALLS = {
+    "/server_info": (
+        lambda _: INFO,
+        ("server_info", "pool_tokens", "text_ends", "update_group_sizes"),
+    ),
+    "/model_info": (lambda _: {"weight_version": "3"}, ("model_info", "weight_versions")),
+    "/weights_checker": (lambda _: CHECKSUMS, ("weight_checksums",)),
+    "/generate": (scored, ("cached_tokens", "probe_log_probs")),
+}
+
+
+def ask(control, name):
+    call = getattr(control, name)
+    return call([5, 6, 7]) if name in ("cached_tokens", "probe_log_probs") else call()
+
+
+def places(value, path=()):
+    """Every place in a JSON value, the value itself first."""
+    yield path
+    entries = value.items() if isinstance(value, dict) else ()
+    entries = enumerate(value) if isinstance(value, list) else entries
+    for key, inner in entries:
+        yield from places(inner, (*path, key))
+
+
+def changed(value, path, lie):
+    """The value with a lie in one place; with KeyError, without that place."""
+    if not path:
+        return None if lie is KeyError else lie
+    value = copy.deepcopy(value)
+    place = value
+    for key in path[:-1]:
+        place = place[key]
+    if lie is KeyError:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = lie
+    return value
+
+
+@contextlib.asynccontextmanager
+async def told(lies):
+    """A control, and its server, which tells the next lie at each call."""
+
+    async def server(request, body):
+        truth = CALLS[request.path][0](body)
+        if not lies:
+            return web.json_response(truth)
+        return web.json_response(changed(truth, *lies[0]))
+
+    async with Fake(server).running() as addr:
+        with EngineControl([addr]) as control:
+            yield control, addr
+
+
+async def test_the_truth_is_understood():
+    async with told([]) as (control, _):
+        answers = {
+            name: await asyncio.to_thread(ask, control, name)
+            for _, names in CALLS.values()
+            for name in names
+        }
+    assert answers["pool_tokens"] == 400 and answers["update_group_sizes"] == [2]
+    assert answers["text_ends"] == [range(99, 100)]
+    assert answers["weight_versions"] == ["3"] and answers["cached_tokens"] == 3
+    assert answers["weight_checksums"] == [{"rank 0 w": "abc", "rank 1 w": "def"}]
+    assert answers["probe_log_probs"].tolist() == [0, -0.5, -1.5]
+
+
+@pytest.mark.parametrize("path", CALLS)
+async def test_nonsense_in_any_place_is_understood_or_an_error_that_names_the_server(path):
+    """Nothing but an EngineError, or a ConfigError of a setting; it names the server's address."""
+    truth, names = CALLS[path]
+    lies, refused = [None], 0
+    async with told(lies) as (control, addr):
+        spots = list(places(truth({"rid": "r."})))
+        for spot, lie in itertools.product(spots, (*NONSENSE, KeyError)):
+            lies[0] = (spot, lie)
+            for name in names:
+                try:
+                    await asyncio.to_thread(ask, control, name)
+                except (EngineError, ConfigError) as error:
+                    assert addr in str(error), (name, spot, lie)
+                    refused += 1
+                except ValueError as error:  # a size that is none of an update group
+                    assert addr in str(error) and "need 1" in str(error), (name, spot, lie)
+            if path == "/server_info":
+                with contextlib.suppress(EngineError, ConfigError):
+                    await asyncio.to_thread(control.require_settings, replay=True)
+    assert refused > len(spots) * 2
+
+
+@pytest.mark.parametrize(
+    "name, spot, lie, words",
+    [
+        (
+            "update_group_sizes",
+            ("tp_size",),
+            None,
+            "tp_size of /server_info is None, expected a num",
+        ),
+        ("update_group_sizes", ("tp_size",), KeyError, "tp_size of /server_info is None"),
+        ("update_group_sizes", ("tp_size",), True, "tp_size of /server_info is True"),
+        (
+            "pool_tokens",
+            ("max_total_num_tokens",),
+            -1,
+            "max_total_num_tokens of /server_info is -1",
+        ),
+        ("text_ends", ("page_size",), "x", "page_size of /server_info is 'x'"),
+        (
+            "weight_checksums",
+            ("ranks",),
+            KeyError,
+            "/weights_checker answered .* each of its ranks",
+        ),
+        ("weight_checksums", ("ranks",), [], "/weights_checker answered .* each of its ranks"),
+        ("weight_checksums", ("ranks", 1), {}, "/weights_checker answered .* each of its ranks"),
+        ("weight_checksums", ("ranks", 1, "checksums", "w"), 7, "/weights_checker answered"),
+        ("cached_tokens", ("meta_info",), None, "the answer has no meta_info"),
+        (
+            "cached_tokens",
+            ("meta_info", "id"),
+            "s.",
+            "is to the request 's.', expected 'r3train-pro",
+        ),
+        ("cached_tokens", ("meta_info", "cached_tokens"), -1, "cached_tokens of /generate is -1"),
+        ("probe_log_probs", ("meta_info", "id"), "s.", "is to the request 's.'"),
+        ("probe_log_probs", ("meta_info", "input_token_logprobs", 1, 0), 0.7, "log-prob 1 is 0.7"),
+        (
+            "probe_log_probs",
+            ("meta_info", "input_token_logprobs", 1),
+            7,
+            "input_token_logprobs of /g",
+        ),
+    ],
+)
+async def test_the_field_is_named(name, spot, lie, words):
+    async with told([(spot, lie)]) as (control, addr):
+        with pytest.raises(EngineError, match=words) as error:
+            await asyncio.to_thread(ask, control, name)
+        assert addr in str(error.value)
+
+
+async def test_a_server_with_pages_ends_a_text_up_to_two_pages_before_its_room():
+    async with told([(("page_size",), 16)]) as (control, _):
+        assert await asyncio.to_thread(control.text_ends) == [range(69, 100)]
+    async with told([(("max_req_input_len",), KeyError)]) as (control, _):
+        assert await asyncio.to_thread(control.text_ends) == [None]
