@@ -1,0 +1,475 @@
+"""A proxy before a real server that tells lies about some answers, and remembers what the server said.
+
+It counts the rollouts' ``/generate`` requests from 0; ``lie(n)`` names what becomes of answer n, None for the
+truth.  ``LIES`` are to be refused, of ``HARMLESS`` the truth can be read.  A lie that an answer does not allow
+(a token after the last of one) is told of the next one that does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import copy
+import gzip
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import numpy as np
+from aiohttp import web
+
+from tests.http_serving import serving
+
+EOS = 1  # of the demo's model
+LAYER_SLOTS = 2  # experts of a token in one layer of it
+Answer = dict[str, Any]
+Lie = Callable[[Answer], Any]  # changes the answer; False where it cannot
+
+LIES: dict[str, Lie] = {}
+# lies that are told below JSON: of the bytes, the status or the headers
+RAW: dict[str, Callable[[bytes, Answer], web.Response]] = {}
+
+
+def lie(change: Lie) -> Lie:
+    """Register a lie about an answer as parsed."""
+    LIES[change.__name__] = change
+    return change
+
+
+def raw(make: Callable[[bytes, Answer], web.Response]) -> Callable[[bytes, Answer], web.Response]:
+    """Register a lie about an answer's bytes."""
+    RAW[make.__name__] = make
+    return make
+
+
+def _routes(answer: Answer) -> np.ndarray:
+    raw_ids = base64.b64decode(answer["meta_info"]["routed_experts"])
+    return np.frombuffer(raw_ids, np.int32).copy()
+
+
+def _put_routes(answer: Answer, ids: np.ndarray) -> None:
+    answer["meta_info"]["routed_experts"] = base64.b64encode(ids.tobytes()).decode()
+
+
+def _cut(answer: Answer, count: int, reason: Answer) -> None:
+    """Leave ``count`` tokens, and say in every field that there were no more."""
+    meta, lost = answer["meta_info"], len(answer["output_ids"]) - count
+    ids = _routes(answer)
+    row = len(ids) // (meta["prompt_tokens"] + len(answer["output_ids"]) - 1)
+    _put_routes(answer, ids[: len(ids) - lost * row])
+    answer["output_ids"] = answer["output_ids"][:count]
+    meta["output_token_logprobs"] = meta["output_token_logprobs"][:count]
+    meta["completion_tokens"] = count
+    meta["weight_versions"] = [meta["weight_versions"][0] | {"end": count}]
+    meta["finish_reason"] = reason
+
+
+def _put_id(answer: Answer, value: Any) -> Any:
+    """Another id in the place of the first token, everywhere."""
+    answer["output_ids"][0] = value
+    answer["meta_info"]["output_token_logprobs"][0][1] = value
+
+
+def _put_log_prob(answer: Answer, value: Any) -> None:
+    answer["meta_info"]["output_token_logprobs"][0][0] = value
+
+
+for name, value in {
+    "id_past_vocabulary": 64,
+    "id_huge": 2147483647,
+    "id_of_40_bits": 1 << 40,
+    "id_of_80_bits": 1 << 80,
+    "id_below_0": -100,
+    "id_true": True,
+    "id_false": False,
+    "id_fraction": 9.0,
+    "id_text": "9",
+    "id_null": None,
+    "id_list": [9],
+}.items():
+    LIES[name] = lambda answer, value=value: _put_id(answer, value)
+for name, value in {
+    "log_prob_above_0": 0.01,
+    "log_prob_3": 3,
+    "log_prob_1e30": 1e30,
+    "log_prob_minus_1e30": -1e30,
+    "log_prob_minus_1e300": -1e300,
+    "log_prob_true": True,
+    "log_prob_text": "-0.5",
+    "log_prob_null": None,
+    "log_prob_nan": float("nan"),
+    "log_prob_infinite": float("-inf"),
+}.items():
+    LIES[name] = lambda answer, value=value: _put_log_prob(answer, value)
+for key, value in {
+    "id": "another",
+    "prompt_tokens": 1,
+    "completion_tokens": True,
+    "num_retractions": -1,
+    "weight_versions": [],
+    "finish_reason": None,
+    "routed_experts": "AAAA",
+    "output_token_logprobs": None,
+}.items():
+    LIES[f"meta_{key}"] = lambda answer, key=key, value=value: answer["meta_info"].update(
+        {key: value}
+    )
+    LIES[f"meta_no_{key}"] = lambda answer, key=key: answer["meta_info"].pop(key) and None
+
+
+@lie
+def swapped_ids(answer: Answer) -> Any:
+    """Two tokens in the other order, their log-probs as they were."""
+    ids = answer["output_ids"]
+    if len(ids) < 2 or ids[0] == ids[1]:
+        return False
+    ids[0], ids[1] = ids[1], ids[0]
+
+
+@lie
+def length_too_short(answer: Answer) -> Any:
+    """A token less, as of an answer that came to its length."""
+    count = len(answer["output_ids"]) - 1
+    if count < 1:
+        return False
+    _cut(answer, count, {"type": "length", "length": count})
+
+
+@lie
+def stop_at_no_stop(answer: Answer) -> Any:
+    """A stop at the last token, which is none that stops."""
+    last = answer["output_ids"][-1]
+    if last == EOS:
+        return False
+    answer["meta_info"]["finish_reason"] = {"type": "stop", "matched": last}
+
+
+@lie
+def length_at_stop(answer: Answer) -> Any:
+    """A length in the place of a stop."""
+    if answer["output_ids"][-1] != EOS:
+        return False
+    count = len(answer["output_ids"])
+    answer["meta_info"]["finish_reason"] = {"type": "length", "length": count}
+
+
+@lie
+def tokens_after_stop(answer: Answer) -> Any:
+    """A stop token in the middle."""
+    if len(answer["output_ids"]) < 2:
+        return False
+    _put_id(answer, EOS)
+
+
+@lie
+def abort_with_tokens(answer: Answer) -> Any:
+    """An abort that nobody asked for, of a token or more."""
+    _cut(answer, max(1, len(answer["output_ids"]) - 1), {"type": "abort", "message": "Aborted"})
+
+
+@lie
+def abort_without_tokens(answer: Answer) -> Any:
+    """An abort that nobody asked for, of none."""
+    _cut(answer, 0, {"type": "abort", "message": "Aborted"})
+
+
+@lie
+def abort_in_queue(answer: Answer) -> Any:
+    """As SGLang answers a request that is aborted in its queue."""
+    reason = {"type": "abort", "message": "Abort in waiting queue"}
+    answer["output_ids"] = []
+    answer["meta_info"] = {"id": answer["meta_info"]["id"], "finish_reason": reason}
+
+
+def _version(answer: Answer, by: int) -> Any:
+    span = answer["meta_info"]["weight_versions"][0]
+    if int(span["version"]) + by < 0:
+        return False
+    span["version"] = str(int(span["version"]) + by)
+
+
+@lie
+def version_of_the_future(answer: Answer) -> Any:
+    """Weights that no server has."""
+    return _version(answer, 1)
+
+
+@lie
+def version_of_the_past(answer: Answer) -> Any:
+    """Weights of before."""
+    return _version(answer, -1)
+
+
+@lie
+def version_as_a_number(answer: Answer) -> Any:
+    """No text."""
+    answer["meta_info"]["weight_versions"][0]["version"] = 0
+
+
+@lie
+def version_from_truth(answer: Answer) -> Any:
+    """False for 0."""
+    answer["meta_info"]["weight_versions"][0]["start"] = False
+
+
+@lie
+def routes_all_missing(answer: Answer) -> Any:
+    """-1 everywhere."""
+    _put_routes(answer, np.full_like(_routes(answer), -1))
+
+
+@lie
+def routes_slot_missing(answer: Answer) -> Any:
+    """-1 in one slot."""
+    ids = _routes(answer)
+    ids[len(ids) // 2] = -1
+    _put_routes(answer, ids)
+
+
+@lie
+def routes_zero(answer: Answer) -> Any:
+    """0 everywhere, as of a server that records nothing."""
+    _put_routes(answer, np.zeros_like(_routes(answer)))
+
+
+@lie
+def routes_far(answer: Answer) -> Any:
+    """An expert that no layer has."""
+    ids = _routes(answer)
+    ids[-1] = 1_000_000
+    _put_routes(answer, ids)
+
+
+@lie
+def routes_twice(answer: Answer) -> Any:
+    """An expert twice."""
+    ids = _routes(answer)
+    ids[1] = ids[0]
+    _put_routes(answer, ids)
+
+
+@lie
+def routes_cut(answer: Answer) -> Any:
+    """A slot less."""
+    _put_routes(answer, _routes(answer)[:-1])
+
+
+@lie
+def routes_longer(answer: Answer) -> Any:
+    """A slot more."""
+    ids = _routes(answer)
+    _put_routes(answer, np.append(ids, ids[-1]))
+
+
+@raw
+def half(body: bytes, _answer: Answer) -> web.Response:
+    """Half of the bytes, as the whole."""
+    return web.Response(body=body[: len(body) // 2])
+
+
+@raw
+def garbage_behind(body: bytes, _answer: Answer) -> web.Response:
+    """Something behind the JSON."""
+    return web.Response(body=body + b"}")
+
+
+@raw
+def nothing(_body: bytes, _answer: Answer) -> web.Response:
+    """No byte."""
+    return web.Response(body=b"")
+
+
+@raw
+def a_page(_body: bytes, _answer: Answer) -> web.Response:
+    """Another server's page."""
+    return web.Response(text="<html>welcome</html>", content_type="text/html")
+
+
+@raw
+def a_list(body: bytes, _answer: Answer) -> web.Response:
+    """The answer in a list, as of a batch."""
+    return web.Response(body=b"[" + body + b"]")
+
+
+@raw
+def ids_twice(body: bytes, _answer: Answer) -> web.Response:
+    """A key twice, the lie behind."""
+    return web.Response(body=body[:-1] + b', "output_ids": [3, 3, 3, 3, 3, 3, 3, 3, 3]}')
+
+
+@raw
+def a_bomb(_body: bytes, _answer: Answer) -> web.Response:
+    """64 MB in 64 KB."""
+    return web.Response(body=gzip.compress(b" " * (1 << 26)), headers={"Content-Encoding": "gzip"})
+
+
+@raw
+def truth_compressed(body: bytes, _answer: Answer) -> web.Response:
+    """The truth, in a way that nobody asked for."""
+    return web.Response(body=gzip.compress(body), headers={"Content-Encoding": "gzip"})
+
+
+@raw
+def endless(body: bytes, _answer: Answer) -> web.Response:
+    """The truth, and 8 MB of spaces behind it."""
+    return web.Response(body=body + b" " * (8 << 20))
+
+
+for status in (429, 502, 503, 504):
+    RAW[f"busy_{status}"] = lambda body, answer, status=status: web.Response(
+        status=status, text="busy", headers={"Retry-After": "0"}
+    )
+
+# told by the proxy itself: it has another request's answer for each
+OF_ANOTHER = ("duplicate", "swap")
+EVERY_LIE = (*LIES, *RAW, *OF_ANOTHER)
+
+
+def _keys_twice(answer: Answer) -> bytes:
+    return b'{"output_ids": [3], "meta_info": null, ' + json.dumps(answer).encode()[1:]
+
+
+# the truth can be read in these
+HARMLESS: dict[str, Callable[[Answer], web.Response]] = {
+    "keys_twice": lambda answer: web.Response(body=_keys_twice(answer)),
+    "wrong_type": lambda answer: web.Response(
+        body=json.dumps(answer).encode(), content_type="image/png"
+    ),
+    "cached_tokens": lambda answer: web.json_response(
+        answer | {"meta_info": answer["meta_info"] | {"cached_tokens": -7}}
+    ),
+    "status_201": lambda answer: web.json_response(answer, status=201),
+    "in_spaces": lambda answer: web.Response(body=b" \n" + json.dumps(answer).encode() + b"\n "),
+}
+SLOW = "slow"
+
+
+@dataclass
+class Record:
+    """Orders to a liar, and its record: (request, what the server said, kind or None) of each answer."""
+
+    lie: Callable[[int], str | None] = lambda n: None
+    told: list[tuple[dict[str, Any], Answer, str | None]] = field(default_factory=list)
+    count: int = 0
+
+    def kinds(self) -> set[str]:
+        """The kinds that were told."""
+        return {kind for *_, kind in self.told if kind is not None}
+
+    def lies(self) -> int:
+        """Answers that had to be refused."""
+        return sum(kind in EVERY_LIE for *_, kind in self.told)
+
+    def truths(self) -> dict[int, tuple[dict[str, Any], Answer]]:
+        """By sample: its request and what the server said, of answers in which the truth could be read."""
+        found: dict[int, tuple[dict[str, Any], Answer]] = {}
+        for body, answer, kind in self.told:
+            if kind not in EVERY_LIE:
+                sample = int(body["rid"].split("-")[2])
+                assert sample not in found, f"sample {sample} was asked for again after a truth"
+                found[sample] = body, answer
+        return found
+
+
+class _Liar:
+    def __init__(self, upstream: str, record: Record, session: aiohttp.ClientSession) -> None:
+        self._upstream, self._record, self._session = upstream, record, session
+        self._owed: list[str] = []  # lies that an answer did not allow
+        self._last: Answer | None = None
+        # an answer that waits for another to be swapped with
+        self._waiting: tuple[asyncio.Future[Answer], Answer] | None = None
+
+    async def forward(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        url = f"http://{self._upstream}{request.path_qs}"
+        headers = {"Content-Type": "application/json"} if body else {}
+        async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+            said, status, kind = await answer.read(), answer.status, answer.content_type
+        asked = json.loads(body) if request.path == "/generate" else {}
+        rid = asked.get("rid") or ""
+        # texts that are computed again pass untouched and uncounted, and so do probes
+        if status != 200 or not (rid.count("-") >= 3 and rid.split("-")[2].isdigit()):
+            return web.Response(body=said, status=status, content_type=kind)
+        number, self._record.count = self._record.count, self._record.count + 1
+        return await self._tell(request, asked, json.loads(said), self._record.lie(number))
+
+    async def _tell(
+        self, request: web.Request, asked: dict[str, Any], truth: Answer, kind: str | None
+    ) -> web.StreamResponse:
+        before, self._last = self._last, truth
+        if kind is not None and self._owed:
+            self._owed.append(kind)
+            kind = self._owed.pop(0)
+        answer = copy.deepcopy(truth)
+        if kind == "duplicate":
+            answer = before
+        elif kind == "swap":
+            answer = await self._swapped(truth)
+        elif kind in LIES and LIES[kind](answer) is False:
+            answer = None
+        if answer is None:
+            self._owed.append(kind)
+            kind, answer = None, truth
+        self._record.told.append((asked, truth, kind))
+        raw_answer = json.dumps(answer).encode()
+        if kind in RAW:
+            return RAW[kind](raw_answer, answer)
+        if kind in HARMLESS:
+            return HARMLESS[kind](answer)
+        if kind == SLOW:
+            return await self._slowly(request, raw_answer)
+        return web.Response(body=raw_answer, content_type="application/json")
+
+    async def _swapped(self, truth: Answer) -> Answer | None:
+        """The answer of another request that is to be swapped too; None if none comes."""
+        if self._waiting is not None:
+            (theirs, answer), self._waiting = self._waiting, None
+            theirs.set_result(truth)
+            return answer
+        mine = asyncio.get_running_loop().create_future()
+        self._waiting = mine, truth
+        await asyncio.wait({mine}, timeout=2.0)
+        if mine.done():
+            return mine.result()
+        self._waiting = None
+        return None
+
+    async def _slowly(self, request: web.Request, body: bytes) -> web.StreamResponse:
+        response = web.StreamResponse()
+        response.content_length = len(body)
+        await response.prepare(request)
+        for first in range(0, len(body), 1 + len(body) // 5):
+            await response.write(body[first : first + 1 + len(body) // 5])
+            await asyncio.sleep(0.1)
+        return response
+
+
+@contextmanager
+def lying_proxy(upstream: str, record: Record) -> Iterator[str]:
+    """The address of a proxy before ``upstream`` (host:port), on a thread of its own."""
+    loop = asyncio.new_event_loop()
+    ready, stop, addrs = threading.Event(), asyncio.Event(), []
+
+    async def serve() -> None:
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None),
+        ) as session:
+            async with serving(_Liar(upstream, record, session).forward) as addr:
+                addrs.append(addr)
+                ready.set()
+                await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(10), "the proxy did not start"
+    try:
+        yield addrs[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(timeout=10)
+        loop.close()
