@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import tracemalloc
 
 import pytest
 from aiohttp import web
@@ -126,16 +127,18 @@ async def test_a_redirect_is_named_and_nobody_there_is_asked(status):
 
 
 async def test_a_compressed_or_endless_answer_is_refused_unread():
-    headers = []
+    headers, body = [], gzip.compress(b" " * (1 << 26))  # 64 KB
 
     async def packed(request):
         headers.append(request.headers["Accept-Encoding"])
-        body = gzip.compress(b" " * (1 << 26))
         return web.Response(body=body, headers={"Content-Encoding": "gzip"})
 
+    tracemalloc.start()
     with pytest.raises(ValueError, match="has Content-Encoding 'gzip', and none was asked for"):
         await score(packed, sample(), **REMOTE)
-    assert headers == ["identity"]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert headers == ["identity"] and peak < 1 << 24
     sent = []
 
     async def endless(request):
