@@ -87,6 +87,7 @@ def spoiled(change):
         (hang_up, "connection to .* broke"),
         (spoiled(lambda meta: meta.pop("input_token_logprobs")), "None log-probs for 5 tokens"),
         (spoiled(lambda meta: meta["input_token_logprobs"].pop()), "4 log-probs for 5 tokens"),
+        (spoiled(lambda meta: meta.update(id="another")), "is to the request 'another', expected"),
         (
             spoiled(lambda meta: meta["input_token_logprobs"].reverse()),
             "log-prob 0 is of token 15, token 0 is 11",

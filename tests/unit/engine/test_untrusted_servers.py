@@ -104,6 +104,8 @@ async def test_a_body_longer_than_its_request_allows_is_not_read_to_its_end(chun
     assert sum(sent) < 1 << 25  # what sockets hold of it
     generates = [body for body in fake.bodies if "input_ids" in body]
     assert len(generates) == 2, "asked again"
+    # the server is told, which would notice the closed connection seconds later
+    assert {"rid": generates[0]["rid"]} in fake.bodies
 
 
 async def test_the_longest_honest_answer_is_within_its_bound():
@@ -173,6 +175,18 @@ async def test_the_pause_is_what_the_server_asks_for_within_bounds(monkeypatch):
     assert pauses == [7, 30, 4, 8, 16, 30]
 
 
+async def test_a_groups_next_request_goes_to_another_server_than_the_busy_one(monkeypatch):
+    monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
+
+    async def busy_for_ever(*_):
+        return web.Response(status=503)
+
+    busy, other = Fake(busy_for_ever), Fake()
+    async with client_of(busy, other) as client:
+        assert (await one(client)).token_ids[-1] == 9
+    assert len(busy.bodies) == len(other.bodies) == 1
+
+
 async def test_a_server_that_stays_busy_ends_with_its_words(monkeypatch):
     monkeypatch.setattr(client_module, "_BUSY_S", 0.05)
     fake = Fake(first(99, lambda *_: web.Response(status=503, text="overloaded")))
@@ -237,10 +251,15 @@ async def test_a_text_computed_again_must_be_the_one_that_was_sent():
     async def another(_request, body):
         return web.json_response(answer_to(body | {"rid": "another"}))
 
-    async with client_of(Fake(another), routes=RouteShape(1, 1, 2)) as client:
+    fake = Fake(another)
+    async with client_of(fake, routes=RouteShape(1, 1, 2)) as client:
         request = Request(0, 0, "p", PROMPT.token_ids, 0, SAMPLING)
         with pytest.raises(ValueError, match="is to the request 'another', expected 'r3train-"):
             await client.rescore(request, "whole", 0)
+    (body,) = fake.bodies
+    # nothing of it may come from a cache, and no other id begins with its own
+    assert body["extra_key"] == body["rid"] and body["rid"].endswith(".")
+    assert body["logprob_start_len"] == 0 and body["sampling_params"]["max_new_tokens"] == 0
 
 
 def aborted(_request, body):
