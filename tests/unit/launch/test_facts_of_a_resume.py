@@ -117,11 +117,15 @@ def test_the_runs_own_checkpoints_go_before_those_that_it_began_with(tmp_path):
 
 def test_a_start_from_the_weights_alone_takes_no_samples_and_begins_at_rollout_0(tmp_path):
     path = saved(tmp_path, 7, has_buffer=True).parent
-    write_samples(path / BUFFER_FILE, scored(routes=False), {"next_step": 7})
+    groups = [
+        {"group_id": 0, "prompt_id": "p0", "attempt": 0, "places": [[i, 1] for i in range(4)]}
+    ]
+    facts = {"next_step": 7, "groups": groups}
+    write_samples(path / BUFFER_FILE, scored(routes=False), facts)
     began = point(load=tmp_path, load_model_only=True)
-    assert (began.start_rollout_id, began.model_only, began.buffer()) == (0, True, None)
+    assert (began.start_rollout_id, began.model_only, began.buffer(99)) == (0, True, None)
     whole = point(load=tmp_path)
-    assert whole.start_rollout_id == 7 and len(whole.buffer()[0]) == 4
+    assert whole.start_rollout_id == 7 and len(whole.buffer(99)[0]) == 4
 
 
 @pytest.mark.parametrize("model_only", [False, True])

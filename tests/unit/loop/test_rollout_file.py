@@ -133,7 +133,13 @@ def groups() -> list:
 
 
 def source(directory, **options):
-    defaults = {"needs_routes": True, "num_groups": 2, "group_size": 2, "temperature": 1.0, "vocab_size": 1000}
+    defaults = {
+        "needs_routes": True,
+        "num_groups": 2,
+        "group_size": 2,
+        "temperature": 1.0,
+        "vocab_size": 1000,
+    }
     options = defaults | options
     return replay_source.DumpedRollouts(directory, **options)
 

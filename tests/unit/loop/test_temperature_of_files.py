@@ -39,6 +39,13 @@ class Checkpoints:
         (self.directory / LATEST).write_text(str(number))
 
 
+def waiting(samples):
+    """The producer's facts of samples that wait, all of one prompt."""
+    places = [[place, 1] for place in range(len(samples))]
+    group = {"group_id": 0, "prompt_id": "p0", "attempt": 0, "places": places}
+    return {"next_step": 5, "groups": [group] if samples else []}
+
+
 def saved(directory, samples, temperature):
     """Save a checkpoint at rollout 5 in which ``samples`` wait, as a job at this temperature does."""
     prompts = directory / "prompts.jsonl"
@@ -46,7 +53,7 @@ def saved(directory, samples, temperature):
     config = RunConfig.from_toml(RECIPE, {"rollout_temperature": temperature})
     keeper = keeper_of(directory, prompts, [], Checkpoints(directory), config)
     keeper.run_facts = {"lora": None}
-    keeper.watch(SimpleNamespace(snapshot=lambda: ProducerState(samples, {"next_step": 5})))
+    keeper.watch(SimpleNamespace(snapshot=lambda: ProducerState(samples, waiting(samples))))
     keeper.save(5)
     return directory / "iter_0000005" / BUFFER_FILE
 
@@ -65,7 +72,8 @@ def test_a_run_does_not_resume_at_another_temperature_than_its_waiting_samples(n
         resumed(tmp_path, now)
     point, warning = resumed(tmp_path, 1.0)
     assert point.start_rollout_id == 5 and warning is None
-    assert point.buffer()[1] == {"next_step": 5, "rollout_temperature": 1.0}
+    facts = waiting(scored(routes=False))
+    assert point.buffer(99)[1] == {**facts, "rollout_temperature": 1.0}
 
 
 def test_a_run_in_which_nothing_waits_resumes_at_any_temperature(tmp_path):
@@ -77,7 +85,7 @@ def test_an_older_file_of_waiting_samples_is_loaded_with_a_warning(tmp_path, mon
     monkeypatch.setattr("r3train.loop.keeper.TEMPERATURE", "of no interest")
     path = saved(tmp_path, scored(routes=False), 1.0)
     point, warning = resumed(tmp_path, 0.4)
-    assert point.start_rollout_id == 5 and len(point.buffer()[0]) == 4
+    assert point.start_rollout_id == 5 and len(point.buffer(99)[0]) == 4
     assert str(path) in warning and "trained as sampled at --rollout-temperature 0.4" in warning
 
 
@@ -98,7 +106,7 @@ def replayed(directory, told, **settings):
     options = {"replay_rollouts": directory, "rollout_batch_size": 2, "n_samples_per_prompt": 2}
     config = RunConfig.from_toml(RECIPE, options | settings)
     display = SimpleNamespace(note=lambda text, style="": told.append(text))
-    job = SimpleNamespace(config=config)
+    job = SimpleNamespace(config=config, hf=SimpleNamespace(vocab_size=99))
     return build_engines(job, directory, display, resume.ResumePoint(), None).start_producer()
 
 
