@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.environments.test_environments import Script, play
+from tests.unit.generation.test_stitch import segment, start, with_kept
 from tests.unit.simulated_engine import SimulatedEngine
 
 from r3train.algo.shaping import without_truncated
 from r3train.engine.backend import SamplingParams
+from r3train.generation.conversation import _one_turn
+from r3train.generation.stitch import extend
 
 
 class Stops(SimulatedEngine):
@@ -71,3 +74,24 @@ async def test_an_environment_is_told_where_no_observation_and_answer_fit_any_mo
     [sample], _ = await play(script, SamplingParams(budget), engine=Stops(), max_turn_len=9)
     assert [turn.is_last for turn in script.seen] == [told]
     assert sample.finish_reason == ("stop" if told else "length")
+
+
+async def test_a_sample_of_one_turn_has_log_probs_and_text_of_its_own_tokens_alone():
+    samples, _ = await play(Script(), engine=Stops(), max_turn_len=9, sample_a_turn=True)
+    for turn in samples:
+        assert ((turn.rollout_log_probs != 0) == turn.loss_mask).all()
+        assert turn.text == "9 9 9"
+
+
+def test_a_turn_ends_before_the_tokens_of_the_next_though_nothing_was_said_between():
+    """An empty observation: the next answer begins where the turn ends."""
+    sample = start(2)
+    for source in (1, 2):
+        answer = segment(sample, 2, source)
+        sample = extend(sample, with_kept(answer, [50 + source, 7], [50 + source]))
+    first = _one_turn(sample, 0, 2, 4, 1, is_last=False)
+    assert [place for place, _, _ in first.decoded_kept] == [2]
+    assert first.kept_counts.tolist() == [0, 0, 2, 1] and first.kept_ids.tolist() == [51, 7, 51]
+    second = _one_turn(sample, 1, 4, 6, 2, is_last=True)
+    assert [place for place, _, _ in second.decoded_kept] == [2, 4]
+    assert len(first.decoded) == 1 and len(second.decoded) == 2
