@@ -12,8 +12,8 @@ from r3train.launch import resume
 from r3train.launch.resume import unknown_temperature
 from r3train.launch.sources import build_engines
 from r3train.loop.keeper import BUFFER_FILE
-from r3train.loop.replay_source import dump_rollout
-from r3train.loop.rollout_file import read_facts, read_samples
+from r3train.loop.replay_source import dump_rollout, load_rollout
+from r3train.loop.rollout_file import read_facts, read_samples, write_samples
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
 from r3train.generation.buffer import ProducerState
@@ -160,3 +160,20 @@ def test_rollouts_without_training_name_their_temperature(tmp_path):
     generate_only(config, tmp_path, rank_zero, StopSignal(60))
     facts = read_facts(tmp_path / "rollouts/rollout_0000000.safetensors")
     assert facts["rollout_temperature"] == 0.7
+
+
+def test_a_start_from_the_weights_alone_has_nothing_to_warn_of(tmp_path, monkeypatch):
+    monkeypatch.setattr("r3train.loop.keeper.TEMPERATURE", "of no interest")
+    saved(tmp_path, scored(routes=False), 1.0)
+    settings = {"rollout_temperature": 0.4, "load": tmp_path, "load_model_only": True}
+    config = RunConfig.from_toml(RECIPE, settings)
+    point = resume.resume_point(SimpleNamespace(config=config, prompt_file=None))
+    assert point.model_only and unknown_temperature(config, point) is None
+
+
+@pytest.mark.parametrize("sizes", [[2, 1], [2, 2, 1], [], None])
+def test_a_rollout_whose_groups_are_not_its_samples_is_refused(sizes, tmp_path):
+    facts = {"rollout_id": 0, "group_sizes": sizes}
+    write_samples(tmp_path / "rollout_0000000.safetensors", scored(), facts)
+    with pytest.raises(ValueError, match="does not hold rollout 0 in whole groups"):
+        load_rollout(tmp_path, 0)
