@@ -372,3 +372,8 @@ def test_a_run_that_compares_rewards_by_their_parts_does_not_resume_with_samples
         ):
             resumed(waiting, **by_parts)
     assert resumed(bare) == resumed(parted, **by_parts) == resumed([], **by_parts) == 5
+
+
+def test_a_run_whose_ranks_hold_the_teacher_resumes_with_samples_that_no_server_has_taught(resumed):
+    held = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
+    assert resumed(scored(routes=False), **held) == 5
