@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from r3train.checksums import Sums, check, checksums, parsed
 from r3train.config.families import FAMILIES, has_fused_experts, model_type_of
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
@@ -34,6 +35,8 @@ NamedTensors = Iterable[tuple[str, "torch.Tensor"]]
 
 SHARD_BYTES = 5 * 1024**3
 MARKER = "r3train_export.json"
+# files of an export that no program reads and people edit: they have no checksum
+_FOR_PEOPLE = re.compile(r"(?i)(readme|license|notice|\.git).*|.*\.(md|png|jpe?g|gif|svg)")
 _FUSED_EXPERTS = re.compile(r"\.experts\.(gate_up_proj|down_proj)(\.|$)")
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 
@@ -381,6 +384,38 @@ def _left_alone(hf_checkpoint: Path) -> Iterator[tuple[str, torch.Tensor]]:
                     yield name, shard.get_tensor(name)
 
 
+def write_marker(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Mark a whole export: facts of it, and checksums of its files but those for people to read and edit."""
+    names = {
+        p.name for p in directory.iterdir() if p.is_file() and not _FOR_PEOPLE.fullmatch(p.name)
+    }
+    files = checksums(directory, names - {MARKER})
+    text = json.dumps({**facts, "files": files}) + "\n"
+    (directory / MARKER).write_text(text, encoding="utf-8")
+
+
+def export_checksums(directory: Path) -> Sums | None:
+    """Return the checksums of an export of ours; None for another directory, and for an export without.
+
+    Raises ValueError naming the marker if it is damaged.
+    """
+    source = directory / MARKER
+    if not source.is_file():
+        return None
+    files = load_json_object(source).get("files")
+    return None if files is None else parsed(files, source)
+
+
+def check_export(directory: Path, *, weights: bool) -> None:
+    """Raise ValueError naming a file of an export of ours that is not what was written.
+
+    weights: check the safetensors files too, each of which is read whole.  Another directory passes.
+    """
+    sums = export_checksums(directory) or {}
+    names = [name for name in sums if weights or not name.endswith(".safetensors")]
+    check(directory, sums, names, directory / MARKER)
+
+
 def export_checkpoint(
     named_tensors: NamedTensors, directory: Path, *, hf_checkpoint: Path
 ) -> tuple[int, int]:
@@ -399,6 +434,5 @@ def export_checkpoint(
             fused_experts=has_fused_experts(hf_checkpoint),
         )
         copy_all_but_weights(hf_checkpoint, partial)
-        facts = {"num_tensors": num_tensors, "num_bytes": num_bytes}
-        (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        write_marker(partial, {"num_tensors": num_tensors, "num_bytes": num_bytes})
     return num_tensors, num_bytes

@@ -17,7 +17,13 @@ from safetensors import safe_open
 from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import linear_of, LoraSection
-from r3train.hf_checkpoint import MARKER, read_header, read_headers, replaced_directory
+from r3train.hf_checkpoint import (
+    check_export,
+    read_header,
+    read_headers,
+    replaced_directory,
+    write_marker,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +101,7 @@ def write_adapter(
         text = json.dumps(config, indent=1) + "\n"
         (partial / CONFIG).write_text(text, encoding="utf-8")
         facts = {"num_tensors": len(tensors), "num_bytes": sum(t.nbytes for t in tensors.values())}
-        (partial / MARKER).write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        write_marker(partial, facts)
 
 
 # Mixtral's names of what SGLang calls gate, up and down in every family
@@ -163,7 +169,8 @@ def saved_forms(settings: LoraSection, hf: HfModelFacts) -> tuple[bool, bool]:
 def check_adapter(settings: LoraSection, hf: HfModelFacts) -> None:
     """Raise ValueError unless --lora-adapter-path holds what these settings would train.
 
-    Rank, alpha and the adapted linears must be the same.  Headers alone are read.
+    Rank, alpha and the adapted linears must be the same.  Headers alone are read, but of an adapter that a run
+    has written: its files must be those that were written.
     """
     directory = settings.lora_adapter_path
     if directory is None:
@@ -191,6 +198,7 @@ def check_adapter(settings: LoraSection, hf: HfModelFacts) -> None:
             raise ValueError(
                 f"{directory / TENSORS}: {name} is {list(found[name])}, expected {list(shape)}"
             )
+    check_export(directory, weights=True)
 
 
 def _check_config(file: Path, config: Mapping[str, Any], settings: LoraSection) -> None:

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import click
 
+from r3train.checksums import check
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.hf_checkpoint import check_export_directory
 from r3train.launch.run_dir import CONFIG_FILE
-from r3train.trainer.megatron.saved_state import LATEST, latest_checkpoint, read_state
+from r3train.trainer.megatron.saved_state import (
+    CHECKSUMS,
+    LATEST,
+    latest_checkpoint,
+    read_checksums,
+    read_state,
+)
 
 # the topology of one process, on the device that is here; the checkpoint's own needs the ranks and
 # the device of its run
@@ -58,6 +65,8 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     with usage_errors():
         path = latest_checkpoint(checkpoint) if (checkpoint / LATEST).is_file() else checkpoint
         rollout_id = read_state(path)["num_rollouts"]
+        sums = read_checksums(path) or {}
+        check(path, sums, sums.keys() & {CONFIG_FILE}, path / CHECKSUMS)
         saved = (
             "--config",
             str(path / CONFIG_FILE),

@@ -32,7 +32,7 @@ from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags
 from r3train.engine.key import engine_api_key
 from r3train.environments.registry import begin_environment, get_environment, get_tools
-from r3train.hf_checkpoint import check_export_directory
+from r3train.hf_checkpoint import check_export, check_export_directory
 from r3train.launch.data import (
     JUDGE_KEY,
     check_longest_conversation,
@@ -151,6 +151,10 @@ def preflight(
         attempt(settings, check_export_directories, config)
     samples_per_prompt = config.rollout.n_samples_per_prompt
     attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
+    if for_node:  # the ranks check the weights when they load them
+        others = (config.model.ref_load, config.model.opd_teacher_load)
+        for directory in (model, *filter(None, others)):
+            attempt("checkpoint", lambda: check_export(directory, weights=False))
     hf = attempt("checkpoint", read_hf_facts, model)
     tokenizer = attempt("tokenizer", load_tokenizer, model) if for_node and model.is_dir() else None
     prompts = parts = conversations = None
@@ -265,6 +269,8 @@ def preflight_evaluation(config: RunConfig) -> Job:
             )
     raise_all(complaints)
     check_server_flags(config.rollout.sglang, replay=False)
+    starts_server = not (config.run.dry_run or config.rollout.rollout_external_engine_addrs)
+    check_export(config.model.hf_checkpoint, weights=starts_server)
     hf = read_hf_facts(config.model.hf_checkpoint)
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     check_vocabulary(tokenizer, hf)

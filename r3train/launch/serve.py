@@ -14,13 +14,14 @@ from pathlib import Path
 
 import click
 
+from r3train.config.files import write_atomically
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags, usage_errors
 from r3train.config.sources import ConfigError, printable
 from r3train.cuda_environment import visible_gpus
+from r3train.hf_checkpoint import check_export
 from r3train.launch.gpus import is_follower, served_gpus
 from r3train.launch.own_servers import build_server
-from r3train.config.files import write_atomically
 from r3train.engine.backend import EngineError
 from r3train.engine.key import ENGINE_KEY_VARIABLE, engine_api_key
 from r3train.engine.flags import check_server_flags
@@ -87,6 +88,7 @@ def serve(
             local_index=local_index,
             num_visible=num_visible,
         )
+        check_export(config.model.hf_checkpoint, weights=not config.run.dry_run)
         read_hf_facts(config.model.hf_checkpoint)
         server = build_server(
             config,

@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
 from r3train.config.files import open_regular, require_regular
+from r3train.trainer.megatron.saved_state import BUFFER
 from r3train.types import Prompt, RolloutSample, Scored
 
-BUFFER_FILE = "buffer.safetensors"  # of a checkpoint: samples that wait to be trained
+BUFFER_FILE = BUFFER  # of a checkpoint: samples that wait to be trained
 HAS_BUFFER = "has_buffer"  # among a checkpoint's facts
 TEMPERATURE = "rollout_temperature"  # among a file's facts; older files lack it
 _FORMAT = "r3train-samples-1"
@@ -36,8 +37,9 @@ def write_samples(path: Path, samples: Sequence[Scored], facts: Mapping[str, Any
     """
     tensors, header = _encode(samples)
     header["facts"] = dict(facts)
-    header["checksum"] = _checksum(tensors)
-    content = save(tensors, {"format": _FORMAT, "header": json.dumps(header)})
+    text = json.dumps(header)
+    checksum = str(_checksum(tensors, text))
+    content = save(tensors, {"format": _FORMAT, "header": text, "checksum": checksum})
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -65,7 +67,11 @@ def read_samples(path: Path) -> tuple[list[Scored], dict[str, Any]]:
         if metadata.get("format") != _FORMAT:
             raise ValueError(f"its format is {metadata.get('format')!r}, expected {_FORMAT!r}")
         header = json.loads(metadata["header"])
-        if _checksum(tensors) != header["checksum"]:
+        if "checksum" in metadata:
+            right = str(_checksum(tensors, metadata["header"])) == metadata["checksum"]
+        else:  # of before the checksum was of the header too
+            right = _arrays_checksum(tensors) == header["checksum"]
+        if not right:
             raise ValueError("its checksum does not match its content")
         return _decode(tensors, header), header["facts"]
     except OSError as error:
@@ -197,9 +203,15 @@ def _arrays(name: str, tensors: Mapping[str, np.ndarray]) -> list[np.ndarray | N
     ]
 
 
-def _checksum(tensors: Mapping[str, np.ndarray]) -> int:
-    """crc32 over names and bytes: accidents, not adversaries."""
-    value = 0
+def _checksum(tensors: Mapping[str, np.ndarray], header: str) -> int:
+    """crc32 over the header and the arrays with their dtypes and shapes: accidents, not adversaries."""
+    kinds = [[name, str(tensors[name].dtype), tensors[name].shape] for name in sorted(tensors)]
+    value = zlib.crc32(json.dumps(kinds).encode(), zlib.crc32(header.encode()))
+    return _arrays_checksum(tensors, value)
+
+
+def _arrays_checksum(tensors: Mapping[str, np.ndarray], value: int = 0) -> int:
+    """crc32 over names and bytes, as it was of old files."""
     for name in sorted(tensors):
         value = zlib.crc32(name.encode(), value)
         value = zlib.crc32(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8), value)

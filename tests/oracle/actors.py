@@ -106,7 +106,11 @@ def configuration(checkpoint: Path, **fields: Any) -> RunConfig:
 
 @contextmanager
 def actor_of(
-    config: RunConfig, checkpoint: Path | None = None, device: str = "cpu"
+    config: RunConfig,
+    checkpoint: Path | None = None,
+    device: str = "cpu",
+    *,
+    model_only: bool = False,
 ) -> Iterator[Any]:
     """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
     from r3train.config.hf_facts import read_hf_facts
@@ -117,7 +121,7 @@ def actor_of(
 
     hf = read_hf_facts(config.model.hf_checkpoint)
     job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
-    actor = build_actor(job, torch.device(device), ResumePoint(checkpoint))
+    actor = build_actor(job, torch.device(device), ResumePoint(checkpoint, model_only=model_only))
     try:
         yield actor
     finally:

@@ -138,11 +138,14 @@ def sources_of(name: str, saved: list[str], pairs: bool) -> list[str]:
 def load(
     model: Path, directory: Path, group: int | str, saved: list[str], every: bool, pairs: bool
 ) -> dict[str, Any]:
-    """The moments and steps of every topology of this size, resumed from each of its sources."""
-    loaded = {}
+    """The moments and steps of every topology of this size, resumed from each of its sources.
+
+    Beside them, by pair, how far a step of no learning rate moves a weight.
+    """
+    loaded, moved, hf = {}, {}, read_hf_facts(model)
     for name, fields in topologies_of(group, every).items():
         for source in sources_of(name, saved, pairs):
-            config = configuration(model, **fields)
+            config = configuration(model, **fields, **UNMOVED)
             with actor_of(config, directory / source / "iter_0000002") as actor:
                 steps = {
                     int(state["step"])
@@ -151,7 +154,21 @@ def load(
                 }
                 assert steps == {2} and actor.scheduler.num_steps == 2
                 loaded[f"{source} -> {name}"] = whole(actor)
-    return loaded
+                moved[f"{source} -> {name}"] = moved_by_a_step(actor, config, hf)
+    return {"loaded": loaded, "moved": moved}
+
+
+# Megatron has no step of lr 0 alone: this one is below the last bit of every weight that is not tiny
+UNMOVED = dict(lr=1e-12)
+
+
+def moved_by_a_step(actor: Any, config: Any, hf: Any) -> float:
+    """How far a step moves a weight at most, on rank 0: optimizers with weights of their own write them then."""
+    before = {name: tensor.float().clone() for name, tensor in actor.hf_weights()}
+    slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12), (6, 7)]))
+    actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+    after = {name: tensor.float().clone() for name, tensor in actor.hf_weights()}
+    return max((float((after[n] - t).abs().max()) for n, t in before.items()), default=0.0)
 
 
 @pytest.mark.parametrize(
@@ -165,16 +182,19 @@ def load(
 )
 def test_full_state_goes_from_every_topology_to_every_other(groups, every, pairs, tmp_path):
     model = write_checkpoint(MODEL, tmp_path / "model")
-    saved, loaded = {}, {}
+    saved, loaded, moved = {}, {}, {}
     for group in groups:
         size, scratch = 1 if group == "bf16" else group, tmp_path / f"save {group}"
         saved |= in_ranks(size, scratch, save, model, tmp_path, group, every)[0]
     for group in groups:
         size, scratch = 1 if group == "bf16" else group, tmp_path / f"load {group}"
         given = (model, tmp_path, group, list(saved), every, pairs)
-        loaded |= in_ranks(size, scratch, load, *given)[0]
+        found = in_ranks(size, scratch, load, *given)[0]
+        loaded |= found["loaded"]
+        moved |= found["moved"]
     names = [name for group in groups for name in topologies_of(group, every)]
     assert len(loaded) == sum(len(sources_of(name, list(saved), pairs)) for name in names)
+    assert moved.keys() == loaded.keys() and max(moved.values()) <= 1e-9, moved
     for pair, moments in loaded.items():
         expected = saved[pair.split(" -> ")[0]]
         assert moments.keys() == expected.keys() and len(moments) == 3 * NUM_WEIGHTS, pair
@@ -282,3 +302,37 @@ def test_sgd_and_a_save_before_the_first_step_resume_bit_for_bit_and_sgd_as_adam
     out = in_ranks(1, tmp_path / "ranks", continued, model, tmp_path)[0]
     assert "saved with another optimizer" in out.pop("refusal")
     assert out == {"sgd": True, "sgd bf16": True, "adam": True, "adam sharded": True}
+
+
+def model_alone(model: Path, directory: Path) -> dict[str, dict[str, Any]]:
+    """A checkpoint after two steps, its model loaded alone: how far it is then, and after a step of no rate."""
+    from r3train.trainer.megatron.checkpoint import Checkpointer
+
+    hf, out = read_hf_facts(model), {}
+    for name, fields in (("float32", {}), *TOPOLOGIES["bf16"].items()):
+        config = configuration(model, **fields)
+        with actor_of(config) as actor:
+            begun = {n: t.float().clone() for n, t in actor.hf_weights()}
+            slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12), (6, 7)]))
+            for _ in range(2):
+                actor.train_step(slices, actor.compute_log_probs(slices, None), None)
+            Checkpointer(actor, CheckpointSection(save=directory / name)).save(2, {})
+            trained = {n: t.float().clone() for n, t in actor.hf_weights()}
+        config = configuration(model, **fields, **UNMOVED)
+        with actor_of(config, directory / name / "iter_0000002", model_only=True) as actor:
+            held = {n: t.float().clone() for n, t in actor.hf_weights()}
+            out[name] = {
+                "trained": max(float((trained[n] - t).abs().max()) for n, t in begun.items()),
+                "loaded": all(torch.equal(held[n], t) for n, t in trained.items()),
+                "moved": moved_by_a_step(actor, config, hf),
+            }
+    return out
+
+
+def test_a_model_that_was_loaded_alone_stays_what_it_is_in_a_step_of_no_rate(tmp_path):
+    """Under bf16 the optimizer has weights of its own: they must be those of the checkpoint."""
+    model = write_checkpoint(MODEL, tmp_path / "model")
+    out = in_ranks(1, tmp_path / "ranks", model_alone, model, tmp_path)[0]
+    assert out.keys() == {"float32", "bf16", "bf16_sharded"}
+    for name, of in out.items():
+        assert of["loaded"] and of["trained"] > 1e-3 and of["moved"] <= 1e-9, (name, of)

@@ -14,7 +14,8 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,24 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from r3train.checksums import checksums
 from r3train.config.checkpoint import CheckpointSection
+from r3train.config.files import require_regular
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.trainer.megatron import lora, rng
 from r3train.trainer.megatron.actor import MegatronActor
+from r3train.trainer.megatron.checked_files import check_together
 from r3train.trainer.megatron.optimizer_state import METADATA, OptimizerState, changed_settings
-from r3train.trainer.megatron.saved_state import LATEST, STATE, checkpoints, name_aside, read_state
+from r3train.trainer.megatron.saved_state import (
+    BUFFER,
+    CHECKSUMS,
+    LATEST,
+    STATE,
+    checkpoints,
+    name_aside,
+    read_checksums,
+    read_state,
+)
 from r3train.trainer.megatron.write_results import WriteResults
 
 logger = logging.getLogger(__name__)
@@ -164,12 +177,20 @@ class Checkpointer:
                 str(temporary),
                 async_sharded_save=self._settings.async_save,
             )
+            if request is None:
+                _sum_own(temporary, dist.get_rank())
         except _FAILURES as error:
             raise self._failure(error) from error
         self._last = next_rollout_id
         if request is None:
-            self._switch(final)
+            try:
+                self._switch(final)
+            except OSError as error:
+                raise self._failure(error) from error
         else:
+            # read back by the process that has written them: training goes on meanwhile
+            write = partial(_write_and_sum, request.async_fn, temporary, dist.get_rank())
+            request = request._replace(async_fn=write)
             request.add_finalize_fn(lambda: self._switch(final))
             self._queue.schedule_async_request(request)
 
@@ -204,6 +225,7 @@ class Checkpointer:
         host_barrier()
         if dist.get_rank() == 0:
             assert self._writing is not None
+            _write_checksums(self._writing)
             _sync_tree(self._writing)
             _put_in_place(self._writing, final)
             keep_last = self._settings.save_keep_last
@@ -262,6 +284,60 @@ def _sizes(actor: MegatronActor) -> dict[str, int]:
     }
 
 
+def _write_and_sum(
+    write: Callable[..., None] | None, directory: Path, rank: int, *arguments: Any, **named: Any
+) -> None:
+    """Write a rank's tensors, and then their checksums; in the forked process."""
+    if write is not None:
+        write(*arguments, **named)  # reports an error of its own by the queue of results
+    with suppress(OSError):  # rank 0 sums what has no checksum, and says what it cannot read
+        _sum_own(directory, rank)
+
+
+def _part_file(directory: Path, rank: int) -> Path:
+    return directory / f"checksums_{rank:05d}.part"
+
+
+def _sum_own(directory: Path, rank: int) -> None:
+    """Write the checksums of the files that this rank has written."""
+    own = [p.name for p in directory.glob(f"__{rank}_*.distcp")]
+    own += [p.name for p in [rng.path_of(directory, rank)] if p.exists()]
+    _part_file(directory, rank).write_text(json.dumps(checksums(directory, own)))
+
+
+def _write_checksums(directory: Path) -> None:
+    """Write the checksums of a whole checkpoint, those of each rank's files as it has made them."""
+    files: dict[str, dict[str, int]] = {}
+    for part in directory.glob(_part_file(directory, 0).name.replace("00000", "*")):
+        files |= json.loads(part.read_text())
+        part.unlink()
+    names = {path.name for path in directory.iterdir() if path.is_file()}
+    # samples are replaced later, and their file has a checksum of its own
+    files |= checksums(directory, names - files.keys() - {BUFFER})
+    text = json.dumps({"files": dict(sorted(files.items()))}, indent=1) + "\n"
+    (directory / CHECKSUMS).write_text(text, encoding="utf-8")
+
+
+def check_files(checkpoint: Path) -> None:
+    """Raise ValueError naming a file of a checkpoint that is not what was saved; a collective.
+
+    Each rank reads its share.  A checkpoint without checksums, of before there were any, passes with a note.
+    """
+    for path in checkpoint.iterdir():
+        try:
+            if not path.is_dir():
+                require_regular(path, follow=True)
+        except OSError as error:
+            raise ValueError(f"{path}: {error.strerror}") from None
+    sums = read_checksums(checkpoint)
+    if sums is not None:
+        check_together(checkpoint, sums, checkpoint / CHECKSUMS)
+    elif dist.get_rank() == 0:
+        logger.warning(
+            "%s: has no %s, so a damaged file of it may not be noticed", checkpoint, CHECKSUMS
+        )
+
+
 def _put_in_place(written: Path, final: Path) -> None:
     """Give a whole checkpoint its name and set the pointer; a run can resume at any moment."""
     aside = name_aside(final)
@@ -269,6 +345,7 @@ def _put_in_place(written: Path, final: Path) -> None:
         _remove(aside)
         final.rename(aside)
     written.rename(final)
+    _sync_directory(final.parent)  # a power cut must not leave the pointer without the checkpoint
     _write_pointer(final.parent, final)
     _remove(aside)
 
@@ -280,6 +357,7 @@ def _write_pointer(directory: Path, final: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(pointer, directory / LATEST)
+    _sync_directory(directory)
 
 
 def _sync_tree(path: Path) -> None:
@@ -290,6 +368,15 @@ def _sync_tree(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def _sync_directory(path: Path) -> None:
+    """Flush the names in a directory to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _remove(path: Path) -> None:
@@ -344,8 +431,10 @@ def load_checkpoint(actor: MegatronActor, checkpoint: Path, *, model_only: bool 
     model_only: leave optimizer, schedule and RNG as they are; the topology may differ.
     Learning rate, weight decay and their schedule are the configuration's, at the checkpoint's step;
     a warning names those that differ from the checkpoint's.
-    Raises ValueError if another optimizer saved it, and if a file of it could run code.
+    Raises ValueError if another optimizer saved it, if a file is not what was saved, and if one could run
+    code.
     """
+    check_files(checkpoint)
     check_metadata(checkpoint)
     topology = read_state(checkpoint)["topology"]
     wanted, optimizer = _model_state(actor), None

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from r3train.hf_checkpoint import read_transformers_config
+from r3train.hf_checkpoint import MARKER, export_checksums, read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.trainer.megatron.checked_files import check_together
 
 
 def build_bridge(hf_checkpoint: Path, dtype: torch.dtype, overrides: dict[str, Any]) -> Any:
@@ -182,8 +183,11 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 def load_hf_weights(bridge: Any, chunks: Sequence[torch.nn.Module], path: Path) -> None:
     """Load the chunks' parameters from a checkpoint's safetensors; a collective.
 
-    The first data-parallel rank of a parameter reads it and sends it to the others.
+    The first data-parallel rank of a parameter reads it and sends it to the others.  Of an export of ours
+    each rank checks its share of the files before: raises ValueError for one of another content.
     """
+    if sums := export_checksums(path):
+        check_together(path, sums, path / MARKER)
     adapted = [as_te_names(c) for c in chunks]
     bridge.load_weights([_OneState(a, _reads) for a in adapted], str(path))
     for one in adapted:

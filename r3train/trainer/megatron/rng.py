@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 _TRACKER = "tracker."
 
 
-def _path(directory: Path, rank: int) -> Path:
+def path_of(directory: Path, rank: int) -> Path:
+    """Return the file of a rank's random state in a checkpoint."""
     return directory / f"rng_{rank:05d}.safetensors"
 
 
@@ -32,7 +33,7 @@ def save(directory: Path, rank: int) -> None:
         "numpy": json.dumps([kind, int(position), int(has_gauss), float(gauss)]),
         "python": json.dumps(random.getstate()),
     }
-    save_file(tensors, _path(directory, rank), facts)
+    save_file(tensors, path_of(directory, rank), facts)
 
 
 def load(directory: Path, rank: int) -> bool:
@@ -41,7 +42,7 @@ def load(directory: Path, rank: int) -> bool:
     Returns False and restores nothing if it was written with CUDA and is read without, or the other way: the
     trackers' states are the device's.
     """
-    path = _path(directory, rank)
+    path = path_of(directory, rank)
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}

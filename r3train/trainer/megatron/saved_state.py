@@ -5,15 +5,19 @@ Nothing here imports Megatron.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from r3train.checksums import Sums, check, parsed
 from r3train.config.hf_facts import load_json_object
 
 LATEST = "latest_checkpointed_iteration.txt"
 STATE = "trainer_state.json"
+BUFFER = "buffer.safetensors"  # samples that wait to be trained, with a checksum of its own
+CHECKSUMS = "checksums.json"  # of all other files of a checkpoint
 _NAME = re.compile(r"iter_\d{7}")
 # file name of a checkpoint's rollout: seven digits
 _MOST_ROLLOUTS = 10**7 - 1
@@ -50,12 +54,26 @@ def latest_checkpoint(directory: Path) -> Path:
     return path
 
 
+def read_checksums(checkpoint: Path) -> Sums | None:
+    """Return the checksums of a checkpoint's files; None for one that was saved before there were any.
+
+    Raises ValueError naming the file if it is damaged.
+    """
+    source = checkpoint / CHECKSUMS
+    if not os.path.lexists(source):
+        return None
+    return parsed(load_json_object(source).get("files"), source)
+
+
 def read_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read ``num_rollouts``, ``weight_version``, ``topology`` and the saved facts.
 
     Raises ValueError naming the file and the key for a file that is damaged, or of another checkpoint.
     """
     file = checkpoint / STATE
+    sums = read_checksums(checkpoint)
+    if sums is not None and STATE in sums:
+        check(checkpoint, sums, [STATE], checkpoint / CHECKSUMS)
     state = load_json_object(file)
 
     def expect(key: str, expected: str, right: bool) -> None:

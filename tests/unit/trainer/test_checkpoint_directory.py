@@ -10,9 +10,11 @@ prepare_device()
 
 import io  # noqa: E402
 import json  # noqa: E402
+import os  # noqa: E402
 import pickle  # noqa: E402
 import random  # noqa: E402
 from contextlib import nullcontext  # noqa: E402
+from pathlib import Path  # noqa: E402
 from types import SimpleNamespace  # noqa: E402
 
 import numpy as np  # noqa: E402
@@ -111,6 +113,41 @@ def test_a_kill_while_one_of_the_same_name_is_replaced_leaves_a_whole_one(
     switch(tmp_path, 5, which="newest")
     assert saved_state.read_state(saved_state.latest_checkpoint(tmp_path))["which"] == "newest"
     assert names(tmp_path) == ["iter_0000005", saved_state.LATEST]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name_and_that_before_the_pointer(
+    tmp_path, monkeypatch
+):
+    """Only a power cut shows another order: the calls are recorded."""
+    calls = []
+    real = os.fsync, Path.rename, os.replace
+
+    def fsync(handle):
+        calls.append(("sync", Path(os.readlink(f"/proc/self/fd/{handle}")).name))
+        real[0](handle)
+
+    def rename(path, target):
+        calls.append(("rename", path.name, target.name))
+        return real[1](path, target)
+
+    def replace(path, target):
+        calls.append(("rename", Path(path).name, Path(target).name))
+        real[2](path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "rename", rename)
+    monkeypatch.setattr(os, "replace", replace)
+    switch(tmp_path, 7)
+    directory, pointer = ("sync", tmp_path.name), saved_state.LATEST
+    named = calls.index(("rename", "iter_0000007.tmp", "iter_0000007"))
+    files = {"iter_0000007.tmp", "trainer_state.json", saved_state.CHECKSUMS}
+    assert {name for _, name in calls[:named]} == files
+    assert calls[named + 1 :] == [
+        directory,
+        ("sync", f"{pointer}.tmp"),
+        ("rename", f"{pointer}.tmp", pointer),
+        directory,
+    ]
 
 
 def test_where_a_run_began_its_checkpoint_has_only_its_samples_renewed(tmp_path):
