@@ -377,3 +377,31 @@ def test_a_run_that_compares_rewards_by_their_parts_does_not_resume_with_samples
 def test_a_run_whose_ranks_hold_the_teacher_resumes_with_samples_that_no_server_has_taught(resumed):
     held = {"use_opd": True, "opd_type": "megatron", "opd_teacher_load": "teacher"}
     assert resumed(scored(routes=False), **held) == 5
+
+
+def test_any_bit_of_the_header_counts_and_an_old_file_is_read(tmp_path):
+    """A header says texts, labels and the next group: a bit of it once skipped a prompt for ever."""
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {"next_group": 176})
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    expected = read_samples(path)
+    for at in range(8, end, 5):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        try:
+            samples, facts = read_samples(path)
+        except ValueError:
+            continue
+        # white space between the header's parts says nothing
+        assert content[at : at + 1].isspace(), content[at - 20 : at + 20]
+        assert facts == expected[1] and len(samples) == len(expected[0])
+
+    tensors, header = rollout_file._encode(scored())
+    header |= {"facts": {"n": 1}, "checksum": rollout_file._arrays_checksum(tensors)}
+    old = {"format": "r3train-samples-1", "header": json.dumps(header)}
+    path.write_bytes(rollout_file.save(tensors, old))
+    assert read_samples(path)[1] == {"n": 1}
+    header["checksum"] += 1
+    path.write_bytes(rollout_file.save(tensors, old | {"header": json.dumps(header)}))
+    with pytest.raises(ValueError, match="checksum"):
+        read_samples(path)

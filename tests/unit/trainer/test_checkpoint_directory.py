@@ -291,3 +291,85 @@ def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_withou
             match()
         saved.append(weights.key)
     match()
+
+
+def saved_alone(directory, monkeypatch, *, is_async, elements=1000):
+    """A checkpoint of one tensor, saved by a ``Checkpointer`` of one rank."""
+    topology = dict.fromkeys(("world_size", "tp_size", "pp_size", "cp_size", "ep_size"), 1)
+    topology = SimpleNamespace(**topology, vpp_size=None, etp_size=1)
+    actor = SimpleNamespace(topology=topology, gather_parameters=lambda: None)
+    values = torch.arange(elements, dtype=torch.float32)
+    state = lambda _: {"a": ShardedTensor.from_rank_offsets("a", values)}  # noqa: E731
+    monkeypatch.setattr(checkpoint, "_whole_state", state)
+    monkeypatch.setattr(checkpoint, "_model_state", state)
+    saver = checkpoint.Checkpointer(
+        actor, CheckpointSection(save=directory, async_save=is_async, save_interval=1)
+    )
+    saver.save(3, {}, lambda path: (path / BUFFER_FILE).write_bytes(b"samples"))
+    saver.finish()
+    return saved_state.latest_checkpoint(directory)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_bit_of_any_file_of_a_checkpoint_is_noticed_before_it_is_loaded(
+    alone_in_a_group, tmp_path, monkeypatch, is_async
+):
+    summed_here, summed = [], checkpoint.checksums
+
+    def noted(directory, names):
+        names = list(names)
+        summed_here.extend(names)
+        return summed(directory, names)
+
+    monkeypatch.setattr(checkpoint, "checksums", noted)
+    path = saved_alone(tmp_path, monkeypatch, is_async=is_async)
+    files = {p.name for p in path.iterdir()}
+    written = {"__0_0.distcp", "rng_00000.safetensors"}
+    shared = {".metadata", "common.pt", "metadata.json", "trainer_state.json"}
+    assert files == written | shared | {BUFFER_FILE, saved_state.CHECKSUMS}
+    # each file once; with an asynchronous save the forked writer sums what it has written
+    assert sorted(summed_here) == sorted(shared if is_async else shared | written)
+    assert saved_state.read_checksums(path).keys() == shared | written
+    for name in sorted(shared | written):
+        content = (path / name).read_bytes()
+        middle = len(content) // 2
+        flipped = content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
+        (path / name).write_bytes(flipped)
+        with pytest.raises(ValueError, match=f"{path / name}: damaged: [^\n]*$"):
+            checkpoint.load_checkpoint(None, path)
+        (path / name).write_bytes(content)
+    # a file of the samples may be replaced later
+    (path / BUFFER_FILE).write_bytes(b"more samples")
+    checkpoint.check_files(path)
+    # of an earlier version
+    (path / saved_state.CHECKSUMS).unlink()
+    (path / "common.pt").write_bytes(b"other")
+    checkpoint.check_files(path)
+
+
+@pytest.mark.parametrize("name", ["common.pt", "__0_0.distcp", "rng_00000.safetensors"])
+def test_a_fifo_in_a_checkpoint_is_refused_with_and_without_checksums(
+    alone_in_a_group, tmp_path, monkeypatch, name
+):
+    path = saved_alone(tmp_path, monkeypatch, is_async=False)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{path / name}: is a FIFO, expected a regular file"):
+            checkpoint.load_checkpoint(None, path)
+        (path / saved_state.CHECKSUMS).unlink(missing_ok=True)
+
+
+def test_a_failure_at_the_end_of_a_save_leaves_the_checkpoint_before_it(
+    alone_in_a_group, tmp_path, monkeypatch
+):
+    def full(_):
+        raise OSError(28, "No space left on device", "checksums.json")
+
+    saved_alone(tmp_path, monkeypatch, is_async=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_checksums", full)
+        for is_async in (False, True):
+            with pytest.raises(checkpoint.CheckpointError, match="No space left .*after 3 roll"):
+                saved_alone(tmp_path, patch, is_async=is_async)
+    assert names(tmp_path) == ["iter_0000003", saved_state.LATEST]
