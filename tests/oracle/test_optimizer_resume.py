@@ -163,7 +163,7 @@ UNMOVED = dict(lr=1e-12)
 
 
 def moved_by_a_step(actor: Any, config: Any, hf: Any) -> float:
-    """How far a step moves a weight at most, on rank 0: optimizers with weights of their own write them then."""
+    """Return the largest move of a weight in a step, on rank 0: an optimizer writes its own weights then."""
     before = {name: tensor.float().clone() for name, tensor in actor.hf_weights()}
     slices, _ = slices_of(actor, config, hf, samples(hf, [(5, 9), (4, 12), (6, 7)]))
     actor.train_step(slices, actor.compute_log_probs(slices, None), None)

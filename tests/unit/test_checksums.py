@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 
 import pytest
 
@@ -22,6 +23,8 @@ def files(tmp_path):
 def test_readers_share_the_files_each_has_one_and_the_largest_is_alone(files):
     sums = checksums(files, [path.name for path in files.iterdir()])
     assert sums["file2"]["bytes"] == 5_000_000 and checksum(files / "file2") == sums["file2"]
+    # more than one read
+    assert sums["file2"]["crc32"] == zlib.crc32((files / "file2").read_bytes())
     for parts in (1, 2, 3, 9):
         shares = [part_of(sums, part, parts) for part in range(parts)]
         assert sorted(name for share in shares for name in share) == sorted(sums)
