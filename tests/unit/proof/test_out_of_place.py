@@ -119,3 +119,34 @@ def test_more_comparisons_than_the_verdict_says_fail(tmp_path):
     (found,) = audit_run(run).findings
     assert (found.step, found.got, found.expected) == (0, "2", "1")
     assert found.claim == "true to sampling"
+
+
+def test_a_rank_that_the_run_did_not_have_is_named(tmp_path):
+    run = write_run(tmp_path / "run")
+    records = [json.loads(line) for line in rank_file(run, 1).read_text().splitlines()]
+    lines = [json.dumps({**r, "rank": 2}) + "\n" for r in records if r["step"] == 1]
+    rank_file(run, 2).write_text("".join(lines))
+    found = audit_run(run).findings
+    assert {f.step for f in found} == {1}
+    (strange,) = [f for f in found if "world_size" in f.what]
+    assert (strange.ranks, strange.got) == ((2,), "2")
+
+
+def stale(r):
+    """More rows of other weights mismatch than the threshold's share, and none of the actor's own."""
+    return replace(r, rows_equal=60, rows_overlap=30, rows_mismatch=10)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["taken out", "put in"])
+def test_a_warning_of_staleness_that_the_records_do_not_have_is_of_the_agreement(tmp_path, said):
+    run = write_run(tmp_path / "run", versions=True, change=stale if said else None)
+    assert audit_run(run).verdict == "passed"
+    path = run / "evidence" / STEPS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (lines[1]["stale_warning"] is not None) == said
+    lines[1]["stale_warning"] = None if said else "R3 staleness: 5 of 6 rows"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = audit_run(run).findings
+    assert found.step == 1 and found.claim == "agreement" and "stale_warning" in found.what
+    # it was by the run's own threshold, which another one replaces
+    assert audit_run(run, threshold=0.02).verdict == "passed"
