@@ -150,3 +150,29 @@ def test_a_warning_of_staleness_that_the_records_do_not_have_is_of_the_agreement
     assert found.step == 1 and found.claim == "agreement" and "stale_warning" in found.what
     # it was by the run's own threshold, which another one replaces
     assert audit_run(run, threshold=0.02).verdict == "passed"
+
+
+def test_a_run_that_judged_a_sample_untrue_failed_whatever_its_file_says_now(tmp_path):
+    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    path = run / "evidence" / STEPS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    failure = {"replay_pass": "computed_again", "stage": "whole", "layer_number": 2}
+    failure |= {"what": "of 100 rows those with other experts", "got": 90, "expected": 2}
+    lines[1] |= {"passed": False}
+    lines[1]["sampling"] |= {"verdict": "failed", "failures": [failure]}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    audit = audit_run(run)
+    found = [f for f in audit.findings if f.claim == "true to sampling"]
+    assert len(found) == 1 and found[0].step == 1
+    assert found[0].what.startswith("the run itself judged it failed (computed_again/whole layer 2")
+
+
+def test_comparisons_count_of_the_time_that_counts_alone(tmp_path):
+    def rescored(step):
+        return [comparison(step)]
+
+    run = write_run(tmp_path / "run", rescored=rescored)
+    write_run(run, range(1, 4), attempt=SECOND, rescored=rescored)
+    audit = audit_run(run)
+    assert audit.verdict == "passed"
+    assert audit.numbers["computed_again"]["parts"] == 4  # of steps 0 to 3
