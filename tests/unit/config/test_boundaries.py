@@ -282,3 +282,27 @@ def test_evaluations_have_half_of_the_places_of_rollouts():
     half = run.rollout.max_concurrency // 2
     assert half > 1 and run.eval_places == half
     assert config(eval_max_concurrency=7).eval_places == 7
+
+
+@pytest.mark.parametrize(
+    "value, refused",
+    [
+        (-1.0, False),
+        (0, True),  # of no token at all
+        (1.25, True),
+        (False, False),
+        (True, True),
+        ("none", False),
+        ("1.0", True),
+    ],
+)
+def test_a_capacity_that_drops_replayed_choices_is_refused(value, refused):
+    said = complaints(**REPLAY, transformer_overrides={"moe_expert_capacity_factor": value})
+    assert ("capacity dropping discards replayed choices" in said) is refused
+
+
+def test_a_ratio_of_replayed_experts_needs_replay():
+    message = "--r3-keep-score-ratio needs --use-rollout-routing-replay"
+    assert message in complaints(r3_keep_score_ratio=0.5)
+    assert message not in complaints(r3_keep_score_ratio=0.5, **REPLAY)
+    assert message not in complaints(r3_keep_score_ratio=0.0)

@@ -176,3 +176,25 @@ def test_comparisons_count_of_the_time_that_counts_alone(tmp_path):
     audit = audit_run(run)
     assert audit.verdict == "passed"
     assert audit.numbers["computed_again"]["parts"] == 4  # of steps 0 to 3
+
+
+def test_what_was_computed_again_is_added_up_over_steps(tmp_path):
+    def rescored(step):
+        rows = {1: 1, 2: 2, 3: 0}
+        again = comparison(step, rows_differ=rows, log_probs_differ=1)
+        return [again, replace(again, part="last")]
+
+    run = write_run(tmp_path / "run", rescored=rescored)
+    path = run / "evidence" / STEPS_FILE
+    path.write_text(path.read_text().replace('"missed": 0', '"missed": 3'))
+    audit = audit_run(run)
+    assert audit.verdict == "passed", audit.findings
+    assert audit.numbers["computed_again"] == {
+        "samples": 3,
+        "parts": 6,
+        "missed": 9,
+        "rows": 6 * 300,
+        "rows_differ": 6 * 3,
+        "log_probs": 6 * 60,
+        "log_probs_differ": 6,
+    }
