@@ -1,4 +1,4 @@
-"""How a finding names its place, and what an audit says as JSON."""
+"""Names of a finding's place, and what an audit says as JSON."""
 
 from __future__ import annotations
 

@@ -198,3 +198,23 @@ def test_what_was_computed_again_is_added_up_over_steps(tmp_path):
         "log_probs": 6 * 60,
         "log_probs_differ": 6,
     }
+
+
+@pytest.mark.parametrize("rescored", [False, True])
+def test_a_verdict_that_failed_for_no_reason_fails(tmp_path, rescored):
+    compared = {"rescored": lambda step: [comparison(step)]} if rescored else {}
+    run = write_run(tmp_path / "run", **compared)
+    path = run / "evidence" / STEPS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["passed"] = False
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = audit_run(run).findings
+    assert found.what == "the run itself judged it failed (no reason recorded)"
+    failure = {"replay_pass": "train", "stage": "replay_forward", "layer_number": 2}
+    failure |= {"what": "num_calls", "got": 1, "expected": 2}
+    lines[1]["failures"] = [failure] * 5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (found,) = audit_run(run).findings
+    each = "train/replay_forward layer 2: num_calls is 1, expected 2"
+    assert found.what == f"the run itself judged it failed ({'; '.join([each] * 3)})"
+    assert found.claim == "covered"  # of the quantity
