@@ -218,3 +218,13 @@ def test_a_verdict_that_failed_for_no_reason_fails(tmp_path, rescored):
     each = "train/replay_forward layer 2: num_calls is 1, expected 2"
     assert found.what == f"the run itself judged it failed ({'; '.join([each] * 3)})"
     assert found.claim == "covered"  # of the quantity
+
+
+def test_the_threshold_that_is_reported_is_the_highest_of_the_steps(tmp_path):
+    run = write_run(tmp_path / "run")
+    path = run / "evidence" / STEPS_FILE
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[1]["mismatch_threshold"] = 0.5
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert audit_run(run).numbers["mismatch_threshold"] == 0.5
+    assert audit_run(run, threshold=0.25).numbers["mismatch_threshold"] == 0.25
