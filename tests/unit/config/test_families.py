@@ -262,6 +262,17 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
             {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}},
             "mscale None and mscale_all_dim None",
         ),
+        (
+            "gpt_oss",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_type is 'default', expected 'yarn'",
+        ),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window is None, expected a number"),
+        (
+            "kimi_k2",  # as releases write it
+            {"rope_parameters": None, "rope_scaling": {**YARN, "type": "yarn"}},
+            "mscale 1.0 and mscale_all_dim 0.5",
+        ),
         ("deepseek_v3", {"topk_group": 2}, "topk_group 2, expected twice as many experts"),
         ("minimax_m2", {"use_qk_norm": None}, "use_qk_norm is None"),
         ("minimax_m2", {"rotary_dim": 4}, "rotary_dim is 4, expected 8"),
