@@ -26,10 +26,7 @@ def install() -> None:
 
     Raises RuntimeError if Megatron's function is not the one that this one stands for.
     """
-    megatrons = rope_utils._apply_rotary_pos_emb_thd
-    if megatrons is rotate_packed:
-        return
-    found = tuple(inspect.signature(megatrons).parameters)
+    found = tuple(inspect.signature(rope_utils._apply_rotary_pos_emb_thd).parameters)
     if found != _PARAMETERS:
         raise RuntimeError(
             f"megatron-core's _apply_rotary_pos_emb_thd takes {', '.join(found)}; r3train replaces that of"
