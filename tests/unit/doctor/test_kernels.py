@@ -103,7 +103,8 @@ def test_two_versions_of_cudnn_are_a_problem(engine, of_engine, of_torch, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "version, number, level", [((9, 18, 0), 91800, OK), ((9, 17, 1), 91701, PROBLEM)]
+    "version, number, level",
+    [((9, 18, 0), 91800, OK), ((9, 24, 1), 92401, OK), ((9, 17, 1), 91701, PROBLEM)],
 )
 def test_a_cudnn_before_fused_attention_of_packs_is_a_problem(
     engine, version, number, level, tmp_path, monkeypatch
