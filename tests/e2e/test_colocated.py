@@ -257,6 +257,8 @@ WAYS = {
     " --save CHECKPOINTS --save-interval 1 --async-save --save-hf EXPORTS/{rollout_id}",
     # the base was released with the rest
     "adapters": "--lora-rank 4 --lora-alpha 8",
+    # as in the recipes
+    "by shared memory to two servers": "--update-weight-transfer-mode shared_memory --rollout-num-engines 2",
     "by disk to two servers": "--update-weight-transfer-mode disk --rollout-num-engines 2",
 }
 

@@ -144,6 +144,10 @@ def test_heads_of_a_rank_are_asked_for(engine, tmp_path):
     assert engine.asked == [replace(PACKED, **shape, **longest)]
     assert found.level == OK and found.text.endswith("the fused kernel")
     assert "num_heads 8, num_gqa_groups 1, head_dim_qk 128" in found.text
+    # of fewer key heads than tensor ranks every rank has one
+    config, _ = recipe(tmp_path / "wide", "qwen3_30b_a3b", tensor_model_parallel_size=8)
+    list(kernels.check_attention(config, hf, 8))
+    assert (engine.asked[-1].num_heads, engine.asked[-1].num_gqa_groups) == (4, 1)
 
 
 def test_latent_attention_has_keys_for_every_head_and_values_of_another_size(engine, tmp_path):
@@ -156,6 +160,9 @@ def test_latent_attention_has_keys_for_every_head_and_values_of_another_size(eng
     longest = dict(max_seqlen_q=4096 * cp, max_seqlen_kv=4096 * cp)
     assert engine.asked == [replace(PACKED, **shape, **longest, context_parallel=cp > 1)]
     assert found.level == OK and found.text.endswith("the flash kernel")
+    # whatever config.json says of key heads
+    list(kernels.check_attention(config, replace(hf, num_key_value_heads=1), 8))
+    assert engine.asked[-1] == engine.asked[0]
 
 
 def test_both_kinds_of_a_model_with_sinks_are_asked_for(engine, tmp_path):
