@@ -60,7 +60,7 @@ def _dotted(version: tuple[int, ...] | None) -> str:
 def _folders_of_cudnn(maps: Iterable[str]) -> set[str]:
     """Directories of the libcudnn files that a process has mapped; maps: lines of /proc/PID/maps."""
     files = (line.split(maxsplit=5)[5:] for line in maps)
-    paths = (Path(file[0].removesuffix(" (deleted)").rstrip()) for file in files if file)
+    paths = (Path(file[0]) for file in files if file)
     return {str(path.parent) for path in paths if re.match(r"libcudnn[._]", path.name)}
 
 

@@ -165,8 +165,9 @@ def test_latent_attention_has_keys_for_every_head_and_values_of_another_size(eng
     assert engine.asked[-1] == engine.asked[0]
 
 
-def test_both_kinds_of_a_model_with_sinks_are_asked_for(engine, tmp_path):
-    fields = {"context_parallel_size": 2, "transformer_overrides": {"cp_comm_type": "a2a"}}
+@pytest.mark.parametrize("way", ["a2a", 24 * ["a2a"]], ids=["all", "each"])
+def test_both_kinds_of_a_model_with_sinks_are_asked_for(engine, tmp_path, way):
+    fields = {"context_parallel_size": 2, "transformer_overrides": {"cp_comm_type": way}}
     config, hf = recipe(tmp_path, "gpt_oss_20b", tensor_model_parallel_size=4, **fields)
     found = list(kernels.check_attention(config, hf, 8))
     assert [f.text.partition(":")[0] for f in found] == ["full attention", "sliding attention"]
