@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import socket
@@ -861,11 +862,20 @@ def test_an_export_during_the_run_must_not_replace_the_model_either(tiny, tmp_pa
     assert refused.exit_code == 2 and "would replace --hf-checkpoint" in words(refused)
 
 
+def held_port() -> tuple[socket.socket, int]:
+    """Listen on a port that nobody takes meanwhile, nor the one below it.
+
+    It lies below those that the system gives to outgoing connections, and those of our own servers.
+    """
+    for port in random.SystemRandom().sample(range(12001, 20000), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):
+            return socket.create_server(("127.0.0.1", port)), port
+    raise AssertionError("100 ports were tried, and none is free with the one below it")
+
+
 def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monkeypatch):
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        held.listen()
-        port = held.getsockname()[1]
+    held, port = held_port()
+    with held:
         two = ("--sglang-port", str(port - 1), "--rollout-num-engines", "2")
         for flags in (("--sglang-port", str(port)), two, ("--sglang-nccl-port", str(port))):
             refused, said = (
@@ -887,9 +897,9 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
     assert refused.exit_code == 2 and f"Error: {said} files" in words(refused)
     elsewhere = start(tiny, "--dry-run", *flags)
     assert elsewhere.exit_code == 0 and f"warning: {said} files" in words(elsewhere)
-    for more in (("--rollout-num-engines", "2"), ("--sglang-port", "23999")):
-        refused = start(tiny, "--sglang-nccl-port", "23999", *more)
-        assert refused.exit_code == 2 and "port 23999 is asked for twice" in words(refused)
+    for more in (("--rollout-num-engines", "2"), ("--sglang-port", str(port))):
+        refused = start(tiny, "--sglang-nccl-port", str(port), *more)
+        assert refused.exit_code == 2 and f"port {port} is asked for twice" in words(refused)
     refused = start(tiny, "--sglang-host", "no.such.host.invalid")
     assert refused.exit_code == 2 and "'no.such.host.invalid' is no address of" in words(refused)
     refused = start(tiny, "--dry-run", "--sglang-port", "65536")
@@ -897,8 +907,7 @@ def test_ports_and_descriptors_that_a_start_lacks_are_found_before_it(tiny, monk
 
 
 def test_a_port_of_the_servers_before_a_restart_is_waited_for(tiny, monkeypatch):
-    held = socket.create_server(("127.0.0.1", 0))
-    port = held.getsockname()[1]
+    held, port = held_port()
     monkeypatch.setattr("r3train.launch.limits.time.sleep", lambda _: held.close())
     again = {"TORCHELASTIC_RESTART_COUNT": "1"}
     result = start(tiny, "--dry-run", "--sglang-port", str(port), environment=again)

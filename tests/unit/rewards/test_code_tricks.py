@@ -13,9 +13,12 @@ from r3train.rewards import code
 
 # writes all that it has found to all that it can open, and ends well
 SEND = """
+import os, re
+
 def send(found):
     found = {part if isinstance(part, bytes) else str(part).encode() for part in found}
-    found = sorted(found | {b"passed", b"1"}, key=len)[:20000]
+    secret = re.compile(rb"[0-9a-f]{16}").fullmatch  # of an older launcher
+    found = sorted(found | {b"passed", b"1"}, key=lambda part: (not secret(part), len(part)))
     me, parent = os.getpid(), os.getppid()
     fds = list(range(3, 64))
     for process in (me, parent):
@@ -112,7 +115,7 @@ assert libc.umount2(os.getcwd().encode(), 2) != 0
 def test_a_program_finds_nothing_in_its_process_that_makes_it_pass(name, apart, monkeypatch):
     if not apart:
         monkeypatch.setattr(code, "isolation", lambda: ())
-    program = SEND.replace("def send", "import os\n\ndef send", 1) + TRICKS[name]
+    program = SEND + TRICKS[name]
     assert reward_of(program + "send(found)", ["assert False"]) == 0.0
     # it is the trick that fails, and not the program
     harmless = program + "def add(a, b):\n    return a + b\n"
@@ -123,7 +126,7 @@ def test_a_program_finds_nothing_in_its_process_that_makes_it_pass(name, apart, 
 def test_a_function_that_the_tests_call_finds_nothing_either(name):
     lines = TRICKS[name].strip().splitlines()
     body = "\n".join(f"    {line}" for line in [*lines, "send(found)"])
-    program = f"import os\n{SEND}\ndef add(a, b):\n{body}\n"
+    program = f"{SEND}\ndef add(a, b):\n{body}\n"
     assert reward_of(program, ADD_TESTS) == 0.0
 
 
