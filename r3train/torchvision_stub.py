@@ -7,11 +7,10 @@ in this environment import torch without us.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -39,9 +38,9 @@ def _own_extension_loads() -> bool:
     """True if torchvision's extension is loaded now, as torchvision's import would; it is not imported."""
     import torch
 
-    if "torchvision" in sys.modules:  # its import went well
+    if "torchvision.ops" in sys.modules:  # its import went well
         return True
-    found = importlib.util.find_spec("torchvision")
+    found = PathFinder.find_spec("torchvision")
     for place in (found.submodule_search_locations or ()) if found is not None else ():
         for library in sorted(Path(place).glob("_C*.so")):
             try:
@@ -63,15 +62,19 @@ def declare_ops_for_imports() -> None:
 
 
 class _BeforeTorchvision(MetaPathFinder):
-    """Finds no module; it sees which are looked for."""
-
-    _declared = False
+    """Finds torchvision; the ops are declared as it is imported, and not where somebody asks if it is there."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Declare the ops before torchvision is found."""
-        if fullname == "torchvision" and not self._declared:
-            self._declared = True
-            declare_torchvision_ops()
-        return None
+        """Find torchvision as Python would, with a loader that declares the ops first; no other module."""
+        found = PathFinder.find_spec(fullname, path) if fullname == "torchvision" else None
+        if found is not None and found.loader is not None:
+            run = found.loader.exec_module
+
+            def declare_and_run(module: ModuleType) -> None:
+                declare_torchvision_ops()
+                run(module)
+
+            found.loader.exec_module = declare_and_run
+        return found

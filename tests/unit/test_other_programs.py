@@ -113,6 +113,8 @@ def test_ops_are_declared_as_torchvision_is_looked_for_and_torch_not_before():
 import sys
 from r3train.torchvision_stub import declare_ops_for_imports
 declare_ops_for_imports(); declare_ops_for_imports()
+import importlib.util
+assert importlib.util.find_spec("torchvision") is not None  # as transformers asks
 print("torch" in sys.modules, len([f for f in sys.meta_path if f.__class__.__module__.startswith("r3train")]))
 from transformers import Qwen3MoeForCausalLM
 print("torchvision" in sys.modules)
