@@ -1,4 +1,4 @@
-"""Where torch keeps compiled kernels: nowhere that another user could have filled first."""
+"""The directory of torch's compiled kernels: none that another user could have filled first."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def planted(tmp_path: Path) -> dict[str, str]:
 
 
 def of_a_server(environment: dict[str, str], tmp_path: Path, monkeypatch) -> str:
-    """What a server's process resolves, by its production start."""
+    """Start a server as production does; return the words that its process prints."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(SGLangServer, "command", lambda self: [sys.executable, "-c", HEADERS])
@@ -40,7 +40,7 @@ def of_a_server(environment: dict[str, str], tmp_path: Path, monkeypatch) -> str
 
 
 def of_a_rank(environment: dict[str, str], _tmp_path: Path, _monkeypatch) -> str:
-    """What a rank's process resolves, after ``prepare_device``."""
+    """Prepare the device as a rank does; return the words that its process prints."""
     code = "from r3train.trainer.megatron.cpu_device import prepare_device; prepare_device()\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code + HEADERS],
@@ -55,7 +55,7 @@ def of_a_rank(environment: dict[str, str], _tmp_path: Path, _monkeypatch) -> str
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    """Whatever this process has set for itself."""
+    """Forget the settings of this process."""
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"):
         monkeypatch.delenv(name, raising=False)
 

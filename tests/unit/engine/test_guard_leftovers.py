@@ -1,4 +1,4 @@
-"""What a guard that gets SIGKILL leaves behind, and the next one removes."""
+"""Files that a guard leaves at SIGKILL, and the next one removes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What a reward's process starts ends with it, and what it writes is never unpickled."""
+"""Children of a reward's process end with it, and its answers are never unpickled."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,12 @@ def leaves_children(prompt, text, ids):
 def leaves_children_and_hangs(prompt, text, ids):
     leaves_children(prompt, text, ids)
     time.sleep(1000)
+
+
+def leaves_children_and_holds(prompt, text, ids):
+    """Keep the interpreter, in which nothing of Python runs for years."""
+    leaves_children(prompt, text, ids)
+    re.match("(a+)+$", "a" * 64 + "b")
 
 
 def leaves_children_and_ends(prompt, text, ids):
@@ -130,17 +137,19 @@ def test_children_that_left_the_session_end_with_the_function(name, error, tmp_p
     assert not [pid for pid in children(tmp_path) if is_running(pid)], "it ended before them"
 
 
-def test_children_that_left_the_session_end_with_a_trainer_that_is_killed(tmp_path):
+@pytest.mark.parametrize("name", ["leaves_children_and_hangs", "leaves_children_and_holds"])
+def test_children_that_left_the_session_end_with_a_trainer_that_is_killed(name, tmp_path):
     code = f"""
 from tests.unit.rewards.test_scoring import sample, scored, settings
 asked = sample(metadata={{"directory": {str(tmp_path)!r}}})
-scored(settings(rm_type={HERE + "leaves_children_and_hangs"!r}, reward_timeout_s=600.0), asked)
+scored(settings(rm_type={HERE + name!r}, reward_timeout_s=600.0), asked)
 """
     with subprocess.Popen([sys.executable, "-c", code]) as trainer:
         pids = tmp_path / "pids"
         wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 3)
         started = [p.pid for p in psutil.Process(trainer.pid).children(recursive=True)]
         assert set(children(tmp_path)) < set(started)
+        time.sleep(1.0)  # until the interpreter is held
         trainer.kill()
     wait_for(lambda: not any(map(is_running, started)))
 
