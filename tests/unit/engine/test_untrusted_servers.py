@@ -245,6 +245,8 @@ async def test_two_answers_that_were_swapped_are_both_asked_for_again():
     async with client_of(fake, max_bad_answers=2) as client:
         samples = await asyncio.gather(one(client, 0), one(client, 1))
     assert [s.sample_id for s in samples] == [0, 1] and len(fake.bodies) == 4
+    # a server aborts every id that begins with the given one
+    assert all(body["rid"].endswith(".") for body in fake.bodies)
 
 
 async def test_a_text_computed_again_must_be_the_one_that_was_sent():
@@ -383,3 +385,15 @@ async def test_a_body_of_a_control_call_is_bounded():
         with EngineControl([addr]) as control:
             with pytest.raises(AnswerRefused, match=f"longer than {64 << 20} bytes"):
                 await asyncio.to_thread(control.server_info)
+
+
+async def test_no_proxy_of_the_environment_is_sent_prompts_and_keys(monkeypatch):
+    stranger = Fake()
+    async with stranger.running() as addr:
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://{addr}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        async with client_of(Fake()) as client:
+            assert (await one(client)).token_ids[-1] == 9
+    assert not stranger.bodies
