@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from r3train.checksums import Sums, check, checksums, parsed
-from r3train.config.families import FAMILIES, has_fused_experts, model_type_of
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
 from r3train.config.lora import LoraSection
-from r3train.config.tensor_shapes import fits, tensor_shapes
+from r3train.families import FAMILIES, fits, has_fused_experts, model_type_of, tensor_shapes
 
 if TYPE_CHECKING:  # a dry run reads headers, and torch takes seconds to import
     import torch

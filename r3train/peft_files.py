@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import linear_of, LoraSection
+from r3train.families import tensor_names
 from r3train.hf_checkpoint import (
     check_export,
     read_header,

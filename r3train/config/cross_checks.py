@@ -11,7 +11,6 @@ from r3train.config.algorithm import AlgorithmSection
 from r3train.config.checkpoint import rollout_path
 from r3train.config.eval_checks import eval_conflicts
 from r3train.config.evaluation import EvalDataset
-from r3train.config.families import UNFUSED_ROPE, topology_conflicts
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
@@ -20,6 +19,8 @@ from r3train.config.rollout import RolloutSection
 from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError, raise_all
+from r3train.families import FAMILIES
+from r3train.families.checks import topology_conflicts
 
 # a thousand times what a large job has
 _MOST_SAMPLES = 10_000_000
@@ -706,13 +707,13 @@ def _model_engine(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _model_fusions(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
-    if (
-        config.model.transformer_overrides.get("apply_rope_fusion")
-        and hf.model_type in UNFUSED_ROPE
-    ):
+    family = FAMILIES.get(hf.model_type)
+    if family is None or not config.model.transformer_overrides.get("apply_rope_fusion"):
+        return
+    if family.unfused_rope:
         yield (
             f"transformer_overrides.apply_rope_fusion cannot be on for {hf.model_type}:"
-            f" {UNFUSED_ROPE[hf.model_type]}"
+            f" {family.unfused_rope}"
         )
 
 

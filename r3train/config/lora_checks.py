@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from r3train.config.families import FAMILIES, sent_together, tensor_names
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora import ALL_LINEAR, FUSED, linear_of, LINEARS
 from r3train.config.run import RunConfig
+from r3train.families import FAMILIES, sent_together, tensor_names
 
 
 def lora_conflicts(config: RunConfig) -> Iterator[str]:

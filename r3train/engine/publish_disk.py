@@ -11,7 +11,7 @@ import shutil
 import time
 from pathlib import Path
 
-from r3train.config.families import has_fused_experts
+from r3train.families import has_fused_experts
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import Published, WeightPublisher
 from r3train.hf_checkpoint import (

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from r3train.config.families import has_fused_experts
+from r3train.families import has_fused_experts
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import Published, WeightPublisher, buckets
 from r3train.hf_checkpoint import SAFETENSORS_DTYPES, NamedTensors, TensorKind, kind_of

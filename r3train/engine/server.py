@@ -14,8 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from r3train.config.families import model_type_of
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, load_json_object
+from r3train.families import model_type_of
 from r3train.cuda_environment import set_nccl_defaults, visible_gpus
 from r3train.engine.addresses import interface_of, is_loopback
 from r3train.engine.backend import EngineDied, EngineError

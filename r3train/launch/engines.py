@@ -12,9 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.config.families import has_fused_experts, sent_together
 from r3train.config.rollout import RolloutSection
 from r3train.cuda_environment import visible_gpus
+from r3train.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.data.prompts import ChatTemplate
 from r3train.environments.registry import get_environment, get_tools

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.families import check_family
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families.checks import check_family
 from r3train.data.tokenizer import load_tokenizer
 from r3train.engine.backend import EngineError
 from r3train.engine.key import engine_api_key

@@ -19,9 +19,10 @@ from r3train.config.cross_checks import (
     replay_warnings,
 )
 from r3train.config.eval_checks import eval_conflicts
-from r3train.config.families import FAMILIES, untrained_parts
 from r3train.config.hf_facts import HfModelFacts, OF_TEXT_AND_IMAGES, read_hf_facts
 from r3train.config.sources import ConfigError, raise_all
+from r3train.families import FAMILIES
+from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
 from r3train.data.fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import HfModelFacts
+from r3train.families import FAMILIES
 from r3train.generation import stitch
 from r3train.host_group import host_group
 from r3train.layout.microbatch import slice_microbatch

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.tensor_shapes import tensor_shapes
+from r3train.families import tensor_shapes
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
 from r3train.types import RouteShape
 

@@ -14,7 +14,7 @@ from pyarrow import parquet
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.options import parse_train_flags
-from r3train.config.tensor_shapes import tensor_shapes
+from r3train.families import tensor_shapes
 from r3train.doctor.finding import OK, amount
 from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus, estimate, stages

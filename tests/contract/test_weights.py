@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.families import FAMILIES
-from r3train.config.tensor_shapes import tensor_shapes
+from r3train.families import FAMILIES, tensor_shapes
 from r3train.hf_checkpoint import is_trained
 from tests.contract.record_weights import WEIGHTS
 

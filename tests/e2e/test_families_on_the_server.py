@@ -14,8 +14,8 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from r3train.cli import main
-from r3train.config.families import FAMILIES, has_fused_experts, sent_together, tensor_names
 from r3train.config.hf_facts import read_hf_facts
+from r3train.families import FAMILIES, has_fused_experts, sent_together, tensor_names
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.config.checkpoint import CheckpointSection
-from r3train.config.families import FAMILIES, tensor_names, topology_conflicts
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.parallel import ParallelSection
+from r3train.families import FAMILIES, tensor_names
+from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.routing.fingerprint import token_uids
 from r3train.tiny import random_model, save

@@ -17,9 +17,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
+from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
 from r3train.routing.fingerprint import token_uids

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.config.families import FAMILIES
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora import LoraSection
+from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import not_in_peft, write_adapter
 from r3train.tiny_families import TINY_FAMILIES

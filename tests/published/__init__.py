@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from r3train.config.families import tensor_names
 from r3train.config.hf_facts import read_hf_facts
+from r3train.families import tensor_names
 from r3train.hf_checkpoint import read_transformers_config
 from r3train.torchvision_stub import declare_torchvision_ops
 

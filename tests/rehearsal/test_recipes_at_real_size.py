@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from r3train.config import RunConfig
-from r3train.config.families import tensor_names
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.families import tensor_names
 from r3train.doctor import memory
 from r3train.doctor.memory import StageRanks, layer_bytes, logits_bytes, stages
 from r3train.doctor.model import read_stages

@@ -23,10 +23,10 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from r3train.config import RunConfig
-from r3train.config.families import UNFUSED_ROPE
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model import TE_KERNELS
 from r3train.config.parallel import ParallelSection
+from r3train.families import FAMILIES
 from r3train.trainer.megatron import hf_bridge, lora, rotary
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
@@ -235,7 +235,7 @@ def _fusions(hf: HfModelFacts) -> dict[str, bool]:
     unfused permutation takes a kernel for every step of it.
     """
     return {
-        "apply_rope_fusion": hf.model_type not in UNFUSED_ROPE,
+        "apply_rope_fusion": not FAMILIES[hf.model_type].unfused_rope,
         "moe_permute_fusion": hf.is_moe,
         "gradient_accumulation_fusion": True,
         # a first microbatch would be written over what main_grad holds, not added

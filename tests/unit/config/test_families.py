@@ -15,9 +15,9 @@ from safetensors.torch import load_file as load_torch
 from safetensors.torch import save_file as save_torch
 
 from r3train.config.cross_checks import check_model
-from r3train.config.families import FAMILIES, check_family, sent_together, untrained_parts
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.tensor_shapes import fits, tensor_shapes
+from r3train.families import FAMILIES, fits, sent_together, tensor_shapes
+from r3train.families.checks import check_family, untrained_parts
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions

@@ -1,7 +1,6 @@
 """Model families: how mbridge builds each, and what it gets wrong.
 
-A family is one file here and one line below, its facts in ``config/families.py``, and a case in
-tests/oracle/test_families.py.  Import this after ``declare_torchvision_ops``.
+Its facts and its weights are in ``r3train/families/``.  Import this after ``declare_torchvision_ops``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,100 @@
+"""Checks of a checkpoint and a topology against the facts of its family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.config.parallel import ParallelSection
+from r3train.config.sources import raise_all
+from r3train.families import FAMILIES
+from r3train.families.family import ROPE_KEYS
+
+_MTP_COUNTS = (
+    *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
+    "mtp_num_hidden_layers",
+)
+# families with a reason of their own
+REFUSED = {
+    "deepseek_v32": "its sparse attention runs on CUDA alone, in SGLang and in Megatron, and nobody"
+    " compared the two",
+}
+
+
+def check_family(hf: HfModelFacts) -> None:
+    """Raise ConfigError with every reason why the checkpoint's model was not verified."""
+    raise_all(family_conflicts(hf))
+
+
+def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
+    """Yield a complaint for a family that nobody verified, and for each key that makes it another."""
+    content = load_model_config(hf.path)
+    family = FAMILIES.get(hf.model_type)
+    where = f"{hf.path}/config.json"
+    if hf.model_type in REFUSED:
+        yield f"{where}: model_type {hf.model_type!r} is refused: {REFUSED[hf.model_type]}"
+        return
+    if family is None:
+        yield (
+            f"{where}: model_type {hf.model_type!r} was not verified against transformers, and would"
+            f" be trained wrongly without a word; verified: {', '.join(sorted(FAMILIES))}"
+            " (docs/extending.md tells how to add a family)"
+        )
+        return
+    for key, (verified, default) in family.needs.items():
+        value = content.get(key)
+        value = default if value is None else value
+        if value != verified:
+            yield (
+                f"{where}: {key} is {value!r}; {hf.model_type} was verified with {verified!r} alone,"
+                " and the actor would compute something else"
+            )
+    for key in ROPE_KEYS:
+        rope = content.get(key)
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
+        if kind not in (None, "default", *family.rope_types):
+            expected = " or ".join(("default", *family.rope_types))
+            yield (
+                f"{where}: {key} has rope_type {kind!r}, by which the actor of {hf.model_type} does"
+                f" not rotate; expected {expected}"
+            )
+    for complaint in family.conflicts(content):
+        yield f"{where}: {complaint}"
+    quantised = content.get("quantization_config")
+    if quantised is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        yield (
+            f"{where}: quantization_config is set ({method}): the actor trains weights in float32 or"
+            " bfloat16; convert the checkpoint first (docs/models.md tells how)"
+        )
+
+
+def untrained_parts(hf: HfModelFacts) -> str | None:
+    """Return words for the layers that SGLang and the actor leave out; None without such."""
+    content = load_model_config(hf.path)
+    count = next(filter(None, map(content.get, _MTP_COUNTS)), None)
+    if not isinstance(count, int) or not count:
+        return None
+    return f"{count} layer(s) of multi-token prediction are neither served nor trained nor exported"
+
+
+def topology_conflicts(hf: HfModelFacts, parallel: ParallelSection) -> Iterator[str]:
+    """Yield a complaint for each size of the topology in which the family was not verified."""
+    family = FAMILIES.get(hf.model_type)
+    if family is None:
+        return
+    for name, reason in family.alone.items():
+        size = getattr(parallel, name)
+        if size not in (None, 1):
+            flag = name.replace("_", "-")
+            yield f"--{flag} {size}: {hf.model_type} needs 1: {reason}"
+    if not family.whole_heads:
+        return
+    tp, content = parallel.tensor_model_parallel_size, load_model_config(hf.path)
+    for key, reason in family.whole_heads.items():
+        heads = content.get(key)
+        if isinstance(heads, int) and heads % tp:
+            yield (
+                f"--tensor-model-parallel-size {tp} does not divide {key} {heads} of {hf.model_type}:"
+                f" {reason}"
+            )

@@ -1,0 +1,25 @@
+"""DeepSeek-V2-Lite and DeepSeek-Coder-V2-Lite: DeepSeek-V3's attention, experts by a softmax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from r3train.families.deepseek_v3 import DEEPSEEK_V3, LATENT_ATTENTION
+from r3train.families.family import SILU
+from r3train.families.rows import DENSE_MLP, SHARED_EXPERTS, experts, router
+from r3train.families.weights import Table
+
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3,
+    weights=Table((*LATENT_ATTENTION, *DENSE_MLP, router(), *experts(), *SHARED_EXPERTS)),
+    needs=SILU
+    | {
+        "norm_topk_prob": (False, False),
+        "attention_bias": (False, False),
+        "scoring_func": ("softmax", "softmax"),
+        "topk_method": ("greedy", "greedy"),
+        "n_group": (1, 1),
+        "routed_scaling_factor": (1.0, 1.0),
+    },
+    adapters_served=False,
+)

@@ -1,0 +1,124 @@
+"""DeepSeek-V3 and R1, Moonlight: latent attention, sigmoid gates with expert biases, shared experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from r3train.families.family import SILU, Config, Family
+from r3train.families.rows import (
+    ATTENTION,
+    DENSE_MLP,
+    INPUT_NORM,
+    MLP_NORM,
+    SHARED_EXPERTS,
+    column,
+    expert_bias,
+    experts,
+    router,
+    row,
+    vector,
+    whole,
+)
+from r3train.families.weights import Table
+
+_COMPRESSED = ("q_rank",)
+# SGLang loads these two of a layer as one tensor, forgets one that comes alone, and answers success
+_DOWN = dict(lora=True, bundle="down projections")
+_QUERIES = "heads*nope+heads*rope"
+
+LATENT_ATTENTION = (
+    replace(INPUT_NORM, te_name=""),  # Transformer Engine's layers have it apart too
+    column(
+        f"{ATTENTION}linear_q_proj.weight",
+        "self_attn.q_proj.weight",
+        _QUERIES,
+        layers=("no_q_rank",),
+    ),
+    whole(
+        f"{ATTENTION}linear_q_down_proj.weight",
+        "self_attn.q_a_proj.weight",
+        "q_rank",
+        layers=_COMPRESSED,
+        **_DOWN,
+    ),
+    vector(
+        f"{ATTENTION}q_layernorm.weight",
+        "self_attn.q_a_layernorm.weight",
+        "q_rank",
+        te_name=f"{ATTENTION}linear_q_up_proj.layer_norm_weight",
+        layers=_COMPRESSED,
+    ),
+    column(
+        f"{ATTENTION}linear_q_up_proj.weight",
+        "self_attn.q_b_proj.weight",
+        _QUERIES,
+        "q_rank",
+        layers=_COMPRESSED,
+    ),
+    whole(
+        f"{ATTENTION}linear_kv_down_proj.weight",
+        "self_attn.kv_a_proj_with_mqa.weight",
+        "latent+rope",
+        **_DOWN,
+    ),
+    vector(
+        f"{ATTENTION}kv_layernorm.weight",
+        "self_attn.kv_a_layernorm.weight",
+        "latent",
+        te_name=f"{ATTENTION}linear_kv_up_proj.layer_norm_weight",
+    ),
+    column(
+        f"{ATTENTION}linear_kv_up_proj.weight",
+        "self_attn.kv_b_proj.weight",
+        "heads*nope+heads*value",
+        "latent",
+    ),
+    row(f"{ATTENTION}linear_proj.weight", "self_attn.o_proj.weight", "heads*value"),
+    MLP_NORM,
+)
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    topk, groups = config.get("num_experts_per_tok"), config.get("topk_group")
+    if (config.get("n_group") or 1) > 1 and topk != 2 * (groups or 1):
+        yield (
+            f"num_experts_per_tok is {topk} and topk_group {groups}, expected twice as many experts as"
+            " groups: Megatron ranks a group by its best num_experts_per_tok // topk_group experts,"
+            " SGLang by its best two"
+        )
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if rope.get("rope_type", rope.get("type")) != "yarn":
+        return
+    scales = rope.get("mscale"), rope.get("mscale_all_dim")
+    if scales[0] != scales[1] or not scales[0]:
+        yield (
+            f"yarn with mscale {scales[0]} and mscale_all_dim {scales[1]}: expected two equal numbers"
+            " above 0; the actor scales attention by the first, transformers by the second"
+        )
+
+
+DEEPSEEK_V3 = Family(
+    Table(
+        (
+            *(*LATENT_ATTENTION, *DENSE_MLP, router()),
+            expert_bias("mlp.gate.e_score_correction_bias"),
+            *(*experts(), *SHARED_EXPERTS),
+        )
+    ),
+    SILU
+    | {
+        "norm_topk_prob": (True, True),
+        "attention_bias": (False, False),
+        "scoring_func": ("sigmoid", "sigmoid"),
+        "topk_method": ("noaux_tc", "noaux_tc"),
+        "rope_interleave": (True, True),
+    },
+    rope_types=("yarn",),
+    conflicts=_conflicts,
+    unfused_rope=(
+        "Megatron's fused kernel for latent attention is experimental, and was not verified here"
+    ),
+    lora=True,
+    adapters_served=True,
+)

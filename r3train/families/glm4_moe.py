@@ -1,0 +1,38 @@
+"""GLM-4.5: biases of query, key and value, sigmoid gates with expert biases, the first layers dense."""
+
+from __future__ import annotations
+
+from r3train.families.family import SILU, Family
+from r3train.families.rows import (
+    DENSE_MLP,
+    HEADS,
+    INPUT_NORM,
+    MLP_NORM,
+    SHARED_EXPERTS,
+    expert_bias,
+    experts,
+    qk_norms,
+    qkv,
+    router,
+)
+from r3train.families.weights import Table
+
+GLM4_MOE = Family(
+    Table(
+        (
+            *(INPUT_NORM, *HEADS, qkv("bias"), *qk_norms(layers=("qk_norm",))),
+            *(MLP_NORM, *DENSE_MLP, router(), expert_bias("mlp.gate.e_score_correction_bias")),
+            *(*experts(), *SHARED_EXPERTS),
+        )
+    ),
+    SILU
+    | {
+        "norm_topk_prob": (True, True),
+        "n_group": (1, 1),
+        "topk_group": (1, 1),
+        "n_shared_experts": (1, 1),
+        "attention_bias": (True, False),
+    },
+    lora=True,
+    adapters_served=True,
+)

@@ -1,0 +1,55 @@
+"""MiniMax-M2: norms over all heads, expert biases, a part of a head rotated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from r3train.families.family import SILU, Config, Family
+from r3train.families.rows import (
+    HEADS,
+    INPUT_NORM,
+    MLP_NORM,
+    W123,
+    WIDE_NORMS,
+    expert_bias,
+    router,
+)
+from r3train.families.weights import Table
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    """SGLang rotates ``rotary_dim`` numbers of a head, transformers a part of it."""
+    rope, size = config.get("rope_parameters") or {}, config.get("head_dim")
+    part = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = config.get("rotary_dim", size)
+    if part is not None and size is not None and rotated != int(size * part):
+        yield (
+            f"rotary_dim is {rotated}, expected {int(size * part)}: head_dim {size} times"
+            f" partial_rotary_factor {part}"
+        )
+
+
+MINIMAX_M2 = Family(
+    Table(
+        (
+            *(INPUT_NORM, *HEADS, *WIDE_NORMS, MLP_NORM),
+            router("block_sparse_moe.gate.weight"),
+            expert_bias("block_sparse_moe.e_score_correction_bias"),
+            *W123,
+        ),
+        expert_width="intermediate_size",
+    ),
+    SILU
+    | {
+        # what SGLang takes for a key that is missing is another model
+        "scoring_func": ("sigmoid", None),
+        "use_routing_bias": (True, None),
+        "use_qk_norm": (True, None),
+        "qk_norm_type": ("per_layer", "per_layer"),
+        "router_jitter_noise": (0.0, 0.0),
+    },
+    whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
+    conflicts=_conflicts,
+    lora=True,
+    adapters_served=True,
+)

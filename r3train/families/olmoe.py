@@ -1,0 +1,38 @@
+"""OLMoE: norms over all heads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from r3train.families.family import SILU, Config, Family
+from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, WIDE_NORMS, experts, router
+from r3train.families.weights import Table
+
+
+def _conflicts(config: Config) -> Iterator[str]:
+    heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if groups not in (None, heads):
+        yield (
+            f"num_key_value_heads is {groups}, expected {heads} (num_attention_heads): SGLang"
+            " normalises the keys of olmoe as wide as its queries"
+        )
+
+
+OLMOE = Family(
+    Table(
+        (INPUT_NORM, *HEADS, *WIDE_NORMS, MLP_NORM, router(), *experts()),
+        expert_width="intermediate_size",
+        heads_share_hidden=True,
+    ),
+    SILU
+    | {
+        "attention_bias": (False, False),
+        "clip_qkv": (None, None),
+        # fixed in SGLang
+        "norm_topk_prob": (False, False),
+        "rms_norm_eps": (1e-5, 1e-5),
+    },
+    conflicts=_conflicts,
+    lora=True,
+    adapters_served=True,
+)

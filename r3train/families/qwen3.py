@@ -1,0 +1,13 @@
+"""Qwen3, dense."""
+
+from __future__ import annotations
+
+from r3train.families.family import SILU, Family
+from r3train.families.rows import DENSE_MLP, HEADS, INPUT_NORM, MLP_NORM, qk_norms
+from r3train.families.weights import Table
+
+QWEN3 = Family(
+    Table((INPUT_NORM, *HEADS, *qk_norms(), MLP_NORM, *DENSE_MLP)),
+    SILU | {"attention_bias": (False, False), "use_sliding_window": (False, False)},
+    lora=True,
+)

@@ -1,0 +1,230 @@
+"""The words of a weight table: a family's parameters in Megatron, and its tensors on disk.
+
+One ``Weight`` is one kind of parameter of Megatron.  Its rows are ``parts``, each of a number of rows that
+follows from config.json; a ``DiskTensor`` holds some of the parts.  On both sides the rows stand part after part,
+or (``groups``) for each of so many groups a slice of every part.  That one rule is qkv, gate and up, gpt-oss'
+alternating rows, a query with its gate, and the fused projections of a delta net.
+
+Qwen3's qkv with 4 query heads and 2 key heads of 8 numbers, as Megatron has it and on disk:
+
+>>> qkv = Weight(
+...     "self_attention.linear_qkv.weight",
+...     tuple(DiskTensor(f"self_attn.{p}_proj.weight", (p,)) for p in "qkv"),
+...     parts={"q": "heads*head", "k": "kv_heads*head", "v": "kv_heads*head"},
+...     columns=("hidden",),
+...     sharded="rows",
+...     groups="kv_heads",
+... )
+>>> sizes = {"heads": 4, "kv_heads": 2, "head": 8, "hidden": 16}
+>>> [shape(qkv, tensor, sizes) for tensor in qkv.disk]
+[(32, 16), (16, 16), (16, 16)]
+
+In Megatron it is [64, 16]: 16 rows of q, 8 of k, 8 of v of the first key head, then those of the second.
+This room imports no torch: the trainer's ``weight_layout`` moves the numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from typing import Literal
+
+# a number of rows or columns: itself, or products and sums of sizes ("2*heads*head+rope")
+Size = str | int
+# a size of config.json by its name; None where config.json leaves it to a default of transformers
+Sizes = Mapping[str, "int | None"]
+Shape = tuple["int | None", ...]
+_OF_EXPERT = "mlp.experts."
+
+
+def number(size: Size, sizes: Sizes) -> int | None:
+    """Return the number of a size; None where config.json leaves out one of its factors or terms.
+
+    >>> number("2*heads*head+rope", {"heads": 4, "head": 8, "rope": 3})
+    67
+    """
+    if isinstance(size, int):
+        return size
+    total = 0
+    for term in size.split("+"):
+        product = 1
+        for factor in term.split("*"):
+            value = int(factor) if factor.isdigit() else sizes[factor]
+            if value is None:
+                return None
+            product *= value
+        total += product
+    return total
+
+
+@dataclass(frozen=True)
+class DiskTensor:
+    """A tensor of the checkpoint, named from its layer on; "{e}" is the number of an expert.
+
+    ``parts``: those of the parameter that it holds, in order; all by default.  ``groups``: slices of the parts
+    alternate so often.  ``transposed``: its two axes are exchanged.  ``all_experts``: it holds the layer's
+    experts, along a first axis of its own.
+    """
+
+    name: str
+    parts: tuple[str, ...] = ()
+    groups: Size | None = None
+    transposed: bool = False
+    all_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A kind of parameter, or of buffer.
+
+    ``name``: in Megatron's local layers, from the layer on.  ``te_name``: in Transformer Engine's, if another.
+    An expert's is "mlp.experts.linear_fc1.weight"; both specs' names follow (``megatron_names``).
+    ``parts``: part -> rows, in Megatron's order.  ``columns``: the other axes; () is a vector.
+    ``sharded``: the axis that tensor ranks share ("" where each rank has all); an expert's are the expert-tensor
+    ranks.  ``groups``: the rows alternate so often, and are cut through all parts at once, also of one group; rows without
+    groups are cut part by part.
+    ``layers``: traits that a layer must have to hold it.  ``lora``: an adapter can be put on it.  ``bundle``: tensors
+    of a layer with the same word must be published in one call.  ``float32``: a buffer that keeps float32.
+    """
+
+    name: str
+    disk: tuple[DiskTensor, ...]
+    parts: Mapping[str, Size]
+    columns: tuple[Size, ...] = ()
+    sharded: Literal["rows", "columns", ""] = ""
+    groups: Size | None = None
+    te_name: str = ""
+    layers: tuple[str, ...] = ()
+    lora: bool = False
+    bundle: str = ""
+    float32: bool = False
+
+    def __post_init__(self) -> None:
+        every = tuple(self.parts)
+        filled = (t if t.parts else replace(t, parts=every) for t in self.disk)
+        object.__setattr__(self, "disk", tuple(filled))
+        on_disk = sorted(part for t in self.disk for part in t.parts)
+        assert on_disk == sorted(every), f"{self.name}: parts {on_disk} on disk, {every} here"
+
+    @property
+    def of_expert(self) -> bool:
+        """True where each expert has its own."""
+        return self.name.startswith(_OF_EXPERT)
+
+
+def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
+    """Return the shape of one of a weight's tensors on disk."""
+    rows = [number(weight.parts[part], sizes) for part in tensor.parts]
+    found = (None if None in rows else sum(rows), *(number(c, sizes) for c in weight.columns))
+    found = found[::-1] if tensor.transposed else found
+    return (sizes["experts"], *found) if tensor.all_experts else found
+
+
+@dataclass(frozen=True)
+class Table:
+    """All weights of a family.
+
+    ``of_layer``: those of its layers.  Embedding, last norm and output layer are the same in all families.
+    ``prefix``: what all names but the output layer's begin with.  ``expert_width``: the key of config.json that
+    is an expert's width.  ``heads_share_hidden``: a missing head_dim is hidden_size / num_attention_heads.
+    """
+
+    of_layer: tuple[Weight, ...]
+    prefix: str = "model"
+    expert_width: str = "moe_intermediate_size"
+    heads_share_hidden: bool = False
+
+    @property
+    def embedding(self) -> Weight:
+        """The embedding of tokens: [vocab, hidden]."""
+        tensor = DiskTensor(f"{self.prefix}.embed_tokens.weight")
+        rows = {"rows": "vocab"}
+        return Weight("embedding.word_embeddings.weight", (tensor,), rows, ("hidden",), "rows")
+
+    @property
+    def of_model(self) -> tuple[Weight, ...]:
+        """The weights outside the layers."""
+        norm, output = DiskTensor(f"{self.prefix}.norm.weight"), DiskTensor("lm_head.weight")
+        return (
+            self.embedding,
+            Weight("decoder.final_layernorm.weight", (norm,), {"rows": "hidden"}),
+            Weight(OUTPUT_LAYER, (output,), {"rows": "vocab"}, ("hidden",), "rows"),
+        )
+
+    @property
+    def has_fused_experts(self) -> bool:
+        """True where all experts of a layer are one tensor on disk."""
+        return any(t.all_experts for weight in self.of_layer for t in weight.disk)
+
+
+OUTPUT_LAYER = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """A family's table with the numbers of one checkpoint.
+
+    ``sizes``: of its config.json.  ``traits``: of each of its layers.  ``tied``: the output layer is the embedding.
+    """
+
+    table: Table
+    sizes: Sizes
+    traits: tuple[frozenset[str], ...]
+    tied: bool
+
+    def of_layer(self, layer_id: int) -> list[Weight]:
+        """Return the weights that a layer has."""
+        own = self.traits[layer_id]
+        return [weight for weight in self.table.of_layer if own.issuperset(weight.layers)]
+
+    def layer_prefix(self, layer_id: int) -> str:
+        """Return what the names of a layer's tensors begin with."""
+        return f"{self.table.prefix}.layers.{layer_id}."
+
+    def rows(self) -> Iterator[tuple[Weight, str]]:
+        """Yield every weight of the model with the beginning of its tensors' names."""
+        for weight in self.table.of_model:
+            if not (self.tied and weight.name == OUTPUT_LAYER):
+                yield weight, ""
+        for layer_id in range(len(self.traits)):
+            prefix = self.layer_prefix(layer_id)
+            yield from ((weight, prefix) for weight in self.of_layer(layer_id))
+
+    def names(self, prefix: str, tensor: DiskTensor) -> list[str]:
+        """Return the names of one kind of tensor in a layer: one, or one for each expert."""
+        name = prefix + tensor.name
+        if "{e}" not in name:
+            return [name]
+        head, tail = name.split("{e}")
+        return [f"{head}{e}{tail}" for e in range(self.sizes["experts"])]
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of every tensor that the actor loads and exports, by its name on disk."""
+        known: dict[int, list[Shape]] = {}  # of a table, whose weights stay alive
+        found: dict[str, Shape] = {}
+        for weight, prefix in self.rows():
+            if id(weight) not in known:
+                known[id(weight)] = [shape(weight, tensor, self.sizes) for tensor in weight.disk]
+            for tensor, of_tensor in zip(weight.disk, known[id(weight)]):
+                found.update(dict.fromkeys(self.names(prefix, tensor), of_tensor))
+        return found
+
+    def bundles(self) -> list[tuple[str, ...]]:
+        """Return the tensors that one call of a weight update must bring, two and more."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for weight, prefix in self.rows():
+            if weight.bundle:
+                names = found.setdefault((prefix, weight.bundle), [])
+                names.extend(name for tensor in weight.disk for name in self.names(prefix, tensor))
+        return [tuple(names) for names in found.values() if len(names) > 1]
+
+    def lora_targets(self) -> set[str]:
+        """Return the tensors of linears on which an adapter can be put."""
+        return {
+            name
+            for weight, prefix in self.rows()
+            if weight.lora
+            for tensor in weight.disk
+            for name in self.names(prefix, tensor)
+        }

@@ -1,0 +1,30 @@
+"""The words of a weight table."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from r3train.families import weights
+from r3train.families.weights import DiskTensor, Weight, number
+
+
+def test_the_examples_of_the_vocabulary_hold():
+    result = doctest.testmod(weights)
+    assert result.attempted > 3 and not result.failed
+
+
+def test_a_size_of_which_config_json_lacks_a_factor_is_not_guessed():
+    sizes = {"heads": 4, "head": None, "rope": 3}
+    assert number("heads*rope", sizes) == 12
+    assert number("heads*head+rope", sizes) is None
+    with pytest.raises(KeyError):
+        number("widths", sizes)
+
+
+@pytest.mark.parametrize("parts", [("gate",), ("gate", "gate"), ("gate", "down")])
+def test_a_row_whose_tensors_do_not_hold_its_parts_once_each_is_refused(parts):
+    tensors = tuple(DiskTensor(f"mlp.{part}.weight", (part,)) for part in parts)
+    with pytest.raises(AssertionError, match="on disk"):
+        Weight("mlp.linear_fc1.weight", tensors, {"gate": "mlp", "up": "mlp"}, ("hidden",))
