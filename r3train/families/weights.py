@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-
+from functools import cached_property
 from typing import Literal
 
 # a number of rows or columns: itself, or products and sums of sizes ("2*heads*head+rope")
@@ -135,21 +135,16 @@ class Table:
     expert_width: str = "moe_intermediate_size"
     heads_share_hidden: bool = False
 
-    @property
-    def embedding(self) -> Weight:
-        """The embedding of tokens: [vocab, hidden]."""
-        tensor = DiskTensor(f"{self.prefix}.embed_tokens.weight")
-        rows = {"rows": "vocab"}
-        return Weight("embedding.word_embeddings.weight", (tensor,), rows, ("hidden",), "rows")
-
-    @property
+    @cached_property
     def of_model(self) -> tuple[Weight, ...]:
-        """The weights outside the layers."""
-        norm, output = DiskTensor(f"{self.prefix}.norm.weight"), DiskTensor("lm_head.weight")
+        """The weights outside the layers: embedding, last norm, output layer."""
+        tensors = (f"{self.prefix}.embed_tokens.weight", f"{self.prefix}.norm.weight")
+        embedding, norm, output = map(DiskTensor, (*tensors, "lm_head.weight"))
+        matrix = dict(parts={"rows": "vocab"}, columns=("hidden",), sharded="rows")
         return (
-            self.embedding,
+            Weight("embedding.word_embeddings.weight", (embedding,), **matrix),
             Weight("decoder.final_layernorm.weight", (norm,), {"rows": "hidden"}),
-            Weight(OUTPUT_LAYER, (output,), {"rows": "vocab"}, ("hidden",), "rows"),
+            Weight(OUTPUT_LAYER, (output,), **matrix),
         )
 
     @property

@@ -1,0 +1,195 @@
+"""Hugging Face checkpoints into Megatron's parameters, and comparisons of the two.
+
+The first tensor rank of a parameter's first replica reads its tensors, one parameter at a time, and sends the
+shards to its tensor ranks; the first replica sends them to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as ps
+from safetensors import safe_open
+
+from r3train.families.weights import OUTPUT_LAYER, ModelWeights
+from r3train.hf_checkpoint import weight_files
+from r3train.trainer.megatron.weight_layout import ParameterNames, Place
+
+ADAPTER = ".lora."  # in the name of a parameter of an adapter, which no checkpoint of a model has
+
+
+def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
+    """Return the GPTModel inside DDP and Float16Module."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer of this rank that a checkpoint has: ``key`` of a module.
+
+    ``name``: in the chunk.  The tensor is looked up each time, for DDP and offloading move it.
+    """
+
+    name: str
+    place: Place
+    module: torch.nn.Module
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The parameter or buffer itself: this rank's shard."""
+        return getattr(self.module, self.key)
+
+    @property
+    def is_tied_output(self) -> bool:
+        """True for the last stage's copy of the embedding."""
+        return self.name == OUTPUT_LAYER and self.place.disk_names != ["lm_head.weight"]
+
+
+# names do not change from one weight update to the next, and finding them takes longer than the copy of a
+# small expert
+_held: WeakKeyDictionary[torch.nn.Module, list[Held]] = WeakKeyDictionary()
+
+
+def held(weights: ModelWeights, chunk: torch.nn.Module) -> list[Held]:
+    """Return what a chunk holds of a checkpoint, buffers in float32 first; found once for each chunk."""
+    chunk = unwrap(chunk)
+    if chunk not in _held:
+        ranks = ps.get_expert_model_parallel_world_size()
+        names = ParameterNames(
+            weights,
+            [layer.layer_number - 1 for layer in chunk.decoder.layers],
+            ps.get_expert_model_parallel_rank() * (weights.sizes["experts"] // ranks),
+        )
+        # in front: an export is sent in buckets of one dtype
+        found = sorted(_find(names, chunk), key=lambda one: not one.place.layout.weight.float32)
+        _held[chunk] = found
+    return _held[chunk]
+
+
+def _find(names: ParameterNames, chunk: torch.nn.Module) -> Iterator[Held]:
+    for path, module in chunk.named_modules():
+        for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
+            for key, tensor in own.items():
+                name = f"{path}.{key}"
+                if tensor is None or ADAPTER in name:
+                    continue
+                place = names.place(name)
+                # buffers that no row names are Megatron's own: counts of tokens, frequencies
+                assert place is not None or not is_parameter, f"no row of the table is {name}"
+                if place is not None:
+                    yield Held(name, place, module, key)
+
+
+class CheckpointTensors:
+    """The tensors of a checkpoint, read one by one.
+
+    Files are opened at the first ``read``: ranks that only receive open none.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+
+    @cached_property
+    def _file_of(self) -> dict[str, Any]:
+        shards = [safe_open(file, "pt") for file in weight_files(self._directory)]
+        return {name: shard for shard in shards for name in shard.keys()}
+
+    def read(self, name: str, expert: int | None = None) -> torch.Tensor:
+        """Return a tensor, or its row of one expert; raises ValueError for a name that is not there."""
+        if name not in self._file_of:
+            raise ValueError(f"{self._directory}: {name} is missing")
+        if expert is None:
+            return self._file_of[name].get_tensor(name)
+        return self._file_of[name].get_slice(name)[expert]
+
+
+def _whole(tensors: CheckpointTensors, place: Place) -> torch.Tensor:
+    """Read a whole parameter, in Megatron's layout and the checkpoint's dtype."""
+    row = place.expert if place.layout.all_experts else None
+    return place.layout.from_disk([tensors.read(name, row) for name in place.disk_names])
+
+
+def _shard(tensors: CheckpointTensors, one: Held) -> torch.Tensor:
+    """Return this rank's shard, in the parameter's dtype and on its device; a collective of its tensor ranks."""
+    layout, like = one.place.layout, one.tensor
+    group = tensor_group(one)
+    shards = None
+    if group.rank() == 0:
+        whole = _whole(tensors, one.place)
+        shards = [
+            shard.to(like.device, like.dtype).contiguous()
+            for shard in layout.shards(whole, group.size())
+        ]
+        for shard in shards:
+            assert shard.shape == like.shape, f"{one.name}: {shard.shape}, expected {like.shape}"
+    if group.size() == 1:
+        return shards[0]
+    received = torch.empty_like(like)
+    dist.scatter(received, shards, group=group, group_src=0)
+    return received
+
+
+def tensor_group(one: Held) -> dist.ProcessGroup:
+    """Return the ranks that hold the shards of one replica."""
+    if one.place.layout.weight.of_expert:
+        return ps.get_expert_tensor_parallel_group()
+    return ps.get_tensor_model_parallel_group()
+
+
+def _replicas(one: Held) -> dist.ProcessGroup:
+    """Return the ranks that hold the same shard."""
+    if one.place.layout.weight.of_expert:
+        return ps.get_expert_data_parallel_group()
+    return ps.get_data_parallel_group(with_context_parallel=True)
+
+
+@torch.no_grad()
+def load_hf_weights(weights: ModelWeights, chunks: Sequence[torch.nn.Module], path: Path) -> None:
+    """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
+    tensors = CheckpointTensors(path)
+    for chunk in chunks:
+        for one in held(weights, chunk):
+            if _replicas(one).rank() == 0:
+                one.tensor.copy_(_shard(tensors, one))
+        for one in held(weights, chunk):
+            group = _replicas(one)
+            if group.size() > 1:
+                dist.broadcast(one.tensor, group=group, group_src=0)
+
+
+@torch.no_grad()
+def parameters_unlike(
+    weights: ModelWeights,
+    chunks: Sequence[torch.nn.Module],
+    path: Path,
+    value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
+) -> list[str]:
+    """This rank's parameters that differ from those that a checkpoint would load, bit for bit.
+
+    value_of: what was exported for a parameter.  A collective, in which every replica reads: it shows that an
+    export is what the actor holds, without the code that exported it.
+    """
+    tensors = CheckpointTensors(path)
+    return [
+        one.name
+        for chunk in chunks
+        for one in held(weights, chunk)
+        if not _same_bytes(value_of(one.tensor), _shard(tensors, one))
+    ]
+
+
+def _same_bytes(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    ours, theirs = (t.detach().contiguous().view(-1).view(torch.uint8) for t in (ours, theirs))
+    return torch.equal(ours, theirs)
