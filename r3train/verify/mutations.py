@@ -47,7 +47,7 @@ from r3train.trainer.megatron import (
     actor,
     checkpoint,
     forward_step,
-    hf_bridge,
+    hf_weights,
     lora,
     model,
     optimizer,
@@ -452,7 +452,7 @@ def attached_mtp() -> AbstractContextManager[Any]:
     """Give every chunk a multi-token-prediction router that routes the decoder's output, natively.
 
     A real Megatron router numbered 1; its weight is no parameter, so that checkpoints do not ask
-    for it.  (mbridge's families have no MTP block that runs without Transformer Engine.)
+    for it.  (No family has an MTP block that runs without Transformer Engine.)
     """
 
     def attach(chunk):
@@ -472,13 +472,13 @@ def attached_mtp() -> AbstractContextManager[Any]:
 
         chunk.decoder.register_forward_hook(run)
 
-    def load(original, bridge, chunks, path):
-        original(bridge, chunks, path)
-        for chunk in map(hf_bridge.unwrap, chunks):
+    def load(original, weights, chunks, path):
+        original(weights, chunks, path)
+        for chunk in map(hf_weights.unwrap, chunks):
             if not hasattr(chunk.decoder, "mtp"):
                 attach(chunk)
 
-    return patched(hf_bridge, "load_hf_weights", load)
+    return patched(hf_weights, "load_hf_weights", load)
 
 
 # -- replay: passes and microbatches -----------------------------------------------------------

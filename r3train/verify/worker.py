@@ -251,7 +251,7 @@ class CaseRun:
             actor.optimizer.step = step
             whole_gradients(actor)
             gradients = export_hf_weights(
-                actor.model.bridge, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
+                actor.model.weights, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
             )
             self._save_weights("grads", (g for g in gradients if not g[0].endswith(BIAS)))
             return step()

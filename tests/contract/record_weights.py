@@ -93,22 +93,15 @@ def make(directory: Path, name: str) -> None:
 
 def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each directory the parameters that a rank holds: {name: (tensors in it, checksum)}; in a rank."""
-    from r3train.trainer.megatron import hf_bridge
+    from r3train.trainer.megatron.hf_weights import held
 
     found = {}
     for directory in directories:
         with actor_of(configuration(Path(directory), **parallel)) as actor:
-            bridge, (chunk,) = actor.model.bridge, actor.model.unwrapped
-            adapted = hf_bridge.as_te_names(chunk)
-            spoken = bridge._weight_name_mapping_mcore_local_to_global(adapted)
-            state = {n: t for n, t in chunk.state_dict().items() if torch.is_tensor(t)}
-            state = {n: t for n, t in state.items() if "_extra_state" not in n}
+            (chunk,) = actor.model.chunks
             found[directory] = {
-                name: (
-                    bridge._weight_name_mapping_mcore_to_hf(spoken[adapted._rename(name)]),
-                    checksum(tensor),
-                )
-                for name, tensor in state.items()
+                one.name: (one.place.disk_names, checksum(one.tensor))
+                for one in held(actor.model.weights, chunk)
             }
     return found
 
@@ -175,7 +168,7 @@ def record(names: list[str], scratch: Path) -> None:
             {
                 "config": json.loads((directory / "config.json").read_text()),
                 "tensors": {tensor: list(kind.shape) for tensor, kind in sorted(kinds.items())},
-                "parameters": rows[name],
+                "parameters": dict(sorted(rows[name].items())),
             },
         )
 

@@ -64,7 +64,7 @@ def train(model: Path, world_size: int) -> dict[str, Any]:
                 replay = "old_log_prob" if actor.replay else None
                 actor.backward(slices, actor.compute_log_probs(slices, replay), None)
                 gradients = export_hf_weights(
-                    actor.model.bridge, actor.model.chunks, lambda p: p.main_grad
+                    actor.model.weights, actor.model.chunks, lambda p: p.main_grad
                 )
                 whole = {n: t.clone() for n, t in gradients}
                 out[f"{name}, {loss}"] = [whole, ids]
@@ -143,7 +143,9 @@ def of_three_samples(model: Path) -> dict[str, torch.Tensor]:
     with actor_of(config) as actor:
         slices, _ = slices_of(actor, config, hf, batch)
         actor.backward(slices, actor.compute_log_probs(slices, "old_log_prob"), None)
-        gradients = export_hf_weights(actor.model.bridge, actor.model.chunks, lambda p: p.main_grad)
+        gradients = export_hf_weights(
+            actor.model.weights, actor.model.chunks, lambda p: p.main_grad
+        )
         return {n: t.clone() for n, t in gradients}
 
 

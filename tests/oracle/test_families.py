@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -201,7 +202,7 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
             none = {s.microbatch_id: torch.zeros(len(s.tokens)) for s in slices}
             actor.backward(slices, none | old, None)
             gradients = export_hf_weights(
-                actor.model.bridge, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
+                actor.model.weights, actor.model.chunks, lambda p: getattr(p, "main_grad", p)
             )
             own = {name: g.detach().clone() for name, g in gradients}
             # after the backward: an expert bias that moves does so at its end
@@ -375,6 +376,9 @@ def sharded_down_projections(layers: Any, hf_config: Any, first_layer: int, use_
         part.linear_q_down_proj, part.linear_kv_down_proj = modules
 
 
+DOWN = "self_attention.linear_kv_down_proj.weight", "self_attention.linear_q_down_proj.weight"
+
+
 def norms_of_own_heads(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
     """Norms over the heads of one tensor rank."""
     from r3train.trainer.megatron.families.whole_width_norm import WholeWidthNormAttention
@@ -415,9 +419,14 @@ def planted(model_type: str, change: dict[str, Any] | Callable) -> Iterator[None
         if isinstance(change, dict)
         else replace(right, adapt=change)
     )
+    table = FAMILIES[model_type].weights
+    if change is sharded_down_projections:  # and loaded so
+        rows = (replace(w, sharded="rows") if w.name in DOWN else w for w in table.of_layer)
+        table = replace(table, of_layer=tuple(rows))
     built[model_type] = wrong
     try:
-        yield
+        with mock.patch.dict(FAMILIES, {model_type: replace(FAMILIES[model_type], weights=table)}):
+            yield
     finally:
         built[model_type] = right
 

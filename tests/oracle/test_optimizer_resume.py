@@ -76,7 +76,7 @@ def whole(actor: Any) -> dict[str, torch.Tensor]:
         parameters = [p for chunk in actor.model.chunks for p in chunk.parameters()]
         gathered = {p: moment(actor.optimizer, p, key) for p in parameters}
         moments = export_hf_weights(
-            actor.model.bridge, actor.model.chunks, lambda p: gathered.get(p, p)
+            actor.model.weights, actor.model.chunks, lambda p: gathered.get(p, p)
         )
         found |= {f"{key}.{name}": tensor.float().clone() for name, tensor in moments}
     return found

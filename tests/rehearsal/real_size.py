@@ -2,8 +2,8 @@
 
     python -m tests.rehearsal.real_size REPORT RECIPE[:RANK,RANK...][?KEY=NUMBER] ...
 
-``build_model`` is production's.  It loads through mbridge from tensors that have the checkpoint's names
-and shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
+``build_model`` is production's.  It loads from tensors that have the checkpoint's names and
+shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
 Layers are those that run on CUDA, of ``stand_ins/transformer_engine.py`` on PYTHONPATH.  KEY of config.json
 gets another NUMBER for the actor alone.
 
@@ -41,12 +41,11 @@ from tests.rehearsal.loss_memory import Account  # noqa: E402
 
 declare_torchvision_ops()
 
-from mbridge.core.safetensor_io import SafeTensorIO  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer  # noqa: E402
 
-from r3train.trainer.megatron import model, optimizer, topology  # noqa: E402
+from r3train.trainer.megatron import hf_weights, model, optimizer, topology  # noqa: E402
 from r3train.trainer.megatron.optimizer_state import _create_moments  # noqa: E402
 
 META = torch.device("meta")
@@ -146,18 +145,19 @@ def built_rank(
     names: list[str] = []
     misfits: list[str] = []
 
-    def load(_: SafeTensorIO, wanted: list[str]) -> dict[str, torch.Tensor]:
-        names.extend(wanted)
-        return {n: torch.empty(shapes[n], dtype=torch.bfloat16, device=META) for n in wanted}
+    def read(_: Any, name: str, expert: int | None = None) -> torch.Tensor:
+        names.append(name)
+        shape = shapes[name] if expert is None else shapes[name][1:]
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
     def scatter(
-        out: torch.Tensor, parts: list[torch.Tensor] | None, *, src: int, group: Any
+        out: torch.Tensor, parts: list[torch.Tensor] | None, *, group: Any, group_src: int
     ) -> None:
         part = parts[group.rank()] if parts is not None else out
         if part.shape != out.shape:
             misfits.append(f"{tuple(part.shape)} for {tuple(out.shape)}")
 
-    SafeTensorIO.load_some_hf_weight, dist.scatter = load, scatter
+    hf_weights.CheckpointTensors.read, dist.scatter = read, scatter
     dist.broadcast = lambda *_, **__: None
     dist.init_process_group("fake", rank=rank, world_size=recipe.num_gpus, store=FakeStore())
     place = topology.init_model_parallel(config.parallel, config.trainer.seed)

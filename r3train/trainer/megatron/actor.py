@@ -21,7 +21,7 @@ from r3train.algo.losses.registry import configured_loss, is_users
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.trainer.megatron import hf_bridge, lora
+from r3train.trainer.megatron import hf_weights, lora
 from r3train.trainer.megatron.auxiliary_losses import AuxiliaryLosses
 from r3train.trainer.megatron.export import export_hf_weights
 from r3train.trainer.megatron.forward_step import (
@@ -339,13 +339,13 @@ class MegatronActor:
         of_stage, without LoRA: yield those of each pipeline stage on its leader instead.
         """
         self.gather_parameters()
-        bridge, chunks = self.model.bridge, self.model.chunks
+        weights, chunks = self.model.weights, self.model.chunks
         if not self.lora.enabled:
-            return export_hf_weights(bridge, chunks, of_stage=of_stage)
+            return export_hf_weights(weights, chunks, of_stage=of_stage)
         merged, is_adapted = lora.merged_weights(chunks)
         if targets_alone:
-            return export_hf_weights(bridge, chunks, merged, is_adapted)
-        return export_hf_weights(bridge, chunks, merged)
+            return export_hf_weights(weights, chunks, merged, is_adapted)
+        return export_hf_weights(weights, chunks, merged)
 
     def adapter_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the adapters' whole factors by name on rank 0; every rank must drain it."""
@@ -359,7 +359,9 @@ class MegatronActor:
         """
         self.gather_parameters()
         merged, _ = lora.merged_weights(self.model.chunks)
-        return hf_bridge.parameters_unlike(self.model.bridge, self.model.chunks, checkpoint, merged)
+        return hf_weights.parameters_unlike(
+            self.model.weights, self.model.chunks, checkpoint, merged
+        )
 
     def gather_parameters(self) -> None:
         """Gather every rank's parameters, before anything but a forward reads them.
@@ -382,7 +384,7 @@ class MegatronActor:
     @torch.no_grad()
     def _weights_of(self, checkpoint: Path) -> dict[str, torch.Tensor]:
         actor = self._copy_weights()
-        hf_bridge.load_hf_weights(self.model.bridge, self.model.chunks, checkpoint)
+        hf_weights.load_hf_weights(self.model.weights, self.model.chunks, checkpoint)
         found = self._copy_weights()
         self._write_weights(actor)
         return found

@@ -1,7 +1,7 @@
 """Export of sharded parameters as whole tensors under Hugging Face names.
 
 Each pipeline stage gathers a parameter over its tensor (or expert and expert-tensor) ranks to the
-stage's first rank, its *leader*, which translates names and layouts through mbridge.  Leaders broadcast
+stage's first rank, its *leader*, which gives it the names and layouts of the disk.  Leaders broadcast
 what they have to the servers, or those of later stages stream it to rank 0.  Ranks that hold copies
 (other data- or context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.
 """
@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
-from r3train.trainer.megatron.hf_bridge import EXPERT, OUTPUT_LAYER, as_te_names, unwrap
+from r3train.families.weights import ModelWeights
+from r3train.trainer.megatron.hf_weights import held, tensor_group
+from r3train.trainer.megatron.weight_layout import Layout
 
 _HEADER_BYTES = 512
 
 
 @torch.no_grad()
 def export_hf_weights(
-    bridge: Any,
+    weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor] = lambda p: p,
     is_wanted: Callable[[torch.Tensor], bool] = lambda p: True,
@@ -40,12 +39,26 @@ def export_hf_weights(
     A collective: every rank must drain the iterator.  One tensor at a time is whole, or the experts
     of one layer.
     """
-    named = (
-        each
-        for name, tensor in _merged_parameters(bridge, chunks, value_of, is_wanted)
-        for each in zip(*bridge._weight_to_hf_format(name, tensor))
-    )
+    named = _of_stage(weights, chunks, value_of, is_wanted)
     yield from named if of_stage else to_rank_0(named)
+
+
+def _of_stage(
+    weights: ModelWeights,
+    chunks: Sequence[torch.nn.Module],
+    value_of: Callable[[torch.Tensor], torch.Tensor],
+    is_wanted: Callable[[torch.Tensor], bool],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this stage's tensors as they are on disk, on its leader."""
+    fused = _ExpertTensors(weights.sizes["experts"])
+    for layout, names, expert, whole in _whole_parameters(weights, chunks, value_of, is_wanted):
+        tensors = zip(names, layout.to_disk(whole), strict=True)
+        if not layout.all_experts:
+            yield from tensors
+            continue
+        for name, row in tensors:
+            if (tensor := fused.add(name, expert, row)) is not None:
+                yield name, tensor
 
 
 def to_rank_0(
@@ -77,100 +90,58 @@ def is_leader() -> bool:
     return dist.get_rank() == ps.get_pipeline_model_parallel_rank() * _stage_size()
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The parameter or buffer ``key`` of a module, and its global TE name."""
-
-    name: str
-    module: torch.nn.Module
-    key: str
-
-
-# names do not change from one weight update to the next, and finding them takes longer than the copy of a
-# small expert
-_parts_of: WeakKeyDictionary[torch.nn.Module, list[_Part]] = WeakKeyDictionary()
-
-
-def _parts(bridge: Any, chunk: torch.nn.Module) -> list[_Part]:
-    """Name what an export takes of a chunk, expert biases first; once for each chunk."""
-    chunk = unwrap(chunk)
-    if chunk not in _parts_of:
-        adapted = as_te_names(chunk)
-        global_names = bridge._weight_name_mapping_mcore_local_to_global(adapted, consider_ep=False)
-        places = {
-            id(parameter): (module, key)
-            for module in chunk.modules()
-            for key, parameter in module._parameters.items()
-        }
-        found = {}
-        for local_name in adapted.state_dict():
-            if "expert_bias" in local_name:
-                path, _, key = local_name.rpartition(".")
-                found[local_name] = chunk.get_submodule(path), key
-        found |= {n: places[id(parameter)] for n, parameter in adapted.named_parameters()}
-        _parts_of[chunk] = [_Part(global_names[n], *place) for n, place in found.items()]
-    return _parts_of[chunk]
-
-
-def _merged_parameters(
-    bridge: Any,
+def _whole_parameters(
+    weights: ModelWeights,
     chunks: Sequence[torch.nn.Module],
     value_of: Callable[[torch.Tensor], torch.Tensor],
     is_wanted: Callable[[torch.Tensor], bool],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield this stage's parameters, whole, under global TE names, on its leader alone."""
-    tied = bridge.hf_config.tie_word_embeddings
+) -> Iterator[tuple[Layout, list[str], int | None, torch.Tensor]]:
+    """Yield this stage's parameters, whole, on its leader alone: layout, names on disk, expert, tensor."""
     sends = ps.get_data_parallel_rank(with_context_parallel=True) == 0
-    tensor_group, leads = ps.get_tensor_model_parallel_group(), is_leader()
-    merge_expert = _expert_merger(bridge)
-    for chunk in chunks:
-        for part in _parts(bridge, chunk):
-            name, tensor = part.name, getattr(part.module, part.key)
-            if name == OUTPUT_LAYER and tied:
-                continue  # the first stage exports it under the embedding's name
-            if not is_wanted(tensor):
-                continue
-            if EXPERT in name:
-                yield from merge_expert(name, value_of(tensor))
-            elif sends:
-                split = getattr(tensor, "tensor_model_parallel", False)
-                shards = gather(value_of(tensor), tensor_group if split else None)
-                if leads:
-                    whole = shards[0]
-                    if split:
-                        whole = bridge._weight_merge_across_tp(name, shards, tensor)
-                    yield name, whole
-
-
-def _expert_merger(
-    bridge: Any,
-) -> Callable[[str, torch.Tensor], Iterator[tuple[str, torch.Tensor]]]:
-    """Return a function that gathers a local expert of every expert-parallel rank: ETP shards first, then EP ranks."""
-    sends = ps.get_expert_data_parallel_rank() == 0
-    tensor_group, expert_group = (
-        ps.get_expert_tensor_parallel_group(),
-        ps.get_expert_model_parallel_group(),
-    )
+    expert_sends = ps.get_expert_data_parallel_rank() == 0
     first_shard, leads = ps.get_expert_tensor_parallel_rank() == 0, is_leader()
-    ep_size = ps.get_expert_model_parallel_world_size()
+    expert_group = ps.get_expert_model_parallel_group()
+    experts_per_rank = weights.sizes["experts"] // expert_group.size()
+    for chunk in chunks:
+        for one in held(weights, chunk):
+            tensor, place = one.tensor, one.place
+            # the first stage exports a tied output layer, as the embedding
+            if one.is_tied_output or not is_wanted(tensor):
+                continue
+            layout = place.layout
+            if not (expert_sends if layout.weight.of_expert else sends):
+                continue
+            group = tensor_group(one) if layout.weight.sharded else None
+            shards = gather(value_of(tensor), group)
+            if not layout.weight.of_expert:
+                if leads:
+                    yield layout, place.disk_names, None, layout.join(shards)
+                continue
+            if not first_shard:
+                continue
+            # a local expert of every expert-parallel rank
+            experts = gather(layout.join(shards).contiguous(), expert_group)
+            if leads:
+                for ep_rank, expert in enumerate(experts):
+                    number = place.expert + ep_rank * experts_per_rank
+                    yield layout, place.names_of_expert(number), number, expert
 
-    def merge(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        if not sends:
-            return
-        shards = gather(tensor, tensor_group)
-        whole = None
-        if shards is not None:
-            whole = bridge._weight_merge_across_tp(name, shards, tensor).contiguous()
-        if not first_shard:
-            return
-        experts = gather(whole, expert_group)
-        if leads:
-            prefix, local_id = name.split(".weight")
-            per_rank = bridge.config.num_moe_experts // ep_size
-            for ep_rank, expert in enumerate(experts):
-                yield f"{prefix}.weight{ep_rank * per_rank + int(local_id)}", expert
 
-    return merge
+class _ExpertTensors:
+    """Tensors of all experts of a layer that are not whole yet."""
+
+    def __init__(self, num_experts: int):
+        self._num_experts = num_experts
+        self._waiting: dict[str, tuple[torch.Tensor, set[int]]] = {}
+
+    def add(self, name: str, expert: int, row: torch.Tensor) -> torch.Tensor | None:
+        """Copy one expert's row, for its parameter may move; return the tensor with its last row."""
+        if name not in self._waiting:
+            self._waiting[name] = row.new_empty((self._num_experts, *row.shape)), set()
+        tensor, there = self._waiting[name]
+        tensor[expert] = row
+        there.add(expert)
+        return self._waiting.pop(name)[0] if len(there) == self._num_experts else None
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor] | None:

@@ -16,7 +16,7 @@ from r3train.algo.corrections import log_prob_gap_histogram
 from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
 from r3train.algo.rows import LossRows, on_this_rank
 from r3train.config.algorithm import AlgorithmSection
-from r3train.trainer.megatron.hf_bridge import unwrap
+from r3train.trainer.megatron.hf_weights import unwrap
 from r3train.trainer.megatron.kept_tokens import KeptTokens
 from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 from r3train.trainer.megatron.replay import RoutingReplayManager

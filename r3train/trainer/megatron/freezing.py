@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
+from r3train.families.weights import ModelWeights
 from r3train.hf_checkpoint import read_headers
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _check_whole_layers(patterns: Sequence[str], names: Collection[str]) -> None
             )
 
 
-def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -> None:
+def freeze(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.Module]) -> None:
     """Freeze parameters of this rank's chunks; call it before they are wrapped for data parallelism.
 
     Raises ValueError where an expression matches some of the tensors that Megatron holds in one
@@ -59,10 +60,11 @@ def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) ->
     trainer = config.trainer
     if not (trainer.freeze_moe_router or trainer.freeze_params):
         return
-    from r3train.trainer.megatron.hf_bridge import hf_names
+    from r3train.trainer.megatron.hf_weights import held
 
     for chunk in chunks:
-        for _, names, parameter in hf_names(bridge, chunk):
+        for one in held(weights, chunk):
+            names = one.place.disk_names
             matched = [n for n in names if any(re.search(r, n) for r in trainer.freeze_params)]
             if matched and matched != names:
                 rest = ", ".join(n for n in names if n not in matched)
@@ -70,8 +72,8 @@ def freeze(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) ->
                     f"--freeze-params matches {', '.join(matched)} and not {rest}: Megatron holds them "
                     "in one parameter, match all or none of them"
                 )
-            if matched:
-                parameter.requires_grad_(False)
+            if matched and one.is_parameter:
+                one.tensor.requires_grad_(False)
         if trainer.freeze_moe_router:
             for name, parameter in chunk.named_parameters():
                 if ".mlp.router." in name or name.endswith(".shared_experts.gate_weight"):

@@ -19,7 +19,8 @@ from megatron.core import parallel_state as ps
 from safetensors import safe_open
 
 from r3train.families.weights import OUTPUT_LAYER, ModelWeights
-from r3train.hf_checkpoint import weight_files
+from r3train.hf_checkpoint import export_checksums, MARKER, weight_files
+from r3train.trainer.megatron.checked_files import check_together
 from r3train.trainer.megatron.weight_layout import ParameterNames, Place
 
 ADAPTER = ".lora."  # in the name of a parameter of an adapter, which no checkpoint of a model has
@@ -48,6 +49,11 @@ class Held:
     def tensor(self) -> torch.Tensor:
         """The parameter or buffer itself: this rank's shard."""
         return getattr(self.module, self.key)
+
+    @property
+    def is_parameter(self) -> bool:
+        """False for a buffer, which nothing trains: an expert bias."""
+        return self.key in self.module._parameters
 
     @property
     def is_tied_output(self) -> bool:
@@ -155,7 +161,13 @@ def _replicas(one: Held) -> dist.ProcessGroup:
 
 @torch.no_grad()
 def load_hf_weights(weights: ModelWeights, chunks: Sequence[torch.nn.Module], path: Path) -> None:
-    """Load the chunks' parameters from a checkpoint's safetensors; a collective."""
+    """Load the chunks' parameters from a checkpoint's safetensors; a collective.
+
+    Of an export of ours each rank checks its share of the files before: raises ValueError for one of another
+    content.
+    """
+    if sums := export_checksums(path):
+        check_together(path, sums, path / MARKER)
     tensors = CheckpointTensors(path)
     for chunk in chunks:
         for one in held(weights, chunk):

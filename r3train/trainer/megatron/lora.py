@@ -48,11 +48,13 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from r3train.config import RunConfig
-from r3train.config.lora import FUSED, LoraSection
+from r3train.config.lora import LoraSection
+from r3train.families.weights import ModelWeights
 from r3train.peft_files import AdapterFile
 from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
-from r3train.trainer.megatron.hf_bridge import hf_names
+from r3train.trainer.megatron.hf_weights import held
+from r3train.trainer.megatron.weight_layout import Place
 
 _COLUMN: tuple[type, ...] = (ColumnParallelLinear,)
 _ROW: tuple[type, ...] = (RowParallelLinear,)
@@ -219,7 +221,7 @@ class Lora(torch.nn.Module):
 # -- installation --------------------------------------------------------------------------------
 
 
-def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -> None:
+def install(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.Module]) -> None:
     """Freeze this rank's chunks and hang adapters on them; call it before DDP wraps them.
 
     They are those of --lora-adapter-path, or else A is random and B is zero.  Raises ValueError where
@@ -239,45 +241,45 @@ def install(config: RunConfig, bridge: Any, chunks: Sequence[torch.nn.Module]) -
         }
         chunk.requires_grad_(False)
         let_gradients_pass(chunk)
-        for name, names, parameter in list(hf_names(bridge, chunk)):
-            targets = settings.targets(names)
+        for one in held(weights, chunk):
+            names, parameter = one.place.disk_names, one.tensor
+            targets = settings.targets(names) if one.place.layout.weight.lora else ()
             if not targets:
                 continue
             if id(parameter) not in linears or len(targets) < len(names):
                 raise ValueError(f"no adapter can be put on {', '.join(names)}")
             linear, number = linears[id(parameter)]
-            adapter = _adapter(linear, parameter, _paths(name, names), settings)
+            adapter = _adapter(linear, parameter, one.place, settings)
             adapter.fill(whole)
             _attach(linear, adapter, number)
     if not any(True for _ in adapters(chunks)):
         raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
 
 
-def _paths(name: str, names: list[str]) -> list[str]:
-    """The linears' paths on disk; of experts that are one tensor there, each has its number put in.
-
-    name: the parameter's, a global TE name, which ends with the number.
-    """
-    paths = [on_disk.removesuffix(".weight") for on_disk in names]
-    if names[0].endswith(".weight"):
+def _paths(place: Place) -> list[str]:
+    """The linears' paths on disk; of experts that are one tensor there, each has its number put in."""
+    paths = [name.removesuffix(".weight") for name in place.disk_names]
+    if not place.layout.all_experts:
         return paths
-    expert = name.rpartition(".weight")[2]
-    return [path.replace(".experts.", f".experts.{expert}.") for path in paths]
+    return [path.replace(".experts.", f".experts.{place.expert}.") for path in paths]
 
 
-def _adapter(
-    linear: Any, weight: torch.nn.Parameter, paths: list[str], settings: LoraSection
-) -> Lora:
-    rows, config, query_groups = weight.shape[0], linear.config, 0
-    widths = [rows // len(paths)] * len(paths)
-    if paths[0].endswith(FUSED[0][0]) and len(paths) == len(FUSED[0]):
-        query_groups = config.num_query_groups // ps.get_tensor_model_parallel_world_size()
+def _adapter(linear: Any, weight: torch.nn.Parameter, place: Place, settings: LoraSection) -> Lora:
+    layout, query_groups = place.layout, 0
+    on_disk, is_expert = layout.disk_rows(), layout.weight.of_expert
+    # all of them, or this rank's share
+    widths = [weight.shape[0] * rows // sum(on_disk) for rows in on_disk]
+    if layout.groups is not None:
+        query_groups = layout.groups // ps.get_tensor_model_parallel_world_size()
         assert query_groups, "tensor ranks beyond the number of key-value heads"
-        key = query_groups * config.kv_channels
-        widths = [rows - 2 * key, key, key]
-    is_expert = _EXPERT_ID.search(paths[0]) is not None
     return Lora(
-        linear, weight, paths, widths, settings, is_expert=is_expert, query_groups=query_groups
+        linear,
+        weight,
+        _paths(place),
+        widths,
+        settings,
+        is_expert=is_expert,
+        query_groups=query_groups,
     )
 
 

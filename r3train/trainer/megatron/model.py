@@ -26,8 +26,9 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model import TE_KERNELS
 from r3train.config.parallel import ParallelSection
-from r3train.families import FAMILIES
-from r3train.trainer.megatron import hf_bridge, lora, rotary
+from r3train.families import FAMILIES, weights_of
+from r3train.families.weights import ModelWeights
+from r3train.trainer.megatron import hf_bridge, hf_weights, lora, rotary
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
 
@@ -37,13 +38,13 @@ class Model:
     """The chunks of this rank, one for each virtual stage, wrapped for data parallelism."""
 
     config: TransformerConfig
-    bridge: Any
+    weights: ModelWeights
     chunks: list[DistributedDataParallel]
     vocab_size: int
 
     @property
     def unwrapped(self) -> list[GPTModel]:
-        return [hf_bridge.unwrap(c) for c in self.chunks]
+        return [hf_weights.unwrap(c) for c in self.chunks]
 
 
 def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Model:
@@ -73,10 +74,11 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         if fuses:
             _fuse_gradients(chunk)
         chunks.append(chunk)
-    hf_bridge.load_hf_weights(bridge, chunks, model.hf_checkpoint)
-    freeze(config, bridge, chunks)
+    weights = weights_of(hf)
+    hf_weights.load_hf_weights(weights, chunks, model.hf_checkpoint)
+    freeze(config, weights, chunks)
     if config.lora.enabled:
-        lora.install(config, bridge, chunks)
+        lora.install(config, weights, chunks)
     ddp_config = DistributedDataParallelConfig(
         # Megatron's optimizer takes the gradients as they are in these buffers
         grad_reduce_in_fp32=config.trainer.optimizer_overrides.get("main_grads_dtype") != "bf16",
@@ -95,7 +97,7 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
         wrapped.append(
             DistributedDataParallel(bridge.config, ddp_config, chunk, disable_bucketing=i > 0)
         )
-    return Model(bridge.config, bridge, wrapped, bridge.hf_config.vocab_size)
+    return Model(bridge.config, weights, wrapped, hf.vocab_size)
 
 
 class _Bf16Chunk(Float16Module):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from mbridge.core.safetensor_io import SafeTensorIO
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 from megatron.core.transformer import multi_latent_attention as mla
 from megatron.core.transformer.enums import AttnBackend
@@ -14,7 +12,7 @@ from r3train.trainer.megatron.families.family import MegatronFamily
 
 
 class LatentAttentionBridge(DeepseekV3Bridge):
-    """mbridge 0.15.1's names for megatron-core 0.16.1."""
+    """mbridge 0.15.1's configuration for megatron-core 0.16.1."""
 
     def __init__(self, hf_config: Any, **kwargs: Any):
         if not hasattr(hf_config, "first_k_dense_replace"):  # glm4_moe_lite lists its layers
@@ -25,10 +23,6 @@ class LatentAttentionBridge(DeepseekV3Bridge):
         # of another version: this one's MLATransformerConfig has no such field
         kwargs.pop("max_position_embeddings", None)
         return super()._build_base_config(**kwargs)
-
-    def _get_safetensor_io(self, weights_path: str) -> SafeTensorIO:
-        """Read unquantised weights of any dtype; mbridge would dequantise with triton."""
-        return SafeTensorIO(self._get_actual_hf_path(weights_path))
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:

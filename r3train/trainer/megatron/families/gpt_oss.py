@@ -10,28 +10,10 @@ from megatron.core.activations import quick_gelu
 from megatron.core.tensor_parallel import RowParallelLinear
 
 from r3train.trainer.megatron.families.family import MegatronFamily
-from r3train.trainer.megatron.families.fused_experts import FusedExperts
-
-_LAYER = "model.layers.{layer_number}."
-_EXPERTS = _LAYER + "mlp.experts."
 
 
-class GptOssBridge(FusedExperts, MixtralBridge):
-    """Names and layouts of unquantised weights."""
-
-    _MLP_MAPPING = {
-        "pre_mlp_layernorm": [_LAYER + "post_attention_layernorm.weight"],
-        "mlp.router.weight": [_LAYER + "mlp.router.weight"],
-        "mlp.router.bias": [_LAYER + "mlp.router.bias"],
-        "mlp.experts.linear_fc1.weight": [_EXPERTS + "gate_up_proj"],
-        "mlp.experts.linear_fc1_bias.weight": [_EXPERTS + "gate_up_proj_bias"],
-        "mlp.experts.linear_fc2.weight": [_EXPERTS + "down_proj"],
-        "mlp.experts.linear_fc2_bias.weight": [_EXPERTS + "down_proj_bias"],
-    }
-    _ATTENTION_MAPPING = MixtralBridge._ATTENTION_MAPPING | {
-        "self_attention.linear_proj.bias": [_LAYER + "self_attn.o_proj.bias"],
-        "self_attention.core_attention.softmax_offset": [_LAYER + "self_attn.sinks"],
-    }
+class GptOssBridge(MixtralBridge):
+    """Positions by yarn."""
 
     def _build_base_config(self, **kwargs: Any) -> Any:
         config = super()._build_base_config(**kwargs)
@@ -46,23 +28,6 @@ class GptOssBridge(FusedExperts, MixtralBridge):
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         return super()._get_gptmodel_args() | {"position_embedding_type": "yarn"}
-
-    def _weight_name_mapping_mlp(self, name: str) -> list[str]:
-        layer_number = name.split(".")[2]
-        for keyword, names in self._MLP_MAPPING.items():
-            if keyword in name:
-                return [n.format(layer_number=layer_number) for n in names]
-        raise NotImplementedError(f"Unsupported parameter name: {name}")
-
-    def _expert_from_disk(self, name: str, row: torch.Tensor) -> torch.Tensor:
-        """On disk weights are transposed, gate and up alternate."""
-        row = row if "_bias." in name else row.T
-        return torch.cat([row[0::2], row[1::2]]) if ".linear_fc1" in name else row
-
-    def _expert_to_disk(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        if ".linear_fc1" in name:
-            tensor = torch.stack(tensor.chunk(2), 1).flatten(0, 1)
-        return tensor if "_bias." in name else tensor.T
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:

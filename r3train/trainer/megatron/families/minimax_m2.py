@@ -11,13 +11,7 @@ from r3train.trainer.megatron.families.whole_width_norm import adapt_whole_width
 
 
 class MiniMaxM2Bridge(MixtralBridge):
-    """Mixtral's names and configuration, with expert biases and part of a head rotated."""
-
-    _MLP_MAPPING = MixtralBridge._MLP_MAPPING | {
-        "mlp.router.expert_bias": [
-            "model.layers.{layer_number}.block_sparse_moe.e_score_correction_bias"
-        ]
-    }
+    """Mixtral's configuration, with a part of a head rotated."""
 
     def _get_gptmodel_args(self) -> dict[str, Any]:
         part = self.hf_config.rope_parameters.get("partial_rotary_factor", 1.0)

@@ -5,16 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mbridge.models.mixtral import MixtralBridge
-from mbridge.models.qwen3moe import Qwen3MoEBridge
 
 from r3train.trainer.megatron.families.family import FUSED, MegatronFamily
 from r3train.trainer.megatron.families.whole_width_norm import adapt_whole_width_norm
-
-
-class OlmoeBridge(MixtralBridge):
-    """Mixtral's configuration, Qwen3-MoE's names; mbridge has no OLMoE."""
-
-    _MLP_MAPPING = Qwen3MoEBridge._MLP_MAPPING
 
 
 def _fields(hf_config: Any) -> dict[str, Any]:
@@ -24,4 +17,4 @@ def _fields(hf_config: Any) -> dict[str, Any]:
     }
 
 
-OLMOE = MegatronFamily(OlmoeBridge, _fields, adapt_whole_width_norm)
+OLMOE = MegatronFamily(MixtralBridge, _fields, adapt_whole_width_norm)
