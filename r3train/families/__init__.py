@@ -49,28 +49,17 @@ FAMILIES: dict[str, Family] = {
 
 def weights_of(hf: HfModelFacts) -> ModelWeights:
     """Return the weights of a checkpoint of a verified family."""
-    return model_weights(FAMILIES[hf.model_type].weights, hf)
+    return model_weights(FAMILIES[hf.model_type], hf)
 
 
 def tensor_shapes(hf: HfModelFacts) -> dict[str, Shape]:
-    """Return the shape of every tensor that the actor loads and exports, by its name on disk.
-
-    A size that config.json leaves to a default of transformers is not guessed: it is None, and any number
-    will do (``fits``).
-    """
+    """Return the shape of every tensor that the actor loads and exports, by its name on disk."""
     return weights_of(hf).shapes()
 
 
 def tensor_names(hf: HfModelFacts) -> Set[str]:
     """Return the names of all tensors that the actor loads and exports, for a verified family."""
     return tensor_shapes(hf).keys()
-
-
-def fits(shape: tuple[int, ...], expected: Shape) -> bool:
-    """Return True for a shape that has every size that is known."""
-    return len(shape) == len(expected) and all(
-        size is None or size == got for got, size in zip(shape, expected)
-    )
 
 
 def sent_together(hf: HfModelFacts) -> tuple[tuple[str, ...], ...]:

@@ -8,7 +8,7 @@ from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.parallel import ParallelSection
 from r3train.config.sources import raise_all
 from r3train.families import FAMILIES
-from r3train.families.family import ROPE_KEYS
+from r3train.families.family import ROPE_KEYS, model_arguments, model_weights, transformer_fields
 
 _MTP_COUNTS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
@@ -58,6 +58,13 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
                 f"{where}: {key} has rope_type {kind!r}, by which the actor of {hf.model_type} does"
                 f" not rotate; expected {expected}"
             )
+    try:
+        transformer_fields(family, hf), model_arguments(family, hf)
+        weights = model_weights(family, hf)
+        for weight, _ in weights.rows():
+            weights.shapes_of(weight)
+    except ValueError as error:  # a key is missing
+        yield str(error)
     for complaint in family.conflicts(content):
         yield f"{where}: {complaint}"
     quantised = content.get("quantization_config")

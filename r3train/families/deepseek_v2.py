@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from r3train.families.deepseek_v3 import DEEPSEEK_V3, LATENT_ATTENTION
+from r3train.families.deepseek_v3 import DEEPSEEK_V3, LATENT_ATTENTION, deepseek_v3
 from r3train.families.family import SILU
 from r3train.families.rows import DENSE_MLP, SHARED_EXPERTS, experts, router
+from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import Table
+
+
+def _transformer(keys: Keys) -> Fields:
+    """Return DeepSeek-V3's fields with gates over all experts, not normalised again."""
+    gates = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
+    return deepseek_v3(keys) | gates
+
 
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3,
@@ -21,5 +29,7 @@ DEEPSEEK_V2 = replace(
         "n_group": (1, 1),
         "routed_scaling_factor": (1.0, 1.0),
     },
+    transformer=_transformer,
+    defaults={"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
     adapters_served=False,
 )

@@ -20,6 +20,7 @@ from r3train.families.rows import (
     vector,
     whole,
 )
+from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys, sigmoid_and_shared
 from r3train.families.weights import Table
 
 _COMPRESSED = ("q_rank",)
@@ -98,6 +99,35 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
 
 
+def deepseek_v3(keys: Keys) -> Fields:
+    """Return the fields of latent attention, its positions, and experts in groups."""
+    rope, groups = keys.rope, keys.or_null("n_group", 1)
+    yarn = rope["rope_type"] == "yarn"
+    fields = {
+        "qk_layernorm": True,
+        "disable_bf16_reduced_precision_matmul": True,
+        "kv_channels": keys["qk_rope_head_dim"],
+        "q_lora_rank": keys.get("q_lora_rank"),
+        "kv_lora_rank": keys["kv_lora_rank"],
+        "qk_head_dim": keys["qk_nope_head_dim"],
+        "qk_pos_emb_head_dim": keys["qk_rope_head_dim"],
+        "v_head_dim": keys["v_head_dim"],
+        "rope_type": "yarn" if yarn else "rope",
+        "rotary_base": rope["rope_theta"],
+        "rotary_scaling_factor": rope["factor"] if yarn else 1.0,
+        "mscale": rope.get("mscale", 1.0) if yarn else 1.0,
+        "mscale_all_dim": rope.get("mscale_all_dim", 0.0) if yarn else 1.0,
+        "beta_fast": rope.get("beta_fast", 32),
+        "beta_slow": rope.get("beta_slow", 1),
+        "original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
+    }
+    if groups > 1:
+        fields["moe_router_num_groups"] = groups
+        fields["moe_router_group_topk"] = keys["topk_group"]
+    shared = sigmoid_and_shared(keys, keys["n_shared_experts"])
+    return FUSED_AND_PERSISTENT | shared | fields
+
+
 DEEPSEEK_V3 = Family(
     Table(
         (
@@ -106,6 +136,7 @@ DEEPSEEK_V3 = Family(
             *(*experts(), *SHARED_EXPERTS),
         )
     ),
+    deepseek_v3,
     SILU
     | {
         "norm_topk_prob": (True, True),
@@ -116,6 +147,7 @@ DEEPSEEK_V3 = Family(
     },
     rope_types=("yarn",),
     conflicts=_conflicts,
+    layers="latent_attention",
     unfused_rope=(
         "Megatron's fused kernel for latent attention is experimental, and was not verified here"
     ),

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.transformer import (
+    Fields,
+    Keys,
+    no_fields,
+    of_every_family,
+    whole_heads_rotate,
+)
 from r3train.families.weights import ModelWeights, Sizes, Table
 
 Config = Mapping[str, Any]  # the content of config.json
@@ -21,27 +28,40 @@ def _no_conflict(config: Config) -> Iterator[str]:
     yield from ()
 
 
+Layers = Literal["", "biased_experts", "gated_delta_net", "latent_attention", "whole_width_norm"]
+
+
 @dataclass(frozen=True)
 class Family:
     """A family of checkpoints, as far as it was verified.
 
-    ``weights``: its table.  ``needs``: key of config.json -> (its only verified value, the value that transformers
+    ``weights``: its table.  ``transformer``: TransformerConfig's fields beyond those of every family, of latent
+    attention those of MLATransformerConfig.  ``needs``: key of config.json -> (its only verified value, the value that transformers
     takes where the key is missing).  ``conflicts`` yields complaints about several keys together.  ``rope_types``
     are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
     ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
     that tensor ranks must divide, each with the reason.  ``unfused_rope``: why Megatron's fused rotary embedding
-    is not for it.  ``lora``: adapters were verified too, and ``adapters_served``: SGLang serves them right (of
+    is not for it.
+    ``defaults``: keys that config.json may leave out -> what transformers takes then.  ``rotary``: GPTModel's
+    arguments for positions.  ``attributes``: what GPTModel reads of a TransformerConfig that is no field of it.
+    ``layers``: what the trainer changes in Megatron's layers (trainer/megatron/layers).
+    ``lora``: adapters were verified too, and ``adapters_served``: SGLang serves them right (of
     latent attention with compressed queries).
     ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
     """
 
     weights: Table
+    transformer: Callable[[Keys], Fields]
     needs: Mapping[str, tuple[Any, Any]]
     rope_types: tuple[str, ...] = ()
     alone: Mapping[str, str] = field(default_factory=dict)
     whole_heads: Mapping[str, str] = field(default_factory=dict)
     conflicts: Callable[[Config], Iterator[str]] = _no_conflict
     unfused_rope: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    rotary: Callable[[Keys], Fields] = whole_heads_rotate
+    attributes: Callable[[Keys], Fields] = no_fields
+    layers: Layers = ""
     read_as: str | None = None
     lora: bool = False
     adapters_served: bool = False
@@ -54,45 +74,72 @@ def linear_layers(config: Config) -> list[bool]:
     return [(i + 1) % interval != 0 for i in range(config["num_hidden_layers"])]
 
 
-def model_weights(table: Table, hf: HfModelFacts) -> ModelWeights:
-    """Return a table with the sizes of a checkpoint's config.json."""
-    config = load_model_config(hf.path)
+def keys_of(family: Family, hf: HfModelFacts) -> Keys:
+    """Return the keys of a checkpoint's config.json."""
+    return Keys(hf.path / "config.json", load_model_config(hf.path), family.defaults)
+
+
+def transformer_fields(family: Family, hf: HfModelFacts) -> Fields:
+    """Return the fields of TransformerConfig; raises ValueError naming a key that config.json lacks."""
+    keys = keys_of(family, hf)
+    return of_every_family(keys) | family.transformer(keys)
+
+
+def model_arguments(family: Family, hf: HfModelFacts) -> Fields:
+    """Return GPTModel's arguments that follow from config.json."""
+    sizes = {"vocab_size": hf.vocab_size, "max_sequence_length": hf.max_position_embeddings}
+    return sizes | family.rotary(keys_of(family, hf))
+
+
+def model_weights(family: Family, hf: HfModelFacts) -> ModelWeights:
+    """Return a family's table with the sizes of a checkpoint's config.json."""
+    table, config = family.weights, keys_of(family, hf)
     traits = _traits(hf, config)
     return ModelWeights(table, _sizes(table, hf, config), traits, hf.tie_word_embeddings)
 
 
-def _sizes(table: Table, hf: HfModelFacts, config: Config) -> Sizes:
-    """Map each name of a size to its number; None where config.json does not say it."""
+class _Sizes(dict[str, int]):
+    """The sizes of a table; raises ValueError naming the key of config.json that one lacks."""
 
-    def given(key: str) -> int | None:
-        value = config.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+    def __init__(self, keys: Keys, key_of: Mapping[str, str], **known: int):
+        super().__init__(known)
+        self._keys, self._key_of = keys, key_of
 
-    head = given("head_dim")
-    if head is None and table.heads_share_hidden:
-        head = hf.hidden_size // hf.num_attention_heads
-    return {
-        "hidden": hf.hidden_size,
-        "vocab": hf.vocab_size,
-        "heads": hf.num_attention_heads,
-        "kv_heads": hf.num_key_value_heads,
-        "head": head,
-        "mlp": given("intermediate_size"),
-        "experts": hf.num_experts,
-        "expert": given(table.expert_width),
-        "shared": given("n_shared_experts"),
-        "shared_expert": given("shared_expert_intermediate_size"),
-        "q_rank": given("q_lora_rank"),
-        "latent": given("kv_lora_rank"),
-        "rope": given("qk_rope_head_dim"),
-        "nope": given("qk_nope_head_dim"),
-        "value": given("v_head_dim"),
-        "linear_keys": given("linear_num_key_heads"),
-        "linear_key": given("linear_key_head_dim"),
-        "linear_heads": given("linear_num_value_heads"),
-        "linear_value": given("linear_value_head_dim"),
-        "kernel": given("linear_conv_kernel_dim"),
-    }
+    def __missing__(self, size: str) -> int:
+        self[size] = self._keys.integer(self._key_of[size])
+        return self[size]
+
+
+# size of a table -> the key of config.json that holds it
+_KEY_OF = {
+    "mlp": "intermediate_size",
+    "shared": "n_shared_experts",
+    "shared_expert": "shared_expert_intermediate_size",
+    "q_rank": "q_lora_rank",
+    "latent": "kv_lora_rank",
+    "rope": "qk_rope_head_dim",
+    "nope": "qk_nope_head_dim",
+    "value": "v_head_dim",
+    "linear_keys": "linear_num_key_heads",
+    "linear_key": "linear_key_head_dim",
+    "linear_heads": "linear_num_value_heads",
+    "linear_value": "linear_value_head_dim",
+    "kernel": "linear_conv_kernel_dim",
+}
+
+
+def _sizes(table: Table, hf: HfModelFacts, keys: Keys) -> Sizes:
+    shared_width = hf.hidden_size // hf.num_attention_heads
+    return _Sizes(
+        keys,
+        _KEY_OF | {"expert": table.expert_width},
+        hidden=hf.hidden_size,
+        vocab=hf.vocab_size,
+        heads=hf.num_attention_heads,
+        kv_heads=hf.num_key_value_heads,
+        head=keys.integer("head_dim") if "head_dim" in keys else shared_width,
+        experts=hf.num_experts,
+    )
 
 
 def _traits(hf: HfModelFacts, config: Config) -> tuple[frozenset[str], ...]:

@@ -15,7 +15,23 @@ from r3train.families.rows import (
     qkv,
     router,
 )
+from r3train.families.transformer import (
+    FUSED_AND_PERSISTENT,
+    Fields,
+    Keys,
+    part_of_heads_rotates,
+    sigmoid_and_shared,
+)
 from r3train.families.weights import Table
+
+
+def _transformer(keys: Keys) -> Fields:
+    return (
+        FUSED_AND_PERSISTENT
+        | sigmoid_and_shared(keys, 1)
+        | {"qk_layernorm": keys["use_qk_norm"], "add_qkv_bias": True}
+    )
+
 
 GLM4_MOE = Family(
     Table(
@@ -25,6 +41,7 @@ GLM4_MOE = Family(
             *(*experts(), *SHARED_EXPERTS),
         )
     ),
+    _transformer,
     SILU
     | {
         "norm_topk_prob": (True, True),
@@ -33,6 +50,11 @@ GLM4_MOE = Family(
         "n_shared_experts": (1, 1),
         "attention_bias": (True, False),
     },
+    defaults={
+        **{"rms_norm_eps": 1e-5, "use_qk_norm": False, "routed_scaling_factor": 1.0},
+        "partial_rotary_factor": 0.5,
+    },
+    rotary=part_of_heads_rotates,
     lora=True,
     adapters_served=True,
 )

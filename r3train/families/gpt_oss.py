@@ -15,6 +15,7 @@ from r3train.families.rows import (
     router,
     vector,
 )
+from r3train.families.transformer import Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
 
@@ -24,6 +25,44 @@ def _conflicts(config: Config) -> Iterator[str]:
         yield f"rope_type is {rope.get('rope_type')!r}, expected 'yarn' as in the published models"
     if not isinstance(config.get("sliding_window"), int):
         yield f"sliding_window is {config.get('sliding_window')!r}, expected a number of tokens"
+
+
+def _transformer(keys: Keys) -> Fields:
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        kinds = ["sliding_attention", "full_attention"] * keys["num_hidden_layers"]
+    return experts_of(keys, "intermediate_size") | {
+        "add_bias_linear": True,
+        "add_qkv_bias": True,
+        "activation_func": "quick_gelu",
+        "glu_linear_offset": 1.0,
+        "activation_func_clamp_value": keys["swiglu_limit"],
+        "bias_activation_fusion": False,
+        "softmax_type": "learnable",
+        # a window of n tokens holds the token and n - 1 before it
+        "window_size": (keys["sliding_window"] - 1, 0),
+        "window_attn_skip_freq": [
+            int(kind == "sliding_attention") for kind in kinds[: keys["num_hidden_layers"]]
+        ],
+    }
+
+
+def _rotary(keys: Keys) -> Fields:
+    return {"position_embedding_type": "yarn", "rotary_base": keys.rope["rope_theta"]}
+
+
+def _yarn(keys: Keys) -> Fields:
+    """Return what GPTModel asks for by name."""
+    rope = keys.rope
+    return {
+        "yarn_rotary_scaling_factor": rope["factor"],
+        "yarn_beta_fast": rope["beta_fast"],
+        "yarn_beta_slow": rope["beta_slow"],
+        "yarn_original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "yarn_correction_range_round_to_int": rope.get("truncate", True),
+        "yarn_mscale": None,
+        "yarn_mscale_all_dim": None,
+    }
 
 
 _LAYOUT = dict(alternate=True, transposed=True, lora=True)
@@ -46,6 +85,7 @@ GPT_OSS = Family(
         ),
         expert_width="intermediate_size",
     ),
+    _transformer,
     {
         "hidden_act": ("silu", "silu"),
         "attention_bias": (True, True),
@@ -56,6 +96,10 @@ GPT_OSS = Family(
     log_prob_gap=1e-3,  # SGLang keeps its sinks in bfloat16
     lora=True,
     conflicts=_conflicts,
+    defaults={"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "head_dim": 64, "swiglu_limit": 7.0},
+    rotary=_rotary,
+    attributes=_yarn,
+    layers="biased_experts",
     unfused_rope=(
         "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"
         " model's queries and keys grow, and every log-prob would be another"

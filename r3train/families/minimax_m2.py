@@ -14,6 +14,13 @@ from r3train.families.rows import (
     expert_bias,
     router,
 )
+from r3train.families.transformer import (
+    FUSED,
+    Fields,
+    Keys,
+    experts as experts_of,
+    part_of_heads_rotates,
+)
 from r3train.families.weights import Table
 
 
@@ -29,6 +36,16 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
 
 
+def _transformer(keys: Keys) -> Fields:
+    return FUSED | experts_of(
+        keys,
+        "intermediate_size",
+        moe_router_pre_softmax=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    )
+
+
 MINIMAX_M2 = Family(
     Table(
         (
@@ -39,6 +56,7 @@ MINIMAX_M2 = Family(
         ),
         expert_width="intermediate_size",
     ),
+    _transformer,
     SILU
     | {
         # what SGLang takes for a key that is missing is another model
@@ -50,6 +68,9 @@ MINIMAX_M2 = Family(
     },
     whole_heads={"num_key_value_heads": "the norm over all its keys is cut between heads"},
     conflicts=_conflicts,
+    defaults={"head_dim": 128, "rope_theta": 5e6},
+    rotary=part_of_heads_rotates,
+    layers="whole_width_norm",
     lora=True,
     adapters_served=True,
 )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from r3train.families.family import SILU, Config, Family
 from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, WIDE_NORMS, experts, router
+from r3train.families.transformer import FUSED, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
 
@@ -18,12 +19,17 @@ def _conflicts(config: Config) -> Iterator[str]:
         )
 
 
+def _transformer(keys: Keys) -> Fields:
+    gates = {"moe_router_pre_softmax": not keys["norm_topk_prob"]}
+    return FUSED | experts_of(keys, "intermediate_size", **gates)
+
+
 OLMOE = Family(
     Table(
         (INPUT_NORM, *HEADS, *WIDE_NORMS, MLP_NORM, router(), *experts()),
         expert_width="intermediate_size",
-        heads_share_hidden=True,
     ),
+    _transformer,
     SILU
     | {
         "attention_bias": (False, False),
@@ -33,6 +39,8 @@ OLMOE = Family(
         "rms_norm_eps": (1e-5, 1e-5),
     },
     conflicts=_conflicts,
+    defaults={"norm_topk_prob": False, "rms_norm_eps": 1e-5},
+    layers="whole_width_norm",
     lora=True,
     adapters_served=True,
 )

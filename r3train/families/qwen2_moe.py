@@ -13,7 +13,25 @@ from r3train.families.rows import (
     qkv,
     router,
 )
+from r3train.families.transformer import (
+    FUSED_AND_PERSISTENT,
+    Fields,
+    Keys,
+    experts as experts_of,
+    gated_shared_expert,
+)
 from r3train.families.weights import Table
+
+
+def qwen2_moe(keys: Keys) -> Fields:
+    """Return the fields of Qwen2-MoE; a hybrid model adds to them."""
+    return (
+        FUSED_AND_PERSISTENT
+        | {"add_qkv_bias": True}
+        | gated_shared_expert(keys)
+        | experts_of(keys, moe_router_pre_softmax=not keys["norm_topk_prob"])
+    )
+
 
 QWEN2_MOE = Family(
     Table(
@@ -21,8 +39,9 @@ QWEN2_MOE = Family(
             *(INPUT_NORM, *HEADS, qkv("bias"), MLP_NORM, *DENSE_MLP),
             *(router(), *experts(), *GATED_SHARED_EXPERT),
         ),
-        heads_share_hidden=True,
     ),
+    qwen2_moe,
     SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
+    defaults={"norm_topk_prob": False},
     lora=True,
 )

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from r3train.families.family import Config
-from r3train.families.qwen3_next import HYBRID, QWEN3_NEXT, delta_net, hybrid_conflicts
+from r3train.families.qwen3_next import HYBRID, QWEN3_NEXT, delta_net, hybrid, hybrid_conflicts
 from r3train.families.rows import fused_experts
+from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import DiskTensor, Table
 
 
@@ -26,6 +27,12 @@ _INPUTS = (
     *(DiskTensor(f"linear_attn.in_proj_{part}.weight", (part,)) for part in "zba"),
 )
 
+
+def _transformer(keys: Keys) -> Fields:
+    # it has no dense layers
+    return hybrid(keys) | {"ffn_hidden_size": keys["moe_intermediate_size"]}
+
+
 QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     weights=Table(
@@ -35,6 +42,7 @@ QWEN3_5_MOE = replace(
         ),
         prefix="model.language_model",
     ),
+    transformer=_transformer,
     needs=QWEN3_NEXT.needs
     | {
         "norm_topk_prob": (True, True),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from r3train.families.family import SILU, Config, Family, linear_layers
+from r3train.families.qwen2_moe import qwen2_moe
 from r3train.families.rows import (
     ATTENTION,
     DENSE_MLP,
@@ -19,6 +20,7 @@ from r3train.families.rows import (
     row,
     vector,
 )
+from r3train.families.transformer import Fields, Keys, part_of_heads_rotates
 from r3train.families.weights import DiskTensor, Table, Weight
 
 _LINEAR, _FULL = ("linear",), ("full",)
@@ -99,6 +101,26 @@ def hybrid_conflicts(config: Config) -> Iterator[str]:
         )
 
 
+_LINEAR_SIZES = (
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
+)
+
+
+def hybrid(keys: Keys) -> Fields:
+    """Return the fields of layers of two kinds, with Qwen2-MoE's experts."""
+    return (
+        qwen2_moe(keys)
+        | {
+            "add_qkv_bias": False,
+            "qk_layernorm": True,
+            "attention_output_gate": True,
+            "apply_rope_fusion": False,
+        }
+        | {name: keys[name] for name in _LINEAR_SIZES}
+    )
+
+
 QWEN3_NEXT = Family(
     Table(
         (
@@ -111,6 +133,7 @@ QWEN3_NEXT = Family(
             *DENSE_MLP,
         )
     ),
+    hybrid,
     SILU | {"attention_bias": (False, False), "mlp_only_layers": ([], [])},
     alone={"context_parallel_size": "its linear attention is not cut over ranks"},
     whole_heads={
@@ -118,5 +141,11 @@ QWEN3_NEXT = Family(
         "linear_num_key_heads": "its linear attention is cut between heads",
     },
     conflicts=hybrid_conflicts,
+    defaults={
+        **{"norm_topk_prob": True, "head_dim": 256, "linear_conv_kernel_dim": 4},
+        "partial_rotary_factor": 0.25,
+    },
+    rotary=part_of_heads_rotates,
+    layers="gated_delta_net",
     unfused_rope="this model was verified with Megatron's own layers alone",
 )

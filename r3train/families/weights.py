@@ -28,18 +28,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 # a number of rows or columns: itself, or products and sums of sizes ("2*heads*head+rope")
 Size = str | int
-# a size of config.json by its name; None where config.json leaves it to a default of transformers
-Sizes = Mapping[str, "int | None"]
-Shape = tuple["int | None", ...]
+# sizes of config.json by their names in a table
+Sizes = Mapping[str, int]
+Shape = tuple[int, ...]
 _OF_EXPERT = "mlp.experts."
 
 
-def number(size: Size, sizes: Sizes) -> int | None:
-    """Return the number of a size; None where config.json leaves out one of its factors or terms.
+def number(size: Size, sizes: Sizes) -> int:
+    """Return the number of a size.
 
     >>> number("2*heads*head+rope", {"heads": 4, "head": 8, "rope": 3})
     67
@@ -48,13 +49,7 @@ def number(size: Size, sizes: Sizes) -> int | None:
         return size
     total = 0
     for term in size.split("+"):
-        product = 1
-        for factor in term.split("*"):
-            value = int(factor) if factor.isdigit() else sizes[factor]
-            if value is None:
-                return None
-            product *= value
-        total += product
+        total += prod(int(f) if f.isdigit() else sizes[f] for f in term.split("*"))
     return total
 
 
@@ -115,8 +110,8 @@ class Weight:
 
 def shape(weight: Weight, tensor: DiskTensor, sizes: Sizes) -> Shape:
     """Return the shape of one of a weight's tensors on disk."""
-    rows = [number(weight.parts[part], sizes) for part in tensor.parts]
-    found = (None if None in rows else sum(rows), *(number(c, sizes) for c in weight.columns))
+    rows = sum(number(weight.parts[part], sizes) for part in tensor.parts)
+    found = (rows, *(number(columns, sizes) for columns in weight.columns))
     found = found[::-1] if tensor.transposed else found
     return (sizes["experts"], *found) if tensor.all_experts else found
 
@@ -127,13 +122,12 @@ class Table:
 
     ``of_layer``: those of its layers.  Embedding, last norm and output layer are the same in all families.
     ``prefix``: what all names but the output layer's begin with.  ``expert_width``: the key of config.json that
-    is an expert's width.  ``heads_share_hidden``: a missing head_dim is hidden_size / num_attention_heads.
+    is an expert's width.
     """
 
     of_layer: tuple[Weight, ...]
     prefix: str = "model"
     expert_width: str = "moe_intermediate_size"
-    heads_share_hidden: bool = False
 
     @cached_property
     def of_model(self) -> tuple[Weight, ...]:
@@ -196,14 +190,15 @@ class ModelWeights:
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of every tensor that the actor loads and exports, by its name on disk."""
-        known: dict[int, list[Shape]] = {}  # of a table, whose weights stay alive
         found: dict[str, Shape] = {}
         for weight, prefix in self.rows():
-            if id(weight) not in known:
-                known[id(weight)] = [shape(weight, tensor, self.sizes) for tensor in weight.disk]
-            for tensor, of_tensor in zip(weight.disk, known[id(weight)]):
+            for tensor, of_tensor in zip(weight.disk, self.shapes_of(weight)):
                 found.update(dict.fromkeys(self.names(prefix, tensor), of_tensor))
         return found
+
+    def shapes_of(self, weight: Weight) -> list[Shape]:
+        """Return the shapes of a weight's tensors on disk."""
+        return [shape(weight, tensor, self.sizes) for tensor in weight.disk]
 
     def bundles(self) -> list[tuple[str, ...]]:
         """Return the tensors that one call of a weight update must bring, two and more."""

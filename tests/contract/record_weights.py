@@ -31,11 +31,16 @@ sys.path.insert(0, str(HERE.parents[1]))
 from safetensors.torch import save_file  # noqa: E402
 
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
+from r3train.families import FAMILIES  # noqa: E402
+from r3train.families.family import model_arguments  # noqa: E402
 from r3train.hf_checkpoint import read_header  # noqa: E402
 from r3train.tiny import random_model, save  # noqa: E402
 from tests import published  # noqa: E402
 from tests.oracle import actors, test_families  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, in_ranks  # noqa: E402
+from r3train.trainer.megatron.cpu_device import prepare_device  # noqa: E402
+
+prepare_device()  # before Megatron is imported
 
 WEIGHTS = HERE / "weights"
 # name -> keys of its configuration that differ from the tiny model's
@@ -106,28 +111,22 @@ def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[s
     return found
 
 
-def fields(directories: list[str]) -> dict[str, dict[str, Any]]:
-    """Of each directory what of Megatron's configuration and model is not its default, as text; in a rank."""
-    from megatron.core import parallel_state
+def fields(directory: Path) -> dict[str, str]:
+    """Return what of Megatron's configuration and model is not the default, as text."""
+    from r3train.trainer.megatron.model import _transformer_overrides
+    from r3train.trainer.megatron.transformer import build_transformer_config
 
-    from r3train.trainer.megatron import hf_bridge, model
-
-    parallel_state.initialize_model_parallel()
-    found = {}
-    for directory in directories:
-        run, hf = configuration(Path(directory)), read_hf_facts(directory)
-        # as with Transformer Engine: Megatron's own layers leave out fusions
-        overrides = model._transformer_overrides(run, hf, True, torch.device("cpu"))
-        bridge = hf_bridge.build_bridge(Path(directory), torch.bfloat16, overrides)
-        config = bridge.config
-        default = {f: getattr(type(config), f, None) for f in vars(config)}
-        arguments = bridge._get_gptmodel_args().items()
-        found[directory] = (
-            {"class": type(config).__name__}
-            | {k: as_text(v) for k, v in vars(config).items() if v != default[k]}
-            | {f"GPTModel.{k}": as_text(v) for k, v in arguments}
-        )
-    return found
+    run, hf = configuration(directory), read_hf_facts(directory)
+    # as with Transformer Engine: Megatron's own layers leave out fusions
+    overrides = _transformer_overrides(run, hf, True, torch.device("cpu"))
+    config = build_transformer_config(hf, run.parallel, torch.bfloat16, overrides)
+    default = {name: getattr(type(config), name, None) for name in vars(config)}
+    arguments = model_arguments(FAMILIES[hf.model_type], hf)
+    return (
+        {"class": type(config).__name__}
+        | {name: as_text(v) for name, v in vars(config).items() if v != default[name]}
+        | {f"GPTModel.{name}": as_text(v) for name, v in arguments.items()}
+    )
 
 
 def as_text(value: Any) -> str:
@@ -173,22 +172,23 @@ def record(names: list[str], scratch: Path) -> None:
         )
 
 
+def configs() -> dict[str, dict[str, Any]]:
+    """Return the config.json of every recorded case and of every published model."""
+    recorded = {file.stem: json.loads(file.read_text()) for file in sorted(WEIGHTS.glob("*.json"))}
+    found = {name: record["config"] for name, record in recorded.items() if name != "fields"}
+    files = sorted(published.HERE.glob("*.json"))
+    return found | {file.stem: json.loads(file.read_text()) for file in files}
+
+
 def record_fields(scratch: Path) -> None:
     """Write ``fields.json``."""
-    directories = {}
-    for file in sorted(WEIGHTS.glob("*.json")):
-        if file.stem != "fields":
-            directories[file.stem] = scratch / "fields" / file.stem
-            directories[file.stem].mkdir(parents=True)
-            config = json.loads(file.read_text())["config"]
-            (directories[file.stem] / "config.json").write_text(json.dumps(config))
-    for file in sorted(published.HERE.glob("*.json")):
-        directories[file.stem] = scratch / "fields" / file.stem
-        published.write_config(directories[file.stem], file.stem)
-    (found,) = in_ranks(
-        1, scratch / "ranks of fields", fields, list(map(str, directories.values()))
-    )
-    write(WEIGHTS / "fields.json", {name: found[str(d)] for name, d in directories.items()})
+    found = {}
+    for name, config in configs().items():
+        directory = scratch / "fields" / name
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(json.dumps(config))
+        found[name] = fields(directory)
+    write(WEIGHTS / "fields.json", found)
 
 
 def write(file: Path, content: dict[str, dict[str, Any]]) -> None:

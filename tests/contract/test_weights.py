@@ -18,7 +18,14 @@ from r3train.families import FAMILIES, tensor_shapes, weights_of
 from r3train.families.weights import ModelWeights, Weight
 from r3train.hf_checkpoint import is_trained
 from r3train.trainer.megatron.weight_layout import ParameterNames, Place
-from tests.contract.record_weights import TOPOLOGIES, WEIGHTS, checksum, pattern
+from tests.contract.record_weights import (
+    TOPOLOGIES,
+    WEIGHTS,
+    checksum,
+    configs,
+    fields,
+    pattern,
+)
 
 RECORDS = sorted(file.stem for file in WEIGHTS.glob("*.json") if file.stem != "fields")
 
@@ -150,3 +157,23 @@ def test_rows_with_lora_are_the_linears_that_it_knows_by_their_names(name, tmp_p
     if FAMILIES[hf.model_type].lora:
         by_name = LoraSection(lora_rank=1).targets(tensor_shapes(hf))
         assert weights_of(hf).lora_targets() == by_name
+
+
+FIELDS = json.loads((WEIGHTS / "fields.json").read_text())
+
+
+def test_there_are_fields_of_every_record_and_published_model():
+    assert configs().keys() == FIELDS.keys()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_megatrons_configuration_is_that_of_the_record(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(configs()[name]))
+    assert fields(tmp_path) == FIELDS[name]
+
+
+def test_a_key_that_is_not_read_differs_from_the_record(tmp_path):
+    config = configs()["Kimi-K2-Instruct"]
+    del config["rope_scaling"]["beta_fast"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert fields(tmp_path).items() ^ FIELDS["Kimi-K2-Instruct"].items() == {("beta_fast", "1.0")}

@@ -16,7 +16,7 @@ declare_torchvision_ops()
 import r3train.launch.actor  # noqa: E402, F401
 import r3train.launch.routes  # noqa: E402, F401
 import r3train.trainer.megatron.checkpoint  # noqa: E402, F401
-import r3train.trainer.megatron.families  # noqa: E402, F401
+import r3train.trainer.megatron.model  # noqa: E402, F401
 import r3train.verify.worker  # noqa: E402, F401
 
 gc.freeze()  # ranks do not search these imports for garbage

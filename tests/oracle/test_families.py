@@ -365,13 +365,13 @@ def test_the_page_has_every_family_in_every_topology_that_is_taken(tmp_path):
 # -- planted bugs -----------------------------------------------------------------------------------
 
 
-def sharded_down_projections(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
+def sharded_down_projections(layers: Any, weights: Any, first_layer: int, use_te: bool) -> None:
     """Latent attention as Megatron's local layers have it."""
-    from r3train.trainer.megatron.families.deepseek import DEEPSEEK_V3
+    from r3train.trainer.megatron.layers.latent_attention import adapt_latent_attention
 
     parts = [layer.submodules.self_attention.submodules for layer in layers.layer_specs]
     before = [(part.linear_q_down_proj, part.linear_kv_down_proj) for part in parts]
-    DEEPSEEK_V3.adapt(layers, hf_config, first_layer, use_te)
+    adapt_latent_attention(layers, weights, first_layer, use_te)
     for part, modules in zip(parts, before, strict=True):
         part.linear_q_down_proj, part.linear_kv_down_proj = modules
 
@@ -379,9 +379,9 @@ def sharded_down_projections(layers: Any, hf_config: Any, first_layer: int, use_
 DOWN = "self_attention.linear_kv_down_proj.weight", "self_attention.linear_q_down_proj.weight"
 
 
-def norms_of_own_heads(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
+def norms_of_own_heads(layers: Any, weights: Any, first_layer: int, use_te: bool) -> None:
     """Norms over the heads of one tensor rank."""
-    from r3train.trainer.megatron.families.whole_width_norm import WholeWidthNormAttention
+    from r3train.trainer.megatron.layers.whole_width_norm import WholeWidthNormAttention
 
     class Own(WholeWidthNormAttention):
         def __init__(self, *args: Any, **kwargs: Any):
@@ -411,29 +411,26 @@ PLANTED: dict[str, tuple[str, dict[str, Any] | Callable, str]] = {
 @contextmanager
 def planted(model_type: str, change: dict[str, Any] | Callable) -> Iterator[None]:
     """Build the family with one thing wrong."""
-    from r3train.trainer.megatron.families import FAMILIES as built
+    from r3train.trainer.megatron.layers import ADAPTATIONS
 
-    right = built[model_type]
-    wrong = (
-        replace(right, fields=lambda hf: right.fields(hf) | change)
-        if isinstance(change, dict)
-        else replace(right, adapt=change)
-    )
-    table = FAMILIES[model_type].weights
+    right = FAMILIES[model_type]
+    wrong, adaptations = right, {}
+    if isinstance(change, dict):
+        wrong = replace(right, transformer=lambda keys: right.transformer(keys) | change)
+    else:
+        adaptations = {right.layers: change}
     if change is sharded_down_projections:  # and loaded so
-        rows = (replace(w, sharded="rows") if w.name in DOWN else w for w in table.of_layer)
-        table = replace(table, of_layer=tuple(rows))
-    built[model_type] = wrong
-    try:
-        with mock.patch.dict(FAMILIES, {model_type: replace(FAMILIES[model_type], weights=table)}):
-            yield
-    finally:
-        built[model_type] = right
+        rows = (replace(w, sharded="rows") if w.name in DOWN else w for w in right.weights.of_layer)
+        wrong = replace(right, weights=replace(right.weights, of_layer=tuple(rows)))
+    with (
+        mock.patch.dict(ADAPTATIONS, adaptations),
+        mock.patch.dict(FAMILIES, {model_type: wrong}),
+    ):
+        yield
 
 
 def replayed_with_bugs(directory: str, parallel: dict) -> dict[str, dict[str, Any]]:
     """``replayed`` by the bug that was planted; in a rank."""
-    declare_torchvision_ops()  # before the bridges are imported
     found = {}
     for bug, (name, change, _) in PLANTED.items():
         model = str(Path(directory) / name)

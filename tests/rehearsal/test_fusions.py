@@ -17,11 +17,10 @@ from tests.published import RECIPES, Recipe, write_config
 prepare_device()
 declare_torchvision_ops()
 
-from mbridge.core.parallel_states import ParallelStates  # noqa: E402
 from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.moe import moe_utils  # noqa: E402
 
-from r3train.trainer.megatron import hf_bridge, model  # noqa: E402
+from r3train.trainer.megatron import model, transformer  # noqa: E402
 
 # Megatron's fused kernel is for rotary positions of heads, without yarn
 ROPE = dict.fromkeys(
@@ -45,35 +44,21 @@ def engine_is_there(monkeypatch):
         monkeypatch.setattr(rope_utils, name, print)
 
 
-def of_a_rank(config: RunConfig) -> ParallelStates:
-    """A rank's place without its groups, of which a configuration needs none."""
-    p = config.parallel
-    return ParallelStates(
-        tp_size=p.tensor_model_parallel_size,
-        pp_size=p.pipeline_model_parallel_size,
-        vpp_size=p.virtual_pipeline_model_parallel_size,
-        cp_size=p.context_parallel_size,
-        ep_size=p.expert_model_parallel_size,
-        etp_size=p.expert_tensor_parallel_size,
-    )
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.file)
 def test_fused_kernels_are_on_where_they_compute_the_same(
-    recipe: Recipe, engine_is_there, monkeypatch, tmp_path
+    recipe: Recipe, engine_is_there, tmp_path
 ):
     directory = tmp_path / recipe.model
     write_config(directory, recipe.model)
     config = RunConfig.from_toml(recipe.path, {"hf_checkpoint": str(directory)})
     hf = read_hf_facts(directory)
-    monkeypatch.setattr(ParallelStates, "get_parallel_state", lambda: of_a_rank(config))
     for device, use_te, fused in (
         ("cuda", True, True),
         ("cpu", True, False),
         ("cpu", False, False),
     ):
         fields = model._transformer_overrides(config, hf, use_te, torch.device(device))
-        built = hf_bridge.build_bridge(directory, torch.bfloat16, fields).config
+        built = transformer.build_transformer_config(hf, config.parallel, torch.bfloat16, fields)
         assert built.apply_rope_fusion == (fused and ROPE.get(recipe.file, False))
         assert built.moe_permute_fusion == fused
         # but gpt-oss's, which has biases and a limit

@@ -27,10 +27,13 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model import TE_KERNELS
 from r3train.config.parallel import ParallelSection
 from r3train.families import FAMILIES, weights_of
+from r3train.families.family import model_arguments
 from r3train.families.weights import ModelWeights
-from r3train.trainer.megatron import hf_bridge, hf_weights, lora, rotary
+from r3train.trainer.megatron import hf_weights, lora, rotary
 from r3train.trainer.megatron.cpu_device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
+from r3train.trainer.megatron.layers import ADAPTATIONS
+from r3train.trainer.megatron.transformer import build_transformer_config
 
 
 @dataclass
@@ -50,8 +53,7 @@ class Model:
 def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Model:
     """Build this rank's chunks and load the weights of ``config.model.hf_checkpoint``.
 
-    Raises ValueError as ``uses_transformer_engine`` does, and for a model family that mbridge does
-    not know.
+    Raises ValueError as ``uses_transformer_engine`` does.
     """
     model, parallel = config.model, config.parallel
     use_te = uses_transformer_engine(model.attention_backend, on_cuda=device.type == "cuda")
@@ -62,19 +64,20 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     if fuses and find_spec("fused_weight_gradient_mlp_cuda") is None:
         # Megatron's output layer needs Apex's extension for it, and fails without; the others do not
         overrides["gradient_accumulation_fusion"] = False
-    bridge = hf_bridge.build_bridge(model.hf_checkpoint, dtype, overrides)
+    transformer, weights = build_transformer_config(hf, parallel, dtype, overrides), weights_of(hf)
     chunks: list[torch.nn.Module] = []
     for stage in range(parallel.virtual_pipeline_model_parallel_size or 1):
         vp_stage = stage if parallel.virtual_pipeline_model_parallel_size else None
-        # moved first: the bridge scatters weights over the device's groups, and Megatron makes the
-        # router's on the host
-        chunk = _build_chunk(bridge, vp_stage, use_te, adapted=config.lora.enabled).to(device)
+        # moved first: weights are scattered over the device's groups, and Megatron makes the router's
+        # on the host
+        chunk = _build_chunk(
+            transformer, hf, weights, vp_stage, use_te, adapted=config.lora.enabled
+        ).to(device)
         if use_te:
             _mark_tensor_parallel(chunk)
         if fuses:
             _fuse_gradients(chunk)
         chunks.append(chunk)
-    weights = weights_of(hf)
     hf_weights.load_hf_weights(weights, chunks, model.hf_checkpoint)
     freeze(config, weights, chunks)
     if config.lora.enabled:
@@ -93,11 +96,11 @@ def build_model(config: RunConfig, hf: HfModelFacts, device: torch.device) -> Mo
     for i, chunk in enumerate(chunks):
         _mark_expert_parameters(chunk, parallel)
         if model.bf16:
-            chunk = _in_bf16(bridge.config, chunk)
+            chunk = _in_bf16(transformer, chunk)
         wrapped.append(
-            DistributedDataParallel(bridge.config, ddp_config, chunk, disable_bucketing=i > 0)
+            DistributedDataParallel(transformer, ddp_config, chunk, disable_bucketing=i > 0)
         )
-    return Model(bridge.config, weights, wrapped, hf.vocab_size)
+    return Model(transformer, weights, wrapped, hf.vocab_size)
 
 
 class _Bf16Chunk(Float16Module):
@@ -172,7 +175,7 @@ def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -
 def _transformer_overrides(
     config: RunConfig, hf: HfModelFacts, use_te: bool, device: torch.device
 ) -> dict[str, Any]:
-    """TransformerConfig fields that we set; mbridge reads the others from the checkpoint."""
+    """TransformerConfig fields that we set; the others follow from the checkpoint."""
     model, parallel = config.model, config.parallel
     interleaved = parallel.virtual_pipeline_model_parallel_size is not None
     fields: dict[str, Any] = dict(
@@ -231,7 +234,7 @@ def _transformer_overrides(
 
 
 def _fusions(hf: HfModelFacts) -> dict[str, bool]:
-    """Fused kernels of Transformer Engine's layers on CUDA, which Megatron and mbridge leave off.
+    """Fused kernels of Transformer Engine's layers on CUDA, which Megatron leaves off.
 
     Unfused rotary positions of packed sequences read their lengths back to the host in every layer, and
     unfused permutation takes a kernel for every step of it.
@@ -263,9 +266,15 @@ def _save_norms_as_local(layer: TransformerLayerSubmodules) -> None:
 
 
 def _build_chunk(
-    bridge: Any, vp_stage: int | None, use_te: bool, *, adapted: bool = False
+    config: TransformerConfig,
+    hf: HfModelFacts,
+    weights: ModelWeights,
+    vp_stage: int | None,
+    use_te: bool,
+    *,
+    adapted: bool = False,
 ) -> GPTModel:
-    config = bridge.config
+    family = FAMILIES[hf.model_type]
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
@@ -280,13 +289,13 @@ def _build_chunk(
         for layer in spec.layer_specs:
             _save_norms_as_local(layer.submodules)
     first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    bridge.adapt_layers(spec, bridge.hf_config, first_layer, use_te)
+    ADAPTATIONS[family.layers](spec, weights, first_layer, use_te)
     return GPTModel(
         config,
         spec,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-        share_embeddings_and_output_weights=bridge.hf_config.tie_word_embeddings,
+        share_embeddings_and_output_weights=hf.tie_word_embeddings,
         vp_stage=vp_stage,
-        **bridge._get_gptmodel_args(),
+        **model_arguments(family, hf),
     )

@@ -57,8 +57,6 @@ class Layout:
         sizes = weights.sizes
         self.weight = weight
         self.rows = {part: number(rows, sizes) for part, rows in weight.parts.items()}
-        lacking = [part for part, rows in self.rows.items() if rows is None]
-        assert not lacking, f"{weight.name}: config.json lacks a size of {lacking}"
         self.groups = None if weight.groups is None else number(weight.groups, sizes)
         self._disk = [
             _OnDisk(

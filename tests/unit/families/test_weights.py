@@ -15,12 +15,11 @@ def test_the_examples_of_the_vocabulary_hold():
     assert result.attempted > 3 and not result.failed
 
 
-def test_a_size_of_which_config_json_lacks_a_factor_is_not_guessed():
-    sizes = {"heads": 4, "head": None, "rope": 3}
-    assert number("heads*rope", sizes) == 12
-    assert number("heads*head+rope", sizes) is None
-    with pytest.raises(KeyError):
-        number("widths", sizes)
+def test_a_size_that_config_json_lacks_is_not_guessed():
+    sizes = {"heads": 4, "rope": 3}
+    assert number("heads*rope+2", sizes) == 14
+    with pytest.raises(KeyError, match="head"):
+        number("heads*head+rope", sizes)
 
 
 @pytest.mark.parametrize("parts", [("gate",), ("gate", "gate"), ("gate", "down")])

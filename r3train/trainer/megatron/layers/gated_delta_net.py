@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.ssm import gated_delta_net as gdn
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+from r3train.families.weights import ModelWeights
 
 
 class ZeroCenteredNorm(torch.nn.Module):
@@ -75,3 +80,33 @@ class PackedGatedDeltaNet(gdn.GatedDeltaNet):
         out = self.out_norm(out.reshape(-1, self.value_head_dim))
         out = out * self.act_fn(gate.reshape(-1, self.value_head_dim).float())
         return out.to(mixed.dtype).view(n, -1)
+
+
+def adapt_gated_delta_net(
+    layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
+) -> None:
+    """Put in the delta nets and the norms; refuse layers that nobody verified."""
+    if use_te:
+        raise ValueError(
+            "a model with linear attention was verified with --attention-backend local alone, on a CPU"
+        )
+    backend = LocalSpecProvider()
+    delta_net = ModuleSpec(
+        module=PackedGatedDeltaNet,
+        submodules=gdn.GatedDeltaNetSubmodules(
+            in_proj=backend.column_parallel_linear(),
+            out_norm=backend.layer_norm(rms_norm=True),
+            out_proj=backend.row_parallel_linear(),
+        ),
+    )
+    for i, spec in enumerate(layers.layer_specs):
+        # layers share one specification
+        layer = layers.layer_specs[i] = copy.deepcopy(spec)
+        parts = layer.submodules
+        parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredNorm
+        if "linear" in weights.traits[first_layer + i]:
+            parts.self_attention = delta_net
+        else:
+            attention = parts.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = ZeroCenteredNorm
+    layers.layer_norm = ZeroCenteredNorm

@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from r3train.families.weights import ModelWeights
+
 
 class WholeWidthNorm(torch.nn.Module):
     """RMSNorm over the heads of all tensor ranks; its weight is sharded as the heads are."""
@@ -65,7 +67,9 @@ class WholeWidthNormAttention(SelfAttention):
         self.k_layernorm = WholeWidthNorm(config.num_query_groups * config.kv_channels, config, tp)
 
 
-def adapt_whole_width_norm(layers: Any, hf_config: Any, first_layer: int, use_te: bool) -> None:
+def adapt_whole_width_norm(
+    layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
+) -> None:
     """Give every layer this attention."""
     for layer in layers.layer_specs:
         layer.submodules.self_attention.module = WholeWidthNormAttention

@@ -1,0 +1,145 @@
+"""Megatron's configuration of a family's model, from config.json alone.
+
+These are fields of TransformerConfig, without those of a run (parallel sizes, dtypes), and what GPTModel asks for
+besides.  An activation is named by a word: this room imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from r3train.config.hf_facts import EXPERT_KEYS
+
+Fields = dict[str, Any]
+# keys that releases leave out -> what transformers takes for them; a family may have others
+DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
+
+
+class Keys(dict[str, Any]):
+    """The keys of a config.json that are not null, and ``defaults`` of those that it may leave out.
+
+    Raises ValueError for a key that is in neither.
+    """
+
+    def __init__(self, file: Path, config: Mapping[str, Any], defaults: Mapping[str, Any]):
+        super().__init__(DEFAULTS | defaults)
+        self._file = file
+        self._null = {key for key, value in config.items() if value is None}
+        self.update((key, value) for key, value in config.items() if value is not None)
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"{self._file}: key {key} is missing")
+
+    def integer(self, key: str) -> int:
+        """Return a key that must be a number of at least 1."""
+        value = self[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(
+                f"{self._file}: key {key} must be an integer of at least 1, got {value!r}"
+            )
+        return value
+
+    def or_null(self, key: str, null: Any) -> Any:
+        """Return a key that may be null, and then means ``null``."""
+        return null if key in self._null else self[key]
+
+    @property
+    def rope(self) -> dict[str, Any]:
+        """Rotary positions as transformers 5 saves them; releases have rope_scaling, and rope_theta beside it."""
+        rope = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
+        rope.setdefault("rope_type", rope.pop("type", "default"))
+        if "rope_theta" not in rope:
+            rope["rope_theta"] = self["rope_theta"]
+        return rope
+
+    @property
+    def num_experts(self) -> int:
+        """The number of experts: transformers 5 saves Qwen's under Mixtral's key."""
+        return next(self[key] for key in EXPERT_KEYS if self.get(key))
+
+
+# fused steps of Transformer Engine's layers
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True}
+FUSED_AND_PERSISTENT = FUSED | {"persist_layer_norm": True}
+
+
+def of_every_family(keys: Keys) -> Fields:
+    """Return the fields that all families have."""
+    heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
+    return {
+        "activation_func": "silu",
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "masked_softmax_fusion": True,
+        "num_layers": keys["num_hidden_layers"],
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": keys.get("num_key_value_heads", heads),
+        "kv_channels": keys.get("head_dim", hidden // heads),
+        # a model without dense layers has no width of theirs
+        "ffn_hidden_size": keys.get("intermediate_size", keys.get("moe_intermediate_size")),
+        "layernorm_epsilon": keys["rms_norm_eps"],
+    }
+
+
+def experts(keys: Keys, width: str = "moe_intermediate_size", **more: Any) -> Fields:
+    """Return the fields of layers with experts; width: the key of an expert's.
+
+    Gates are a softmax over the chosen experts, unless ``more`` says otherwise, and no bias moves.
+    """
+    return {
+        "num_moe_experts": keys.num_experts,
+        "moe_router_topk": keys["num_experts_per_tok"],
+        "moe_ffn_hidden_size": keys[width],
+        "moe_grouped_gemm": True,
+        "moe_router_score_function": "softmax",
+        "moe_router_pre_softmax": False,
+        "moe_router_bias_update_rate": 0.0,
+    } | more
+
+
+def gated_shared_expert(keys: Keys) -> Fields:
+    """Return the fields of a shared expert with a gate."""
+    return {
+        "moe_shared_expert_intermediate_size": keys["shared_expert_intermediate_size"],
+        "moe_shared_expert_gate": True,
+        "moe_shared_expert_overlap": False,  # nobody verified a gate with it
+    }
+
+
+def sigmoid_and_shared(keys: Keys, num_shared: int) -> Fields:
+    """Return the fields of experts chosen by sigmoids and biases, beside experts that every token has."""
+    return experts(
+        keys,
+        moe_router_pre_softmax=True,
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_topk_scaling_factor=keys["routed_scaling_factor"],
+        moe_shared_expert_intermediate_size=num_shared * keys["moe_intermediate_size"],
+        moe_shared_expert_overlap=True,
+    )
+
+
+def no_fields(keys: Keys) -> Fields:
+    """Set nothing."""
+    return {}
+
+
+def whole_heads_rotate(keys: Keys) -> Fields:
+    """Return GPTModel's arguments for rotary positions."""
+    return {"position_embedding_type": "rope", "rotary_base": keys.rope["rope_theta"]}
+
+
+def part_of_heads_rotates(keys: Keys) -> Fields:
+    """Return GPTModel's arguments where a part of every head is rotated."""
+    return whole_heads_rotate(keys) | {"rotary_percent": _rotary_part(keys)}
+
+
+def _rotary_part(keys: Keys) -> float:
+    part = keys.rope.get("partial_rotary_factor", keys.get("partial_rotary_factor"))
+    if part is None and "rotary_dim" in keys:
+        part = keys["rotary_dim"] / keys["head_dim"]
+    return 1.0 if part is None else part

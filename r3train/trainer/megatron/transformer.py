@@ -1,0 +1,46 @@
+"""Megatron's configuration of a checkpoint's model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import quick_gelu
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from r3train.config.hf_facts import HfModelFacts
+from r3train.config.parallel import ParallelSection
+from r3train.families import FAMILIES
+from r3train.families.family import keys_of, transformer_fields
+
+_ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
+
+
+def build_transformer_config(
+    hf: HfModelFacts, parallel: ParallelSection, dtype: torch.dtype, fields: dict[str, Any]
+) -> TransformerConfig:
+    """Return the configuration of a verified family's model.
+
+    dtype: of the parameters.  fields: those of the run, which replace the checkpoint's.  Raises ValueError
+    naming a key that config.json lacks.
+    """
+    family = FAMILIES[hf.model_type]
+    of_model = transformer_fields(family, hf)
+    of_model["activation_func"] = _ACTIVATIONS[of_model["activation_func"]]
+    of_run = {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+        "context_parallel_size": parallel.context_parallel_size,
+        "expert_model_parallel_size": parallel.expert_model_parallel_size,
+        "expert_tensor_parallel_size": parallel.expert_tensor_parallel_size,
+    }
+    kind = MLATransformerConfig if family.layers == "latent_attention" else TransformerConfig
+    config = kind(**of_model | of_run | fields)
+    for name, value in family.attributes(keys_of(family, hf)).items():
+        setattr(config, name, value)
+    return config
