@@ -27,7 +27,6 @@ PINNED = {
     "megatron-core": ("0.16.1", "the router's replay seam and the CPU adaptation"),
     "sglang": ("0.5.23", "routed experts on the wire and weight updates"),
     "transformers": ("5.19.0", "the version that sglang requires"),
-    "mbridge": ("0.15.1", "Megatron's names for Hugging Face weights"),
 }
 
 

@@ -59,7 +59,6 @@ VARIANTS = {
         ModelVariant("dense6", num_layers=6, dense_layers=(0, 3)),
         ModelVariant("moe8", num_layers=8, dense_layers=(0,)),
         ModelVariant("tied", tied=True),
-        # one MoE layer: mbridge's loading time grows with the square of the number of tensors
         ModelVariant(
             "wide300", num_layers=2, num_experts=300, dense_layers=(0,), expert_intermediate=8
         ),

@@ -72,7 +72,7 @@ def test_a_lock_of_another_version_is_found(need):
 
 def test_both_locks_hold_the_same_megatron_and_transformers():
     gpu, cpu = pins("gpu.txt"), pins("constraints.txt")
-    for name in ("megatron-core", "mbridge", "transformers", "tokenizers", "safetensors"):
+    for name in ("megatron-core", "transformers", "tokenizers", "safetensors"):
         assert gpu[name] == cpu[name]
 
 

@@ -5,7 +5,7 @@
 The stand-in is memory of the CPU, of which the mode below keeps account: what is asked for on
 "cuda", or on ``cpu:0`` (the device that the actor gets), lies on the device, and so does what is
 computed from it.  A collective over the group that would be NCCL's refuses every tensor that does
-not, in our code, Megatron's, mbridge's and torch's.  Writes to REPORT.RANK.json what was sent where.
+not, in our code, Megatron's and torch's.  Writes to REPORT.RANK.json what was sent where.
 """
 
 from __future__ import annotations

@@ -289,7 +289,6 @@ GOOD = {
     "megatron-core": "0.16.1",
     "sglang": "0.5.23",
     "transformers": "5.19.0",
-    "mbridge": "0.15.1",
     "numpy": "2.4.6",
     "torchvision": "0.28.0",
 }
