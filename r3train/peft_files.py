@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from r3train.config.hf_facts import HfModelFacts, load_json_object
 from r3train.config.lora import linear_of, LoraSection
-from r3train.families import tensor_names
+from r3train.families import FAMILIES, tensor_names
 from r3train.hf_checkpoint import (
     check_export,
     read_header,
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
-_ALWAYS_FUSED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "kimi_k2")
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 # what another value than its first would add to B A x; keys that are missing have PEFT's default
 _PLAIN: dict[str, tuple[Any, ...]] = {
@@ -151,7 +150,9 @@ def not_in_peft(settings: LoraSection, hf: HfModelFacts) -> str | None:
     targets, it takes every gate_proj, up_proj and down_proj for theirs; in some models in any case.
     """
     targets = settings.targets(tensor_names(hf))
-    routed = hf.model_type in _ALWAYS_FUSED or any(".experts." in name for name in targets)
+    routed = FAMILIES[hf.model_type].peft_fuses_experts or any(
+        ".experts." in name for name in targets
+    )
     others = [n for n in targets if linear_of(n) in _OF_EXPERTS and ".experts." not in n]
     if others and routed:
         return f"PEFT drops the adapter of {min(others).removesuffix(_SUFFIX)}"

@@ -726,8 +726,8 @@ def _model_replay(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
     if config.trainer.freeze_moe_router and not hf.is_moe:
         yield f"--freeze-moe-router: {hf.path} is {hf.model_type} without experts: no router to freeze"
     every = tuple(range(1, hf.num_hidden_layers + 1))
-    of_qwen = hf.model_type in ("qwen2_moe", "qwen3_moe")
-    if of_qwen and hf.is_moe and hf.moe_layer_numbers != every:
+    family = FAMILIES.get(hf.model_type)
+    if family is not None and family.served_sparse and hf.is_moe and hf.moe_layer_numbers != every:
         # sglang 0.5.23 builds every layer of them sparse and would serve garbage for the others
         missing = sorted(set(every) - set(hf.moe_layer_numbers))
         yield (

@@ -21,6 +21,7 @@ from r3train.data.parts import PART_BYTES
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
 from r3train.doctor.model import Weights, checkpoint_bytes, count_weights, read_stages
+from r3train.families import FAMILIES
 from r3train.launch.gpus import server_gpus
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
 from r3train.types import is_checked
@@ -44,8 +45,6 @@ _HOST_MARGIN = 2 << 30
 _ROUTED_COPIES = 3.5
 # of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
 _ON_THE_WAY = 3
-# results of a gated activation that is made of several steps, each of which is kept
-_UNFUSED_STEPS = {"gpt_oss": 8}
 
 
 @dataclass(frozen=True)
@@ -269,8 +268,9 @@ def layer_bytes(
     kept += rows * hf.num_experts * 3 * 4  # router logits, scores and probabilities in float32
     routed = rows * hf.num_experts_per_tok * value
     kept += routed * hf.hidden_size
-    if steps := _UNFUSED_STEPS.get(hf.model_type):
-        kept += routed * steps * own["mlp.experts.down_proj"].shape[1]
+    family = FAMILIES.get(hf.model_type)
+    if family is not None and family.activation_steps:
+        kept += routed * family.activation_steps * own["mlp.experts.down_proj"].shape[1]
     on_their_way = routed * _ROUTED_COPIES * hf.hidden_size
     return kept, max(on_their_way, _of_experts(config, hf, routed, own))
 

@@ -153,4 +153,5 @@ DEEPSEEK_V3 = Family(
     ),
     lora=True,
     adapters_served=True,
+    peft_fuses_experts=True,
 )

@@ -47,6 +47,9 @@ class Family:
     ``layers``: what the trainer changes in Megatron's layers (trainer/megatron/layers).
     ``lora``: adapters were verified too, and ``adapters_served``: SGLang serves them right (of
     latent attention with compressed queries).
+    ``peft_fuses_experts``: PEFT on transformers' model adapts all experts of a layer as one.  ``served_sparse``: SGLang
+    builds every layer with experts.  ``activation_steps``: those of an expert's gated activation that keep a
+    result for the backward pass, where no kernel fuses them.
     ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
     """
 
@@ -65,6 +68,9 @@ class Family:
     read_as: str | None = None
     lora: bool = False
     adapters_served: bool = False
+    peft_fuses_experts: bool = False
+    served_sparse: bool = False
+    activation_steps: int = 0
     log_prob_gap: float = 1e-4
 
 

@@ -57,4 +57,5 @@ GLM4_MOE = Family(
     rotary=part_of_heads_rotates,
     lora=True,
     adapters_served=True,
+    peft_fuses_experts=True,
 )

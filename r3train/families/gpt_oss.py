@@ -100,6 +100,7 @@ GPT_OSS = Family(
     rotary=_rotary,
     attributes=_yarn,
     layers="biased_experts",
+    activation_steps=8,  # its activation is made of several steps
     unfused_rope=(
         "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"
         " model's queries and keys grow, and every log-prob would be another"

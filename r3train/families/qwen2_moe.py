@@ -44,4 +44,5 @@ QWEN2_MOE = Family(
     SILU | {"use_sliding_window": (False, False), "qkv_bias": (True, True)},
     defaults={"norm_topk_prob": False},
     lora=True,
+    served_sparse=True,
 )

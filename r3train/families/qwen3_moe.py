@@ -22,4 +22,5 @@ QWEN3_MOE = replace(
     transformer=_transformer,
     defaults={"norm_topk_prob": False},
     adapters_served=True,
+    served_sparse=True,
 )
