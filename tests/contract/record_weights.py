@@ -98,15 +98,15 @@ def make(directory: Path, name: str) -> None:
 
 def shards(directories: list[str], parallel: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Of each directory the parameters that a rank holds: {name: (tensors in it, checksum)}; in a rank."""
-    from r3train.trainer.megatron.hf_weights import held
+    from r3train.trainer.megatron.hf_weights import chunk_weights
 
     found = {}
     for directory in directories:
         with actor_of(configuration(Path(directory), **parallel)) as actor:
             (chunk,) = actor.model.chunks
             found[directory] = {
-                one.name: (one.place.disk_names, checksum(one.tensor))
-                for one in held(actor.model.weights, chunk)
+                one.name: (one.hf.names, checksum(one.tensor))
+                for one in chunk_weights(actor.model.weights, chunk)
             }
     return found
 

@@ -17,7 +17,7 @@ from r3train.config.lora import LoraSection
 from r3train.families import FAMILIES, tensor_shapes, weights_of
 from r3train.families.weights import ModelWeights, Weight
 from r3train.hf_checkpoint import is_trained
-from r3train.trainer.megatron.weight_layout import ParameterNames, Place
+from r3train.trainer.megatron.weight_layout import TensorNames, HfTensors
 from tests.contract.record_weights import (
     TOPOLOGIES,
     WEIGHTS,
@@ -51,13 +51,13 @@ def test_the_tensors_on_disk_are_those_of_the_record(name, tmp_path):
     assert in_parameters == trained.keys()
 
 
-def loaded(place: Place, record: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
+def loaded(hf: HfTensors, record: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
     """Make a whole parameter of the record's checkpoint."""
-    tensors = [pattern(name, tuple(record["tensors"][name])) for name in place.disk_names]
-    if place.layout.all_experts:
-        tensors = [tensor[place.expert] for tensor in tensors]
-    whole = place.layout.from_disk(tensors)
-    return whole if place.layout.weight.float32 else whole.to(dtype)
+    tensors = [pattern(name, tuple(record["tensors"][name])) for name in hf.names]
+    if hf.layout.all_experts:
+        tensors = [tensor[hf.expert] for tensor in tensors]
+    whole = hf.layout.from_disk(tensors)
+    return whole if hf.layout.weight.float32 else whole.to(dtype)
 
 
 def differences(record: dict[str, Any], weights: ModelWeights) -> list[str]:
@@ -71,24 +71,24 @@ def differences(record: dict[str, Any], weights: ModelWeights) -> list[str]:
                 layers = layers[:1] if rank == 0 else layers[1:]
             if topology == "EP2":
                 first_expert = rank * weights.sizes["experts"] // 2
-            names = ParameterNames(weights, layers, first_expert)
+            names = TensorNames(weights, layers, first_expert)
             for name, row in record["parameters"].items():
                 if topology not in row or row[topology][rank] == "-":
                     continue
-                place = names.place(name)
-                if topology not in ("EP2", "PP2") and place.disk_names != row["tensors"]:
-                    found.append(f"{topology} {name}: is made of {place.disk_names}")
+                hf = names.find(name)
+                if topology not in ("EP2", "PP2") and hf.names != row["tensors"]:
+                    found.append(f"{topology} {name}: is made of {hf.names}")
                 cut = parallel.get("tensor_model_parallel_size", 1)
-                if place.layout.weight.of_expert:
+                if hf.layout.weight.of_expert:
                     cut = parallel.get("expert_tensor_parallel_size", 1)
-                whole = loaded(place, record, dtype)
-                shards = [shard.contiguous() for shard in place.layout.shards(whole, cut)]
+                whole = loaded(hf, record, dtype)
+                shards = [shard.contiguous() for shard in hf.layout.shards(whole, cut)]
                 if checksum(shards[rank if cut > 1 else 0]) != row[topology][rank]:
                     found.append(f"{topology} {name}: another shard on rank {rank}")
-                again = place.layout.to_disk(place.layout.join(shards))
-                for disk_name, tensor in zip(place.disk_names, again, strict=True):
+                again = hf.layout.to_disk(hf.layout.join(shards))
+                for disk_name, tensor in zip(hf.names, again, strict=True):
                     disk = pattern(disk_name, tuple(record["tensors"][disk_name]))
-                    disk = disk[place.expert] if place.layout.all_experts else disk
+                    disk = disk[hf.expert] if hf.layout.all_experts else disk
                     if not torch.equal(tensor, disk.to(tensor.dtype)):
                         found.append(f"{topology} {name}: is exported as another {disk_name}")
                 compared += 1

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from r3train.families.weights import ModelWeights
-from r3train.trainer.megatron.hf_weights import held, tensor_group
+from r3train.trainer.megatron.hf_weights import chunk_weights, tensor_group
 from r3train.trainer.megatron.weight_layout import Layout
 
 _HEADER_BYTES = 512
@@ -103,19 +103,19 @@ def _whole_parameters(
     expert_group = ps.get_expert_model_parallel_group()
     experts_per_rank = weights.sizes["experts"] // expert_group.size()
     for chunk in chunks:
-        for one in held(weights, chunk):
-            tensor, place = one.tensor, one.place
+        for one in chunk_weights(weights, chunk):
+            tensor, hf = one.tensor, one.hf
             # the first stage exports a tied output layer, as the embedding
             if one.is_tied_output or not is_wanted(tensor):
                 continue
-            layout = place.layout
+            layout = hf.layout
             if not (expert_sends if layout.weight.of_expert else sends):
                 continue
             group = tensor_group(one) if layout.weight.sharded else None
             shards = gather(value_of(tensor), group)
             if not layout.weight.of_expert:
                 if leads:
-                    yield layout, place.disk_names, None, layout.join(shards)
+                    yield layout, hf.names, None, layout.join(shards)
                 continue
             if not first_shard:
                 continue
@@ -123,8 +123,8 @@ def _whole_parameters(
             experts = gather(layout.join(shards).contiguous(), expert_group)
             if leads:
                 for ep_rank, expert in enumerate(experts):
-                    number = place.expert + ep_rank * experts_per_rank
-                    yield layout, place.names_of_expert(number), number, expert
+                    number = hf.expert + ep_rank * experts_per_rank
+                    yield layout, hf.names_of_expert(number), number, expert
 
 
 class _ExpertTensors:

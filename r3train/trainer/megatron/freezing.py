@@ -60,11 +60,11 @@ def freeze(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.M
     trainer = config.trainer
     if not (trainer.freeze_moe_router or trainer.freeze_params):
         return
-    from r3train.trainer.megatron.hf_weights import held
+    from r3train.trainer.megatron.hf_weights import chunk_weights
 
     for chunk in chunks:
-        for one in held(weights, chunk):
-            names = one.place.disk_names
+        for one in chunk_weights(weights, chunk):
+            names = one.hf.names
             matched = [n for n in names if any(re.search(r, n) for r in trainer.freeze_params)]
             if matched and matched != names:
                 rest = ", ".join(n for n in names if n not in matched)

@@ -21,7 +21,7 @@ from safetensors import safe_open
 from r3train.families.weights import OUTPUT_LAYER, ModelWeights
 from r3train.hf_checkpoint import export_checksums, MARKER, weight_files
 from r3train.trainer.megatron.checked_files import check_together
-from r3train.trainer.megatron.weight_layout import ParameterNames, Place
+from r3train.trainer.megatron.weight_layout import TensorNames, HfTensors
 
 ADAPTER = ".lora."  # in the name of a parameter of an adapter, which no checkpoint of a model has
 
@@ -34,14 +34,14 @@ def unwrap(chunk: torch.nn.Module) -> torch.nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ChunkWeight:
     """A parameter or buffer of this rank that a checkpoint has: ``key`` of a module.
 
     ``name``: in the chunk.  The tensor is looked up each time, for DDP and offloading move it.
     """
 
     name: str
-    place: Place
+    hf: HfTensors
     module: torch.nn.Module
     key: str
 
@@ -58,42 +58,42 @@ class Held:
     @property
     def is_tied_output(self) -> bool:
         """True for the last stage's copy of the embedding."""
-        return self.name == OUTPUT_LAYER and self.place.disk_names != ["lm_head.weight"]
+        return self.name == OUTPUT_LAYER and self.hf.names != ["lm_head.weight"]
 
 
 # names do not change from one weight update to the next, and finding them takes longer than the copy of a
 # small expert
-_held: WeakKeyDictionary[torch.nn.Module, list[Held]] = WeakKeyDictionary()
+_weights_of: WeakKeyDictionary[torch.nn.Module, list[ChunkWeight]] = WeakKeyDictionary()
 
 
-def held(weights: ModelWeights, chunk: torch.nn.Module) -> list[Held]:
+def chunk_weights(weights: ModelWeights, chunk: torch.nn.Module) -> list[ChunkWeight]:
     """Return what a chunk holds of a checkpoint, buffers in float32 first; found once for each chunk."""
     chunk = unwrap(chunk)
-    if chunk not in _held:
+    if chunk not in _weights_of:
         ranks = ps.get_expert_model_parallel_world_size()
-        names = ParameterNames(
+        names = TensorNames(
             weights,
             [layer.layer_number - 1 for layer in chunk.decoder.layers],
             ps.get_expert_model_parallel_rank() * (weights.sizes["experts"] // ranks),
         )
         # in front: an export is sent in buckets of one dtype
-        found = sorted(_find(names, chunk), key=lambda one: not one.place.layout.weight.float32)
-        _held[chunk] = found
-    return _held[chunk]
+        found = sorted(_find(names, chunk), key=lambda one: not one.hf.layout.weight.float32)
+        _weights_of[chunk] = found
+    return _weights_of[chunk]
 
 
-def _find(names: ParameterNames, chunk: torch.nn.Module) -> Iterator[Held]:
+def _find(names: TensorNames, chunk: torch.nn.Module) -> Iterator[ChunkWeight]:
     for path, module in chunk.named_modules():
         for own, is_parameter in ((module._parameters, True), (module._buffers, False)):
             for key, tensor in own.items():
                 name = f"{path}.{key}"
                 if tensor is None or ADAPTER in name:
                     continue
-                place = names.place(name)
+                hf = names.find(name)
                 # buffers that no row names are Megatron's own: counts of tokens, frequencies
-                assert place is not None or not is_parameter, f"no row of the table is {name}"
-                if place is not None:
-                    yield Held(name, place, module, key)
+                assert hf is not None or not is_parameter, f"no row of the table is {name}"
+                if hf is not None:
+                    yield ChunkWeight(name, hf, module, key)
 
 
 class CheckpointTensors:
@@ -119,19 +119,19 @@ class CheckpointTensors:
         return self._file_of[name].get_slice(name)[expert]
 
 
-def _whole(tensors: CheckpointTensors, place: Place) -> torch.Tensor:
+def _whole(tensors: CheckpointTensors, hf: HfTensors) -> torch.Tensor:
     """Read a whole parameter, in Megatron's layout and the checkpoint's dtype."""
-    row = place.expert if place.layout.all_experts else None
-    return place.layout.from_disk([tensors.read(name, row) for name in place.disk_names])
+    row = hf.expert if hf.layout.all_experts else None
+    return hf.layout.from_disk([tensors.read(name, row) for name in hf.names])
 
 
-def _shard(tensors: CheckpointTensors, one: Held) -> torch.Tensor:
+def _shard(tensors: CheckpointTensors, one: ChunkWeight) -> torch.Tensor:
     """Return this rank's shard, in the parameter's dtype and on its device; a collective of its tensor ranks."""
-    layout, like = one.place.layout, one.tensor
+    layout, like = one.hf.layout, one.tensor
     group = tensor_group(one)
     shards = None
     if group.rank() == 0:
-        whole = _whole(tensors, one.place)
+        whole = _whole(tensors, one.hf)
         shards = [
             shard.to(like.device, like.dtype).contiguous()
             for shard in layout.shards(whole, group.size())
@@ -145,16 +145,16 @@ def _shard(tensors: CheckpointTensors, one: Held) -> torch.Tensor:
     return received
 
 
-def tensor_group(one: Held) -> dist.ProcessGroup:
+def tensor_group(one: ChunkWeight) -> dist.ProcessGroup:
     """Return the ranks that hold the shards of one replica."""
-    if one.place.layout.weight.of_expert:
+    if one.hf.layout.weight.of_expert:
         return ps.get_expert_tensor_parallel_group()
     return ps.get_tensor_model_parallel_group()
 
 
-def _replicas(one: Held) -> dist.ProcessGroup:
+def _replicas(one: ChunkWeight) -> dist.ProcessGroup:
     """Return the ranks that hold the same shard."""
-    if one.place.layout.weight.of_expert:
+    if one.hf.layout.weight.of_expert:
         return ps.get_expert_data_parallel_group()
     return ps.get_data_parallel_group(with_context_parallel=True)
 
@@ -170,10 +170,10 @@ def load_hf_weights(weights: ModelWeights, chunks: Sequence[torch.nn.Module], pa
         check_together(path, sums, path / MARKER)
     tensors = CheckpointTensors(path)
     for chunk in chunks:
-        for one in held(weights, chunk):
+        for one in chunk_weights(weights, chunk):
             if _replicas(one).rank() == 0:
                 one.tensor.copy_(_shard(tensors, one))
-        for one in held(weights, chunk):
+        for one in chunk_weights(weights, chunk):
             group = _replicas(one)
             if group.size() > 1:
                 dist.broadcast(one.tensor, group=group, group_src=0)
@@ -195,7 +195,7 @@ def parameters_unlike(
     return [
         one.name
         for chunk in chunks
-        for one in held(weights, chunk)
+        for one in chunk_weights(weights, chunk)
         if not _same_bytes(value_of(one.tensor), _shard(tensors, one))
     ]
 

@@ -53,8 +53,8 @@ from r3train.families.weights import ModelWeights
 from r3train.peft_files import AdapterFile
 from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
 from r3train.trainer.megatron.freezing import let_gradients_pass
-from r3train.trainer.megatron.hf_weights import held
-from r3train.trainer.megatron.weight_layout import Place
+from r3train.trainer.megatron.hf_weights import chunk_weights
+from r3train.trainer.megatron.weight_layout import HfTensors
 
 _COLUMN: tuple[type, ...] = (ColumnParallelLinear,)
 _ROW: tuple[type, ...] = (RowParallelLinear,)
@@ -241,31 +241,31 @@ def install(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.
         }
         chunk.requires_grad_(False)
         let_gradients_pass(chunk)
-        for one in held(weights, chunk):
-            names, parameter = one.place.disk_names, one.tensor
-            targets = settings.targets(names) if one.place.layout.weight.lora else ()
+        for one in chunk_weights(weights, chunk):
+            names, parameter = one.hf.names, one.tensor
+            targets = settings.targets(names) if one.hf.layout.weight.lora else ()
             if not targets:
                 continue
             if id(parameter) not in linears or len(targets) < len(names):
                 raise ValueError(f"no adapter can be put on {', '.join(names)}")
             linear, number = linears[id(parameter)]
-            adapter = _adapter(linear, parameter, one.place, settings)
+            adapter = _adapter(linear, parameter, one.hf, settings)
             adapter.fill(whole)
             _attach(linear, adapter, number)
     if not any(True for _ in adapters(chunks)):
         raise ValueError("--target-modules and --exclude-modules leave a rank without an adapter")
 
 
-def _paths(place: Place) -> list[str]:
+def _paths(hf: HfTensors) -> list[str]:
     """The linears' paths on disk; of experts that are one tensor there, each has its number put in."""
-    paths = [name.removesuffix(".weight") for name in place.disk_names]
-    if not place.layout.all_experts:
+    paths = [name.removesuffix(".weight") for name in hf.names]
+    if not hf.layout.all_experts:
         return paths
-    return [path.replace(".experts.", f".experts.{place.expert}.") for path in paths]
+    return [path.replace(".experts.", f".experts.{hf.expert}.") for path in paths]
 
 
-def _adapter(linear: Any, weight: torch.nn.Parameter, place: Place, settings: LoraSection) -> Lora:
-    layout, query_groups = place.layout, 0
+def _adapter(linear: Any, weight: torch.nn.Parameter, hf: HfTensors, settings: LoraSection) -> Lora:
+    layout, query_groups = hf.layout, 0
     on_disk, is_expert = layout.disk_rows(), layout.weight.of_expert
     # all of them, or this rank's share
     widths = [weight.shape[0] * rows // sum(on_disk) for rows in on_disk]
@@ -275,7 +275,7 @@ def _adapter(linear: Any, weight: torch.nn.Parameter, place: Place, settings: Lo
     return Lora(
         linear,
         weight,
-        _paths(place),
+        _paths(hf),
         widths,
         settings,
         is_expert=is_expert,

@@ -1,6 +1,6 @@
 """Layouts of weights: numbers moved between tensors on disk and Megatron's parameters, by the table's rows.
 
-``Layout`` is a row of ``r3train.families.weights`` with a checkpoint's sizes.  ``ParameterNames`` finds the row of a
+``Layout`` is a row of ``r3train.families.weights`` with a checkpoint's sizes.  ``TensorNames`` finds the row of a
 parameter by its name, of either of Megatron's layer specs.  Nothing here communicates.
 """
 
@@ -140,10 +140,10 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """The place of a parameter in a checkpoint.
+class HfTensors:
+    """The tensors of a checkpoint that make a parameter.
 
-    ``prefix``: what its tensors' names begin with.  ``expert``: the number of the expert that it is of, else None.
+    ``prefix``: what their names begin with.  ``expert``: the number of the expert that it is of, else None.
     """
 
     layout: Layout
@@ -151,12 +151,12 @@ class Place:
     expert: int | None
 
     @property
-    def disk_names(self) -> list[str]:
-        """The names of its tensors on disk."""
+    def names(self) -> list[str]:
+        """Their names."""
         return self.names_of_expert(self.expert)
 
     def names_of_expert(self, expert: int | None) -> list[str]:
-        """Return the names that the tensors of another expert of the layer have."""
+        """Return the names that they have of another expert of the layer."""
         own = "" if expert is None else str(expert)
         return [self.prefix + tensor.name.replace("{e}", own) for tensor in self.layout.weight.disk]
 
@@ -167,8 +167,8 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.*)")
 _GROUPED_EXPERT = re.compile(r"(mlp\.experts\.linear_fc\d\.[a-z]+)(\d+)")
 
 
-class ParameterNames:
-    """Places of the parameters of a rank's chunk, by their names.
+class TensorNames:
+    """The tensors that make the parameters of a rank's chunk, by the parameters' names.
 
     layer_ids: of each of the chunk's layers.  first_expert: the number of this rank's first expert of a layer.
     """
@@ -179,8 +179,8 @@ class ParameterNames:
         self._of_model = {weight.name: weight for weight in weights.table.of_model}
         self._of_layer: dict[int, dict[str, Weight]] = {}
 
-    def place(self, name: str) -> Place | None:
-        """Return the place of ``name``; None for what no checkpoint holds."""
+    def find(self, name: str) -> HfTensors | None:
+        """Return the tensors of the parameter ``name``; None for what no checkpoint holds."""
         in_layer = _IN_LAYER.fullmatch(name)
         if in_layer is None:
             if name not in self._of_model:
@@ -189,7 +189,7 @@ class ParameterNames:
             if self._weights.tied and name == OUTPUT_LAYER:
                 # the last of several pipeline stages has its own, a copy of the embedding
                 weight = self._weights.table.of_model[0]
-            return Place(self._layout(weight), "", None)
+            return HfTensors(self._layout(weight), "", None)
         layer_id, rest, expert = self._layer_ids[int(in_layer[1])], in_layer[2], None
         if local := _LOCAL_EXPERT.fullmatch(rest):
             expert, rest = int(local[1]), f"mlp.experts.{local[2]}"
@@ -199,7 +199,7 @@ class ParameterNames:
         if weight is None:
             return None
         expert = None if expert is None else self._first_expert + expert
-        return Place(self._layout(weight), self._weights.layer_prefix(layer_id), expert)
+        return HfTensors(self._layout(weight), self._weights.layer_prefix(layer_id), expert)
 
     def _rows(self, layer_id: int) -> dict[str, Weight]:
         """Return a layer's rows by their names in both specs."""

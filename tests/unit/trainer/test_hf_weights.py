@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint, read one by one, and places of parameters by name."""
+"""Tensors of a checkpoint, read one by one, and found by the names of parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import weights_of
 from r3train.trainer.megatron.hf_weights import CheckpointTensors
-from r3train.trainer.megatron.weight_layout import ParameterNames
+from r3train.trainer.megatron.weight_layout import TensorNames
 from tests.published import write_config
 
 EXPERT = "mlp.experts.{}linear_fc1.weight{}"
@@ -47,15 +47,15 @@ def test_files_are_opened_at_the_first_read(tmp_path):
 )
 def test_both_layer_specs_lead_to_the_same_tensors(name, expected, tmp_path):
     write_config(tmp_path / "model", "Qwen3-30B-A3B")
-    names = ParameterNames(weights_of(read_hf_facts(tmp_path / "model")), [7, 8], first_expert=32)
-    place = names.place(f"decoder.layers.1.{name}")
-    assert place.disk_names[0] == f"model.layers.8.{expected}"
+    names = TensorNames(weights_of(read_hf_facts(tmp_path / "model")), [7, 8], first_expert=32)
+    hf = names.find(f"decoder.layers.1.{name}")
+    assert hf.names[0] == f"model.layers.8.{expected}"
 
 
-def test_buffers_of_megatron_and_adapters_have_no_place(tmp_path):
+def test_buffers_of_megatron_and_adapters_have_no_tensors(tmp_path):
     write_config(tmp_path / "model", "Qwen3-30B-A3B")
-    names = ParameterNames(weights_of(read_hf_facts(tmp_path / "model")), [0])
-    assert names.place("decoder.layers.0.mlp.router.local_tokens_per_expert") is None
-    assert names.place("rotary_pos_emb.inv_freq") is None
+    names = TensorNames(weights_of(read_hf_facts(tmp_path / "model")), [0])
+    assert names.find("decoder.layers.0.mlp.router.local_tokens_per_expert") is None
+    assert names.find("rotary_pos_emb.inv_freq") is None
     # all layers have experts here
-    assert names.place("decoder.layers.0.mlp.linear_fc1.weight") is None
+    assert names.find("decoder.layers.0.mlp.linear_fc1.weight") is None
