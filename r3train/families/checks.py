@@ -8,7 +8,8 @@ from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.config.parallel import ParallelSection
 from r3train.config.sources import raise_all
 from r3train.families import FAMILIES
-from r3train.families.family import ROPE_KEYS, model_arguments, model_weights, transformer_fields
+from r3train.families.family import keys_of, model_arguments, model_weights, transformer_fields
+from r3train.families.transformer import ROPE_KEYS
 
 _MTP_COUNTS = (
     *("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules"),
@@ -60,6 +61,7 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
             )
     try:
         transformer_fields(family, hf), model_arguments(family, hf)
+        family.attributes(keys_of(family, hf))
         weights = model_weights(family, hf)
         for weight, _ in weights.rows():
             weights.shapes_of(weight)

@@ -101,7 +101,7 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 def deepseek_v3(keys: Keys) -> Fields:
     """Return the fields of latent attention, its positions, and experts in groups."""
-    rope, groups = keys.rope, keys.or_null("n_group", 1)
+    rope, groups = keys.rope, keys.integer_or_null("n_group", 1)
     yarn = rope["rope_type"] == "yarn"
     fields = {
         "qk_layernorm": True,
@@ -123,8 +123,8 @@ def deepseek_v3(keys: Keys) -> Fields:
     }
     if groups > 1:
         fields["moe_router_num_groups"] = groups
-        fields["moe_router_group_topk"] = keys["topk_group"]
-    shared = sigmoid_and_shared(keys, keys["n_shared_experts"])
+        fields["moe_router_group_topk"] = keys.integer("topk_group")
+    shared = sigmoid_and_shared(keys, keys.integer("n_shared_experts"))
     return FUSED_AND_PERSISTENT | shared | fields
 
 

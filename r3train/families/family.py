@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
 from r3train.families.transformer import (
+    DEFAULTS,
     Fields,
     Keys,
     no_fields,
@@ -17,7 +18,6 @@ from r3train.families.transformer import (
 from r3train.families.weights import ModelWeights, Sizes, Table
 
 Config = Mapping[str, Any]  # the content of config.json
-ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 # values of ``Family.needs`` that several families share
 SILU = {"hidden_act": ("silu", "silu")}
@@ -82,7 +82,8 @@ def linear_layers(config: Config) -> list[bool]:
 
 def keys_of(family: Family, hf: HfModelFacts) -> Keys:
     """Return the keys of a checkpoint's config.json."""
-    return Keys(hf.path / "config.json", load_model_config(hf.path), family.defaults)
+    content = load_model_config(hf.path)
+    return Keys(f"{hf.path}/config.json", content, DEFAULTS | family.defaults)
 
 
 def transformer_fields(family: Family, hf: HfModelFacts) -> Fields:
@@ -135,7 +136,6 @@ _KEY_OF = {
 
 
 def _sizes(table: Table, hf: HfModelFacts, keys: Keys) -> Sizes:
-    shared_width = hf.hidden_size // hf.num_attention_heads
     return _Sizes(
         keys,
         _KEY_OF | {"expert": table.expert_width},
@@ -143,7 +143,7 @@ def _sizes(table: Table, hf: HfModelFacts, keys: Keys) -> Sizes:
         vocab=hf.vocab_size,
         heads=hf.num_attention_heads,
         kv_heads=hf.num_key_value_heads,
-        head=keys.integer("head_dim") if "head_dim" in keys else shared_width,
+        head=keys.head_dim,
         experts=hf.num_experts,
     )
 

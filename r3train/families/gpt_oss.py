@@ -28,9 +28,8 @@ def _conflicts(config: Config) -> Iterator[str]:
 
 
 def _transformer(keys: Keys) -> Fields:
-    kinds = keys.get("layer_types")
-    if kinds is None:
-        kinds = ["sliding_attention", "full_attention"] * keys["num_hidden_layers"]
+    every_other = ["sliding_attention", "full_attention"] * keys["num_hidden_layers"]
+    kinds = list(keys.get("layer_types", every_other))[: keys["num_hidden_layers"]]
     return experts_of(keys, "intermediate_size") | {
         "add_bias_linear": True,
         "add_qkv_bias": True,
@@ -40,10 +39,8 @@ def _transformer(keys: Keys) -> Fields:
         "bias_activation_fusion": False,
         "softmax_type": "learnable",
         # a window of n tokens holds the token and n - 1 before it
-        "window_size": (keys["sliding_window"] - 1, 0),
-        "window_attn_skip_freq": [
-            int(kind == "sliding_attention") for kind in kinds[: keys["num_hidden_layers"]]
-        ],
+        "window_size": (keys.integer("sliding_window") - 1, 0),
+        "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
     }
 
 

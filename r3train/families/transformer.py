@@ -7,27 +7,28 @@ besides.  An activation is named by a word: this room imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from r3train.config.hf_facts import EXPERT_KEYS
 
 Fields = dict[str, Any]
+# of rotary positions: transformers 5's key, and that of older releases
+ROPE_KEYS = ("rope_parameters", "rope_scaling")
 # keys that releases leave out -> what transformers takes for them; a family may have others
 DEFAULTS = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0}
 
 
 class Keys(dict[str, Any]):
-    """The keys of a config.json that are not null, and ``defaults`` of those that it may leave out.
+    """The keys of a JSON object of config.json that are not null, and ``defaults`` of those that may be missing.
 
-    Raises ValueError for a key that is in neither.
+    Raises ValueError for a key that is in neither.  file: the file's path, and the object's name in it.
     """
 
-    def __init__(self, file: Path, config: Mapping[str, Any], defaults: Mapping[str, Any]):
-        super().__init__(DEFAULTS | defaults)
+    def __init__(self, file: str, content: Mapping[str, Any], defaults: Mapping[str, Any]):
+        super().__init__(defaults)
         self._file = file
-        self._null = {key for key, value in config.items() if value is None}
-        self.update((key, value) for key, value in config.items() if value is not None)
+        self._null = {key for key, value in content.items() if value is None}
+        self.update((key, value) for key, value in content.items() if value is not None)
 
     def __missing__(self, key: str) -> Any:
         raise ValueError(f"{self._file}: key {key} is missing")
@@ -41,18 +42,26 @@ class Keys(dict[str, Any]):
             )
         return value
 
-    def or_null(self, key: str, null: Any) -> Any:
-        """Return a key that may be null, and then means ``null``."""
-        return null if key in self._null else self[key]
+    def integer_or_null(self, key: str, null: int) -> int:
+        """Return a number that may be null, and then is ``null``."""
+        return null if key in self._null else self.integer(key)
 
     @property
-    def rope(self) -> dict[str, Any]:
+    def head_dim(self) -> int:
+        """Numbers of a head: where no key has them, heads share the hidden size."""
+        if "head_dim" in self:
+            return self.integer("head_dim")
+        return self.integer("hidden_size") // self.integer("num_attention_heads")
+
+    @property
+    def rope(self) -> Keys:
         """Rotary positions as transformers 5 saves them; releases have rope_scaling, and rope_theta beside it."""
-        rope = dict(self.get("rope_parameters") or self.get("rope_scaling") or {})
-        rope.setdefault("rope_type", rope.pop("type", "default"))
-        if "rope_theta" not in rope:
-            rope["rope_theta"] = self["rope_theta"]
-        return rope
+        name = next((name for name in ROPE_KEYS if self.get(name)), ROPE_KEYS[0])
+        content = self.get(name, {})
+        if not isinstance(content, Mapping):
+            raise ValueError(f"{self._file}: key {name} must hold a JSON object, got {content!r}")
+        defaults = {"rope_type": content.get("type", "default"), "rope_theta": self["rope_theta"]}
+        return Keys(f"{self._file}: {name}", content, defaults)
 
     @property
     def num_experts(self) -> int:
@@ -67,7 +76,7 @@ FUSED_AND_PERSISTENT = FUSED | {"persist_layer_norm": True}
 
 def of_every_family(keys: Keys) -> Fields:
     """Return the fields that all families have."""
-    heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
+    heads = keys["num_attention_heads"]
     return {
         "activation_func": "silu",
         "normalization": "RMSNorm",
@@ -75,10 +84,10 @@ def of_every_family(keys: Keys) -> Fields:
         "add_bias_linear": False,
         "masked_softmax_fusion": True,
         "num_layers": keys["num_hidden_layers"],
-        "hidden_size": hidden,
+        "hidden_size": keys["hidden_size"],
         "num_attention_heads": heads,
         "num_query_groups": keys.get("num_key_value_heads", heads),
-        "kv_channels": keys.get("head_dim", hidden // heads),
+        "kv_channels": keys.head_dim,
         # a model without dense layers has no width of theirs
         "ffn_hidden_size": keys.get("intermediate_size", keys.get("moe_intermediate_size")),
         "layernorm_epsilon": keys["rms_norm_eps"],
@@ -118,7 +127,7 @@ def sigmoid_and_shared(keys: Keys, num_shared: int) -> Fields:
         moe_router_score_function="sigmoid",
         moe_router_enable_expert_bias=True,
         moe_router_topk_scaling_factor=keys["routed_scaling_factor"],
-        moe_shared_expert_intermediate_size=num_shared * keys["moe_intermediate_size"],
+        moe_shared_expert_intermediate_size=num_shared * keys.integer("moe_intermediate_size"),
         moe_shared_expert_overlap=True,
     )
 
@@ -141,5 +150,5 @@ def part_of_heads_rotates(keys: Keys) -> Fields:
 def _rotary_part(keys: Keys) -> float:
     part = keys.rope.get("partial_rotary_factor", keys.get("partial_rotary_factor"))
     if part is None and "rotary_dim" in keys:
-        part = keys["rotary_dim"] / keys["head_dim"]
+        part = keys.integer("rotary_dim") / keys.head_dim
     return 1.0 if part is None else part

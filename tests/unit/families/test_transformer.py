@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,19 @@ def test_null_groups_are_one_group(tmp_path):
     family = replace(FAMILIES["deepseek_v3"], defaults={"n_group": 2, "topk_group": 1})
     hf = published(tmp_path, "DeepSeek-V3", n_group=..., topk_group=...)
     assert transformer_fields(family, hf)["moe_router_num_groups"] == 2
+
+
+@pytest.mark.parametrize(
+    "model, changes, said",
+    [
+        ("DeepSeek-V3", {"rope_scaling": {"type": "yarn"}}, "rope_scaling: key factor is missing"),
+        ("DeepSeek-V3", {"rope_scaling": 4}, "key rope_scaling must hold a JSON object, got 4"),
+        ("DeepSeek-V3", {"n_group": "8"}, "key n_group must be an integer of at least 1, got '8'"),
+        ("gpt-oss-20b", {"sliding_window": 0}, "key sliding_window must be an integer of at"),
+        ("MiniMax-M2", {"head_dim": 0.5}, "key head_dim must be an integer of at least 1"),
+    ],
+)
+def test_a_value_that_cannot_be_is_named_with_its_key(model, changes, said, tmp_path):
+    hf = published(tmp_path, model, **changes)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/config.json: {said}")):
+        transformer_fields(FAMILIES[hf.model_type], hf)
