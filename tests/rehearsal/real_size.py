@@ -97,7 +97,10 @@ def rehearse(recipe: Recipe, ranks: list[int], changes: dict[str, int]) -> list[
         config = RunConfig.from_toml(
             recipe.path, {"hf_checkpoint": str(directory), "attention_backend": "te"}
         )
-        return [_rank(recipe, rank, config, hf, shapes) for rank in ranks or [0]]
+        try:
+            return [_rank(recipe, rank, config, hf, shapes) for rank in ranks or [0]]
+        except ValueError as error:  # tensors of other shapes than config.json's
+            return [{"misfits": [str(error)]}]
 
 
 def _rank(recipe: Recipe, rank: int, config: RunConfig, hf: Any, shapes: dict) -> dict[str, Any]:
@@ -146,7 +149,8 @@ def built_rank(
     misfits: list[str] = []
 
     def read(_: Any, name: str, expert: int | None = None) -> torch.Tensor:
-        names.append(name)
+        if expert is None or name not in names:  # of all experts' tensor each is read by itself
+            names.append(name)
         shape = shapes[name] if expert is None else shapes[name][1:]
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
@@ -160,19 +164,21 @@ def built_rank(
     hf_weights.CheckpointTensors.read, dist.scatter = read, scatter
     dist.broadcast = lambda *_, **__: None
     dist.init_process_group("fake", rank=rank, world_size=recipe.num_gpus, store=FakeStore())
-    place = topology.init_model_parallel(config.parallel, config.trainer.seed)
-    reads_experts = parallel_state.get_expert_data_parallel_rank() == 0
-    built = model.build_model(config, hf, META)
-    yield built, {
-        "rank": rank,
-        "stage": place.pp_rank,
-        "ep_rank": place.ep_rank,
-        "reads_experts": reads_experts,
-        "names": names,
-        "misfits": misfits,
-    }
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    try:
+        place = topology.init_model_parallel(config.parallel, config.trainer.seed)
+        reads_experts = parallel_state.get_expert_data_parallel_rank() == 0
+        built = model.build_model(config, hf, META)
+        yield built, {
+            "rank": rank,
+            "stage": place.pp_rank,
+            "ep_rank": place.ep_rank,
+            "reads_experts": reads_experts,
+            "names": names,
+            "misfits": misfits,
+        }
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
 
 
 empty, type_of = torch.empty, torch.Tensor.type

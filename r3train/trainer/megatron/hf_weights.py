@@ -103,26 +103,36 @@ class CheckpointTensors:
     """
 
     def __init__(self, directory: Path):
-        self._directory = directory
+        self.directory = directory
 
     @cached_property
     def _file_of(self) -> dict[str, Any]:
-        shards = [safe_open(file, "pt") for file in weight_files(self._directory)]
+        shards = [safe_open(file, "pt") for file in weight_files(self.directory)]
         return {name: shard for shard in shards for name in shard.keys()}
 
     def read(self, name: str, expert: int | None = None) -> torch.Tensor:
         """Return a tensor, or its row of one expert; raises ValueError for a name that is not there."""
         if name not in self._file_of:
-            raise ValueError(f"{self._directory}: {name} is missing")
+            raise ValueError(f"{self.directory}: {name} is missing")
         if expert is None:
             return self._file_of[name].get_tensor(name)
         return self._file_of[name].get_slice(name)[expert]
 
 
-def _whole(tensors: CheckpointTensors, hf: HfTensors) -> torch.Tensor:
-    """Read a whole parameter, in Megatron's layout and the checkpoint's dtype."""
+def _whole(checkpoint: CheckpointTensors, hf: HfTensors) -> torch.Tensor:
+    """Read a whole parameter, in Megatron's layout and the checkpoint's dtype.
+
+    Raises ValueError for a tensor of another shape than config.json has it.
+    """
     row = hf.expert if hf.layout.all_experts else None
-    return hf.layout.from_disk([tensors.read(name, row) for name in hf.names])
+    tensors = [checkpoint.read(name, row) for name in hf.names]
+    for name, tensor, expected in zip(hf.names, tensors, hf.layout.disk_shapes, strict=True):
+        if tensor.shape != expected:
+            raise ValueError(
+                f"{checkpoint.directory}: {name} has the shape {list(tensor.shape)}, expected"
+                f" {list(expected)} by config.json"
+            )
+    return hf.layout.from_disk(tensors)
 
 
 def _shard(tensors: CheckpointTensors, one: ChunkWeight) -> torch.Tensor:

@@ -68,6 +68,10 @@ class Layout:
             for tensor in weight.disk
         ]
         self.all_experts = weight.disk[0].all_experts
+        # of the tensors on disk, or of one expert in them
+        self.disk_shapes = [
+            found[1:] if self.all_experts else found for found in weights.shapes_of(weight)
+        ]
 
     @cached_property
     def _is_as_on_disk(self) -> bool:

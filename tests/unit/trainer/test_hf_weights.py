@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import weights_of
-from r3train.trainer.megatron.hf_weights import CheckpointTensors
+from r3train.trainer.megatron.hf_weights import CheckpointTensors, _whole
 from r3train.trainer.megatron.weight_layout import TensorNames
 from tests.published import write_config
 
@@ -33,6 +33,17 @@ def test_files_are_opened_at_the_first_read(tmp_path):
     tensors = CheckpointTensors(tmp_path / "not there")  # of a rank that receives all
     with pytest.raises(ValueError, match="no \\*.safetensors file"):
         tensors.read("norm")
+
+
+def test_a_tensor_of_another_shape_than_config_json_has_it_is_named(tmp_path):
+    write_config(tmp_path / "model", "Qwen3-30B-A3B")
+    names = TensorNames(weights_of(read_hf_facts(tmp_path / "model")), [0])
+    save_file({"model.norm.weight": torch.ones(2)}, tmp_path / "model/model.safetensors")
+    tensors, found = CheckpointTensors(tmp_path / "model"), "decoder.final_layernorm.weight"
+    with pytest.raises(
+        ValueError, match=r"model.norm.weight has the shape \[2\], expected \[2048\]"
+    ):
+        _whole(tensors, names.find(found))
 
 
 @pytest.mark.parametrize(
