@@ -33,45 +33,46 @@ Layers = Literal["", "biased_experts", "gated_delta_net", "latent_attention", "w
 
 @dataclass(frozen=True)
 class Family:
-    """A family of checkpoints, as far as it was verified.
-
-    ``weights``: its table.  ``transformer``: TransformerConfig's fields beyond those of every family, of latent
-    attention those of MLATransformerConfig.  ``needs``: key of config.json -> (its only verified value, the value that transformers
-    takes where the key is missing).  ``conflicts`` yields complaints about several keys together.  ``rope_types``
-    are those of scaled positions, ``read_as`` is transformers' model_type where it knows another,
-    ``alone`` are sizes of the topology that must be 1, and ``whole_heads`` counts of heads in config.json
-    that tensor ranks must divide, each with the reason.  ``unfused_rope``: why Megatron's fused rotary embedding
-    is not for it.
-    ``defaults``: keys that config.json may leave out -> what transformers takes then.  ``rotary``: GPTModel's
-    arguments for positions.  ``attributes``: what GPTModel reads of a TransformerConfig that is no field of it.
-    ``layers``: what the trainer changes in Megatron's layers (trainer/megatron/layers).
-    ``lora``: adapters were verified too, and ``adapters_served``: SGLang serves them right (of
-    latent attention with compressed queries).
-    ``peft_fuses_experts``: PEFT on transformers' model adapts all experts of a layer as one.  ``served_sparse``: SGLang
-    builds every layer with experts.  ``activation_steps``: those of an expert's gated activation that keep a
-    result for the backward pass, where no kernel fuses them.
-    ``log_prob_gap``: the largest difference, in nats, between SGLang's log-probs and the actor's in float32.
-    """
+    """A family of checkpoints, as far as it was verified."""
 
     weights: Table
+    """Its parameters in Megatron and its tensors on disk."""
     transformer: Callable[[Keys], Fields]
+    """TransformerConfig's fields beyond those of every family; of latent attention MLATransformerConfig's."""
     needs: Mapping[str, tuple[Any, Any]]
+    """Key of config.json -> (its only verified value, the value that transformers takes for a missing key)."""
     rope_types: tuple[str, ...] = ()
+    """Kinds of scaled positions that were verified beside plain ones."""
     alone: Mapping[str, str] = field(default_factory=dict)
+    """Sizes of the topology that must be 1, each with the reason."""
     whole_heads: Mapping[str, str] = field(default_factory=dict)
+    """Counts of heads in config.json that tensor ranks must divide, each with the reason."""
     conflicts: Callable[[Config], Iterator[str]] = _no_conflict
+    """Yields complaints about several keys together."""
     unfused_rope: str = ""
+    """The reason why Megatron's fused rotary embedding is not for it; "" where it is."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys that config.json may leave out -> what transformers takes then."""
     rotary: Callable[[Keys], Fields] = whole_heads_rotate
+    """GPTModel's arguments for positions."""
     attributes: Callable[[Keys], Fields] = no_fields
+    """What GPTModel reads of a TransformerConfig that is no field of it."""
     layers: Layers = ""
+    """What the trainer changes in Megatron's layers (trainer/megatron/layers)."""
     read_as: str | None = None
+    """transformers' model_type, where it knows another."""
     lora: bool = False
+    """Adapters were verified too."""
     adapters_served: bool = False
+    """SGLang serves adapters right; of latent attention those with compressed queries."""
     peft_fuses_experts: bool = False
+    """PEFT on transformers' model adapts all experts of a layer as one."""
     served_sparse: bool = False
+    """SGLang builds every layer with experts."""
     activation_steps: int = 0
+    """Steps of an expert's gated activation that each keep a result, where no kernel fuses them."""
     log_prob_gap: float = 1e-4
+    """The largest difference, in nats, between SGLang's log-probs and the actor's in float32."""
 
 
 def linear_layers(config: Config) -> list[bool]:
