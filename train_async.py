@@ -23,7 +23,7 @@ from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here, torchruns_number
-from r3train.launch.own_servers import start_servers
+from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
 from r3train.torchvision_stub import declare_ops_for_imports
 
@@ -57,8 +57,8 @@ def main(config: RunConfig) -> None:
             click.echo(config.to_toml())
             lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
             if config.run.estimate:
-                from r3train.doctor.command import gpus_here
-                from r3train.doctor.paper import paper
+                from r3train.doctor.doctor_command import gpus_here
+                from r3train.doctor.run_estimate import paper
 
                 gpu_bytes = gpus_here()[1]
                 lines += paper(config, job.hf, world_size, job.longest_prompt, gpu_bytes)
@@ -100,7 +100,7 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
             with ExitStack() as parts:
                 with display.phase("joining the ranks"):
                     device = prepare_device()
-                    from r3train.loop.scatter import broadcast_json
+                    from r3train.loop.distribute import broadcast_json
                     from r3train.trainer.megatron import topology
 
                     topology.init_distributed(
@@ -129,16 +129,16 @@ def train(
 ) -> None:
     """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
     from r3train.host_group import host_barrier, rank_zero_alone
-    from r3train.launch.actor import build_actor, build_keeper, export_hf
+    from r3train.launch.build_actor import build_actor, build_run_state, export_hf
     from r3train.launch.engines import build_stage
     from r3train.launch.job import eval_settings
     from r3train.launch.resume import resume_point
-    from r3train.launch.routes import build_routes
-    from r3train.launch.sources import build_engines
+    from r3train.launch.build_routes import build_routes
+    from r3train.launch.rollout_sources import build_engines
     from r3train.loop.async_loop import AsyncLoop
-    from r3train.loop.evaluation import Evaluations
-    from r3train.loop.parts import RankZero
-    from r3train.loop.scatter import broadcast_json
+    from r3train.loop.run_evaluations import Evaluations
+    from r3train.loop.fleet import RankZero
+    from r3train.loop.distribute import broadcast_json
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.profiler import StepProfiler
     from r3train.observe.sinks import open_sinks
@@ -199,7 +199,7 @@ def train(
         actor,
         rank_zero=rank_zero,
         evidence=evidence,
-        keeper=build_keeper(job, actor, run_dir, stop, display.note, resume, routes.read),
+        run_state=build_run_state(job, actor, run_dir, stop, display.note, resume, routes.read),
         routes=routes,
         plant=plant,
         profiler=profiler,
@@ -213,10 +213,10 @@ def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack
     """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
     from r3train.host_group import rank_zero_alone
     from r3train.launch.resume import ResumePoint
-    from r3train.launch.routes import build_routes
-    from r3train.launch.sources import build_engines
-    from r3train.loop.evaluation import Evaluations
-    from r3train.loop.parts import RankZero
+    from r3train.launch.build_routes import build_routes
+    from r3train.launch.rollout_sources import build_engines
+    from r3train.loop.run_evaluations import Evaluations
+    from r3train.loop.fleet import RankZero
     from r3train.loop.rollouts_only import generate_only
     from r3train.observe.metrics import MetricsWriter
     from r3train.observe.sinks import open_sinks

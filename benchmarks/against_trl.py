@@ -1,9 +1,9 @@
-"""End to end against TRL's GRPO trainer: samples a second on the same tiny task.
+"""End to end against TRL's GRPO trainer: samples per second on the same tiny task.
 
     make bench-venv && python -m benchmarks.against_trl [--rounds 3]
 
-The same checkpoint, prompts, prompts a step, group size, response length (the end token is ignored
-on both sides), one optimizer step a rollout, float32, Adam.  Each round runs our job twice, which
+The same checkpoint, prompts, prompts per step, group size, response length (the end token is ignored
+on both sides), one optimizer step per rollout, float32, Adam.  Each round runs our job twice, which
 shows the noise, and TRL's once, one after the other; the first steps of a run warm up and are left
 out.  Our jobs share one server, so that start-up is not most of the time; R3 and its check are on.
 """

@@ -119,7 +119,7 @@ def generate(config: RunConfig, ranks: int, scratch: Path) -> dict[str, Any]:
     from r3train.observe.console import RunDisplay
     from r3train.launch.engines import Engines
     from r3train.launch.preflight import preflight
-    from r3train.launch.routes import build_routes
+    from r3train.launch.build_routes import build_routes
     from r3train.loop.replay_source import dump_rollout
 
     job = preflight(config, ranks)

@@ -25,14 +25,14 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
-from r3train.launch.actor import build_actor  # noqa: E402
+from r3train.launch.build_actor import build_actor  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.preflight import preflight  # noqa: E402
 from r3train.launch.resume import resume_point  # noqa: E402
 from r3train.layout.microbatch import slice_microbatch  # noqa: E402
 from r3train.loop.prepare import prepare, train_samples  # noqa: E402
 from r3train.loop.replay_source import load_rollout  # noqa: E402
-from r3train.loop.scatter import gather_topologies  # noqa: E402
+from r3train.loop.distribute import gather_topologies  # noqa: E402
 from r3train.algo.corrections import log_prob_gap_sums  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
 from r3train.trainer.megatron.actor import MegatronActor  # noqa: E402

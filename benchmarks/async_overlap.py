@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.measure import flags, write_result
 from benchmarks.tiny_jobs import tiny_model
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
@@ -59,7 +59,7 @@ def prompt_for(group: int) -> Prompt:
 
 
 def run(addr: str, staleness: int, train_s: float, mode: str) -> dict[str, float]:
-    """One run; seconds a step and each side's share of waiting, the first step left out."""
+    """One run; seconds per step and each side's share of waiting, the first step left out."""
     options = TinyOptions()
     routes = RouteShape(options.num_layers, options.topk, options.num_experts)
     rollout = RolloutSection(

@@ -106,7 +106,7 @@ STEPS = (
     Step(
         "rollout_rate",
         "python -m benchmarks.rollout_rate --output runs/gpu/rollout_rate.json",
-        "tokens a second with routed experts and without",
+        "tokens per second with routed experts and without",
     ),
     _job("adapters", f"{_TURNS} --lora-rank 8", "adapters on Transformer Engine's layers, merged"),
     _job(

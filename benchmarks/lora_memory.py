@@ -28,13 +28,13 @@ import torch
 from benchmarks.measure import flags, write_result
 from benchmarks.tiny_jobs import describe, tiny_model
 from r3train.config import RunConfig
-from r3train.config.data import DataSection
+from r3train.config.data_settings import DataSection
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
-from r3train.config.model import ModelSection
-from r3train.config.rollout import RolloutSection
+from r3train.config.lora_settings import LoraSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.doctor.memory import estimate
-from r3train.doctor.model import read_weights
+from r3train.doctor.model_checks import read_weights
 
 ARMS = {
     "all weights": lambda rank: LoraSection(),

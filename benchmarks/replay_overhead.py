@@ -44,14 +44,14 @@ from benchmarks.measure import (  # noqa: E402
 from benchmarks.samples import sample_of_routes  # noqa: E402
 from benchmarks.tiny_jobs import describe, tiny_model  # noqa: E402
 from r3train.config import RunConfig  # noqa: E402
-from r3train.config.data import DataSection  # noqa: E402
+from r3train.config.data_settings import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
-from r3train.config.lora import LoraSection  # noqa: E402
-from r3train.config.model import ModelSection  # noqa: E402
-from r3train.config.parallel import ParallelSection  # noqa: E402
-from r3train.config.replay import ReplaySection  # noqa: E402
-from r3train.config.rollout import RolloutSection  # noqa: E402
-from r3train.config.trainer import TrainerSection  # noqa: E402
+from r3train.config.lora_settings import LoraSection  # noqa: E402
+from r3train.config.model_settings import ModelSection  # noqa: E402
+from r3train.config.parallel_settings import ParallelSection  # noqa: E402
+from r3train.config.replay_settings import ReplaySection  # noqa: E402
+from r3train.config.rollout_settings import RolloutSection  # noqa: E402
+from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.engine.server import free_port  # noqa: E402
 from r3train.layout.microbatch import build_microbatch, slice_microbatch  # noqa: E402
 from r3train.tiny import TinyOptions  # noqa: E402

@@ -6,7 +6,7 @@ A server records routes for every request or for none, so one server cannot be b
 up, the idle ones asleep, and they take turns round by round with the same requests, all of a round at
 once, each for ``--response`` tokens.  Two of them record none: their ratio is what two processes of one
 kind differ by.  A further arm asks the recording server for no routes, which tells recording from
-returning.  The last has the answers of such a round computed again, one after the other, as --r3-audit-share
+returning.  The last has the answers of such a round rechecked, one after the other, as --r3-audit-share
 does with a few of them.  CPU time of a server's processes is free of what else the machine does; the
 client's decoding is not in it.
 """
@@ -36,7 +36,7 @@ from r3train.types import RouteShape
 MODEL = TinyOptions(
     num_layers=8, hidden_size=128, head_dim=32, num_experts=32, topk=4, moe_intermediate_size=64
 )
-RETURNED, AGAIN = "recorded and returned", "computed again"
+RETURNED, AGAIN = "recorded and returned", "rechecked"
 # three servers share a GPU
 ON_GPU = {
     "dtype": DTYPE,
@@ -148,7 +148,7 @@ async def one_round(
 async def all_again(client: SGLangClient, complete: list[Request]) -> None:
     """Have the server compute whole answers again, each alone: no batch makes one cheaper."""
     for request in complete:
-        await client.rescore(request, "whole", 0)
+        await client.recheck(request, "whole", 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Bytes a second from SGLang's payload to the routes on the device, and the cost of filling holes.
+"""Bytes per second from SGLang's payload to the routes on the device, and the cost of filling holes.
 
     decode (base64 int32 -> uint8) -> pack -> slice -> install and serve every layer, in each of two passes
 

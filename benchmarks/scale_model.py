@@ -1,4 +1,4 @@
-"""A step at 64 to 4096 GPUs on paper: its bytes, its longest part, and the gain of ``--route-stores``.
+"""A step at 64 to 4096 GPUs estimated: its bytes, its longest part, and the gain of ``--route-stores``.
 
     python -m benchmarks.scale_model                # with the constants that docs/internals/scale.md records
     python -m benchmarks.scale_model --measure      # measure them anew on this machine

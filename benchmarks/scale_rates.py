@@ -36,7 +36,7 @@ def measure() -> Rates:
     import orjson
 
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
-    from r3train.loop.scatter import pack_records, unpack_records
+    from r3train.loop.distribute import pack_records, unpack_records
     from r3train.engine.http import parse_answer
     from r3train.routing.wire import decode_routed_experts
     from r3train.types import RankTopology, RouteShape
@@ -89,13 +89,13 @@ def measure() -> Rates:
 
 
 def rate(num_bytes: int, work: Callable[[], object], rounds: int = 9) -> float:
-    """GB a second: the median round, the first one left out."""
+    """GB per second: the median round, the first one left out."""
     seconds = in_turns({"work": work}, rounds)["work"]
     return round(num_bytes / statistics.median(seconds) / GIGA, 2)
 
 
 def measure_http(answer: bytes) -> float:
-    """GB a second of answers read by the production client from a server in another process."""
+    """GB per second of answers read by the production client from a server in another process."""
     from r3train.engine.http import SGLangHTTP
 
     with answering(answer) as addr, asyncio.Runner() as runner:
@@ -106,7 +106,7 @@ def measure_http(answer: bytes) -> float:
 
 
 def measure_gloo(num_bytes: int = 1 << 27, *, weights: bool = False) -> float:
-    """GB a second of one gloo send between two processes over loopback, or of weights published."""
+    """GB per second of one gloo send between two processes over loopback, or of weights published."""
     return round(num_bytes / of_gloo_ranks(2, _send_seconds, num_bytes, weights) / GIGA, 2)
 
 

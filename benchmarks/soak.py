@@ -316,9 +316,9 @@ class Soak:
         if len(rates) < 2:
             return
         early, late = rates
-        print(f"logs: {early:,.0f} bytes a step became {late:,.0f}")
+        print(f"logs: {early:,.0f} bytes per step became {late:,.0f}")
         if not self.plan and late > early * (1 + GROWTH):
-            self.problems.append(f"logs: {early:,.0f} bytes a step became {late:,.0f}")
+            self.problems.append(f"logs: {early:,.0f} bytes per step became {late:,.0f}")
 
     def _judge_handles(self, name: str, traces: list[Trace]) -> None:
         bound = connection_bound(RunConfig.from_toml(self.run_dir / "config.toml"))

@@ -20,7 +20,7 @@ SUBCOMMANDS = {
         "Run one SGLang server as a configuration asks, for trainers on other nodes.",
     ),
     "eval": (
-        "r3train.launch.evaluate:evaluate_command",
+        "r3train.launch.eval_command:evaluate_command",
         "Evaluate a checkpoint on the evaluation sets of a configuration, without training.",
     ),
     "convert": (
@@ -28,23 +28,23 @@ SUBCOMMANDS = {
         "Write the weights of a run's checkpoint as a Hugging Face checkpoint.",
     ),
     "doctor": (
-        "r3train.doctor.command:doctor",
+        "r3train.doctor.doctor_command:doctor",
         "Check this machine for faults that would stop a run of this configuration.",
     ),
     "check-evidence": (
-        "r3train.proof.command:check_evidence",
+        "r3train.proof.check_evidence:check_evidence",
         "Judge a run's R3 evidence: passed, failed (with every fault), or no evidence.",
     ),
     "verify": (
-        "r3train.verify.command:verify_command",
+        "r3train.verify.verify_command:verify_command",
         "Compare replay with two oracles in every topology; also with planted bugs.",
     ),
     "compare": (
-        "r3train.launch.compare:compare",
+        "r3train.launch.compare_runs:compare",
         "Say where two runs first differ: setting, metric, token, agreement by layer.",
     ),
     "report": (
-        "r3train.observe.report:report",
+        "r3train.observe.report_page:report",
         "Write one or several runs as a self-contained HTML page.",
     ),
 }

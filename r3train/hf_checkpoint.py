@@ -1,6 +1,6 @@
 """Hugging Face checkpoints: what their headers say, and shards, index and exports as we write them.
 
-Tensors have the names of a checkpoint on disk, one tensor an expert.  SGLang accepts transformers'
+Tensors have the names of a checkpoint on disk, one tensor per expert.  SGLang accepts transformers'
 fused in-memory expert names, answers "Succeeded" and leaves the experts as they were.
 """
 
@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from r3train.checksums import Sums, check, checksums, parsed
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, HfModelFacts, load_json_object
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES, has_fused_experts, model_type_of, tensor_shapes
 
 if TYPE_CHECKING:  # a dry run reads headers, and torch takes seconds to import

@@ -21,7 +21,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from r3train.config.data import PromptFile
+from r3train.config.data_settings import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
 from r3train.tiny_families import SIZES, TINY_FAMILIES, TinyOptions, shared
@@ -319,8 +319,8 @@ def _option(field: dataclasses.Field) -> click.Option:
 _CHOICES = {"family": TINY_FAMILIES, "dtype": ("float32", "bfloat16"), "task": TASKS}
 _HELP = {
     "family": "Architecture of the model.",
-    "num_experts": "Experts a layer; 0 makes a dense Qwen3.",
-    "topk": "Experts a token.",
+    "num_experts": "Experts per layer; 0 makes a dense Qwen3.",
+    "topk": "Experts per token.",
     "vocab_size": f"[default: {TinyOptions().vocab_size}, {TRAINED_VOCAB_SIZE} with --tokenizer-from]",
 }
 

@@ -32,8 +32,8 @@ each token.  The prompt has 2 tokens, 5 and 6.  The answer is 7 and 1 (1 is the 
 ...     weight_versions=np.array([-1, -1, 0, 0], np.int32),
 ...     finish_reason="stop",
 ...     # with --rollout-top-k 20: 7 was drawn among 7 and 9, and 1 was the only one kept
-...     kept_counts=np.array([0, 0, 2, 1], np.int32),
-...     kept_ids=np.array([7, 9, 1], np.int32),
+...     mask_counts=np.array([0, 0, 2, 1], np.int32),
+...     mask_ids=np.array([7, 9, 1], np.int32),
 ... )
 >>> sample.routed_experts.shape  # [T-1, L, K]
 (3, 2, 2)
@@ -43,11 +43,11 @@ The learning rule adds an advantage to each token of the answer:
 >>> train = TrainSample(sample, reward=1.0, advantages=np.array([0, 0, 2, 2], np.float32))
 
 A microbatch holds streams that are aligned to rows.  Row t has token t as its input, so whatever
-belongs to token t+1 moves back by one: labels, mask, log-probs, advantages, kept tokens.  Tokens and
+belongs to token t+1 moves back by one: labels, mask, log-probs, advantages, sampling masks.  Tokens and
 routes do not move:
 
 >>> from r3train.layout.microbatch import build_microbatch, slice_microbatch
->>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape, kept_tokens=True)
+>>> batch = build_microbatch(0, [train], cp_size=2, tp_size=1, route_shape=shape, sampling_mask=True)
 >>> batch.tokens.tolist()
 [5, 6, 7, 1]
 >>> batch.labels.tolist()
@@ -60,7 +60,7 @@ routes do not move:
 [0.0, 2.0, 2.0, 0.0]
 >>> np.concatenate(batch.routes)[:, 1].tolist()  # of layer 2; the last token has none
 [[2, 3], [3, 0], [1, 2], [255, 255]]
->>> batch.kept_counts.tolist(), batch.kept_ids.tolist()
+>>> batch.mask_counts.tolist(), batch.mask_ids.tolist()
 ([0, 2, 1, 0], [7, 9, 1])
 >>> batch.layout.rows.tolist()  # 4 rows divide by 2 * cp_size: no padding
 [0, 1, 2, 3]
@@ -78,7 +78,7 @@ A rank of 2 pipeline stages and 2 context-parallel ranks: the second of each.  I
 [[[3, 0]], [[1, 2]]]
 >>> [uid - (3 << 24) for uid in share.route_uids.tolist()]  # uid: sample id << 24, plus position
 [1, 2]
->>> share.kept_counts.tolist(), share.kept_ids.tolist()
+>>> share.mask_counts.tolist(), share.mask_ids.tolist()
 ([2, 1], [7, 9, 1])
 
 This module needs numpy and msgspec alone: every record is built and checked on the host.
@@ -115,7 +115,7 @@ def missing_marker(dtype: np.dtype | type) -> int:
 class RouteShape:
     """The shape of one token's routes, a row of [L, K] expert ids.  The wire does not carry it.
 
-    Qwen3-30B-A3B has 48 layers, 8 experts a token and 128 experts: ``RouteShape(48, 8, 128)``,
+    Qwen3-30B-A3B has 48 layers, 8 experts per token and 128 experts: ``RouteShape(48, 8, 128)``,
     rows of uint8[48, 8].
     """
 
@@ -142,7 +142,7 @@ class RouteShape:
 
     @property
     def output_layer(self) -> int:
-        """The layer number of kept tokens in the evidence: L + 1, behind the decoder's layers."""
+        """The layer number of sampling masks in the evidence: L + 1, behind the decoder's layers."""
         return self.num_layers + 1
 
     @property
@@ -181,13 +181,13 @@ class RolloutSample:
     # counts these, so an error in joining answers shows.  () for a sample read from a file.
     decoded: tuple[tuple[int, np.ndarray], ...] = ()
     # With rollout_top_k: the tokens that sampling kept, among which each token was drawn.  Token t has
-    # the next kept_counts[t] of kept_ids; 0 for tokens that the model did not draw.  None without.
-    kept_counts: np.ndarray | None = None  # int32[T]
-    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
+    # the next mask_counts[t] of mask_ids; 0 for tokens that the model did not draw.  None without.
+    mask_counts: np.ndarray | None = None  # int32[T]
+    mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
     # with --opd-type sglang: the teacher's, 0 outside the model's own tokens.  None without.
     teacher_log_probs: np.ndarray | None = None  # float32[T]
-    # kept tokens as each answer brought them: (index of the first token, counts, ids)
-    decoded_kept: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
+    # sampling masks as each answer brought them: (index of the first token, counts, ids)
+    decoded_masks: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
     # with reward_keys: the numbers of the reward's table at these keys, in their order
     reward_parts: Sequence[float] | None = None
 
@@ -205,14 +205,14 @@ Scored = tuple[RolloutSample, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Rescored:
+class Rechecked:
     """A part of a sample's text as its server computed it again, in one prefill without a new token.
 
     Rows ``first_row``..T-2 of T tokens.  Log-prob i is that of token first_row + 1 + i, at temperature 1.
     """
 
     sample_id: int
-    part: RescoredPart
+    part: RecheckPart
     server: int  # index of the server
     weight_version: int  # of the part's tokens
     held_version: int  # that the server said it holds
@@ -223,15 +223,15 @@ class Rescored:
 
 
 @dataclass(frozen=True, slots=True)
-class RescoredRollout:
-    """All that was computed again of one rollout, and what rounding alone does.
+class RecheckedRollout:
+    """All that was rechecked of one rollout, and what rounding alone does.
 
-    noise: samples that were drawn at the start of generation and computed again at once.
+    noise: samples that were drawn at the start of generation and rechecked at once.
     """
 
-    parts: list[Rescored]
-    missed: int  # chosen samples of which no part was computed again
-    noise: list[tuple[RolloutSample, Rescored]]
+    parts: list[Rechecked]
+    missed: int  # chosen samples of which no part was rechecked
+    noise: list[tuple[RolloutSample, Rechecked]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +291,8 @@ class MicroBatch:
     # uint8 or uint16 [f, L, K], end to end [F, L, K]: the samples' own arrays; None without R3
     routes: tuple[np.ndarray, ...] | None
     # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
-    kept_counts: np.ndarray | None = None  # int32[F]
-    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()]
+    mask_counts: np.ndarray | None = None  # int32[F]
+    mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
     teacher_log_probs: np.ndarray | None = None  # float32[F], with --opd-type sglang
 
 
@@ -349,9 +349,9 @@ class RankSlice:
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
     route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
     # with rollout_top_k, on the last pipeline stage alone: tokens among which the label was drawn
-    kept_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
-    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], row after row
-    kept_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
+    mask_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
+    mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], row after row
+    mask_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
     teacher_log_probs: np.ndarray | None = None  # float32[n], with --opd-type sglang
     ages: np.ndarray | None = None  # int32[n], see MicroBatch; None counts all rows as new
 
@@ -361,13 +361,13 @@ class RankSlice:
 
 
 # whole: all tokens; last: those behind a weight update; prompt: its rows, as the request was sent
-RescoredPart = Literal["whole", "last", "prompt"]
+RecheckPart = Literal["whole", "last", "prompt"]
 # Far more than the rows of one call; the sum of millions of calls still fits 64 bits.
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
 Rank = Annotated[int, Meta(ge=0, lt=1 << 17)]
 LayerNumber = Annotated[int, Meta(ge=1, le=1 << 12)]
 ReplayPass = Literal["old_log_prob", "ref_log_prob", "train"]
-# replay_backward: a recomputation; sampling_mask: kept tokens applied to the logits of a microbatch
+# replay_backward: a recomputation; sampling_mask: sampling masks applied to the logits of a microbatch
 ReplayStage = Literal["replay_forward", "replay_backward", "sampling_mask"]
 
 
@@ -399,15 +399,15 @@ class Fingerprint(int):
 
 @dataclass(frozen=True, slots=True)
 class ReplayEvidence:
-    """One router call of one rank, or the sum of several.  Counted on the device, read once a step.
+    """One router call of one rank, or the sum of several.  Counted on the device, read once per step.
 
     A sum is of calls in which nothing is wrong (see ``proof.check.sums_of``): its counts and its
     fingerprint are theirs together, and its microbatch is the first of theirs.
 
-    A record of stage sampling_mask is one application of kept tokens to logits.  Its layer is
-    ``RouteShape.output_layer``.  A row is replayed if only its kept tokens were left, filled if its label
-    is nobody's draw, native if a drawn label has no kept tokens, and duplicate if its label was not
-    among them.  ``replay_idx_sum`` is the number of kept tokens that were served, ``map_sum`` that of the
+    A record of stage sampling_mask is one application of sampling masks to logits.  Its layer is
+    ``RouteShape.output_layer``.  A row is replayed if only its sampling masks were left, filled if its label
+    is nobody's draw, native if a drawn label has no sampling mask, and duplicate if its label was not
+    among them.  ``replay_idx_sum`` is the number of sampling masks that were served, ``map_sum`` that of the
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
 
@@ -446,9 +446,9 @@ class ReplayEvidence:
     rows_current: Amount | None = None
     rows_current_equal: Amount | None = None
     rows_current_mismatch: Amount | None = None
-    # slots that --r3-keep-score-ratio let go (another expert took them), rows with one that the rollout
-    # recorded wholly (no longer in rows_replayed), and slots let go or kept against the rule: must be 0
-    slots_let_go: Amount | None = None
-    rows_let_go: Amount | None = None
-    let_go_off: Amount | None = None
+    # slots that --r3-keep-score-ratio dropped (another expert took them), rows with one that the rollout
+    # recorded wholly (no longer in rows_replayed), and slots dropped or kept against the rule: must be 0
+    slots_dropped: Amount | None = None
+    rows_dropped: Amount | None = None
+    dropped_off: Amount | None = None
     num_calls: Annotated[int, Meta(ge=1, le=1 << 40)] = 1  # above 1: the record is a sum

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from r3train.config.data import DataSection, PromptFile
+from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import load_prompts
 from r3train.types import Prompt
 

@@ -12,7 +12,7 @@ import asyncio
 import time
 
 from r3train.environments import StepResult, Turn
-from r3train.environments.tools import ToolCall, tool_calls
+from r3train.environments.tool_calls import ToolCall, tool_calls
 from r3train.rewards.code import run_program
 from r3train.types import Prompt
 

@@ -15,7 +15,7 @@ import re
 from collections import Counter
 
 from r3train.environments import StepResult, Turn
-from r3train.environments.tools import ToolCall, tool_calls
+from r3train.environments.tool_calls import ToolCall, tool_calls
 from r3train.types import Prompt
 
 MOST_FOUND = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 
 
 def loss_weights(

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from r3train.algo.divergence import MAX_LOG_RATIO, k3_kl, log_ratio, zero_outside
-from r3train.algo.rows import LossRows
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows
+from r3train.config.algorithm_settings import AlgorithmSection
 
 # Bins of |gap|, 32 a decade from 1e-8 to 100 nats: a quantile is known to 7.5%.
 _BINS_PER_DECADE, _LOWEST, _DECADES = 32, -8, 10

@@ -21,8 +21,8 @@ from r3train.algo.corrections import (
     rollout_weights,
 )
 from r3train.algo.divergence import kl_estimate, log_ratio, zero_outside
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 # (rows, algorithm) -> the loss of each row.  The rows hold 0 outside their mask.
 PolicyLoss = Callable[[LossRows, AlgorithmSection], RowLoss]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from r3train.algo.trajectories import episode_places
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.types import RolloutSample
 
 

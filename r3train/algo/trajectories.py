@@ -1,4 +1,4 @@
-"""Episodes and their samples: one each, or step-wise one a turn, all with the episode's reward."""
+"""Episodes and their samples: one each, or step-wise one per turn, all with the episode's reward."""
 
 from __future__ import annotations
 

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from r3train.config.algorithm import AlgorithmSection
-from r3train.config.checkpoint import rollout_path
+from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.config.checkpoint_settings import rollout_path
 from r3train.config.eval_checks import eval_conflicts
-from r3train.config.evaluation import EvalDataset
+from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.lora_checks import lora_conflicts, model_lora_conflicts
 from r3train.config.pipeline_layout import parse_pipeline_layout
 from r3train.config.replay_checks import replay_conflicts
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.config.rollout_checks import rollout_conflicts
 from r3train.config.run import RunConfig
 from r3train.config.sources import ConfigError, raise_all
@@ -190,7 +190,7 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             "--reuse-log-probs on cannot go with --kl-coef: the reward needs the old log-probs before"
             " the train forward"
             if config.steps_per_rollout == 1
-            else "--reuse-log-probs on needs one optimizer step a rollout (--global-batch-size): the"
+            else "--reuse-log-probs on needs one optimizer step per rollout (--global-batch-size): the"
             f" log-probs of {config.steps_per_rollout} steps come from different weights"
         )
     data_ranks = world_size // config.parallel.dense_ranks
@@ -294,7 +294,7 @@ def _without_effect(config: RunConfig) -> Iterator[str]:
     no_old = config.steps_per_rollout == 1
     of_dppo = f"--policy-loss {loss} clips nothing: its bound is --dppo-delta"
     itself = (
-        "it compares the actor with itself before the rollout, which one optimizer step a rollout"
+        "it compares the actor with itself before the rollout, which one optimizer step per rollout"
         " (--global-batch-size) leaves equal"
     )
     whitened = f"--advantage-estimator {estimator} whitens its advantages already"
@@ -406,11 +406,11 @@ def _distillation(config: RunConfig) -> Iterator[str]:
             " log-probs that SGLang computes of a text are those at temperature 1, and the actor's are"
             " not; set 1, or take --opd-type megatron"
         )
-    if rollout.replays_kept_tokens:
+    if rollout.replays_sampling_mask:
         yield (
             f"--opd-type sglang cannot go with rollout_top_k {rollout.rollout_top_k}: the log-probs that"
             " SGLang computes of a text are those of the whole vocabulary, and the actor's are those"
-            " among the kept tokens; set -1, or take --opd-type megatron"
+            " within the sampling mask; set -1, or take --opd-type megatron"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from r3train.config.evaluation import EvalSection
+from r3train.config.evaluation_settings import EvalSection
 from r3train.config.run import RunConfig
 
 

@@ -147,7 +147,7 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != layers:
             raise ValueError(
-                f"{reader.file}: key mlp_layer_types must hold {layers} entries, one a layer,"
+                f"{reader.file}: key mlp_layer_types must hold {layers} entries, one per layer,"
                 f" got {kinds!r}"
             )
         return tuple(i for i, kind in enumerate(kinds, start=1) if kind == "sparse")
@@ -158,7 +158,7 @@ def _moe_layer_numbers(reader: _Reader, layers: int) -> tuple[int, ...]:
     if isinstance(reader.content.get("moe_layer_freq"), list):
         if len(period) != layers:
             raise ValueError(
-                f"{reader.file}: key moe_layer_freq must hold {layers} entries, one a layer,"
+                f"{reader.file}: key moe_layer_freq must hold {layers} entries, one per layer,"
                 f" got {len(period)}"
             )
         on_period = [bool(flag) for flag in period]

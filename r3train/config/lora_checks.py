@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import ALL_LINEAR, FUSED, linear_of, LINEARS
+from r3train.config.lora_settings import ALL_LINEAR, FUSED, linear_of, LINEARS
 from r3train.config.run import RunConfig
 from r3train.families import FAMILIES, sent_together, tensor_names
 

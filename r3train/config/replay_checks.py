@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
-from r3train.config.replay import PublishBug
+from r3train.config.replay_settings import PublishBug
 from r3train.config.run import RunConfig
 
 

@@ -48,7 +48,7 @@ def _sampling(config: RunConfig) -> Iterator[str]:
             f"rollout_top_k {top_k} is above {most}, the most tokens of which SGLang says that it kept"
             f" them: set less, or more in sglang.{_KEPT_TOKENS_FLAG}"
         )
-    if rollout.replays_kept_tokens and config.algorithm.loss_type == "sft":
+    if rollout.replays_sampling_mask and config.algorithm.loss_type == "sft":
         yield f"rollout_top_k {top_k} is without effect: --loss-type sft draws no token"
     if temperature < _LOWEST_TEMPERATURE:
         yield (
@@ -166,7 +166,7 @@ def _servers(config: RunConfig) -> Iterator[str]:
     ):
         if others and given:
             yield (
-                f"{flag} is of our own servers, and --rollout-external-engine-addrs names others:"
+                f"{flag} is of our local servers, and --rollout-external-engine-addrs names others:"
                 " give one of the two"
             )
     if len(set(others)) < len(others):

@@ -9,19 +9,19 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from r3train.config import sources
-from r3train.config.algorithm import AlgorithmSection
-from r3train.config.checkpoint import CheckpointSection
-from r3train.config.data import DataSection
-from r3train.config.evaluation import EvalDataset, EvalSection
-from r3train.config.faults import FaultsSection
-from r3train.config.lora import LoraSection
-from r3train.config.model import ModelSection
-from r3train.config.parallel import ParallelSection
-from r3train.config.replay import ReplaySection
-from r3train.config.rollout import RolloutSection
+from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.config.checkpoint_settings import CheckpointSection
+from r3train.config.data_settings import DataSection
+from r3train.config.evaluation_settings import EvalDataset, EvalSection
+from r3train.config.fault_settings import FaultsSection
+from r3train.config.lora_settings import LoraSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.parallel_settings import ParallelSection
+from r3train.config.replay_settings import ReplaySection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.config.section import Section
-from r3train.config.trackers import TrackersSection
-from r3train.config.trainer import TrainerSection
+from r3train.config.tracker_settings import TrackersSection
+from r3train.config.trainer_settings import TrainerSection
 
 
 class RunSection(Section):
@@ -38,7 +38,7 @@ class RunSection(Section):
     world_size: int | None = Field(default=None, ge=1)
     """Number of ranks for a --dry-run without torchrun; a run has as many as torchrun starts."""
     estimate: bool = False
-    """With --dry-run: print memory of every rank and server and seconds of a step, on paper (docs/gpu.md)."""
+    """With --dry-run: print memory of every rank and server and seconds of a step, estimated (docs/gpu.md)."""
     gpu_memory_gb: float | None = Field(default=None, gt=0)
     """With --estimate: memory of a GPU in 10^9 bytes.  Unset: that of the GPUs here, and 80 without any."""
     tensorboard: bool = True
@@ -112,7 +112,7 @@ class RunConfig(Section):
 
     @property
     def audit_share(self) -> float:
-        """r3_audit_share; 0 with the check off, and where nothing can be computed again exactly.
+        """r3_audit_share; 0 with the check off, and where nothing can be rechecked exactly.
 
         That is without servers, where prefixes of older weights stay in their caches, and where
         what servers generate is not trained.
@@ -180,7 +180,7 @@ class RunConfig(Section):
     def reuses_log_probs(self) -> bool:
         """True when the train forward's own log-probs stand for the old ones (--reuse-log-probs).
 
-        With one optimizer step a rollout no weight changes between the two, and the loss's ratio is 1.
+        With one optimizer step per rollout no weight changes between the two, and the loss's ratio is 1.
         --loss-type sft has no ratio.  With --kl-coef the old log-probs are part of the reward, and so
         needed before.  Under --ci-test without a reference, whose log-probs it compares,
         auto keeps the pass: the train forward would be compared with itself.

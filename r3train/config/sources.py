@@ -23,7 +23,7 @@ THRESHOLD_VARIABLES = ("R3_MISMATCH_THRESHOLD", "MILES_TEST_R3_THRESHOLD")
 TABLE_FIELDS = ("transformer_overrides", "optimizer_overrides", "sglang")
 # characters of a refused value
 _MOST_SHOWN = 1000
-# a field of tables that a file alone can hold
+# a field that only a TOML file can set
 FILE_FIELD = "datasets"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from r3train.config.data import DataSection, PromptFile
+from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import ChatTemplate, read_records, Record, require_messages, required
 from r3train.types import Prompt, RolloutSample
 

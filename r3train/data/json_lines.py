@@ -1,4 +1,4 @@
-"""Files with one JSON object a line, which a later run can append to after a crash."""
+"""Files with one JSON object per line, which a later run can append to after a crash."""
 
 from __future__ import annotations
 

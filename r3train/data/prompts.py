@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from r3train.config.data import DataSection, PromptFile
+from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import require_regular
 from r3train.types import Prompt
 

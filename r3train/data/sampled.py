@@ -9,7 +9,7 @@ from r3train.types import RolloutSample
 # A log-prob is at most 0.  A sum of rounded probabilities is a little above 1, so this much is left as it is;
 # float32 over 256k tokens errs by 1e-6.
 LARGEST_LOG_PROB = 1e-4
-# Nobody samples a token of probability e**-10000.  A text of another model, scored at temperature 1, has
+# Nobody samples per token of probability e**-10000.  A text of another model, scored at temperature 1, has
 # log-probs of -100 at most.
 SMALLEST_LOG_PROB = -1e4
 
@@ -45,8 +45,8 @@ def flaw(sample: RolloutSample, vocab_size: int) -> str | None:
     found = outside_vocabulary(sample.token_ids, vocab_size)
     if found is None:
         found = no_log_prob(sample.rollout_log_probs)
-    if found is None and sample.kept_ids is not None:
-        kept = outside_vocabulary(sample.kept_ids, vocab_size)
+    if found is None and sample.mask_ids is not None:
+        kept = outside_vocabulary(sample.mask_ids, vocab_size)
         found = kept and f"kept {kept}"
     if found is None and sample.teacher_log_probs is not None:
         scored = no_log_prob(sample.teacher_log_probs)

@@ -9,7 +9,7 @@ from typing import Any
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, load_model_config
-from r3train.config.model import TE_KERNELS
+from r3train.config.model_settings import TE_KERNELS
 from r3train.doctor.finding import Findings, fact, ok, problem, warning
 
 # sinks of packed sequences, and gradients of packs over context-parallel ranks without NaNs

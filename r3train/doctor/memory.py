@@ -17,10 +17,10 @@ import psutil
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.data.parts import PART_BYTES
+from r3train.data.rotated_files import PART_BYTES
 from r3train.doctor.finding import Finding, Findings, amount, fact, ok, problem, room, warning
 from r3train.doctor.machine import Node, check_disk, existing_parent
-from r3train.doctor.model import Weights, checkpoint_bytes, count_weights, read_stages
+from r3train.doctor.model_checks import Weights, checkpoint_bytes, count_weights, read_stages
 from r3train.families import FAMILIES
 from r3train.launch.gpus import server_gpus
 from r3train.routing.layers import layers_by_stage, recomputed_moe_layers
@@ -71,7 +71,7 @@ class StageRanks:
     layers: tuple[int, ...]  # 1-based
     held: Estimate
     activations: float  # of the microbatches in flight, all the time
-    layer: float  # one layer's backward pass, with its forward pass where it is computed again
+    layer: float  # one layer's backward pass, with its forward pass where it is recomputed
     logits: float  # and the loss, whose backward pass is over before that of a layer begins
     update: float  # buckets of a weight update, when those of passes are gone
 
@@ -129,7 +129,7 @@ OFFLOADED_BYTES = 16
 
 
 def _optimizer_bytes(config: RunConfig, state: int) -> tuple[float, float, float]:
-    """Bytes a parameter: its gradient, its state where the rank computes, and its state on the host.
+    """Bytes per parameter: its gradient, its state where the rank computes, and its state on the host.
 
     state: those of Megatron's own choice, float32 throughout.
     """
@@ -215,7 +215,7 @@ def activation_bytes(
     made = max((in_passing for _, in_passing in sizes.values()), default=0.0)
     kept, at_once = 0.0, 0.0
     for chunk in chunks:
-        if has_head and chunk is chunks[-1]:  # what others have made is let go once it is sent
+        if has_head and chunk is chunks[-1]:  # earlier stages free their output after sending
             kept += layer_input
         if model.recompute_granularity == "full":
             count = model.recompute_num_layers or 1
@@ -252,9 +252,9 @@ def _positions(config: RunConfig, layers: Sequence[int], kinds: Mapping[str, Ten
 def layer_bytes(
     config: RunConfig, hf: HfModelFacts, layer: int, kinds: Mapping[str, TensorKind]
 ) -> tuple[float, float]:
-    """Bytes that one layer (1-based) keeps for its backward pass, and those that it makes in passing.
+    """Return one layer's bytes (1-based): saved for its backward pass, and temporary.
 
-    In passing: gradients of gate and up, or copies of rows on their way to their experts and back.
+    Temporary: gradients of gate and up, or copies of rows on their way to their experts and back.
     """
     of = f".layers.{layer - 1}."
     own = {name.partition(of)[2]: kind for name, kind in kinds.items() if of in name}
@@ -295,7 +295,7 @@ def _of_experts(
 def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
     """Numbers that a matrix takes and gives for one token; of experts those that are as wide as an expert alone.
 
-    Rows as wide as the model, their experts' input is kept once; on their way back nothing is.  0 for a vector.
+    The experts' input counts once per token; the combine saves nothing; vectors count 0.
     """
     if len(kind.shape) < 2 or name.endswith("bias"):
         return 0.0
@@ -347,7 +347,7 @@ def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
     sample, on_wire = (tokens - 1) * row, (tokens - 1) * slots * 4 * 4 // 3  # int32 in base64
     return fact(
         "route estimate",
-        f"{row} B a token; a sample of {tokens} tokens {amount(sample)} ({amount(on_wire)} on the "
+        f"{row} B per token; a sample of {tokens} tokens {amount(sample)} ({amount(on_wire)} on the "
         f"wire); at most {amount(sample * config.samples_per_rollout)} a rollout on rank 0",
     )
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.parallel import ParallelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.doctor.engine_probe import SUBJECT, Situations, draw_situations
 from r3train.doctor.finding import PROBLEM, Finding, Findings, problem, room
 from r3train.doctor.judgement import (
@@ -28,7 +28,7 @@ from r3train.doctor.judgement import (
     judge_answers,
 )
 from r3train.doctor.memory import PROCESS_BYTES, estimate
-from r3train.doctor.model import Weights, read_weights
+from r3train.doctor.model_checks import Weights, read_weights
 from r3train.doctor.reference import load_reference
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ def _actor_log_probs(
     import torch
 
     from r3train.host_group import join_ranks
-    from r3train.launch.actor import build_actor
+    from r3train.launch.build_actor import build_actor
     from r3train.launch.preflight import preflight
     from r3train.launch.resume import ResumePoint
     from r3train.loop import weight_probe

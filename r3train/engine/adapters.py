@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import tensor_names
 from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl

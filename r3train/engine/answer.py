@@ -18,7 +18,7 @@ import numpy as np
 from r3train.data.sampled import no_log_prob, outside_vocabulary
 from r3train.engine.backend import EngineError, Request, Segment
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Rescored, RescoredPart, RouteShape
+from r3train.types import Rechecked, RecheckPart, RouteShape
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ def read_answer(
         raise ValueError(
             f"sample {name}: finish_reason is {meta['finish_reason']!r}, and nobody here aborted it"
         )
-    # SGLang answers a request aborted in its queue without counts and routes.  A retracted one
+    # SGLang answers per request aborted in its queue without counts and routes.  A retracted one
     # waits there too, with tokens and log-probs of its own: keep nothing of it
     never_computed = finish_reason == "abort" and "prompt_tokens" not in meta
     vocab_size = sent.vocab_size or _ANY_VOCABULARY
@@ -103,12 +103,12 @@ def read_answer(
     _check_end(meta["finish_reason"], output_ids, request, sent.ends_at)
     entries = None if never_computed else meta.get("output_token_logprobs")
     log_probs = _log_probs(entries, output_ids, name)
-    kept_counts = kept_ids = None
-    if request.sampling.kept_of is not None:
+    mask_counts = mask_ids = None
+    if request.sampling.mask_vocab is not None:
         drawn = {} if output_len == 0 else meta
-        kept_counts, kept_ids = _kept_tokens(drawn, output_ids, request.sampling.kept_of, name)
-        among = _among_kept(drawn.get("output_token_sampling_logprobs", []), output_len, name)
-        _check_among_kept(among, log_probs, kept_counts, name)
+        mask_counts, mask_ids = _sampling_mask(drawn, output_ids, request.sampling.mask_vocab, name)
+        among = _within_mask(drawn.get("output_token_sampling_logprobs", []), output_len, name)
+        _check_within_mask(among, log_probs, mask_counts, name)
         log_probs = among
     versions = _versions(meta.get("weight_versions"), output_len, name)
     if of_adapter:
@@ -140,23 +140,23 @@ def read_answer(
         request.rows_start,
         finish_reason,
         retractions,
-        kept_counts=kept_counts,
-        kept_ids=kept_ids,
+        mask_counts=mask_counts,
+        mask_ids=mask_ids,
     )
 
 
 @_strict
-def read_rescored(
+def read_recheck(
     answer: Any,
     request: Request,
     sent: Sent,
-    part: RescoredPart,
+    part: RecheckPart,
     server: int,
     *,
     routes: RouteShape,
     of_adapter: bool = False,
-) -> Rescored:
-    """Validate and convert the answer to a text that was computed again; of_adapter: see ``read_answer``.
+) -> Rechecked:
+    """Validate and convert the answer to a text that was rechecked; of_adapter: see ``read_answer``.
 
     Raises ValueError naming the sample: for an aborted one, for one that took tokens from the prefix
     cache, and for one that contradicts itself or the request.
@@ -174,7 +174,7 @@ def read_rescored(
     scored = input_log_probs(meta, request.token_ids, name)
     start = request.rows_start
     rows = _rows(meta.get("routed_experts"), routes, num_tokens, start, name, decode_routed_experts)
-    return Rescored(
+    return Rechecked(
         sample_id=request.sample_id,
         part=part,
         server=server,
@@ -363,7 +363,7 @@ def _log_probs(entries: Any, token_ids: np.ndarray, name: str) -> np.ndarray:
     return _numbers([entry[0] for entry in entries], name)
 
 
-def _kept_tokens(
+def _sampling_mask(
     meta: Mapping[str, Any], token_ids: np.ndarray, vocab_size: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """``output_token_sampling_mask`` [[id, ...], ...] -> counts int32[O], ids int32[counts.sum()]."""
@@ -378,7 +378,9 @@ def _kept_tokens(
     ids = np.array([token for row in kept for token in row], dtype=np.int64)
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         wrong = int(ids[(ids < 0) | (ids >= vocab_size)][0])
-        raise ValueError(f"sample {name}: kept token {wrong} is not in 0..{vocab_size - 1}")
+        raise ValueError(
+            f"sample {name}: token of a sampling mask {wrong} is not in 0..{vocab_size - 1}"
+        )
     places = np.repeat(np.arange(len(counts)), counts)
     # this runs in the producer's event loop: np.unique takes some fifty times as long as a sort
     if (np.diff(np.sort(places * vocab_size + ids)) == 0).any():
@@ -394,8 +396,8 @@ def _kept_tokens(
     return counts, ids.astype(np.int32)
 
 
-def _among_kept(values: Any, response_len: int, name: str) -> np.ndarray:
-    """``output_token_sampling_logprobs`` [log_prob, ...] -> float32[R], those among the kept tokens."""
+def _within_mask(values: Any, response_len: int, name: str) -> np.ndarray:
+    """``output_token_sampling_logprobs`` [log_prob, ...] -> float32[R], those within the sampling mask."""
     if not isinstance(values, list) or len(values) != response_len:
         got = len(values) if isinstance(values, list) else "no"
         raise ValueError(
@@ -404,12 +406,14 @@ def _among_kept(values: Any, response_len: int, name: str) -> np.ndarray:
     return _numbers(values, name)
 
 
-def _check_among_kept(among: np.ndarray, of_all: np.ndarray, counts: np.ndarray, name: str) -> None:
-    """Tie log-probs to the kept tokens: none is below that among all tokens, that of one alone is 0."""
+def _check_within_mask(
+    among: np.ndarray, of_all: np.ndarray, counts: np.ndarray, name: str
+) -> None:
+    """Tie log-probs to the sampling masks: none is below that among all tokens, that of one alone is 0."""
     if (low := among < of_all - 1e-3).any():
         at = int(np.argmax(low))
         raise ValueError(
-            f"sample {name}: log-prob {at} among the kept tokens is {among[at]}, expected at least"
+            f"sample {name}: log-prob {at} within the sampling mask is {among[at]}, expected at least"
             f" {of_all[at]}, that among all tokens"
         )
     if (off := (counts == 1) & (np.abs(among) >= 1e-4)).any():

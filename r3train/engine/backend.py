@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from r3train.types import Rescored, RescoredPart, RolloutSample
+from r3train.types import Rechecked, RecheckPart, RolloutSample
 
 
 class EngineError(RuntimeError):
@@ -57,7 +57,7 @@ class SamplingParams:
     ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables
     ``stop_token_ids`` in SGLang.  ``may_stop_at`` are tokens that are not sent, at which a server that was
-    started with its tokenizer stops too.  ``kept_of`` is the size of the vocabulary: each answer must then say the
+    started with its tokenizer stops too.  ``mask_vocab`` is the size of the vocabulary: each answer must then say the
     tokens that sampling kept, and its log-probs are those among them.  None: answers do not say it.
     """
 
@@ -70,7 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_context_len: int | None = None
     seed: int = 42
-    kept_of: int | None = None
+    mask_vocab: int | None = None
 
     def response_budget(self, prompt_len: int, prompt_id: str) -> int:
         """Tokens that may follow a prompt, those of an environment included.
@@ -148,9 +148,9 @@ class Segment:
     # rows are then of other forwards than its log-probs
     num_retractions: int = 0
     server: int = 0  # index of the server that answered
-    # the tokens that sampling kept, in ``SamplingParams.kept_of``; None if it is None
-    kept_counts: np.ndarray | None = None  # int32[O], at least 1
-    kept_ids: np.ndarray | None = None  # int32[kept_counts.sum()], token after token
+    # the tokens that sampling kept, in ``SamplingParams.mask_vocab``; None if it is None
+    mask_counts: np.ndarray | None = None  # int32[O], at least 1
+    mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], token after token
 
 
 class Teacher(Protocol):
@@ -173,16 +173,16 @@ class RolloutBackend(Protocol):
     @property
     def num_servers(self) -> int: ...
 
-    async def rescore(
-        self, request: Request, part: RescoredPart, server: int | None = None
-    ) -> Rescored:
+    async def recheck(
+        self, request: Request, part: RecheckPart, server: int | None = None
+    ) -> Rechecked:
         """Compute the request's text again, without the prefix cache and without a new token.
 
         None is the group's server.  Raises EngineError, or ValueError naming the sample.
         """
         ...
 
-    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rescored]:
+    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
         """Draw tokens on a server, and compute them again there; routes come here."""
         ...
 

@@ -33,9 +33,9 @@ from r3train.engine.backend import (
     sample_seed,
 )
 from r3train.engine.adapters import Adapters, adapter_name
-from r3train.engine.answer import Sent, read_answer, read_rescored
+from r3train.engine.answer import Sent, read_answer, read_recheck
 from r3train.routing.wire import decode_routed_experts
-from r3train.types import Rescored, RescoredPart, RouteShape
+from r3train.types import Rechecked, RecheckPart, RouteShape
 from r3train.engine.control import ServerVersions
 from r3train.engine.http import SGLangHTTP, bound_of_texts
 
@@ -48,7 +48,7 @@ _VERSION_POLL_S = 0.05
 _ABORT_S = 3.0
 # between requests to a server that is busy, unless its Retry-After says more
 _BUSY_S, _LONGEST_BUSY_S = 1.0, 30.0
-# bytes of a base64 id of an expert, which is an int32; of an id among the kept tokens, with its comma
+# bytes of a base64 id of an expert, which is an int32; of an id within the sampling mask, with its comma
 _EXPERT_BYTES, _KEPT_BYTES = 5.4, 12
 
 
@@ -216,7 +216,7 @@ class SGLangClient:
 
         The per-sample seed takes effect on servers started with
         ``--enable-deterministic-inference``; others ignore it.  Log-probs are those of the
-        distribution after temperature, before top-p and top-k; with ``kept_of`` they are those among
+        distribution after temperature, before top-p and top-k; with ``mask_vocab`` they are those among
         the tokens that both kept.  Cancelling the call aborts the request on its server; so does a
         timeout.  Raises BadAnswer or AnswerCutShort after too many of them, and AnswerLate for a late
         answer of a server whose ``/health`` is silent too.
@@ -297,7 +297,7 @@ class SGLangClient:
             "return_routed_experts": self.routes is not None and request.wants_routes,
             **self._names_adapter(request),
         }
-        if sampling.kept_of is not None:
+        if sampling.mask_vocab is not None:
             body["return_sampling_mask"] = True
         if request.rows_start and self.routes is not None:
             body["routed_experts_start_len"] = request.rows_start
@@ -358,9 +358,9 @@ class SGLangClient:
     def num_servers(self) -> int:
         return len(self.http.urls)
 
-    async def rescore(
-        self, request: Request, part: RescoredPart, server: int | None = None
-    ) -> Rescored:
+    async def recheck(
+        self, request: Request, part: RecheckPart, server: int | None = None
+    ) -> Rechecked:
         """Compute a text again, on the group's server if none is given.
 
         Log-probs from position 0 make the server start without a cached prefix.  A cache key of its own
@@ -369,9 +369,9 @@ class SGLangClient:
         """
         assert self._sent_routes is not None, "there are no routes to compute again"
         with self._adapter_of(request):
-            return await self._rescore(request, part, server)
+            return await self._recheck(request, part, server)
 
-    async def _rescore(self, request: Request, part: RescoredPart, server: int | None) -> Rescored:
+    async def _recheck(self, request: Request, part: RecheckPart, server: int | None) -> Rechecked:
         if server is None:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
@@ -394,7 +394,7 @@ class SGLangClient:
             **self._names_adapter(request),
         }
         answer, sent = await self._send(server, rid, body, request, self._direct)
-        return read_rescored(
+        return read_recheck(
             answer,
             request,
             sent,
@@ -404,7 +404,7 @@ class SGLangClient:
             of_adapter=self._adapters is not None,
         )
 
-    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rescored]:
+    async def score_twice(self, request: Request, server: int) -> tuple[Segment, Rechecked]:
         """Draw tokens on a server, and compute them again there."""
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
         with self._adapter_of(request):
@@ -414,7 +414,7 @@ class SGLangClient:
         )
         tokens = np.concatenate([request.token_ids, drawn.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
-        return drawn, await self.rescore(again, "whole", server)
+        return drawn, await self.recheck(again, "whole", server)
 
     async def _healthy(self, server: int) -> bool:
         try:
@@ -473,7 +473,7 @@ def _bound_of(request: Request, routes: RouteShape | None) -> int:
     most = bound_of_texts(tokens)
     if routes is not None:
         most += int((tokens - request.rows_start) * routes.num_layers * routes.topk * _EXPERT_BYTES)
-    if request.sampling.kept_of is not None:
-        kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.kept_of
+    if request.sampling.mask_vocab is not None:
+        kept = request.sampling.top_k if request.sampling.top_k > 0 else request.sampling.mask_vocab
         most += request.max_new_tokens * kept * _KEPT_BYTES
     return most

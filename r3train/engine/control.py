@@ -195,7 +195,7 @@ class EngineControl:
             name = "update_weight_version"
             await self._http.call_all(f"/{name}", _label(version), what=name)
 
-    def hold_memory(self, *kinds: str) -> None:
+    def keep_onloaded(self, *kinds: str) -> None:
         """Let every server hold these kinds of ``MEMORY`` and release the others (--colocate).
 
         What comes back has undefined content: weights are to be published before the next request, and a

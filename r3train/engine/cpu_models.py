@@ -15,7 +15,7 @@ import torch.nn.functional as F
 def torch_native_backend(runner: Any) -> Any:
     """Make SGLang's torch_native attention, after the model and before its first forward."""
     from r3train.engine import cpu_memory
-    from r3train.engine.cpu_attention import BatchedAttention
+    from r3train.engine.cpu_batched_attention import BatchedAttention
 
     cpu_memory.runner = runner
     _gated_shared_expert()

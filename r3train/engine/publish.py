@@ -254,7 +254,7 @@ class DistributedPublisher(WeightPublisher):
         except BaseException:
             if self._group is not None:
                 with contextlib.suppress(RuntimeError):
-                    # a tensor could not be had: without a broadcast cut short the group can be used again
+                    # the export failed between broadcasts: finish the pending one, so that the group stays usable
                     if on_its_way is not None:
                         self._arrive(on_its_way)
                     self._engine.end_weight_update()

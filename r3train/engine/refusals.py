@@ -204,7 +204,7 @@ ADAPTER_REFUSALS: Refusals = {
 _DFLASH = ("DFLASH", "DSPARK")
 
 
-def _kept_token_refusals(top_k: int) -> Refusals:
+def _sampling_mask_refusals(top_k: int) -> Refusals:
     return {
         "speculative_algorithm": (
             lambda value, _: _is_on(value, _) and str(value).upper() not in _DFLASH,
@@ -233,7 +233,7 @@ def refused(
     if replay:
         tables["--use-rollout-routing-replay"] = REPLAY_REFUSALS
     if kept_top_k is not None:
-        tables[f"--rollout-top-k {kept_top_k}"] = _kept_token_refusals(kept_top_k)
+        tables[f"--rollout-top-k {kept_top_k}"] = _sampling_mask_refusals(kept_top_k)
     if adapters:
         tables["--lora-serving adapter"] = ADAPTER_REFUSALS
     for flag, table in tables.items():

@@ -1,4 +1,4 @@
-"""The supervisor restarts the job's own servers when one dies or hangs.
+"""The supervisor restarts the job's local servers when one dies or hangs.
 
 A restart starts all servers of the job again, with the checkpoint's weights and no request.  The
 caller publishes the current weights; then the lost requests are sent again.
@@ -96,17 +96,17 @@ class EngineSupervisor:
                 self._lost = self._lost or str(error)
             raise
 
-    def report(self, error: BaseException, epoch: int, kept_tokens: int = 0) -> None:
+    def report(self, error: BaseException, epoch: int, sampling_mask: int = 0) -> None:
         """Report a request that failed because its server is gone.
 
         epoch: of the servers when the request was sent; the first error of an epoch is its cause.
-        kept_tokens: tokens of the rollout's earlier segments, which are sent again with the
+        sampling_mask: tokens of the rollout's earlier segments, which are sent again with the
         request.
         """
         with self._lock:
             if epoch == self._epoch:
                 self.resubmitted += 1
-                self.resumed_tokens += kept_tokens
+                self.resumed_tokens += sampling_mask
                 if not self._restarting:
                     self._lost = self._lost or str(error)
 

@@ -7,7 +7,7 @@ total, and each step towards it is rewarded.
 
 from __future__ import annotations
 
-from r3train.environments.base import StepResult, Turn
+from r3train.environments.environment import StepResult, Turn
 from r3train.types import Prompt
 
 NUMBERS = [str(number) for number in range(21)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
-from r3train.config.parallel import ParallelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.config.sources import raise_all
 from r3train.families import FAMILIES
 from r3train.families.family import keys_of, model_arguments, model_weights, transformer_fields

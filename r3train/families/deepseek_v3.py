@@ -85,7 +85,7 @@ def _conflicts(config: Config) -> Iterator[str]:
     if (config.get("n_group") or 1) > 1 and topk != 2 * (groups or 1):
         yield (
             f"num_experts_per_tok is {topk} and topk_group {groups}, expected twice as many experts as"
-            " groups: Megatron ranks a group by its best num_experts_per_tok // topk_group experts,"
+            " groups: Megatron ranks per group by its best num_experts_per_tok // topk_group experts,"
             " SGLang by its best two"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

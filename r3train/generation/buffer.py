@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from r3train.algo.reward_stats import zero_variance
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.stitch import oldest_version
-from r3train.types import Prompt, Rescored, RolloutSample, Scored
+from r3train.types import Prompt, Rechecked, RolloutSample, Scored
 
 OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was drawn
 
@@ -39,7 +39,7 @@ class Group:
     unscored: dict[int, RolloutSample] = field(default_factory=dict)
     oldest: int | None = None  # of its tokens, once complete
     complete: bool = False
-    rescored: list[Rescored] = field(default_factory=list)  # parts of its samples
+    rechecked: list[Rechecked] = field(default_factory=list)  # parts of its samples
 
     def scored(self) -> list[Scored]:
         return [pair for place in sorted(self.samples) for pair in self.samples[place]]

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.data.prompts import are_messages
-from r3train.environments.base import Environment, StepResult, Turn
+from r3train.environments.environment import Environment, StepResult, Turn
 from r3train.generation import stitch
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import Generate
-from r3train.generation.guest_loop import GuestLoop
-from r3train.plugs import guest, quoted
+from r3train.generation.environment_loop import EnvironmentLoop
+from r3train.user_code import running_user_code, quoted
 from r3train.types import Prompt, RolloutSample
 
 
@@ -29,13 +29,13 @@ from r3train.types import Prompt, RolloutSample
 class Conversation:
     """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
 
-    begin: makes the environment; it and the steps run in ``guests``.  reply: writes messages behind a
+    begin: makes the environment; it and the steps run in ``environments``.  reply: writes messages behind a
     turn that ends with the given token; None without --apply-chat-template.
     """
 
     begin: Callable[[], Environment]
     rollout: RolloutSection
-    guests: GuestLoop
+    environments: EnvironmentLoop
     _: KW_ONLY
     encode: Callable[[str], list[int]]
     decode: Callable[[Sequence[int]], str]
@@ -54,7 +54,7 @@ class Conversation:
             f"prompt {prompt.prompt_id}, sample {sample_id}: --environment {rollout.environment}"
         )
         limit_s = rollout.environment_timeout_s
-        environment = await self.guests.ask(self.begin, beginning, limit_s)
+        environment = await self.environments.ask(self.begin, beginning, limit_s)
         budget = sampling.response_budget(len(prompt.token_ids), prompt.prompt_id)
         sample: RolloutSample | None = None
         # for each turn: the begin and end of its own tokens, and the number of answers so far
@@ -102,13 +102,13 @@ class Conversation:
         return [replace(step, text=text) for step, text in zip(steps, texts)], reward
 
     async def _step(self, environment: Environment, turn: Turn, step: str) -> StepResult:
-        """Ask the environment, within its bound; whatever it does is an error of the run, never its end.
+        """Ask the environment, within its time-out; any misbehaviour becomes the rollout's error and never kills the run.
 
         Raises ValueError beginning with ``step`` for one that takes too long, raises, exits or returns
         anything but a StepResult.
         """
         limit_s = self.rollout.environment_timeout_s
-        result = await self.guests.ask(lambda: environment.step(turn), step, limit_s)
+        result = await self.environments.ask(lambda: environment.step(turn), step, limit_s)
         if not isinstance(result, StepResult):
             kind = type(result).__name__
             raise ValueError(f"{step} returned {kind}, expected a StepResult")
@@ -128,7 +128,7 @@ class Conversation:
             )
         if self.reply is None:
             raise ValueError(f"{step} answers with messages, which need --apply-chat-template")
-        with guest(f"{step} gave the observation {quoted(given)}"):
+        with running_user_code(f"{step} gave the observation {quoted(given)}"):
             return self.reply(given, last)
 
 
@@ -148,7 +148,7 @@ def _one_turn(
     """Cut out one turn as a sample whose prompt is all that precedes the turn."""
     own = np.zeros(end, dtype=bool)
     own[start:] = True
-    routes, kept = sample.routed_experts, sample.kept_counts
+    routes, kept = sample.routed_experts, sample.mask_counts
     return replace(
         sample,
         sample_id=sample.sample_id + index,
@@ -163,7 +163,7 @@ def _one_turn(
         is_last_step=is_last,
         decoded=sample.decoded[:num_answers],
         # of the earlier turns too, like routes: they are applied to rows without loss
-        kept_counts=None if kept is None else kept[:end],
-        kept_ids=None if kept is None else sample.kept_ids[: int(kept[:end].sum())],
-        decoded_kept=tuple(part for part in sample.decoded_kept if part[0] < end),
+        mask_counts=None if kept is None else kept[:end],
+        mask_ids=None if kept is None else sample.mask_ids[: int(kept[:end].sum())],
+        decoded_masks=tuple(part for part in sample.decoded_masks if part[0] < end),
     )

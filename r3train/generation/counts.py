@@ -15,7 +15,7 @@ class Counts:
     finished_samples: int = 0
     resumed_rollouts: int = 0  # after an update aborted them
     retracted_answers: int = 0  # by a server, kept or not
-    rescored_tokens: int = 0  # of texts that servers computed again
+    recheck_tokens: int = 0  # of texts that servers rechecked
     waiting_s: float = 0.0  # time that the training thread waited for batches
     in_flight: int = 0  # places taken, each for one rollout's requests
     idle_s: float = 0.0  # time with nothing in flight

@@ -31,16 +31,16 @@ from dataclasses import dataclass, InitVar, KW_ONLY, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams, Segment, Teacher
 from r3train.generation import stitch
 from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
 from r3train.generation.counts import Counts
 from r3train.generation.episode import Episode, generate_once
-from r3train.generation.evaluate import EvalSet, EvaluationEnded, Room, Row, evaluate
-from r3train.generation.rescoring import AWAITED_S, Rescoring, Unbroken
-from r3train.rewards.parts import scored
-from r3train.types import Prompt, RescoredRollout, RolloutSample, Scored
+from r3train.generation.eval_sets import EvalSet, EvaluationEnded, Room, Row, evaluate
+from r3train.generation.recheck import AWAITED_S, Rechecking, Unbroken
+from r3train.rewards.weighted_sum import scored
+from r3train.types import Prompt, RecheckedRollout, RolloutSample, Scored
 
 OnWait = Callable[[dict[str, Any]], None]
 Result = TypeVar("Result")
@@ -75,7 +75,7 @@ class Producer:
     samples keep the decoded rows of each answer, for the evidence.  ``pool_facts`` says how much
     the servers' KV pools hold and how much the requests need, for the error of a request that is
     retracted again and again.  ``audit_share`` is the share of the samples that the servers compute
-    again (see ``rescored``).  ``eval_places`` bounds the requests of an evaluation while rollouts are
+    again (see ``rechecked``).  ``eval_places`` bounds the requests of an evaluation while rollouts are
     left to generate.  With ``versions_stay`` servers keep a version beside newer ones, so an answer ends
     on the version on which it began, and ``set_version`` needs no ``quiesced``.  Rollouts run from
     ``start_rollout`` (also the first weight version) up to, not including, ``num_rollout``.
@@ -115,12 +115,12 @@ class Producer:
         self._backend: RolloutBackend | None = None
         self._version = self.start_rollout
         self._buffer = GroupBuffer(self.rollout, self.prompt_for, start_rollout=self.start_rollout)
-        self._unsent: deque[_Turns] = deque()
+        self._unsent: deque[RolloutTask] = deque()
         self._tasks: dict[asyncio.Task[None], Group] = {}
         self._scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
         self._last_taken: list[Group] = []
         self._counts = Counts()
-        self._rescoring = Rescoring(
+        self._rechecking = Rechecking(
             self.rollout, self.audit_share, self._counts, versions_stay=self.versions_stay
         )
         self._evaluation: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
@@ -144,7 +144,7 @@ class Producer:
     def next_batch(self, rollout_id: int, on_wait: OnWait | None = None) -> list[list[Scored]]:
         """Wait until enough groups are complete; return one rollout's, in order of group id.
 
-        ``on_wait(stats)`` is called about five times a second meanwhile.  Raises the producer's
+        ``on_wait(stats)`` is called about five times per second meanwhile.  Raises the producer's
         own failure, or EngineDied, at once.
         """
         while True:
@@ -192,12 +192,12 @@ class Producer:
         """Take back the last batch, because it was not trained: a snapshot has it again."""
         self._call(self._put_back())
 
-    def rescored(self) -> RescoredRollout | None:
-        """All that was computed again of the last batch; None without ``audit_share``.
+    def rechecked(self) -> RecheckedRollout | None:
+        """All that was rechecked of the last batch; None without ``audit_share``.
 
         Waits a limited time for what is under way.
         """
-        return self._call(self._rescored())
+        return self._call(self._rechecked())
 
     def begin_evaluation(self, sets: Sequence[EvalSet]) -> None:
         """Begin to evaluate the weights that the servers hold, beside generation."""
@@ -278,7 +278,7 @@ class Producer:
                 first = self._buffer.next_group
                 batch = range(first, first + self.rollout.rollout_batch_size)
                 prompts = [self.prompt_for(group) for group in batch]
-                await self._rescoring.open(backend, prompts, self.sampling, self._version)
+                await self._rechecking.open(backend, prompts, self.sampling, self._version)
         except Exception as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
         finally:
@@ -360,8 +360,8 @@ class Producer:
         """Stop sending, and drain, freeze or abort the requests in flight."""
         mode = self.rollout.pause_generation_mode
         try:
-            if mode != "drain":  # draining leaves time enough for what is computed again
-                await self._rescored_beside_generation()
+            if mode != "drain":  # draining leaves time enough for what is rechecked
+                await self._rechecked_beside_generation()
         finally:
             self._pauses += 1
         await self._until(lambda: self._evaluation_done)
@@ -369,11 +369,11 @@ class Producer:
         await self._until(lambda: self._backend is not None)
         self._raise_failure()
         if self._freezes:
-            await self._end_rescoring()
+            await self._end_rechecking()
             self._frozen = True
             await self._backend.pause_generation(mode)
         elif mode == "abort":
-            await self._end_rescoring()  # an abort ends these too
+            await self._end_rechecking()  # an abort ends these too
             self._aborting = True
             while self._counts.in_flight:
                 # repeated: an abort misses a request that is still on its way to the server
@@ -383,11 +383,11 @@ class Producer:
                         await self._until(lambda: self._counts.in_flight == 0)
         else:
             await self._until(lambda: self._counts.in_flight == 0)
-            await self._end_rescoring()
+            await self._end_rechecking()
 
-    async def _rescored_beside_generation(self) -> None:
-        """Wait a little for what is computed again, while tokens are generated beside it."""
-        under_way = self._rescoring.under_way
+    async def _rechecked_beside_generation(self) -> None:
+        """Wait a little for what is rechecked, while tokens are generated beside it."""
+        under_way = self._rechecking.under_way
         for task in under_way:
             task.add_done_callback(lambda _: self._advance())
         with contextlib.suppress(TimeoutError):
@@ -396,8 +396,8 @@ class Producer:
                     lambda: not self._counts.in_flight or all(task.done() for task in under_way)
                 )
 
-    async def _end_rescoring(self) -> None:
-        await self._rescoring.close(idle=self._counts.in_flight == 0 and not self._closing)
+    async def _end_rechecking(self) -> None:
+        await self._rechecking.close(idle=self._counts.in_flight == 0 and not self._closing)
 
     async def _thaw(self) -> None:
         if self._frozen:
@@ -409,7 +409,7 @@ class Producer:
         self._aborting = False
         self._pauses -= 1
         if not self._pauses:
-            self._rescoring.reopen()
+            self._rechecking.reopen()
         self._advance()
 
     async def _set_version(self, version: int) -> None:
@@ -420,7 +420,7 @@ class Producer:
     async def _resume(self) -> None:
         self._pauses = 0
         self._frozen = self._aborting = False  # the paused servers have ended
-        self._rescoring.reopen()
+        self._rechecking.reopen()
         self._advance()
 
     async def _snapshot(self) -> ProducerState:
@@ -435,8 +435,8 @@ class Producer:
         self._buffer.put_back(self._last_taken)
         self._log_outcomes()
 
-    async def _rescored(self) -> RescoredRollout | None:
-        return await self._rescoring.of_groups(self._last_taken) if self.audit_share else None
+    async def _rechecked(self) -> RecheckedRollout | None:
+        return await self._rechecking.of_groups(self._last_taken) if self.audit_share else None
 
     async def _stats(self) -> dict[str, Any]:
         return {
@@ -450,7 +450,7 @@ class Producer:
         self._buffer.close()
         self._log_outcomes()
         await _ended(self._opening, *self._tasks, *self._evaluation.values())
-        await self._end_rescoring()
+        await self._end_rechecking()
         if self._backend is not None:
             with contextlib.suppress(EngineError):  # the loop ends in the middle of an update
                 await self._thaw()
@@ -489,7 +489,7 @@ class Producer:
         if self.failure is not None:
             raise self.failure
 
-    def _next(self) -> _Turns | None:
+    def _next(self) -> RolloutTask | None:
         """The next rollout to send; None while it must wait.
 
         A resumed rollout comes before a new one, and so does one that was retracted.
@@ -514,9 +514,9 @@ class Producer:
 
     def _add(self, group: Group) -> None:
         places = range(self.rollout.n_samples_per_prompt)
-        self._unsent += [_Turns(self, group, p) for p in places if p not in group.samples]
+        self._unsent += [RolloutTask(self, group, p) for p in places if p not in group.samples]
 
-    async def _one(self, turns: _Turns) -> None:
+    async def _one(self, turns: RolloutTask) -> None:
         """Make one rollout, score it, and put it into its group; an error becomes the failure."""
         try:
             await self._make(turns)
@@ -525,7 +525,7 @@ class Producer:
         except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
             self._fail(error)
 
-    async def _make(self, turns: _Turns) -> None:
+    async def _make(self, turns: RolloutTask) -> None:
         group = turns.group
         try:
             samples, own = await turns.episode(
@@ -533,9 +533,9 @@ class Producer:
             )
         finally:
             turns.release()
-        self._rescoring.finished(group, turns.place, samples[-1], turns.unbroken, self._version)
+        self._rechecking.finished(group, turns.place, samples[-1], turns.unbroken, self._version)
         if not self.keep_decoded:
-            samples = [replace(sample, decoded=(), decoded_kept=()) for sample in samples]
+            samples = [replace(sample, decoded=(), decoded_masks=()) for sample in samples]
         self._counts.finished_samples += len(samples)
         self._scoring.add(turns.sample_id)
         if self.teacher is not None:
@@ -598,7 +598,7 @@ class Producer:
                 task.cancel()
         self._log_outcomes()
 
-    def _forget(self, turns: _Turns, task: asyncio.Task[None]) -> None:
+    def _forget(self, turns: RolloutTask, task: asyncio.Task[None]) -> None:
         turns.release()  # a task that was cancelled before it began still holds its place
         self._scoring.discard(turns.sample_id)
         del self._tasks[task]
@@ -616,7 +616,7 @@ async def _ended(*tasks: asyncio.Task[Any]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _Turns:
+class RolloutTask:
     """One rollout to make or to resume: sample number ``place`` of one attempt at a group.
 
     It is the ``Generate`` of its episode, and holds a place in flight while it generates.
@@ -679,7 +679,7 @@ class _Turns:
                 exact_version=not p._freezes,
             )
             if p._freezes and not sample.loss_mask.any():
-                p._rescoring.sent(group, self.place, request)
+                p._rechecking.sent(group, self.place, request)
             goes_on, began = False, time.monotonic()
             try:
                 segment = await p._backend.generate(request)

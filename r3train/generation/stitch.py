@@ -85,28 +85,28 @@ def next_request(
 
 
 def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
-    """Append an answer to the sample; one without a token shows if there are routes and kept tokens.
+    """Append an answer to the sample; an empty answer only says whether routes and masks are recorded.
 
     Raises ValueError naming the sample if only one of the two has routes, if the rows leave a gap,
     and if they do not end just before the last token.
     """
-    known, counts, ids = sample.routed_experts, sample.kept_counts, sample.kept_ids
+    known, counts, ids = sample.routed_experts, sample.mask_counts, sample.mask_ids
     if not sample.loss_mask.any():  # the first answer shows what answers bring
         if known is None and segment.rows is not None:
             known = segment.rows[:0]
-        if counts is None and segment.kept_counts is not None:  # the prompt has none
-            counts, ids = np.zeros(sample.num_tokens, np.int32), segment.kept_ids[:0]
+        if counts is None and segment.mask_counts is not None:  # the prompt has none
+            counts, ids = np.zeros(sample.num_tokens, np.int32), segment.mask_ids[:0]
     if len(segment.token_ids) == 0:
         return replace(
             sample,
             routed_experts=known,
             finish_reason=segment.finish_reason,
-            kept_counts=counts,
-            kept_ids=ids,
+            mask_counts=counts,
+            mask_ids=ids,
         )
     for name, ours, theirs in (
         ("routes", known, segment.rows),
-        ("kept tokens", counts, segment.kept_counts),
+        ("sampling masks", counts, segment.mask_counts),
     ):
         if (ours is None) != (theirs is None):
             raise ValueError(
@@ -126,11 +126,11 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         )
         # rows that were known already are recorded as they came the first time
         decoded = (*decoded, (len(known), segment.rows[len(known) - start :]))
-    decoded_kept = sample.decoded_kept
+    decoded_masks = sample.decoded_masks
     if counts is not None:
-        decoded_kept += ((sample.num_tokens, segment.kept_counts, segment.kept_ids),)
-        counts = np.concatenate([counts, segment.kept_counts])
-        ids = np.concatenate([ids, segment.kept_ids])
+        decoded_masks += ((sample.num_tokens, segment.mask_counts, segment.mask_ids),)
+        counts = np.concatenate([counts, segment.mask_counts])
+        ids = np.concatenate([ids, segment.mask_ids])
     return replace(
         sample,
         token_ids=np.concatenate([sample.token_ids, segment.token_ids]).astype(np.int32),
@@ -141,9 +141,9 @@ def extend(sample: RolloutSample, segment: Segment) -> RolloutSample:
         finish_reason=segment.finish_reason,
         num_retractions=sample.num_retractions + segment.num_retractions,
         decoded=decoded,
-        kept_counts=counts,
-        kept_ids=ids,
-        decoded_kept=decoded_kept,
+        mask_counts=counts,
+        mask_ids=ids,
+        decoded_masks=decoded_masks,
     )
 
 
@@ -153,10 +153,10 @@ def observe(sample: RolloutSample, token_ids: Sequence[int]) -> RolloutSample:
     The next answer computes their rows and brings them.
     """
     count = len(token_ids)
-    kept = sample.kept_counts
+    kept = sample.mask_counts
     return replace(
         sample,
-        kept_counts=None if kept is None else np.append(kept, np.zeros(count, np.int32)),
+        mask_counts=None if kept is None else np.append(kept, np.zeros(count, np.int32)),
         token_ids=np.concatenate([sample.token_ids, np.asarray(token_ids, dtype=np.int32)]),
         loss_mask=np.concatenate([sample.loss_mask, np.zeros(count, dtype=bool)]),
         rollout_log_probs=np.concatenate([sample.rollout_log_probs, np.zeros(count, np.float32)]),

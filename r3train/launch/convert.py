@@ -55,7 +55,7 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
 
     device = prepare_device()
     from r3train.host_group import join_ranks
-    from r3train.launch.actor import export_hf
+    from r3train.launch.build_actor import export_hf
     from r3train.launch.job import Job
     from r3train.launch.resume import check_adapters
     from r3train.trainer.megatron import topology

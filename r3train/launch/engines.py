@@ -12,20 +12,20 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.cuda_environment import visible_gpus
 from r3train.families import has_fused_experts, sent_together
 from r3train.data.json_lines import append_lines
 from r3train.data.prompts import ChatTemplate
-from r3train.environments.registry import get_environment, get_tools
+from r3train.environments.named_environments import get_environment, get_tools
 from r3train.observe.console import Phase, RunDisplay
-from r3train.launch.own_servers import start_servers
+from r3train.launch.local_servers import start_servers
 from r3train.launch.job import Job
 from r3train.launch.other_models import served_teacher
-from r3train.loop.parts import RolloutSide
-from r3train.loop.routes import Routes
-from r3train.loop.scatter import broadcast_json
-from r3train.loop.stages import StagePublisher, StagesPublisher
+from r3train.loop.fleet import RolloutFleet
+from r3train.loop.route_transport import Routes
+from r3train.loop.distribute import broadcast_json
+from r3train.loop.stage_weight_sync import StageLeaderPublisher, PerStagePublisher
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_name
 from r3train.engine.addresses import address_for, address_of_interface, host_of, interface_of
 from r3train.engine.addresses import is_loopback
@@ -35,8 +35,8 @@ from r3train.engine.key import engine_api_key
 from r3train.generation.buffer import OUTCOMES_FILE, Outcome, ProducerState
 from r3train.generation.conversation import Conversation
 from r3train.generation.episode import Episode, generate_once
-from r3train.generation.evaluate import EvalSet
-from r3train.generation.guest_loop import GuestLoop
+from r3train.generation.eval_sets import EvalSet
+from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.producer import Producer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
@@ -59,7 +59,7 @@ _ROUTES_BYTES_S = 100e6
 _WIRE_BYTES_OF_AN_ID = 4 * 4 / 3
 
 
-class Engines(RolloutSide):
+class Engines(RolloutFleet):
     """Servers (started here or external), their control, the producer and the publisher."""
 
     def __init__(
@@ -126,10 +126,10 @@ class Engines(RolloutSide):
             self._text_ends = self._control.text_ends()
         self.publisher.reconnect()
 
-    def hold_memory(self, *kinds: str) -> None:
-        """Let every server hold these kinds of memory alone: see ``EngineControl.hold_memory``."""
+    def keep_onloaded(self, *kinds: str) -> None:
+        """Let every server hold these kinds of memory alone: see ``EngineControl.keep_onloaded``."""
         self._supervisor.rest(True)
-        self._control.hold_memory(*kinds)
+        self._control.keep_onloaded(*kinds)
         self._supervisor.rest(kinds != MEMORY)
 
     def stop_servers(self) -> None:
@@ -221,7 +221,7 @@ class Engines(RolloutSide):
                 fresh = self.job.config.rollout.fresh_prefixes
                 self._publisher = self._by_files(kind, "weights", flush_cache=fresh)
             else:
-                self._publisher = StagesPublisher(
+                self._publisher = PerStagePublisher(
                     self._control,
                     self.job.config.weight_leaders(dist.get_world_size()),
                     **_broadcast(self.job, self.hosts, trainer.update_weight_master_address),
@@ -243,7 +243,7 @@ class Engines(RolloutSide):
         """The servers' hosts."""
         return [host_of(addr) for addr in self._addrs]
 
-    def hold_weights(self, weights: NamedTensors, version: int) -> Path:
+    def compare_weights(self, weights: NamedTensors, version: int) -> Path:
         """Hold every server's tensors against these; returns the checkpoint written of them.
 
         Raises AssertionError: see ``require_equal_on_servers``.
@@ -357,7 +357,7 @@ class Engines(RolloutSide):
                 ignore_eos=rollout.rollout_ignore_eos,
                 max_context_len=rollout.rollout_max_context_len,
                 seed=rollout.rollout_seed,
-                kept_of=job.hf.vocab_size if rollout.replays_kept_tokens else None,
+                mask_vocab=job.hf.vocab_size if rollout.replays_sampling_mask else None,
             ),
             start_rollout=self._start_rollout,
             segment_len=self._segment_len,
@@ -424,7 +424,7 @@ class Engines(RolloutSide):
         self.job.close()
 
 
-def build_stage(job: Job, engines: Engines | None) -> StagePublisher | None:
+def build_stage(job: Job, engines: Engines | None) -> StageLeaderPublisher | None:
     """Build the publisher of a later pipeline stage's leader, None on other ranks.
 
     A collective where there are such leaders.  engines: on rank 0, its servers ready.
@@ -439,7 +439,7 @@ def build_stage(job: Job, engines: Engines | None) -> StagePublisher | None:
     if dist.get_rank() >= int(os.environ["LOCAL_WORLD_SIZE"]):  # not on rank 0's node
         hosts = [os.environ["MASTER_ADDR"] if is_loopback(host) else host for host in hosts]
         asked = asked and address_of_interface(asked)
-    return StagePublisher(**_broadcast(job, hosts, asked))
+    return StageLeaderPublisher(**_broadcast(job, hosts, asked))
 
 
 def _broadcast(job: Job, hosts: Sequence[str], asked: str | None) -> dict[str, Any]:
@@ -467,11 +467,11 @@ def _conversations(job: Job, rollout: RolloutSection) -> Callable[[Prompt], Epis
     environment, reply = get_environment(rollout.environment), None
     if job.config.data.apply_chat_template:
         reply = ChatTemplate(job.tokenizer, job.config.data, get_tools(environment)).reply
-    guests = GuestLoop()
+    environments = EnvironmentLoop()
     return lambda prompt: Conversation(
         lambda: environment(prompt),
         rollout,
-        guests,
+        environments,
         encode=lambda text: job.tokenizer.encode(text, add_special_tokens=False),
         decode=lambda ids: job.tokenizer.decode(ids, skip_special_tokens=True),
         reply=reply,

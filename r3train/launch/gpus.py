@@ -49,7 +49,7 @@ def server_gpus_here(config: RunConfig, num_ranks: int | None = None) -> list[ra
 
 
 def ranks_that_fit(world_size: int, num_visible: int) -> int:
-    """Return the ranks on this node if torchrun does not say: one a GPU, all without GPUs."""
+    """Return the ranks on this node if torchrun does not say: one per GPU, all without GPUs."""
     return min(world_size, num_visible or world_size)
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.evaluation import EvalDataset
+from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.sources import plain
 from r3train.cuda_environment import RANK_DEFAULTS
-from r3train.data.fingerprint import FileFingerprint, facts_fingerprint
+from r3train.data.file_fingerprint import FileFingerprint, facts_fingerprint
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.tokenizer import stop_token
 from r3train.rewards.scoring import Scorer
@@ -32,7 +32,7 @@ class EvalData:
 class Job:
     """A checked configuration, with the files that its checks have read.
 
-    Data and tokenizer are read once a node: its other ranks have no prompts, tokenizer, prompt_file,
+    Data and tokenizer are read once per node: its other ranks have no prompts, tokenizer, prompt_file,
     evaluation sets and conversations.
     """
 

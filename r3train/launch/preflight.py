@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from r3train.algo.check import check_algorithm
+from r3train.algo.rule_checks import check_algorithm
 from r3train.config import RunConfig
 from r3train.config.cross_checks import (
     algorithm_warnings,
@@ -24,7 +24,7 @@ from r3train.config.sources import ConfigError, raise_all
 from r3train.families import FAMILIES
 from r3train.families.checks import untrained_parts
 from r3train.cuda_environment import visible_gpus
-from r3train.data.fingerprint import FileFingerprint
+from r3train.data.file_fingerprint import FileFingerprint
 from r3train.data.prompts import unknown_tokens
 from r3train.data.tokenizer import check_vocabulary, load_tokenizer, stop_token
 from r3train.engine.addresses import host_of, interface_of
@@ -32,9 +32,9 @@ from r3train.engine.backend import EngineError
 from r3train.engine.control import EngineControl
 from r3train.engine.flags import check_server_flags
 from r3train.engine.key import engine_api_key
-from r3train.environments.registry import begin_environment, get_environment, get_tools
+from r3train.environments.named_environments import begin_environment, get_environment, get_tools
 from r3train.hf_checkpoint import check_export, check_export_directory
-from r3train.launch.data import (
+from r3train.launch.read_data import (
     JUDGE_KEY,
     check_longest_conversation,
     check_not_all_equal,
@@ -69,7 +69,7 @@ _ANSWER_S = 30.0
 
 
 class PreflightError(ConfigError):
-    """The faults of a job: its text has one a line, ``faults`` holds (subject, line) of each.
+    """The faults of a job: its text has one per line, ``faults`` holds (subject, line) of each.
 
     Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, teacher, prompts,
     reward, run directory, checkpoints, machine.  ``warnings`` holds what was found beside the faults.

@@ -180,7 +180,7 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
     if by_parts and holds_field(path, "reward_parts") is False:
         found = "without the parts of their rewards, and --advantage-estimator gdpo needs them"
         refuse(found, "with the estimator that the run had")
-    drawn, now = holds_field(path, "kept_counts"), config.rollout.replays_kept_tokens
+    drawn, now = holds_field(path, "mask_counts"), config.rollout.replays_sampling_mask
     if drawn is not None and drawn != now:
         among = "the tokens that top-k kept" if drawn else "the whole vocabulary"
         found = (

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.config import RunConfig
-from r3train.config.checkpoint import ROLLOUT_ID
+from r3train.config.checkpoint_settings import ROLLOUT_ID
 from r3train.config.files import require_own_files, require_regular, write_atomically
 from r3train.config.sources import ConfigError
 

@@ -58,7 +58,9 @@ def _halve(samples: list[int], lengths: Sequence[int]) -> tuple[list[int], list[
     return halves
 
 
-def deal_bins(bins: list[list[int]], lengths: Sequence[int], dp_size: int) -> list[list[list[int]]]:
+def assign_microbatches(
+    bins: list[list[int]], lengths: Sequence[int], dp_size: int
+) -> list[list[list[int]]]:
     """Deal groups to data-parallel ranks so that the j-th groups of all ranks weigh alike.
 
     Returns [dp_size][microbatches][samples].  Ranks wait for one another in every microbatch (the

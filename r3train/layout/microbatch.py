@@ -37,31 +37,31 @@ def build_microbatch(
     tp_size: int,
     route_shape: RouteShape | None,
     fresh_prefixes: bool = True,
-    kept_tokens: bool = False,
+    sampling_mask: bool = False,
     teacher: bool = False,
     rollout_id: int = 0,
 ) -> MicroBatch:
     """Concatenate samples into row-aligned streams and lay them out.
 
     ``route_shape`` is None without R3; ``tp_size`` 1 without sequence parallelism; for
-    ``fresh_prefixes`` see ``row_versions``; ``kept_tokens`` is True where log-probs are those among the
+    ``fresh_prefixes`` see ``row_versions``; ``sampling_mask`` is True where log-probs are those among the
     tokens that sampling kept; ``teacher`` where samples carry a teacher's log-probs; ages are those in
     rollout ``rollout_id``.
-    Raises ValueError naming the sample whose routes, kept tokens or teacher's log-probs are absent or
+    Raises ValueError naming the sample whose routes, sampling masks or teacher's log-probs are absent or
     misshapen.
     """
     lengths = np.array([s.sample.num_tokens for s in samples], dtype=np.int32)
     routes = None
     if route_shape is not None:
         routes = route_parts([s.sample for s in samples], route_shape)
-    kept_counts = kept_ids = None
+    mask_counts = mask_ids = None
     versions = flat([np.append(s.sample.weight_versions[1:], -1) for s in samples], np.int32)
     for s in samples:
-        _check_kept_tokens(s.sample, kept_tokens)
-    if kept_tokens:
+        _check_sampling_mask(s.sample, sampling_mask)
+    if sampling_mask:
         # a sample begins with a prompt, which has none: the shift leaves the order of the ids
-        kept_counts = shifted([s.sample.kept_counts for s in samples], np.int32)
-        kept_ids = flat([s.sample.kept_ids for s in samples], np.int32)
+        mask_counts = shifted([s.sample.mask_counts for s in samples], np.int32)
+        mask_ids = flat([s.sample.mask_ids for s in samples], np.int32)
     teacher_log_probs = None
     if teacher:
         teacher_log_probs = shifted([_of_teacher(s.sample) for s in samples], np.float32)
@@ -84,8 +84,8 @@ def build_microbatch(
         ),
         ages=np.where(versions < 0, 0, rollout_id - versions).clip(min=0).astype(np.int32),
         routes=routes,
-        kept_counts=kept_counts,
-        kept_ids=kept_ids,
+        mask_counts=mask_counts,
+        mask_ids=mask_ids,
         teacher_log_probs=teacher_log_probs,
     )
 
@@ -121,26 +121,26 @@ def token_rows(layout: TokenLayout, stream: np.ndarray, topology: RankTopology) 
     return take_rows(stream, _rows_of(layout, topology)[0], 0)
 
 
-def _check_kept_tokens(sample: RolloutSample, needed: bool) -> None:
-    """Raise ValueError where a token in the loss has no kept tokens, or where nobody asks for them."""
+def _check_sampling_mask(sample: RolloutSample, needed: bool) -> None:
+    """Raise ValueError where a token in the loss has no sampling mask, or where nobody asks for them."""
     name = f"sample {sample.sample_id} (prompt {sample.prompt.prompt_id})"
-    counts, ids = sample.kept_counts, sample.kept_ids
+    counts, ids = sample.mask_counts, sample.mask_ids
     if not needed:
         if counts is not None:
             raise ValueError(
-                f"{name} was drawn among kept tokens, whose log-probs it has: train it with"
+                f"{name} was drawn within a sampling mask, whose log-probs it has: train it with"
                 " --rollout-top-k as it was drawn"
             )
         return
     if counts is None or ids is None:
-        raise ValueError(f"{name} came without kept tokens: --rollout-top-k needs them")
+        raise ValueError(f"{name} came without a sampling mask: --rollout-top-k needs them")
     if len(counts) != sample.num_tokens or counts[0] or int(counts.sum()) != len(ids):
         raise ValueError(
-            f"{name} has {len(counts)} counts of kept tokens, {int(counts.sum())} in all, and"
-            f" {len(ids)} kept tokens: expected {sample.num_tokens} counts and as many tokens"
+            f"{name} has {len(counts)} counts of sampling masks, {int(counts.sum())} in all, and"
+            f" {len(ids)} sampling masks: expected {sample.num_tokens} counts and as many tokens"
         )
     if (bare := sample.loss_mask & (counts == 0)).any():
-        raise ValueError(f"{name}: token {int(np.argmax(bare))} has no kept tokens")
+        raise ValueError(f"{name}: token {int(np.argmax(bare))} has no sampling mask")
 
 
 def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.ndarray:
@@ -215,10 +215,10 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         routes = take_routes(
             microbatch.routes, _layer_numbers(topology), route_rows, marker, route_runs
         )
-    kept_counts = kept_ids = kept_versions = None
-    if microbatch.kept_counts is not None and topology.is_last_stage:
-        kept_counts, kept_ids = take_ragged(microbatch.kept_counts, microbatch.kept_ids, rows)
-        kept_versions = of_tokens(microbatch.row_versions, -1)
+    mask_counts = mask_ids = mask_versions = None
+    if microbatch.mask_counts is not None and topology.is_last_stage:
+        mask_counts, mask_ids = take_ragged(microbatch.mask_counts, microbatch.mask_ids, rows)
+        mask_versions = of_tokens(microbatch.row_versions, -1)
     teacher_log_probs = None
     if microbatch.teacher_log_probs is not None:
         teacher_log_probs = of_tokens(microbatch.teacher_log_probs)
@@ -238,9 +238,9 @@ def slice_microbatch(microbatch: MicroBatch, topology: RankTopology) -> RankSlic
         routes=routes,
         route_uids=of_routes(microbatch.row_uids, PADDING_UID),
         route_versions=of_routes(microbatch.row_versions, -1),
-        kept_counts=kept_counts,
-        kept_ids=kept_ids,
-        kept_versions=kept_versions,
+        mask_counts=mask_counts,
+        mask_ids=mask_ids,
+        mask_versions=mask_versions,
         teacher_log_probs=teacher_log_probs,
         ages=of_tokens(microbatch.ages),
     )

@@ -148,7 +148,7 @@ def take_routes(
     if layer_numbers.size and (np.diff(layer_numbers) == 1).all():
         own = [part[:, layer_numbers[0] - 1 : layer_numbers[-1]] for part in parts]
     else:
-        # np.take copies a layer's K experts in one go, fancy indexing one by one: ten times slower
+        # np.take copies per layer's K experts in one go, fancy indexing one by one: ten times slower
         own = [np.take(part, layer_numbers - 1, axis=1) for part in parts]
     runs = runs_of(rows) if runs is None else runs
     if not runs:
@@ -180,7 +180,7 @@ def _turn(source: np.ndarray, target: np.ndarray) -> None:
 def take_ragged(
     counts: np.ndarray, values: np.ndarray, rows: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Gather a flat stream of several values a token into padded rows.
+    """Gather a flat stream of several values per token into padded rows.
 
     counts: int[F]; values: [counts.sum()], token after token; rows: int64[n] as for ``take_rows``.
     Returns (counts[n], values of these rows, row after row); a padding row has none.

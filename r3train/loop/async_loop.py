@@ -41,26 +41,26 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.hf_checkpoint import WeightIndex
 from r3train.host_group import host_barrier, rank_zero_alone
-from r3train.proof.check import StepVerdict
+from r3train.proof.judge import StepVerdict
 from r3train.proof.findings import FAILED, PASSED
 from r3train.proof.live import prove_step
-from r3train.proof.rescored import compare_rollout, RescoredRecord
+from r3train.proof.recheck_verdict import compare_rollout, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.loop import weight_probe
-from r3train.loop.keeper import Keeper
-from r3train.loop.kl_reward import pay_for_kl
-from r3train.loop.parts import RankZero
+from r3train.loop.run_state import RunState
+from r3train.loop.kl_reward import add_kl_to_rewards
+from r3train.loop.fleet import RankZero
 from r3train.observe.profiler import StepProfiler
 from r3train.loop.prepare import Plant, Prepared, prepare
 from r3train.loop.recovery import Recovery
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import gap_warning, report_rollout, train_metrics
-from r3train.loop.routes import Routes, planted_in_routes
-from r3train.loop.scatter import broadcast_json, gather_json, gather_topologies
-from r3train.loop.stages import StagePublisher
+from r3train.loop.step_metrics import gap_warning, report_rollout, train_metrics
+from r3train.loop.route_transport import Routes, planted_in_routes
+from r3train.loop.distribute import broadcast_json, gather_json, gather_topologies
+from r3train.loop.stage_weight_sync import StageLeaderPublisher
 from r3train.loop.stop import StopRequested
 from r3train.loop.throughput import TrainSpeed
-from r3train.plugs import GuestFailed
+from r3train.user_code import UserCodeFailed
 from r3train.types import is_checked, RankSlice, Scored
 
 if TYPE_CHECKING:
@@ -87,11 +87,11 @@ class AsyncLoop:
     _: KW_ONLY
     rank_zero: RankZero | None
     evidence: EvidenceWriter | None
-    keeper: Keeper
+    run_state: RunState
     routes: Routes
     plant: InitVar[Plant | None] = None
     profiler: StepProfiler | None = None
-    stage: StagePublisher | None = None
+    stage: StageLeaderPublisher | None = None
 
     def __post_init__(self, plant: Plant | None) -> None:
         config, engines = self.config, self.rank_zero and self.rank_zero.engines
@@ -121,12 +121,12 @@ class AsyncLoop:
 
         Raises what went wrong, on the rank where it did.
         """
-        config, keeper = self.config, self.keeper
+        config, run_state = self.config, self.run_state
         num_rollout = config.rollout.num_rollout
         if start_rollout_id or config.servers_may_hold_other_weights:
             self._publish(start_rollout_id)
         if self.rank_zero is not None:
-            self._source = keeper.watch(self.rank_zero.engines.start_producer())
+            self._source = run_state.watch(self.rank_zero.engines.start_producer())
         self._begin_evaluation(start_rollout_id, at_start=True)
         for rollout_id in range(start_rollout_id, num_rollout):
             if self.profiler is not None:
@@ -136,7 +136,7 @@ class AsyncLoop:
             if taken is None:  # told to stop while waiting
                 self._end_evaluation()
                 self._last_turn()
-                keeper.stopped(rollout_id)
+                run_state.stopped(rollout_id)
                 return rollout_id
             slices, prepared, metrics = taken
             waited = time.monotonic()
@@ -146,10 +146,10 @@ class AsyncLoop:
                 self.actor.memory.hold(*_TRAINING)
             try:
                 metrics.update(self._train(rollout_id, slices, prepared))
-            except GuestFailed as error:  # on all ranks, and no weight has moved
+            except UserCodeFailed as error:  # on all ranks, and no weight has moved
                 if self._source is not None:
                     self._source.put_back()
-                keeper.failed(rollout_id, str(error), what="a rollout could not be trained")
+                run_state.failed(rollout_id, str(error), what="a rollout could not be trained")
                 raise
             verdict = self._judge(rollout_id, prepared) if checked else None
             metrics.update(self._route_metrics())
@@ -165,7 +165,7 @@ class AsyncLoop:
             if failed == "replay" and verdict is not None:
                 verdict.raise_if_failed()
             try:
-                keeper.trained(rollout_id, int(metrics["train/skipped_steps"]))
+                run_state.trained(rollout_id, int(metrics["train/skipped_steps"]))
             except FloatingPointError:
                 if not ends:
                     self._report(rollout_id, metrics)
@@ -173,27 +173,27 @@ class AsyncLoop:
                 if not self._loss_error:
                     raise
             if self._loss_error:  # the rollout's first steps cannot be taken back
-                keeper.failed(
+                run_state.failed(
                     rollout_id + 1, self._loss_error, what="a rollout was trained in part"
                 )
-                raise GuestFailed(self._loss_error)
+                raise UserCodeFailed(self._loss_error)
             try:
-                keeper.learned_nothing(rollout_id, int(metrics["train/low_ess_steps"]))
+                run_state.learned_nothing(rollout_id, int(metrics["train/low_ess_steps"]))
             except RuntimeError:
                 self._report(rollout_id, metrics)
                 raise
             if failed == "threshold":  # every route was replayed: the weights are as they should be
                 cause = verdict.threshold_error if verdict is not None else ""
-                keeper.failed(rollout_id + 1, cause, what="the R3 check failed")
+                run_state.failed(rollout_id + 1, cause, what="the R3 check failed")
                 if verdict is not None:
                     verdict.raise_if_failed()
             trained = time.monotonic()
             self._end_evaluation()
             evaluated = time.monotonic()
-            stopping, is_last = keeper.stopping(), rollout_id + 1 == num_rollout
+            stopping, is_last = run_state.stopping(), rollout_id + 1 == num_rollout
             goes_on = not stopping and not is_last
             if self._colocate:  # what is saved is here until the servers' turn
-                keeper.save_due(rollout_id + 1, goes_on=goes_on, now=is_last)
+                run_state.save_due(rollout_id + 1, goes_on=goes_on, now=is_last)
             saved = time.monotonic()
             # the last weights generate nothing; only --check-weight-update-equal compares them
             if not stopping and (not is_last or config.trainer.check_weight_update_equal):
@@ -202,7 +202,7 @@ class AsyncLoop:
                 self._begin_evaluation(rollout_id + 1)
             published = time.monotonic()
             if not self._colocate:
-                keeper.save_due(rollout_id + 1, goes_on=goes_on)
+                run_state.save_due(rollout_id + 1, goes_on=goes_on)
             done = time.monotonic()
             metrics.update(self._recovery.counts())
             if prepared is not None:
@@ -222,10 +222,10 @@ class AsyncLoop:
                 metrics["perf/eval_wait_s"] = evaluated - trained
             self._report(rollout_id, metrics)
             if stopping and not is_last:
-                keeper.stopped(rollout_id + 1)
+                run_state.stopped(rollout_id + 1)
                 return rollout_id + 1
         if num_rollout > start_rollout_id:
-            keeper.save_last(num_rollout)
+            run_state.save_last(num_rollout)
             # after the save, which an evaluation cannot spoil then
             if config.eval_due(num_rollout) and not stopping:
                 if not config.trainer.check_weight_update_equal:
@@ -297,7 +297,7 @@ class AsyncLoop:
         plan = broadcast_json(plan)
         if "failed" in plan:
             self._last_turn()
-            self.keeper.failed(rollout_id, plan["failed"], plan["what"])
+            self.run_state.failed(rollout_id, plan["failed"], plan["what"])
             raise self._recovery.fatal or RuntimeError(f"rank 0 has no rollout: {plan['failed']}")
         counts = plan["microbatches"]
         if counts is None:
@@ -332,7 +332,7 @@ class AsyncLoop:
     ) -> dict[str, Any]:
         """Log-prob passes over the whole rollout, then its optimizer steps.
 
-        Raises GuestFailed, on all ranks, for code of the user that fails before the first step.  After a
+        Raises UserCodeFailed, on all ranks, for code of the user that fails before the first step.  After a
         later failure the rollout's other steps are skipped, and ``self._loss_error`` says why.
         """
         if self.rank_zero is not None:
@@ -354,7 +354,7 @@ class AsyncLoop:
         log_prob_s = time.monotonic() - began
         paid: dict[str, Any] = {}
         if self.config.algorithm.kl_coef:
-            steps, paid = pay_for_kl(
+            steps, paid = add_kl_to_rewards(
                 steps,
                 prepared,
                 old,
@@ -373,7 +373,7 @@ class AsyncLoop:
                 errors = chain.from_iterable(gather_json(self.actor.loss_errors))
                 self._loss_error = next(errors, "")
                 if self._loss_error and i == 0:
-                    raise GuestFailed(self._loss_error)
+                    raise UserCodeFailed(self._loss_error)
         if self.config.trainer.ci_test and rollout_id == 0:
             is_actor = not self.config.lora.lora_adapter_path
             replayed = self.config.algorithm.ref_routing == "replay"
@@ -403,7 +403,7 @@ class AsyncLoop:
         assert self.evidence is not None
         records = self.actor.collect_evidence(rollout_id)
         recorded = self.routes.recorded(prepared)
-        rescored, missed = self._compared(rollout_id, prepared)
+        rechecked, missed = self._compared(rollout_id, prepared)
         return prove_step(
             self.evidence,
             records,
@@ -412,7 +412,7 @@ class AsyncLoop:
             passes=self.config.replay_passes,
             mismatch_threshold=self.config.replay.r3_mismatch_threshold,
             check_interval=self.config.replay.r3_check_interval,
-            rescored=rescored,
+            rechecked=rechecked,
             missed=missed,
         )
 
@@ -435,23 +435,23 @@ class AsyncLoop:
 
     def _compared(
         self, rollout_id: int, prepared: Prepared | None
-    ) -> tuple[list[RescoredRecord] | None, int]:
-        """Rank 0: compare samples with what their servers computed again; (records, missed)."""
-        rescored = self._source.rescored() if self._source is not None else None
-        if prepared is None or rescored is None:
+    ) -> tuple[list[RecheckRecord] | None, int]:
+        """Rank 0: compare samples with what their servers rechecked; (records, missed)."""
+        rechecked = self._source.rechecked() if self._source is not None else None
+        if prepared is None or rechecked is None:
             return None, 0
         records = compare_rollout(
             rollout_id,
-            rescored,
+            rechecked,
             [s.sample for s in prepared.samples],
             self.routes.read,
             self.hf.moe_layer_numbers,
             # a prefill has the log-probs of the whole vocabulary, at temperature 1
             log_probs=self.config.rollout.rollout_temperature == 1
-            and not self.config.rollout.replays_kept_tokens,
+            and not self.config.rollout.replays_sampling_mask,
         )
         # a prompt that was computed under other weights than its answer is not compared
-        return records, rescored.missed + len(rescored.parts) - len(records)
+        return records, rechecked.missed + len(rechecked.parts) - len(records)
 
     def _route_metrics(self) -> dict[str, Any]:
         """The step's route bytes, on rank 0's client and beyond; a collective."""
@@ -492,7 +492,7 @@ class AsyncLoop:
         try:
             with ExitStack() as quiet:
                 quiet.enter_context(self._source.quiesced())
-                self.rank_zero.engines.hold_memory()
+                self.rank_zero.engines.keep_onloaded()
                 self._quiet = quiet.pop_all()
         except BaseException:
             self._source.put_back()
@@ -501,7 +501,7 @@ class AsyncLoop:
     def _serve(
         self, weight_version: int, quiet: AbstractContextManager[None]
     ) -> tuple[dict[str, Any], BaseException | None]:
-        """Send the weights; with --colocate the servers' turn begins.  As ``_send_weights`` otherwise.
+        """Send the weights; with --colocate the servers' turn begins.  Otherwise the same contract as ``_send_weights``.
 
         The actor's weights leave the device behind the last tensor, and the KV cache follows them.  For
         --check-weight-update-equal they stay until the check has ended.
@@ -512,7 +512,7 @@ class AsyncLoop:
         with rank_zero_alone():
             if self.rank_zero is not None:
                 try:
-                    self.rank_zero.engines.hold_memory()
+                    self.rank_zero.engines.keep_onloaded()
                 except self._recovery.caught as error:
                     failure = error
         if self._recovery.needed(failure):
@@ -525,7 +525,7 @@ class AsyncLoop:
         host_barrier()
         if self.rank_zero is not None and failure is None and self._recovery.fatal is None:
             try:
-                self.rank_zero.engines.hold_memory("weights", "kv_cache")
+                self.rank_zero.engines.keep_onloaded("weights", "kv_cache")
                 self._quiet.close()
             except self._recovery.caught as error:
                 failure = error
@@ -543,7 +543,7 @@ class AsyncLoop:
     def _send_weights(
         self, weight_version: int, quiet: AbstractContextManager[None]
     ) -> tuple[dict[str, Any], BaseException | None]:
-        """Rank 0 sends the weights while nothing is generated; the other ranks give theirs, or send them.
+        """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
 
         Returns metrics, or on rank 0 a failure that a restart of the servers would mend.  Nothing
         is sent if the source has failed meanwhile.  Raises ValueError where the tensors that went out
@@ -587,7 +587,7 @@ class AsyncLoop:
                 if failure is not None:
                     raise failure
                 if self._colocate:
-                    engines.hold_memory("weights")
+                    engines.keep_onloaded("weights")
                 published = engines.publisher.publish(weights, version=weight_version)
                 if not adapters:  # adapters are compared with the checkpoint when they are written
                     self._weight_index.require(
@@ -597,7 +597,7 @@ class AsyncLoop:
                         targets_alone=targets_alone,
                     )
                 for export in again:
-                    self._held_export = engines.hold_weights(export, weight_version)
+                    self._held_export = engines.compare_weights(export, weight_version)
                 if self._source is not None:
                     self._source.set_version(weight_version)
         except self._recovery.caught as error:
@@ -628,7 +628,7 @@ class AsyncLoop:
             failure = self._recovery.restart()
             if failure is not None:
                 self._last_turn()
-                self.keeper.save_last(weight_version)
+                self.run_state.save_last(weight_version)
                 raise failure
             if self.stage is not None:
                 self.stage.reconnect()

@@ -1,7 +1,7 @@
 """--kl-coef: advantages of rewards that pay for the KL from the reference, made after its pass.
 
 Log-probs lie on the ranks that computed them, and advantages are rank 0's, which sees the whole
-rollout.  So each rank sends rank 0 its rows' old - reference log-prob, 4 bytes a row and 8 of its name,
+rollout.  So each rank sends rank 0 its rows' old - reference log-prob, 4 bytes per row and 8 of its name,
 and gets its rows' advantages back.
 """
 
@@ -15,16 +15,16 @@ import numpy as np
 import torch
 
 from r3train.algo.divergence import log_ratio
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.layout.microbatch import shifted, token_rows
 from r3train.loop.prepare import Prepared, advantages_with_kl
-from r3train.loop.scatter import broadcast_json, gather_arrays, scatter_arrays
-from r3train.plugs import GuestFailed
+from r3train.loop.distribute import broadcast_json, gather_arrays, scatter_arrays
+from r3train.user_code import UserCodeFailed
 from r3train.routing.fingerprint import split_uids
 from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample
 
 
-def pay_for_kl(
+def add_kl_to_rewards(
     steps: Sequence[Sequence[RankSlice]],
     prepared: Prepared | None,
     old_log_probs: Mapping[int, torch.Tensor],
@@ -36,7 +36,7 @@ def pay_for_kl(
     """Give this rank's slices their final advantages; a collective.
 
     prepared: the rollout on rank 0, None elsewhere; the log-probs: of ``compute_log_probs``.
-    Returns the slices and, on rank 0, metrics.  Raises GuestFailed, on all ranks, where the estimator fails.
+    Returns the slices and, on rank 0, metrics.  Raises UserCodeFailed, on all ranks, where the estimator fails.
     """
     uids, ratios = [np.zeros(0, np.int64)], [np.zeros(0, np.float32)]
     for s in (s for step in steps for s in step):
@@ -54,13 +54,13 @@ def pay_for_kl(
         except ValueError as error:  # of an estimator of the user's
             failed = str(error)
     if failed := broadcast_json(failed):
-        raise GuestFailed(failed)
+        raise UserCodeFailed(failed)
     if prepared is not None:
         of_ranks = _advantages_of_ranks(prepared.microbatches, samples, topologies)
         episodes = sum(s.sample.is_last_step is not False for s in samples)
         metrics = {
             "train/kl_in_reward": algorithm.kl_coef * float(found[1].sum()) / episodes,
-            "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
+            "rollout/samples_with_advantage": sum(bool(np.any(s.advantages)) for s in samples),
         }
     advantages = scatter_arrays(of_ranks, np.float32)
     ends = np.cumsum([s.num_rows for step in steps for s in step])

@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 
-from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.advantages.estimators import token_advantages
 from r3train.algo.aggregation import loss_weights
 from r3train.algo.reward_stats import GroupStats, group_stats
 from r3train.algo.shaping import shaped_rewards, without_truncated
 from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
 from r3train.config import RunConfig
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.hf_facts import HfModelFacts
-from r3train.layout.bins import deal_bins, pack_bins
+from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, rows_never_computed
-from r3train.loop.recorded import Recorded, decoded_kept_tokens, decoded_rows
-from r3train.proof.check import Place, StepExpectation, expected_calls
+from r3train.loop.recorded import Recorded, decoded_sampling_mask, decoded_rows
+from r3train.proof.judge import Place, StepExpectation, expected_calls
 from r3train.routing.layers import recomputed_moe_layers
 from r3train.types import MicroBatch, RankTopology, RolloutSample, RouteShape, Scored, TrainSample
 
@@ -83,7 +83,7 @@ def prepare(
             first_microbatch_id=sum(counts),
             rollout_id=rollout_id,
             fresh_prefixes=config.rollout.fresh_prefixes,
-            kept_tokens=config.rollout.replays_kept_tokens,
+            sampling_mask=config.rollout.replays_sampling_mask,
             teacher=config.algorithm.asks_teacher,
         )
         steps.append(dealt)
@@ -102,7 +102,7 @@ def train_samples(
 ) -> tuple[list[TrainSample], GroupStats]:
     """Give every token of a rollout its advantage, [groups][samples] -> all samples in order.
 
-    Step-wise samples (one a turn) of an episode share one reward, which counts once.  The statistics
+    Step-wise samples (one per turn) of an episode share one reward, which counts once.  The statistics
     are those of the rewards as they were given, before penalties for length.
     """
     validate_trajectories([sample for group in groups for sample, _ in group])
@@ -164,7 +164,7 @@ def deal_samples(
     # an interleaved schedule needs a multiple of the pipeline size
     multiple = place.dp_size * (place.pp_size if place.vpp_size > 1 else 1)
     bins = pack_bins(lengths, max_tokens_per_gpu * place.cp_size, num_bins_multiple=multiple)
-    dealt = deal_bins(bins, lengths, place.dp_size)
+    dealt = assign_microbatches(bins, lengths, place.dp_size)
     return [[[samples[i] for i in group] for group in groups] for groups in dealt]
 
 
@@ -229,18 +229,18 @@ def record_samples(
     return recorded
 
 
-def recorded_kept_tokens(
+def recorded_sampling_mask(
     samples: Sequence[TrainSample],
     steps: Sequence[StepSamples],
     num_data_ranks: int,
     output_layer: int,
 ) -> Recorded:
-    """Take the fingerprints of the samples' kept tokens, as those of the one layer ``output_layer``."""
+    """Take the fingerprints of the samples' sampling masks, as those of the one layer ``output_layer``."""
     recorded, data_rank_of = Recorded(num_data_ranks, [output_layer]), data_rank_of_samples(steps)
     for sample in (s.sample for s in samples):
         data_rank = data_rank_of.get(sample.sample_id, 0)
-        for position, counts, ids in decoded_kept_tokens(sample):
-            recorded.add_kept_tokens(data_rank, sample.sample_id, counts, ids, position)
+        for position, counts, ids in decoded_sampling_mask(sample):
+            recorded.add_sampling_mask(data_rank, sample.sample_id, counts, ids, position)
     return recorded
 
 
@@ -259,13 +259,13 @@ def step_expectation(
 
     samples: as the rollout left them; num_microbatches: of one rank, over all optimizer steps.
     """
-    fresh, kept, kept_current = config.rollout.fresh_prefixes, None, None
+    fresh, kept, masks_current = config.rollout.fresh_prefixes, None, None
     versions = [row_versions(s.sample, fresh_prefixes=fresh) for s in samples]
-    if config.rollout.replays_kept_tokens:
+    if config.rollout.replays_sampling_mask:
         output_layer = hf.route_shape.output_layer
-        kept = recorded_kept_tokens(samples, steps, topologies[0].dp_size, output_layer)
-        drawn = [s.sample.weight_versions[s.sample.kept_counts > 0] for s in samples]
-        kept_current = _rows_current(rollout_id, drawn, config, passes)
+        kept = recorded_sampling_mask(samples, steps, topologies[0].dp_size, output_layer)
+        drawn = [s.sample.weight_versions[s.sample.mask_counts > 0] for s in samples]
+        masks_current = _rows_current(rollout_id, drawn, config, passes)
     of_all = recorded if kept is None else recorded.beside(kept)
     layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
     num_rows = sum(s.sample.num_tokens for s in samples)
@@ -276,7 +276,7 @@ def step_expectation(
         expected_rows_filled=dict(zip(layers, (num_rows - whole).tolist())),
         rows_never_computed=sum(rows_never_computed(s.sample) for s in samples),
         expected_rows_current=_rows_current(rollout_id, versions, config, passes),
-        expected_kept_current=kept_current,
+        expected_masks_current=masks_current,
         keep_score_ratio=config.replay.r3_keep_score_ratio,
         expected_calls=expected_calls(
             passes=passes,

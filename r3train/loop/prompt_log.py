@@ -1,4 +1,4 @@
-"""A log of trained prompts, one line a rollout, and its audit: none lost, none trained twice.
+"""A log of trained prompts, one line per rollout, and its audit: none lost, none trained twice.
 
 A rollout that is trained again after a crash, from an older checkpoint, has a second line.  The
 later line counts, because the weights of the first are lost.

@@ -26,15 +26,15 @@ def decoded_rows(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray]]:
         yield 0, sample.routed_experts
 
 
-def decoded_kept_tokens(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """The kept tokens that a sample's answers brought: index of the first token, counts, ids.
+def decoded_sampling_mask(sample: RolloutSample) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
+    """The sampling masks that a sample's answers brought: index of the first token, counts, ids.
 
     They are those before stitching and cutting, as in ``decoded_rows``.
     """
-    if sample.decoded_kept or sample.kept_counts is None or sample.kept_ids is None:
-        yield from sample.decoded_kept
+    if sample.decoded_masks or sample.mask_counts is None or sample.mask_ids is None:
+        yield from sample.decoded_masks
     else:
-        yield 0, sample.kept_counts, sample.kept_ids
+        yield 0, sample.mask_counts, sample.mask_ids
 
 
 class Recorded:
@@ -58,10 +58,10 @@ class Recorded:
         )
         self.whole_rows[data_rank] += recorded_rows(rows, self.layers)
 
-    def add_kept_tokens(
+    def add_sampling_mask(
         self, data_rank: int, sample_id: int, counts: np.ndarray, ids: np.ndarray, first: int
     ) -> None:
-        """Add the kept tokens of a sample's tokens from index ``first`` on, as ``RolloutSample`` has them."""
+        """Add the sampling masks of a sample's tokens from index ``first`` on, as ``RolloutSample`` has them."""
         (layer,) = self.layers.tolist()
         own = kept_fingerprint(sample_id, counts, ids, layer, first)
         self.fingerprints[data_rank] += np.array([own])  # a sum of arrays wraps without a warning

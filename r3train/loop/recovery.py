@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from r3train.host_group import rank_zero_alone
-from r3train.loop.parts import RolloutSide
-from r3train.loop.scatter import broadcast_json
+from r3train.loop.fleet import RolloutFleet
+from r3train.loop.distribute import broadcast_json
 from r3train.engine.backend import EngineDied, EngineUnreachable
 from r3train.engine.publish import WeightUpdateError
 
@@ -18,7 +18,7 @@ class Recovery:
     restart mends; rank 0 keeps it until all ranks come together for the next rollout.
     """
 
-    def __init__(self, engines: RolloutSide | None, *, enabled: bool):
+    def __init__(self, engines: RolloutFleet | None, *, enabled: bool):
         self._engines = engines
         self._enabled = enabled
         self.fatal: BaseException | None = None

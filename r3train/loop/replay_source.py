@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from r3train.algo.trajectories import episode_id
-from r3train.config.checkpoint import CheckpointSection, rollout_path
+from r3train.config.checkpoint_settings import CheckpointSection, rollout_path
 from r3train.data.order import MixedOrder, PromptOrder
 from r3train.data.sampled import flaw
 from r3train.generation.producer import OnWait
 from r3train.loop.rollout_file import TEMPERATURE, check_temperature, read_samples, write_samples
-from r3train.types import RescoredRollout, RolloutSample, Scored
+from r3train.types import RecheckedRollout, RolloutSample, Scored
 
 
 def dump_rollout(
@@ -110,8 +110,8 @@ class RolloutSource:
         """The state that a restart needs; None where nothing is buffered."""
         return None
 
-    def rescored(self) -> RescoredRollout | None:
-        """All that servers computed again of the last batch; None where nothing was to be."""
+    def rechecked(self) -> RecheckedRollout | None:
+        """All that servers rechecked of the last batch; None where nothing was to be."""
         return None
 
     @property
@@ -129,7 +129,7 @@ class DumpedRollouts(RolloutSource):
     """A RolloutSource that reads ``--dump-rollouts`` files; it has no server and no weights.
 
     group_size counts episodes: of step-wise ones (one sample a turn) a group holds more samples,
-    and they are trained in one optimizer step a rollout.
+    and they are trained in one optimizer step per rollout.
     temperature: of the actor's log-probs, which the files' must be (None: the files' are not used); note:
     told of a file without one.
     """

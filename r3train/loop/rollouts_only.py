@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 from r3train.config import RunConfig
-from r3train.loop.keeper import WatchedSource
-from r3train.loop.parts import RankZero
+from r3train.loop.run_state import WatchedSource
+from r3train.loop.fleet import RankZero
 from r3train.loop.replay_source import dump_rollout
-from r3train.loop.report import report_rollout
+from r3train.loop.step_metrics import report_rollout
 from r3train.loop.stop import StopRequested, StopSignal
 
 

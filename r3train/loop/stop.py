@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from r3train.engine.server_guard import signal_when_parent_ends
 from r3train.host_group import host_group, note_stop
-from r3train.plugs import really_exit
+from r3train.user_code import really_exit
 
 logger = logging.getLogger(__name__)
 

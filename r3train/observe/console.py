@@ -1,4 +1,4 @@
-"""The live display of a run: phases, progress, one line a step, and the last message.
+"""The live display of a run: phases, progress, one line per step, and the last message.
 
 On a terminal the progress of rollout and training moves at the bottom and the lines scroll above
 it.  Anywhere else (CI, a scheduler's log file) there are plain lines alone, unwrapped and without
@@ -198,7 +198,7 @@ class RunDisplay:
             _TimeLeft(self._ends),
             TextColumn("[dim]{task.fields[note]}"),
             console=self._console,
-            # the machine has better things to do than to redraw ten times a second
+            # the machine has better things to do than to redraw ten times per second
             refresh_per_second=4,
             transient=True,
             get_time=self._clock,
@@ -295,7 +295,7 @@ class _UntilGone:
 
 
 def _is_watched(console: Console) -> bool:
-    # rich calls a file a terminal when FORCE_COLOR asks for colours: ask the file itself as well
+    # rich calls per file a terminal when FORCE_COLOR asks for colours: ask the file itself as well
     isatty = getattr(console.file, "isatty", None)
     return console.is_interactive and isatty is not None and isatty()
 

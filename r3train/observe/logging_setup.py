@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from r3train.config.sources import printable
-from r3train.data import parts
+from r3train.data import rotated_files
 
 LOG_DIR = "logs"
 OUR_LOGGER = "r3train"
@@ -40,7 +40,7 @@ def setup_logging(
     stdout and stderr themselves go to the file, prints of C++ code included; an uncaught error
     there still leaves one line on the terminal that names the rank and the file.
     in_parts: what was written becomes compressed parts beside the file, as of ``data.parts``.
-    Call it once a process, after the imports of megatron and transformers (their loggers lose
+    Call it once per process, after the imports of megatron and transformers (their loggers lose
     their own terminal handlers then), and close the result in tests.
     Raises ValueError for a level that logging does not know.
     """
@@ -229,7 +229,7 @@ class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
 
     def __init__(self, path: Path, on_new_file: Callable[[], None]) -> None:
         super().__init__(str(path), "a", **_TEXT)
-        parts.finish_parts(path)
+        rotated_files.finish_parts(path)
         self._path, self._on_new_file = path, on_new_file
         self._said = False  # that the file cannot become a part
         self._is_within = False  # a call, whose second line is to come
@@ -240,7 +240,7 @@ class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
         is_second = text.startswith("R3 check (")
         is_within = self._is_within or is_second
         self._is_within = not is_second and (is_within or text.startswith("R3 wrapper: "))
-        return not is_within and self.stream.tell() >= parts.PART_BYTES
+        return not is_within and self.stream.tell() >= rotated_files.PART_BYTES
 
     def doRollover(self) -> None:
         def begin_anew() -> None:
@@ -249,7 +249,7 @@ class _PartsHandler(_FullDiskHandler, BaseRotatingHandler):
 
         self.stream.close()
         try:
-            parts.close_part(self._path, begin_anew=begin_anew)
+            rotated_files.close_part(self._path, begin_anew=begin_anew)
         except OSError as error:  # it goes on in the same file, and the next record tries again
             if not self._said:
                 self._said = True

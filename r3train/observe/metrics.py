@@ -1,4 +1,4 @@
-"""The numbers of a run, one JSON object a step, for people, plots and scripts.
+"""The numbers of a run, one JSON object per step, for people, plots and scripts.
 
 Keys are grouped by a slash.  The plot and the console read these:
 
@@ -12,7 +12,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/turns_mean, _max, rollout/observation_len_mean | with --environment, an episode: turns, tokens of the environment |
 | rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
 | rollout/zero_variance_groups | groups whose rewards are equal |
-| rollout/taught_samples | samples with an advantage other than 0 |
+| rollout/samples_with_advantage | samples with an advantage other than 0 |
 | rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
@@ -24,7 +24,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | r3/rows_current, r3/agreement_current_equal, ..._stale_equal | rows by weight version |
 | r3/drift_left, _gate_mass, _load_entropy, _dead_experts | mean over layers; with _layer_3: of layer 3 |
 | r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
-| r3_audit/passed, /parts, /missed | samples computed again: verdict, comparisons, samples missed |
+| r3_audit/passed, /parts, /missed | samples rechecked: verdict, comparisons, samples missed |
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
 | perf/train_tflops_per_gpu, perf/mfu, perf/train_tokens_per_s_per_gpu | of perf/train_s (loop/throughput.py) |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
@@ -244,7 +244,7 @@ def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
     """The reason, in words, where no reward of a run taught anything; "" where one did."""
-    _, taught = numbers(records, "rollout/taught_samples")
+    _, taught = numbers(records, "rollout/samples_with_advantage")
     if not taught or any(taught):
         return ""
     return (

@@ -181,7 +181,7 @@ def _plot_counts(axes: Axes, records: Records) -> None:
     axes.set_yticks([], minor=True)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(-0.2, 10.0 ** (decades + 0.2))
-    axes.set_ylabel("router rows a step")
+    axes.set_ylabel("router rows per step")
     _legend(axes)
 
 

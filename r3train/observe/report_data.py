@@ -206,7 +206,7 @@ def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
         name,
         records=read_steps(path, drawn, notices, of_layers=DRIFT_OF_LAYER),
         uses_r3=read_uses_r3(path, notices),
-        samples=_notable(read_samples(path, notices)),
+        samples=_to_report(read_samples(path, notices)),
         audit=audit_run(path, keep_steps=True),
         evaluations=read_evaluations(path, notices),
         notices=notices,
@@ -235,7 +235,7 @@ def _share(steps: Sequence[AuditedStep], layer: int) -> float | None:
     return sum(equal for equal, _ in counts) / rows if rows else None
 
 
-def _notable(samples: Iterable[Sample]) -> list[Sample]:
+def _to_report(samples: Iterable[Sample]) -> list[Sample]:
     """The three worst, slowest and best of the run; of equals the latest."""
 
     def rank(s: Sample) -> tuple[float, int]:

@@ -27,7 +27,7 @@ CHARTS = (
     ("rollout/response_len_mean", "Response length", "tokens", False),
     ("rollout/staleness_mean", "Staleness", "weight versions behind, mean", False),
     ("rollout/generation_s_max", "Slowest sample", "seconds of generation", False),
-    ("perf/tokens_per_s", "Throughput", "generated tokens a second of wall time", False),
+    ("perf/tokens_per_s", "Throughput", "generated tokens per second of wall time", False),
     ("train/grad_norm", "Gradient norm", "before clipping", False),
     ("train/log_prob_gap_mean", "Log-prob gap, mean", "|actor - engine|, nats", True),
     ("train/log_prob_gap_k3", "Log-prob gap, k3 KL", "estimate of KL(engine, actor)", True),

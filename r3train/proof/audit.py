@@ -1,6 +1,6 @@
 """A finished run judged again from the records of all its ranks.
 
-Four claims, kept apart (applied, covered, agreement, true to sampling), and three outcomes: passed, failed with the
+Four claims, kept apart (applied, covered, agreement, recheck), and three outcomes: passed, failed with the
 place, and no evidence, which is never a pass.  The steps are read in the order of ``steps.jsonl``, one
 at a time from all rank files: memory holds the sums of one step and of the run.
 """
@@ -18,9 +18,9 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from r3train.config.files import read_toml
-from r3train.data.parts import parts_of
+from r3train.data.rotated_files import parts_of
 from r3train.observe.metrics import METRICS_FILE
-from r3train.proof.check import (
+from r3train.proof.judge import (
     agreement_shares,
     Cell,
     COUNTERS,
@@ -33,8 +33,8 @@ from r3train.proof.check import (
     StepVerdict,
 )
 from r3train.proof.controls import beaten_by
-from r3train.proof.findings import Audit, AuditedStep, Finding, ranges, TRUE_TO_SAMPLING
-from r3train.proof.rescored import rescored_failures
+from r3train.proof.findings import Audit, AuditedStep, Finding, ranges, RECHECK
+from r3train.proof.recheck_verdict import recheck_failures
 from r3train.proof.schema import (
     FileLine,
     METRICS,
@@ -42,14 +42,14 @@ from r3train.proof.schema import (
     RecordLine,
     RECORDS,
     RESCORED,
-    RescoredLine,
+    RecheckLine,
     StepLine,
     STEPS,
 )
-from r3train.proof.writer import EVIDENCE_DIR, rank_file, RESCORED_FILE, STEPS_FILE
+from r3train.proof.writer import EVIDENCE_DIR, rank_file, RECHECK_FILE, STEPS_FILE
 from r3train.types import is_checked, next_checked, RouteShape
 
-_RecordT = TypeVar("_RecordT", RecordLine, RescoredLine)
+_RecordT = TypeVar("_RecordT", RecordLine, RecheckLine)
 _CONFIG_FILE = "config.toml"
 _RANK_FILE = re.compile(r"rank_([0-9]{5,7})\.", re.ASCII)
 _MAX_UNJUDGED = 1000
@@ -72,10 +72,10 @@ _QUANTITIES = {
         "agreement",
         "rows of the actor's own weight version that share no expert with its own choice",
     ),
-    "later_off": ("covered", "rows of the actor's version, or let go, beyond those that there are"),
-    "slots_let_go": ("covered", "slots whose replayed expert was let go"),
-    "rows_let_go": ("covered", "rows with a replayed expert that was let go"),
-    "let_go_off": ("applied", "slots let go or kept against --r3-keep-score-ratio"),
+    "later_off": ("covered", "more current-version or dropped rows than rows in total"),
+    "slots_dropped": ("covered", "slots whose replayed expert was dropped"),
+    "rows_dropped": ("covered", "rows with a replayed expert that was dropped"),
+    "dropped_off": ("applied", "slots dropped or kept against --r3-keep-score-ratio"),
     "row_kinds_off": (
         "covered",
         "the kinds of rows do not add up to the rows of a call: the excess",
@@ -89,8 +89,8 @@ _QUANTITIES = {
 # the same in records of stage sampling_mask
 _OF_KEPT_TOKENS = {
     "rows_current": ("covered", "tokens that the actor's own weight version drew"),
-    "fingerprint": ("applied", "fingerprint of kept tokens"),
-    "rows_native": ("covered", "drawn tokens without kept tokens"),
+    "fingerprint": ("applied", "fingerprint of sampling masks"),
+    "rows_native": ("covered", "drawn tokens without a sampling mask"),
     "duplicate_rows": ("applied", "drawn tokens that were not left"),
     "map_deviation": (
         "applied",
@@ -101,15 +101,15 @@ _OF_KEPT_TOKENS = {
         "tokens of the actor's own weight version for which its likeliest token was not kept",
     ),
 }
-# sums over the samples that were computed again; rows count once a layer
+# sums over the samples that were rechecked; rows count once per layer
 _COMPARED = ("samples", "parts", "missed", "rows", "rows_differ", "log_probs", "log_probs_differ")
 _LOST = "records are missing of the first time that steps {} were trained"
 _AGAIN = "steps {} were trained again by a later start, and the latest time counts"
 _STALE = (
-    "at steps {} more rows of other weights than the threshold share no expert with the trainer's own "
-    "choice: it judges the rows of the weight version that the actor holds"
+    "at steps {} many rows of older weight versions share no expert with the trainer's own choice; the "
+    "threshold judges only rows of the version that the actor holds"
 )
-_WAIVED = "by its own threshold the run judged that steps {} failed; another one replaces it"
+_WAIVED = "steps {} failed under the run's own threshold; they are judged again under the one given"
 
 
 def audit_run(
@@ -232,7 +232,7 @@ class _RunAudit:
         ranks = sorted({int(match[1]) for match in map(_RANK_FILE.match, names) if match})
         files = {rank: rank_file(run_dir, rank) for rank in ranks}
         self._files = {r: _Records(path, RECORDS) for r, path in files.items() if parts_of(path)}
-        self._rescored = _Records(self._steps_file.with_name(RESCORED_FILE), RESCORED)
+        self._rechecked = _Records(self._steps_file.with_name(RECHECK_FILE), RESCORED)
         # (start, step) -> its line's number in steps.jsonl
         self._place_of: dict[tuple[str, int], int] = {}
         self._latest: dict[int, int] = {}  # step -> the number of its last line
@@ -247,7 +247,7 @@ class _RunAudit:
         self._failed_before: set[int] = set()  # at a time that does not count
         self._num_records = 0
         self._compared: Counter[str] = Counter()  # over the times that count
-        # steps whose samples were to be computed again, and were not
+        # steps whose samples were to be rechecked, and were not
         self._untold: set[int] = set()
         # over the times that count
         self._sums = StepTotals(RouteShape(0, 1, 1))
@@ -318,19 +318,19 @@ class _RunAudit:
             if line.value.passed is not None and not line.value.passed:
                 self._failed_in_metrics.add(line.value.step)
 
-    def _comparisons(self, place: int) -> list[RescoredLine]:
+    def _comparisons(self, place: int) -> list[RecheckLine]:
         """The comparisons of the verdict at ``place``; those without one are of a step that was not finished."""
         found = []
-        for line in self._rescored.lines_until(place, self._place_of):
+        for line in self._rechecked.lines_until(place, self._place_of):
             if line.value is None:
-                self._damaged(self._rescored.path, line)
+                self._damaged(self._rechecked.path, line)
                 continue
             own = self._place_of.get((line.value.attempt, line.value.step))
             if own == place:
                 found.append(line.value)
             elif own is not None and own < place:
                 error = f"a comparison of step {line.value.step}, expected one of a later step"
-                self._find_in_line(self._rescored.path, line.number, error)
+                self._find_in_line(self._rechecked.path, line.number, error)
         return found
 
     def _records(self, rank: int, place: int, totals: StepTotals | None) -> None:
@@ -401,7 +401,7 @@ class _RunAudit:
         return _Step(line, superseded, shape, limit, of_rank, totals, verdict)
 
     def _findings(self, step: _Step) -> Iterator[Finding]:
-        """Everything that is wrong with a step; where nothing is, all that the run said otherwise."""
+        """Yield a step's failures; if it has none, its contradictions with the run's own log."""
         failures, found = step.verdict.failures + step.verdict.above_threshold, False
         short = {_cell(f) for f in failures if f.what == "num_calls" and f.got < f.expected}
         untold: tuple[str, ...] = _OF_A_CALL
@@ -440,24 +440,24 @@ class _RunAudit:
             yield step.finding("agreement", what)
 
     def _untrue(self, step: _Step) -> Iterator[Finding]:
-        """Everything that is wrong with the samples that were computed again."""
+        """Everything that is wrong with the samples that were rechecked."""
         line = step.line
         records = self._comparisons(self._place_of[line.attempt, line.step])
         judged = [record for record in records if record.noise is not None]
         said = line.sampling.parts if line.sampling is not None else 0
         if len(judged) != said:
-            what = f"comparisons of the step in {RESCORED_FILE}"
+            what = f"comparisons of the step in {RECHECK_FILE}"
             values = {"got": str(len(judged)), "expected": str(said)}
-            yield step.finding(TRUE_TO_SAMPLING, what, **values)
-        found = [(record, f) for record in judged for f in rescored_failures(record)]
+            yield step.finding(RECHECK, what, **values)
+        found = [(record, f) for record in judged for f in recheck_failures(record)]
         for record, f in found:
             place = ((), f.replay_pass, f.stage, f.layer_number or None)
             expected = f"at most {f.expected}" if "version" not in f.what else str(f.expected)
             values = {"got": str(f.got), "expected": expected}
-            yield step.finding(TRUE_TO_SAMPLING, f.what.rstrip(","), *place, **values)
+            yield step.finding(RECHECK, f.what.rstrip(","), *place, **values)
         if not found and line.sampling is not None and line.sampling.failures:
             text = "; ".join(str(f) for f in line.sampling.failures[:3])
-            yield step.finding(TRUE_TO_SAMPLING, f"the run itself judged it failed ({text:.400})")
+            yield step.finding(RECHECK, f"the run itself judged it failed ({text:.400})")
         if step.superseded:
             return
         self._compared["parts"] += len(judged)
@@ -625,7 +625,7 @@ class _RunAudit:
             notes.append(f"no {METRICS_FILE}: only evidence says what was trained")
         notes += [text.format(ranges(steps)) for text, steps in self._steps_noted.items()]
         if self._untold:
-            text = f"no sample of steps {ranges(self._untold)} was computed again by its server"
+            text = f"no sample of steps {ranges(self._untold)} was rechecked by its server"
             notes.append(text)
         planned = self._setting("rollout", "num_rollout")
         steps = len(self._latest) + self._unchecked
@@ -665,8 +665,8 @@ class _RunAudit:
             "calls_expected": self._calls_expected,
             "mismatch_threshold": self._highest_threshold,
             "rows_stale_mismatch": sums["rows_mismatch"] - sums["rows_current_mismatch"],
-            "rows_of_kept_tokens": kept_rows,
-            "computed_again": {name: self._compared[name] for name in _COMPARED},
+            "rows_of_sampling_mask": kept_rows,
+            "rechecked": {name: self._compared[name] for name in _COMPARED},
             **sums,
         }
 
@@ -682,7 +682,7 @@ class _RunAudit:
         proved = self._rows_expected and audit.numbers["rows_replayed"]
         shown = set(audit.claims) if proved else set()
         if not self._compared["parts"]:
-            shown.discard(TRUE_TO_SAMPLING)
+            shown.discard(RECHECK)
         audit.conclude(reason, shown=shown)
 
     def _why_nothing(self) -> str:
@@ -712,13 +712,13 @@ class _RunAudit:
 
 
 def _router_calls(totals: StepTotals) -> int:
-    """The calls of routers; kept tokens are none."""
+    """The calls of routers; sampling masks are none."""
     return sum(values[0] for cell, values in totals.cells.items() if cell[1] != SAMPLING_MASK)
 
 
 def _rows_compared(values: dict[str, int]) -> int:
-    """Rows that the rollout recorded wholly, those with an expert that was let go among them."""
-    return values["rows_replayed"] + values["rows_let_go"]
+    """Count the rows that the rollout recorded in full, rows with dropped slots included."""
+    return values["rows_replayed"] + values["rows_dropped"]
 
 
 def _finding(step: _Step, f: Failure, ranks: tuple[int, ...]) -> Finding:

@@ -30,7 +30,7 @@ def beaten_by(values: Mapping[str, int]) -> tuple[str, str, str] | None:
     rows is required too: in many rows a small difference is soon sure and means nothing.
     Routes drawn at random are at chance, and so are their controls.
     """
-    rows = values["rows_replayed"] + values.get("rows_let_go", 0)
+    rows = values["rows_replayed"] + values.get("rows_dropped", 0)
     equal = values["rows_equal"]
     control = max(CONTROLS, key=lambda name: values[name])
     excess = values[control] - equal

@@ -1,4 +1,4 @@
-"""The result of an audit: a verdict, four claims, findings with their places, and one record a step."""
+"""The result of an audit: a verdict, four claims, findings with their places, and one record per step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 PASSED, FAILED, NO_EVIDENCE = "passed", "failed", "no evidence"
-TRUE_TO_SAMPLING = "true to sampling"
-CLAIMS = ("applied", "covered", "agreement", TRUE_TO_SAMPLING)
+RECHECK = "recheck"
+CLAIMS = ("applied", "covered", "agreement", RECHECK)
 MAX_FINDINGS = 1000
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from r3train.host_group import host_barrier, host_group
-from r3train.proof.check import judge, native, step_line, StepExpectation, StepTotals, StepVerdict
+from r3train.proof.judge import judge, native, step_line, StepExpectation, StepTotals, StepVerdict
 from r3train.proof.controls import beaten_by
-from r3train.proof.rescored import judge_rescored, RescoredRecord
+from r3train.proof.recheck_verdict import judge_recheck, RecheckRecord
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import ReplayEvidence, RouteShape
 
@@ -25,14 +25,14 @@ def prove_step(
     passes: Sequence[str],
     mismatch_threshold: float,
     check_interval: int = 1,
-    rescored: Sequence[RescoredRecord] | None = None,
+    rechecked: Sequence[RecheckRecord] | None = None,
     missed: int = 0,
 ) -> StepVerdict | None:
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
     right.  No verdict is written before the records of all ranks.  expectation: on rank 0 alone, which
-    alone has a verdict.  rescored: comparisons with samples that were computed again, None without any
+    alone has a verdict.  rechecked: comparisons with samples that were rechecked, None without any
     to expect; missed: see ``Sampling``.
     """
     if not evidence.summed:
@@ -46,8 +46,8 @@ def prove_step(
     if expectation is not None:
         totals = StepTotals.of_table(table.numpy(), passes, shape)
         verdict = judge(totals, expectation, shape, mismatch_threshold=mismatch_threshold)
-        if rescored is not None:
-            verdict = replace(verdict, sampling=judge_rescored(rescored, missed))
+        if rechecked is not None:
+            verdict = replace(verdict, sampling=judge_recheck(rechecked, missed))
         place = native(passes)
         layers = (totals.counters((*place, layer)) for layer in expectation.expected_fingerprints)
         wrong = not verdict.passed or any(map(beaten_by, layers))
@@ -58,7 +58,7 @@ def prove_step(
         host_barrier()
     if expectation is None or verdict is None:
         return None
-    evidence.write_rescored(rescored or ())
+    evidence.write_recheck(rechecked or ())
     line = step_line(
         verdict,
         expectation,

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from r3train.proof.check import expert_id_sums, STAGES
+from r3train.proof.judge import expert_id_sums, STAGES
 from r3train.proof.findings import Audit, Finding, ranges
 
 _MAX_LINE = 1 << 20  # characters that are read at once

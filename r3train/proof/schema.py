@@ -1,7 +1,7 @@
 """The lines of a run's evidence files: declared once, and refused by the schema where they are damaged.
 
 ``rank_NNNNN.jsonl`` and its parts hold a ``RecordLine`` a router call or a sum of calls, ``steps.jsonl`` a ``StepLine`` a step,
-``rescored.jsonl`` a ``RescoredLine`` a part of a sample that its server computed again.
+``rechecked.jsonl`` a ``RecheckLine`` a part of a sample that its server rechecked.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Annotated, Any, Generic, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from r3train.data.parts import PartError, PartLines
-from r3train.proof.check import COUNTS, Failure, LATER, SAMPLING_MASK, StepExpectation
-from r3train.proof.rescored import RescoredRecord
+from r3train.data.rotated_files import PartError, PartLines
+from r3train.proof.judge import COUNTS, Failure, LATER, SAMPLING_MASK, StepExpectation
+from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.types import Amount, Fingerprint, ReplayEvidence, ReplayPass
 
 # A failed step of 4096 ranks with 100 layers takes some ten MB.
@@ -38,12 +38,12 @@ class RecordLine(ReplayEvidence):
 
     def __post_init__(self) -> None:
         if len({getattr(self, name) is None for name in LATER}) > 1:
-            raise ValueError(f"of {', '.join(LATER)} some are missing")
+            raise ValueError(f"{', '.join(LATER)}: give all of them or none")
 
 
 @dataclass(frozen=True, slots=True)
-class RescoredLine(RescoredRecord):
-    """One line of ``rescored.jsonl``: a comparison, and the start of the run that made it."""
+class RecheckLine(RecheckRecord):
+    """One line of ``rechecked.jsonl``: a comparison, and the start of the run that made it."""
 
     attempt: Attempt = ""
 
@@ -98,16 +98,16 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
         if sorted(self.expected_calls) != sorted(self.passes):
             raise ValueError(f"expected_calls has not the passes {self.passes}")
         current = self.expected_rows_current
-        for name in ("expected_rows_current", "expected_kept_current"):
+        for name in ("expected_rows_current", "expected_masks_current"):
             if (rows := getattr(self, name)) is not None and sorted(rows) != sorted(self.passes):
                 raise ValueError(f"{name} has not the passes {self.passes}")
         if any(SAMPLING_MASK in of for of in self.expected_calls.values()):
-            if self.expected_kept_current is None:
-                raise ValueError("expected_kept_current is missing: kept tokens were replayed")
+            if self.expected_masks_current is None:
+                raise ValueError("expected_masks_current is missing: sampling masks were replayed")
         later = (self.keep_score_ratio, *(getattr(self.counts, name) for name in LATER))
         if {value is None for value in later} != {current is None}:
             raise ValueError(
-                f"of expected_rows_current, keep_score_ratio, counts of {', '.join(LATER)} some are missing"
+                f"expected_rows_current, keep_score_ratio, counts of {', '.join(LATER)}: give all of them or none"
             )
         for stages in self.expected_calls.values():
             routers = stages.keys() - {SAMPLING_MASK}
@@ -134,7 +134,7 @@ def _fingerprint(kind: type, value: Any) -> Any:
 
 
 RECORDS = msgspec.json.Decoder(RecordLine, dec_hook=_fingerprint)
-RESCORED = msgspec.json.Decoder(RescoredLine, dec_hook=_fingerprint)
+RESCORED = msgspec.json.Decoder(RecheckLine, dec_hook=_fingerprint)
 STEPS = msgspec.json.Decoder(StepLine, dec_hook=_fingerprint)
 METRICS = msgspec.json.Decoder(MetricsLine)
 

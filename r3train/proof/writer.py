@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import TextIO
 
 from r3train.config.files import naming, open_regular
-from r3train.data import parts
+from r3train.data import rotated_files
 from r3train.data.json_lines import cut_truncated_line
-from r3train.proof.check import SAMPLING_MASK, sums_of
-from r3train.proof.rescored import RescoredRecord
+from r3train.proof.judge import SAMPLING_MASK, sums_of
+from r3train.proof.recheck_verdict import RecheckRecord
 from r3train.types import ReplayEvidence
 
 logger = logging.getLogger(__name__)
 
 EVIDENCE_DIR = "evidence"
 STEPS_FILE = "steps.jsonl"
-RESCORED_FILE = "rescored.jsonl"
+RECHECK_FILE = "rechecked.jsonl"
 _STEP = re.compile(rb'"step": (\d+)')
 
 
@@ -70,22 +70,22 @@ class EvidenceWriter:
         self._attempt = attempt
         self._path = rank_file(run_dir, rank)
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        parts.finish_parts(self._path)
+        rotated_files.finish_parts(self._path)
         self._file = _opened(self._path)
         with open_regular(self._path) as lines:
             steps = map(_STEP.search, lines)
             self._steps_in_file = {int(step[1]) for step in steps if step}
-        self._steps = self._rescored = None
+        self._steps = self._rechecked = None
         if rank == 0:
-            self._steps, self._rescored = (
-                _opened(run_dir / EVIDENCE_DIR / name) for name in (STEPS_FILE, RESCORED_FILE)
+            self._steps, self._rechecked = (
+                _opened(run_dir / EVIDENCE_DIR / name) for name in (STEPS_FILE, RECHECK_FILE)
             )
         logger.info(start_line(rank))
 
     def write(self, records: Sequence[ReplayEvidence], *, as_sums: bool = False) -> None:
         """Log and store the records of one step, or their sums, then flush."""
         for record in sums_of(records) if as_sums else records:
-            # a native call took no replay branch, and kept tokens are no router call
+            # a native call took no replay branch, and sampling masks are no router call
             if record.rows_native == 0 and record.stage != SAMPLING_MASK:
                 for line in evidence_lines(record, is_sum=as_sums):
                     logger.info(line)
@@ -99,7 +99,7 @@ class EvidenceWriter:
             self._steps_in_file.add(record.step)
         with naming(self._path):
             self._file.flush()
-        if self._file.tell() >= parts.PART_BYTES:
+        if self._file.tell() >= rotated_files.PART_BYTES:
             self._file.close()
             steps = f".steps_{min(self._steps_in_file)}-{max(self._steps_in_file)}"
             self._steps_in_file.clear()
@@ -107,16 +107,16 @@ class EvidenceWriter:
             def begin_anew() -> None:
                 self._file = _opened(self._path)
 
-            parts.close_part(self._path, steps, begin_anew)
+            rotated_files.close_part(self._path, steps, begin_anew)
 
-    def write_rescored(self, records: Sequence[RescoredRecord]) -> None:
+    def write_recheck(self, records: Sequence[RecheckRecord]) -> None:
         """Store the comparisons of one step (rank 0 alone)."""
-        if self._rescored is not None:
-            with naming(Path(self._rescored.name)):
+        if self._rechecked is not None:
+            with naming(Path(self._rechecked.name)):
                 for record in records:
                     line = {"attempt": self._attempt, **asdict(record)}
-                    self._rescored.write(json.dumps(line) + "\n")
-                self._rescored.flush()
+                    self._rechecked.write(json.dumps(line) + "\n")
+                self._rechecked.flush()
 
     def write_step(self, verdict: dict) -> None:
         """Store the step's verdict (rank 0 alone)."""
@@ -127,7 +127,7 @@ class EvidenceWriter:
 
     def close(self) -> None:
         """Close the files."""
-        for file in (self._file, self._steps, self._rescored):
+        for file in (self._file, self._steps, self._rechecked):
             if file is not None:
                 # what a full disk did not take is in its buffer, and the error of that was raised
                 with suppress(OSError):

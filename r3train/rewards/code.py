@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from r3train.rewards.base import Reward
+from r3train.rewards.reward import Reward
 from r3train.types import Prompt, RolloutSample
 
 logger = logging.getLogger(__name__)

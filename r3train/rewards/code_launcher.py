@@ -37,14 +37,14 @@ def main() -> None:
     # the program, though it is of the same user, can then neither read this process nor open its files
     _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     ours, theirs = socket.socketpair()
-    keeper = os.getpid()
+    run_state = os.getpid()
     child = os.fork()
     if child == 0:
         for fd in (tests_fd, result_fd):
             os.close(fd)
         ours.close()
         _give_up_rights()
-        if os.getppid() != keeper:  # it was gone before the kernel was asked to tell
+        if os.getppid() != run_state:  # it was gone before the kernel was asked to tell
             os._exit(1)
         _run(job_fd, theirs)
     theirs.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from r3train.rewards.base import bad_label
+from r3train.rewards.reward import bad_label
 from r3train.types import Prompt
 
 

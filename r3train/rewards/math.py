@@ -6,7 +6,7 @@ import os
 import re
 
 from r3train.rewards.answers import after_mark, final_answer, last_box, number_of
-from r3train.rewards.base import Reward, bad_label
+from r3train.rewards.reward import Reward, bad_label
 from r3train.rewards.workers import CallFailed, WorkerEnded, Workers
 from r3train.types import Prompt, RolloutSample
 

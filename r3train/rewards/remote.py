@@ -11,8 +11,8 @@ from typing import Any
 
 import aiohttp
 
-from r3train.config.data import DataSection
-from r3train.rewards.base import Reward
+from r3train.config.data_settings import DataSection
+from r3train.rewards.reward import Reward
 from r3train.types import RolloutSample
 
 logger = logging.getLogger(__name__)

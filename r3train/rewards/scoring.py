@@ -8,11 +8,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from r3train.config.data import DataSection
-from r3train.plugs import quoted
-from r3train.rewards.base import Reward
-from r3train.rewards.parts import SummedReward
-from r3train.rewards.registry import BOXED, CustomReward, NoReward, get_reward
+from r3train.config.data_settings import DataSection
+from r3train.user_code import quoted
+from r3train.rewards.reward import Reward
+from r3train.rewards.weighted_sum import SummedReward
+from r3train.rewards.named_rewards import BOXED, CustomReward, NoReward, get_reward
 from r3train.rewards.worker import plain
 from r3train.rewards.workers import CallFailed, WorkerEnded
 from r3train.types import Prompt, RolloutSample

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from r3train.rewards.answers import TAIL, last_box
-from r3train.rewards.base import bad_label
+from r3train.rewards.reward import bad_label
 from r3train.types import Prompt
 
 _LETTERS = string.ascii_uppercase

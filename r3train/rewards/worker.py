@@ -31,7 +31,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from r3train.plugs import import_plug, quoted
+from r3train.user_code import import_user_code, quoted
 from r3train.torchvision_stub import declare_ops_for_imports
 
 LENGTH = struct.Struct("!Q")
@@ -115,7 +115,7 @@ async def _serve(fd: int) -> None:
     task: Task = await _read(reader)
     sys.path[:] = task.path  # the function is found where the parent found it
     try:
-        function = import_plug("reward", task.function)
+        function = import_user_code("reward", task.function)
     except ValueError as error:
         writer.write(_reply(0, str(error), None))
         await writer.drain()
@@ -252,12 +252,12 @@ def main() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:  # it was gone before the kernel was asked to tell
         return
-    keeper = os.getpid()
+    run_state = os.getpid()
     if worker := os.fork():
         os.close(fd)
         _keep(worker)
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != keeper:
+    if os.getppid() != run_state:
         return
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     os.dup2(2, 1)

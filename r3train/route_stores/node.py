@@ -33,7 +33,7 @@ from r3train.engine.http import SGLangHTTP
 from r3train.engine.loop_thread import LoopThread
 from r3train.route_stores.relay import open_session, store_failed
 from r3train.route_stores.store import FAILURES, RouteStore, RouteStoreError
-from r3train.route_stores.tickets import runs
+from r3train.route_stores.handles import runs
 from r3train.routing.wire import decode_routed_experts
 from r3train.types import RouteShape
 
@@ -184,15 +184,15 @@ class RouteNode:
         """Run a coroutine in the store's loop."""
         return asyncio.run_coroutine_threadsafe(call(), self._thread.loop)
 
-    def fetch(self, tickets: np.ndarray) -> tuple[np.ndarray, Future[None]]:
-        """Begin to fetch the rows of tickets, uint64[R, 1, 1], from all stores at once.
+    def fetch(self, handles: np.ndarray) -> tuple[np.ndarray, Future[None]]:
+        """Begin to fetch the rows of handles, uint64[R, 1, 1], from all stores at once.
 
         Returns uint8/uint16 [R, L, K] and a future.  The array is whole once the future is done;
         the future raises the failure of a store.  Missing rows hold the marker.
         """
-        out = np.empty((len(tickets), *self._routes.row), dtype=self._routes.dtype)
+        out = np.empty((len(handles), *self._routes.row), dtype=self._routes.dtype)
         wanted: dict[int, list[_Wanted]] = defaultdict(list)
-        for first, key, start, stop in runs(tickets):
+        for first, key, start, stop in runs(handles):
             place = out[first : first + stop - start]
             if key is None:
                 place[:] = self._routes.missing

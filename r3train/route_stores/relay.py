@@ -1,6 +1,6 @@
 """Rank 0's side of the route stores: requests sent through them, and the keys of their rows.
 
-Rank 0 chooses the key of every answer's rows, and holds tickets in the place of the rows.  Keys are
+Rank 0 chooses the key of every answer's rows, and holds handles in the place of the rows.  Keys are
 released group by group.  Once a group is trained or dropped, rank 0 sends its keys to their stores
 with the plan of the rollout after the next.
 """
@@ -20,7 +20,7 @@ import orjson
 
 from r3train.engine.backend import EngineBusy, EngineError, Request
 from r3train.engine.http import SGLangHTTP
-from r3train.route_stores import tickets
+from r3train.route_stores import handles
 from r3train.route_stores.store import FAILURES, RouteStoreError
 from r3train.types import RouteShape
 
@@ -54,7 +54,7 @@ class Keys:
     def take_released(self) -> list[list[int]]:
         """Return, for each store, the keys of groups that ended before the last call.
 
-        Call it once a rollout: the rows of the rollout in training are still needed, for its
+        Call it once per rollout: the rows of the rollout in training are still needed, for its
         evidence and for a dump.
         """
         with self._lock:
@@ -111,10 +111,10 @@ class RouteRelay:
     def decode(
         self, payload: str, routes: RouteShape, *, num_tokens: int, start: int, sample: str
     ) -> np.ndarray:
-        """Return the tickets of an answer's rows: uint64[num_tokens-1-start, 1, 1]."""
+        """Return the handles of an answer's rows: uint64[num_tokens-1-start, 1, 1]."""
         key, count = map(int, payload.split(":"))
         assert count == num_tokens - 1 - start, f"sample {sample}: {count} rows are kept"
-        return tickets.issue(key, count)
+        return handles.issue(key, count)
 
     async def require_reach(self, http: SGLangHTTP) -> None:
         """Raise ValueError naming a store that cannot talk to a server, and why."""

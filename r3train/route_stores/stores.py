@@ -1,6 +1,6 @@
-"""The route stores of a job (--route-stores): microbatches whose tickets become rows on the way to their ranks.
+"""The route stores of a job (--route-stores): microbatches whose handles become rows on the way to their ranks.
 
-    rank 0:  sends every leader its microbatches, which hold tickets
+    rank 0:  sends every leader its microbatches, which hold handles
     leader:  fetches their rows from the stores, and sends every rank of its data-parallel group its
              slices, as rank 0 does for all ranks without stores
     others:  receive theirs
@@ -31,8 +31,8 @@ from r3train.engine.http import SGLangHTTP
 from r3train.host_group import host_group
 from r3train.loop.prepare import Prepared, data_rank_of_samples
 from r3train.loop.recorded import Recorded, decoded_rows
-from r3train.loop.routes import Routes
-from r3train.loop.scatter import (
+from r3train.loop.route_transport import Routes
+from r3train.loop.distribute import (
     broadcast_json,
     gather_json,
     gather_topologies,
@@ -43,7 +43,7 @@ from r3train.loop.scatter import (
     send_records,
     send_slices,
 )
-from r3train.route_stores import tickets
+from r3train.route_stores import handles
 from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys, RouteRelay
 from r3train.types import MicroBatch, RankSlice, RankTopology, RolloutSample, RouteShape
@@ -66,14 +66,14 @@ class RouteStores(Routes):
     Raises ValueError if leaders could not reach the servers.
     """
 
-    row_shape = tickets.TICKETS
+    row_shape = handles.HANDLES
     node: RouteNode | None = None
     keys: Keys | None = None
 
     def __init__(self, config: RunConfig, routes: RouteShape, moe_layers: Sequence[int]) -> None:
         check_servers_host(
             config.rollout.sglang.get("host"),
-            own_servers=not config.rollout.rollout_external_engine_addrs,
+            local_servers=not config.rollout.rollout_external_engine_addrs,
             environ=os.environ,
         )
         self._asked_host = config.replay.route_store_host
@@ -132,13 +132,13 @@ class RouteStores(Routes):
         self.node.submit(ask).result()
 
     def keep(self, sample: RolloutSample) -> RolloutSample:
-        """Put the sample's routes into rank 0's own store; return the sample with tickets."""
+        """Put the sample's routes into rank 0's own store; return the sample with handles."""
         routes = sample.routed_experts
         if routes is None:  # never answered
             return sample
         key = self.keys.new(sample.group_id, self.node.index)
         self.node.store.put(key, routes)
-        return replace(sample, routed_experts=tickets.issue(key, len(routes)))
+        return replace(sample, routed_experts=handles.issue(key, len(routes)))
 
     def read(self, sample: RolloutSample) -> RolloutSample:
         """Return the sample with its routes, fetched from their stores."""
@@ -165,7 +165,7 @@ class RouteStores(Routes):
         return slices
 
     def _own_microbatches(self, prepared: Prepared | None) -> list[MicroBatch]:
-        """A leader's microbatches, with tickets; its store first follows rank 0's plan."""
+        """A leader's microbatches, with handles; its store first follows rank 0's plan."""
         if self.keys is None:
             self._follow(recv_json())
             return recv_records(0)
@@ -192,7 +192,7 @@ class RouteStores(Routes):
             # a sample that nobody trains is counted too, so that the check finds it missing
             data_rank = data_rank_of.get(sample_id, 0)
             for position, rows in decoded_rows(s.sample):
-                for first, key, start, stop in tickets.runs(rows):
+                for first, key, start, stop in handles.runs(rows):
                     if key is not None:
                         row = [data_rank, sample_id, position + first, key, start, stop]
                         by_store[key % len(self._leaders)].append(row)
@@ -287,12 +287,12 @@ def one_node(environ: Mapping[str, str]) -> bool:
     return environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
 
 
-def check_servers_host(host: object, *, own_servers: bool, environ: Mapping[str, str]) -> None:
-    """Raise ValueError if leaders on other nodes cannot reach this job's own servers.
+def check_servers_host(host: object, *, local_servers: bool, environ: Mapping[str, str]) -> None:
+    """Raise ValueError if leaders on other nodes cannot reach this job's local servers.
 
     host: sglang.host, None when it is not given.
     """
-    if own_servers and not one_node(environ) and (host in (None, *ANY) or is_loopback(str(host))):
+    if local_servers and not one_node(environ) and (host in (None, *ANY) or is_loopback(str(host))):
         raise ValueError(
             f"--route-stores over several nodes: sglang.host is {host or LOOPBACK!r}, and leaders"
             " on other nodes cannot reach a server there; give an address of rank 0's node"

@@ -49,7 +49,7 @@ def split_uids(uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def rollout_fingerprint(
     sample_id: int, routed_experts: np.ndarray, layer_numbers: np.ndarray, first_position: int = 0
 ) -> np.ndarray:
-    """Fingerprint of one sample's recorded routes, a number a layer.
+    """Fingerprint of one sample's recorded routes, a number per layer.
 
     routed_experts: uint8/uint16 [R, L, K] as decoded from the engine, the rows from token
     ``first_position`` on; missing slots count as nothing.  layer_numbers: int[l], 1-based MoE
@@ -81,7 +81,7 @@ def kept_fingerprint(
 ) -> np.uint64:
     """Fingerprint of the tokens that sampling kept, as if they were experts of layer ``layer_number``.
 
-    counts: int32[R] of the tokens from index ``first_position`` on; ids: int32[counts.sum()].  Kept tokens
+    counts: int32[R] of the tokens from index ``first_position`` on; ids: int32[counts.sum()].  Sampling masks
     belong to the row that predicts their token: the one before.
     """
     last = first_position + len(counts)
@@ -97,7 +97,7 @@ def kept_fingerprint(
 
 
 def recorded_rows(routed_experts: np.ndarray, layer_numbers: np.ndarray) -> np.ndarray:
-    """int64[l] rows of one sample whose every slot the engine reported, a number a layer."""
+    """int64[l] rows of one sample whose every slot the engine reported, a number per layer."""
     own = routed_experts[:, np.asarray(layer_numbers) - 1]
     return (own != missing_marker(own.dtype)).all(axis=2).sum(axis=0).astype(np.int64)
 

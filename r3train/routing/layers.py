@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.model import ModelSection
-from r3train.config.parallel import ParallelSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.config.pipeline_layout import parse_pipeline_layout
 
 

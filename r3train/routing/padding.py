@@ -30,7 +30,7 @@ def fill_missing(
     return torch.where(missing, best.gather(1, nth_missing), experts)
 
 
-def let_go_slots(replayed: torch.Tensor, own: torch.Tensor, ratio: float) -> torch.Tensor:
+def dropped_slots(replayed: torch.Tensor, own: torch.Tensor, ratio: float) -> torch.Tensor:
     """Find the replayed experts whose gate is below ``ratio`` of the live top-k's weakest, bool[m, K].
 
     replayed, own: float[m, K], gate values of the replayed experts and of the live top-k.

@@ -17,20 +17,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from r3train.config import RunConfig
-from r3train.config.checkpoint import CheckpointSection, rollout_path
+from r3train.config.checkpoint_settings import CheckpointSection, rollout_path
 from r3train.config.cross_checks import check_model, check_static
-from r3train.config.evaluation import EvalSection
-from r3train.config.faults import FaultsSection
+from r3train.config.evaluation_settings import EvalSection
+from r3train.config.fault_settings import FaultsSection
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.config.model import ModelSection
+from r3train.config.model_settings import ModelSection
 from r3train.config.run import RunSection
-from r3train.config.trackers import TrackersSection
+from r3train.config.tracker_settings import TrackersSection
 from r3train.hf_checkpoint import weight_files
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.observe.metrics import read_metrics
 from r3train.proof.audit import audit_run
-from r3train.verify.compare import (
+from r3train.verify.compare_outcomes import (
     BF16_THRESHOLDS,
     DELTAS,
     GATES,

@@ -38,10 +38,10 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.engine import adapters, client, publish, publish_disk, publish_memory
 from r3train.engine.backend import Request, Segment
 from r3train.generation import conversation
-from r3train.generation.rescoring import NOISE_IDS
+from r3train.generation.recheck import NOISE_IDS
 from r3train.hf_checkpoint import weight_files
 from r3train.layout import microbatch
-from r3train.loop import kl_reward, prepare, scatter, weight_probe
+from r3train.loop import kl_reward, prepare, distribute, weight_probe
 from r3train.loop.prepare import Plant
 from r3train.trainer.megatron import (
     actor,
@@ -53,10 +53,10 @@ from r3train.trainer.megatron import (
     optimizer,
     replay,
 )
-from r3train.trainer.megatron.kept_tokens import DROPPED, KeptTokens, shard_of
+from r3train.trainer.megatron.sampling_mask import DROPPED, SamplingMask, shard_of
 from r3train.trainer.megatron.replay import RouterReplay, RoutingReplayManager
 from r3train.types import TrainSample
-from r3train.verify.compare import FORWARD, GRADIENTS, LOSS, ROUTES
+from r3train.verify.compare_outcomes import FORWARD, GRADIENTS, LOSS, ROUTES
 
 # (configuration, model) -> the bug, planted while the context is open
 Patch = Callable[[RunConfig, HfModelFacts], AbstractContextManager[Any]]
@@ -319,7 +319,7 @@ def cyclic_fill(original, scores, experts, missing):
 # -- dealing, slicing, sending -----------------------------------------------------------------
 
 
-@replaces(prepare, "deal_bins", "dp2", ROUTES)
+@replaces(prepare, "assign_microbatches", "dp2", ROUTES)
 def sample_not_dealt(original, *args):
     """The last sample of the first microbatch is dealt to nobody."""
     dealt = original(*args)
@@ -327,13 +327,13 @@ def sample_not_dealt(original, *args):
     return dealt
 
 
-@replaces(scatter, "send_slices", "dp2", ROUTES)
+@replaces(distribute, "send_slices", "dp2", ROUTES)
 def first_data_rank_everywhere(original, microbatches, topologies):
     """Every data rank is sent the first one's microbatches."""
     return original(microbatches, [replace(t, dp_rank=0) for t in topologies])
 
 
-@replaces(scatter, "slice_microbatch", "tp2", ROUTES)
+@replaces(distribute, "slice_microbatch", "tp2", ROUTES)
 def neighbours_routes(original, batch, t):
     """Every tensor rank is sent its neighbour's routes."""
     neighbours = original(batch, replace(t, tp_rank=t.tp_size - 1 - t.tp_rank))
@@ -359,7 +359,7 @@ def cp_halves_swapped(original, rows, cu_seqlens_padded, cp_size, cp_rank):
     return np.concatenate(parts)
 
 
-@replaces(scatter, "slice_microbatch", "cp2", ROUTES)
+@replaces(distribute, "slice_microbatch", "cp2", ROUTES)
 def contiguous_cp_routes(original, batch, t):
     """Routes are cut by a contiguous share where the tokens are cut in a zigzag."""
     out = original(batch, t)
@@ -756,18 +756,18 @@ def nan_gradients_unseen(original, self, loss):
     return math.isfinite(loss)
 
 
-# -- kept tokens -------------------------------------------------------------------------------
+# -- sampling masks -------------------------------------------------------------------------------
 
-KEPT_TOKENS = "tests/oracle/test_kept_tokens.py"
+KEPT_TOKENS = "tests/oracle/test_sampling_mask.py"
 
 
 @replaces(microbatch, "take_ragged", caught_by=KEPT_TOKENS)
-def kept_tokens_of_the_next_row(original, counts, ids, rows):
-    """Every row has the kept tokens of the row behind it."""
+def sampling_mask_of_the_next_row(original, counts, ids, rows):
+    """Every row has the sampling masks of the row behind it."""
     return original(counts, ids, np.roll(rows, -1))
 
 
-@replaces(KeptTokens, "left_of", caught_by=KEPT_TOKENS)
+@replaces(SamplingMask, "left_of", caught_by=KEPT_TOKENS)
 def drawn_token_dropped(original, self, logits):
     """The token that was drawn is dropped."""
     left = original(self, logits)
@@ -779,8 +779,8 @@ def drawn_token_dropped(original, self, logits):
     return left.masked_fill(dropped, DROPPED)
 
 
-@replaces(KeptTokens, "left_of", caught_by=KEPT_TOKENS)
-def kept_tokens_not_applied(original, self, logits):
+@replaces(SamplingMask, "left_of", caught_by=KEPT_TOKENS)
+def sampling_mask_not_applied(original, self, logits):
     """Log-probs are those of the whole vocabulary."""
     return logits.clone()
 
@@ -966,7 +966,7 @@ def replicas_saved_by_every_rank(original, chunks):
 # -- between a server's forward and its answer -------------------------------------------------
 
 # the answers' own server, asked again, is what shows these
-ANSWERS = "tests/e2e/test_true_to_sampling.py"
+ANSWERS = "tests/e2e/test_recheck.py"
 
 
 def _of_a_rollout(request: Request) -> bool:

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3train.config.algorithm import AlgorithmSection
-from r3train.config.trainer import TrainerSection
+from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.config.trainer_settings import TrainerSection
 from r3train.verify.model_zoo import (
     GLM_ROTARY_FRACTION,
     HEAD_DIM,

@@ -36,7 +36,7 @@ class RolloutBatch:
     lengths: np.ndarray  # int64[S]
     tokens: np.ndarray  # int32[F]
     routes: np.ndarray
-    advantages: np.ndarray  # float32[S], one a sample
+    advantages: np.ndarray  # float32[S], one per sample
     old_log_probs: np.ndarray
     ref_log_probs: np.ndarray
     rollout_log_probs: np.ndarray

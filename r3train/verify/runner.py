@@ -89,7 +89,7 @@ def _launch(world_size: int, cases: Sequence[Case], scratch: Path) -> None:
         Path(case.output).mkdir(parents=True, exist_ok=True)
     plan = scratch / f"cases{world_size}.json"
     plan.write_text(json.dumps([asdict(c) for c in cases]))
-    program = ["-m", "r3train.verify.worker", str(plan)]
+    program = ["-m", "r3train.verify.topology_worker", str(plan)]
     with torchrun(world_size, program, scratch / f"launch{world_size}.log") as process:
         _wait(process, cases)
 

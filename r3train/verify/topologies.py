@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.model import ModelSection
-from r3train.config.parallel import ParallelSection
+from r3train.config.model_settings import ModelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.routing.layers import recomputed_moe_layers
 
 

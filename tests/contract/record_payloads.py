@@ -81,13 +81,13 @@ async def record(addr: str) -> dict[str, object]:
     among_kept = {"temperature": 0.8, "top_k": 20, "top_p": 0.9}
     kept = generate_body(5, return_sampling_mask=True)
     kept["sampling_params"] |= among_kept
-    answers["kept_tokens"] = await ask(kept)
+    answers["sampling_mask"] = await ask(kept)
     long = generate_body(400, rid="long-kept", return_sampling_mask=True)
     long["sampling_params"] |= among_kept
     task = asyncio.create_task(ask(long))
     await asyncio.sleep(0.3)
     await http.call(0, "/abort_request", {"rid": "long-kept"}, what="record")
-    answers["kept_tokens_abort"] = await task
+    answers["sampling_mask_abort"] = await task
     answers["no_routes"] = await ask(generate_body(2) | {"return_routed_experts": False})
     answers["prompt_log_probs"] = await ask(generate_body(0, logprob_start_len=0))
     await http.aclose()

@@ -54,17 +54,17 @@ def test_recorded_answers_decode(name):
     assert (sample.rollout_log_probs[sample.loss_mask] < 0).all()
 
 
-@pytest.mark.parametrize("name", ["kept_tokens", "kept_tokens_abort"])
+@pytest.mark.parametrize("name", ["sampling_mask", "sampling_mask_abort"])
 def test_the_server_says_which_tokens_it_kept_and_the_log_probs_among_them(name):
-    sample, whole = read(name, kept_of=512), read(name)
-    assert sample.kept_counts.tolist() == [0] * sample.prompt_len + [
+    sample, whole = read(name, mask_vocab=512), read(name)
+    assert sample.mask_counts.tolist() == [0] * sample.prompt_len + [
         len(row) for row in ANSWERS[name]["meta_info"]["output_token_sampling_mask"]
     ]
-    assert 1 < sample.kept_counts.max() <= 20
+    assert 1 < sample.mask_counts.max() <= 20
     # fewer tokens share the probability of all
     gap = (sample.rollout_log_probs - whole.rollout_log_probs)[sample.loss_mask]
     assert (gap > 0.3).all()
-    assert whole.kept_counts is None
+    assert whole.mask_counts is None
 
 
 def test_a_cached_prefix_brings_the_rows_that_were_computed_first():

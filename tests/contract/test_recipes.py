@@ -18,7 +18,7 @@ from r3train.families import tensor_shapes
 from r3train.doctor.finding import OK, amount
 from r3train.doctor.machine import Node
 from r3train.doctor.memory import check_gpus, estimate, stages
-from r3train.doctor.model import read_weights
+from r3train.doctor.model_checks import read_weights
 from r3train.hf_checkpoint import read_headers
 from r3train.launch.gpus import server_size
 from r3train.launch.preflight import PreflightError, preflight
@@ -102,7 +102,7 @@ def test_a_recipe_leaves_room_on_the_gpus_of_its_head(recipe, machine):
 
 @cache
 def figures(recipe: Recipe, machine: Path):
-    """The recipe's configuration, the weights of its model and the fullest rank on paper."""
+    """The recipe's configuration, the weights of its model and the fullest rank estimated."""
     config = RunConfig.from_toml(recipe.path)
     hf = read_hf_facts(machine / config.model.hf_checkpoint)
     fullest = max(stages(config, hf, recipe.num_gpus), key=lambda stage: stage.total)

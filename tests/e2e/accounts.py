@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from r3train.loop import prompt_log
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.replay_source import load_rollout, rollout_path
 from r3train.loop.rollout_file import read_samples
 from r3train.generation.buffer import OUTCOMES_FILE

@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.run_state import BUFFER_FILE
 from r3train.types import Prompt
 from tests.e2e.live_jobs import pointer
 

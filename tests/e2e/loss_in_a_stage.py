@@ -27,9 +27,9 @@ def lose_the_server() -> None:
 
 if __name__ == "__main__":
     prepare_device()
-    from r3train.loop.stages import StagesPublisher
+    from r3train.loop.stage_weight_sync import PerStagePublisher
 
-    made, calls = StagesPublisher._made, []
+    made, calls = PerStagePublisher._made, []
 
     def spoiled(self, name, arguments):
         calls.append(name)
@@ -37,5 +37,5 @@ if __name__ == "__main__":
             lose_the_server()
         return made(self, name, arguments)
 
-    StagesPublisher._made = spoiled
+    PerStagePublisher._made = spoiled
     main()

@@ -391,7 +391,7 @@ class _Liar:
             said, status, kind = await answer.read(), answer.status, answer.content_type
         asked = json.loads(body) if request.path == "/generate" else {}
         rid = asked.get("rid") or ""
-        # texts that are computed again pass untouched and uncounted, and so do probes
+        # texts that are rechecked pass untouched and uncounted, and so do probes
         if status != 200 or not (rid.count("-") >= 3 and rid.split("-")[2].isdigit()):
             return web.Response(body=said, status=status, content_type=kind)
         number, self._record.count = self._record.count, self._record.count + 1

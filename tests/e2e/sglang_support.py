@@ -70,7 +70,7 @@ def wait_until_running(addr: str, count: int, then_s: float = 0.3) -> None:
 
 
 def checkpoint_tensors(directory: Path) -> dict:
-    """The tensors of a checkpoint under their names on disk (one an expert)."""
+    """The tensors of a checkpoint under their names on disk (one per expert)."""
     from safetensors.torch import load_file
 
     return load_file(directory / "model.safetensors")

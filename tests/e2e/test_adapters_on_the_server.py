@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES, tensor_names
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags, adapter_name
 from r3train.engine.backend import EngineError, SamplingParams

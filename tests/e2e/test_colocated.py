@@ -57,18 +57,18 @@ def test_a_server_gives_its_memory_back_and_serves_the_weights_that_are_publishe
         with EngineControl([server.addr], check_alive=server.check_alive) as engine:
             publisher = DistributedPublisher(engine, bucket_bytes=1 << 20)
             for version in (1, 2):
-                engine.hold_memory()
+                engine.keep_onloaded()
                 assert engine.versions.all() == [None]  # nothing is sent to it
-                engine.hold_memory("weights")
+                engine.keep_onloaded("weights")
                 tensors = checkpoint_tensors(models[version % 2])
                 publisher.publish(iter(tensors.items()), version=version)
-                engine.hold_memory("weights", "kv_cache")
+                engine.keep_onloaded("weights", "kv_cache")
                 assert engine.versions.all() == [version]
                 expected = Reference(models[version % 2])(text)[0]
                 np.testing.assert_allclose(engine.probe_log_probs(text), expected, atol=1e-4)
             # what comes back is undefined: without a publish every log-prob is NaN
-            engine.hold_memory("kv_cache")
-            engine.hold_memory("weights", "kv_cache")
+            engine.keep_onloaded("kv_cache")
+            engine.keep_onloaded("weights", "kv_cache")
             with pytest.raises(EngineError):
                 engine.probe_log_probs(text)
             publisher.close()

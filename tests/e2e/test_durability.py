@@ -16,7 +16,7 @@ import pytest
 
 from r3train.engine.control import EngineControl
 from r3train.observe.metrics import read_metrics
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples
 from tests.e2e import jobs
 from tests.e2e.accounts import (

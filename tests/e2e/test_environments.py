@@ -1,4 +1,4 @@
-"""Jobs of several turns: the calculator, with R3, as one sample an episode and one a turn."""
+"""Jobs of several turns: the calculator, with R3, as one sample an episode and one per turn."""
 
 from __future__ import annotations
 
@@ -140,5 +140,5 @@ def test_a_turn_with_the_routes_of_earlier_positions_fails_the_check(calculator,
     (audit,) = json.loads(checked.stdout)["audits"]
     # fingerprints of the rows as they were decoded, the router's own choices, and the server's again
     failed = {claim for claim, of in audit["claims"].items() if of == "failed"}
-    assert {"applied", "agreement", "true to sampling"} == failed, audit
+    assert {"applied", "agreement", "recheck"} == failed, audit
     assert any("fingerprint" in str(finding) for finding in audit["findings"])

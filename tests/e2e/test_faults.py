@@ -94,7 +94,7 @@ def test_torchrun_shows_a_mistake_once(tmp_path):
     assert "Traceback" not in job.output and "ChildFailedError" not in job.output, job.output
 
 
-GUESTS = "tests.unit.guest_code"
+GUESTS = "tests.unit.faulty_user_code"
 WITH_KL = ("--kl-coef", "0.1", "--ref-load")
 
 
@@ -181,7 +181,7 @@ def test_a_rule_that_fails_is_named_and_its_rollout_trained_after_a_resumption(
     named = f"{' '.join(given)}: {cause}"
     output = " ".join(failed.output.split())
     assert f"{what} after 1 rollouts; a checkpoint was saved: {named}" in output
-    assert f"GuestFailed: {named}" in output and "ChildFailedError" in output
+    assert f"UserCodeFailed: {named}" in output and "ChildFailedError" in output
     resumed = jobs.run(
         tmp_path / "resumed", *settings, "--load", str(tmp_path / "saved"), ranks=ranks
     )
@@ -207,7 +207,7 @@ def test_a_loss_that_fails_in_a_later_step_of_a_rollout_leaves_a_checkpoint_behi
     assert (
         f"a rollout was trained in part after 1 rollouts; a checkpoint was saved: {named}" in output
     )
-    assert f"GuestFailed: {named}" in output
+    assert f"UserCodeFailed: {named}" in output
     [step] = failed.metrics()
     assert step["train/skipped_steps"] == 1
     assert (failed.run_dir / "bad_steps" / "rollout_0000000.safetensors").exists()

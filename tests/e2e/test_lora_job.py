@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.checkpoint import rollout_path
-from r3train.config.lora import LoraSection
+from r3train.config.checkpoint_settings import rollout_path
+from r3train.config.lora_settings import LoraSection
 from r3train.hf_checkpoint import MARKER, read_headers
 from r3train.observe.metrics import eval_rows_path
 from r3train.peft_files import CONFIG, packed_name, TENSORS
@@ -162,7 +162,7 @@ def versions_of(run_dir, steps) -> list[np.ndarray]:
 
 
 def proved(metrics: list[dict], gap: float = 1e-4, unaudited: int = 0) -> None:
-    """unaudited: rollouts that may have no sample that was computed again, as a kill can leave them."""
+    """unaudited: rollouts that may have no sample that was rechecked, as a kill can leave them."""
     audited = [m["r3_audit/passed"] is True and m["r3_audit/parts"] > 0 for m in metrics]
     assert audited.count(True) >= len(metrics) - unaudited
     for m in metrics:

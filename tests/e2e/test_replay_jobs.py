@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 from safetensors.torch import load_file
 
-from r3train.config.replay import PublishBug, RouteBug
+from r3train.config.replay_settings import PublishBug, RouteBug
 from r3train.proof.audit import audit_run
-from r3train.proof.rescored import limit
+from r3train.proof.recheck_verdict import limit
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs
 
@@ -125,7 +125,7 @@ def test_a_planted_bug_fails_the_check_and_the_job(bug, tmp_path, tiny_flags, en
         assert audit_run(job.run_dir).claims["applied"] == "failed"
     if bug.startswith("answer_"):
         assert job.metrics()[0]["r3_audit/passed"] is False
-        lines = (job.run_dir / "evidence/rescored.jsonl").read_text().splitlines()
+        lines = (job.run_dir / "evidence/rechecked.jsonl").read_text().splitlines()
         compared = [jobs.json.loads(line) for line in lines]
         # the samples alone are wrong; of ten rows two may differ
         assert not any(any(r["noise"]["rows_differ"].values()) for r in compared)
@@ -184,7 +184,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
     assert job.code == 0, job.output
     m, later = job.metrics()
     assert m["r3/passed"] is True and m["train/kl"] == 0.0 < later["train/kl"]
-    # one optimizer step a rollout: its own forward gives the old log-probs
+    # one optimizer step per rollout: its own forward gives the old log-probs
     reference, train = ("ref_log_prob", "replay_forward"), ("train", "replay_forward")
     passes, evidence = (reference, train, ("train", "replay_backward")), job.evidence()
     # a record and a pair of lines a step, rank, pass, stage and layer, with every call in it
@@ -205,7 +205,7 @@ def test_ci_test_turns_the_check_on_and_holds_its_invariants(tmp_path, tiny, tin
     steps = [jobs.json.loads(line) for line in (job.run_dir / "evidence/steps.jsonl").open()]
     # the second rollout is of weights before the first update: its rows are another router's choice
     assert [step["keep_score_ratio"] for step in steps] == [0.99, 0.99]
-    assert steps[1]["counts"]["rows_let_go"] > steps[0]["counts"]["rows_let_go"] == 0
+    assert steps[1]["counts"]["rows_dropped"] > steps[0]["counts"]["rows_dropped"] == 0
     assert later["r3/drift_left"] > m["r3/drift_left"] == 0
     (exported,) = (tmp_path / "hf").glob("**/*.safetensors")
     before, after = load_file(tiny / "model/model.safetensors"), load_file(exported)

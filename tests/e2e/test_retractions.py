@@ -19,14 +19,14 @@ from tests.e2e.sglang_support import (
     ROUTES,
 )
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
 from r3train.engine.publish import DistributedPublisher
 from r3train.engine.server import SGLangServer
 from r3train.generation.producer import Producer
-from r3train.proof.rescored import compare_rollout, limit, rescored_failures, RescoredRecord
+from r3train.proof.recheck_verdict import compare_rollout, limit, recheck_failures, RecheckRecord
 from r3train.types import RolloutSample
 
 pytestmark = pytest.mark.e2e
@@ -38,7 +38,7 @@ def server(models, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "sglang.log"
     args = {"max_total_tokens": POOL, "schedule_conservativeness": 0.01}
     with pytest.MonkeyPatch.context() as patch:
-        # the server counts on 8 more tokens a request, and takes more requests than it can finish
+        # the server counts on 8 more tokens per request, and takes more requests than it can finish
         patch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "8")
         server = SGLangServer(
             models[0], log, return_routed_experts=True, start_timeout_s=200, server_args=args
@@ -143,8 +143,8 @@ def test_accepted_requests_have_rows_of_weights_that_their_tokens_do_not_claim(s
     assert wrong and all(len(np.unique(s.weight_versions[s.loss_mask])) > 1 for s in wrong)
 
 
-def rescored_under_pressure(server, models) -> tuple[list[RolloutSample], list[RescoredRecord]]:
-    """A rollout whose retracted answers are accepted, with an update in its middle, rescored."""
+def rechecked_under_pressure(server, models) -> tuple[list[RolloutSample], list[RecheckRecord]]:
+    """A rollout whose retracted answers are accepted, with an update in its middle, rechecked."""
     rollout = RolloutSection(
         rollout_batch_size=2,
         n_samples_per_prompt=4,
@@ -176,19 +176,19 @@ def rescored_under_pressure(server, models) -> tuple[list[RolloutSample], list[R
                 publisher.publish(checkpoint_tensors(models[1]).items(), version=1)
                 producer.set_version(1)
             groups = producer.next_batch(0)
-            rescored, stats = producer.rescored(), producer.stats()
+            rechecked, stats = producer.rechecked(), producer.stats()
         publisher.close()
     samples = [sample for group in groups for sample, _ in group]
     layers = list(range(1, NUM_LAYERS + 1))
     assert stats["retracted_answers"] > 0, stats
-    return samples, compare_rollout(0, rescored, samples, lambda s: s, layers, log_probs=True)
+    return samples, compare_rollout(0, rechecked, samples, lambda s: s, layers, log_probs=True)
 
 
 def test_rows_of_retracted_answers_are_found_where_they_are_accepted(server, models):
     for _ in range(5):  # an update may miss the requests that are retracted after it
-        samples, records = rescored_under_pressure(server, models)
+        samples, records = rechecked_under_pressure(server, models)
         retracted = {s.sample_id for s in samples if s.num_retractions}
-        failed = [r for r in records if rescored_failures(r)]
+        failed = [r for r in records if recheck_failures(r)]
         assert {r.sample_id for r in failed} <= retracted
         if failed:
             break

@@ -41,7 +41,7 @@ def test_every_step_is_proved_and_no_route_comes_to_rank_0s_client(stored):
     assert sum(m["perf/route_store_fetched_bytes_max"] for m in stored.metrics()) > 0
     # nothing is buffered after the last step: all but its own rows have been freed
     last = stored.metrics()[-1]
-    row_bytes = 4 * 2  # layers, experts a token; one byte each
+    row_bytes = 4 * 2  # layers, experts per token; one byte each
     tokens = last["r3/rows_replayed"] / 4  # over layers, in the train pass alone
     assert 0 < last["perf/route_store_held_bytes_max"] <= tokens * row_bytes
 

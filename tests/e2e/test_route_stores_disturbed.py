@@ -73,7 +73,7 @@ def rows_that_differ(addr: str, samples: list[RolloutSample]) -> int:
 def test_answers_in_segments_of_which_some_are_spoiled_leave_every_row_in_its_place(
     tmp_path, tiny_flags, engine
 ):
-    """Three requests a sample, every sixth answer spoiled, in each way there is."""
+    """Three requests per sample, every sixth answer spoiled, in each way there is."""
     run_dir = tmp_path / "run"
     meddling = Meddling(lambda n: SPOILERS[n // 6 % len(SPOILERS)] if n % 6 == 4 else None)
     with meddling_proxy(engine, meddling) as proxy:

@@ -16,7 +16,7 @@ from tests import whole_samples
 from tests.e2e.sglang_support import checkpoint_tensors, EOS, NUM_EXPERTS, NUM_LAYERS, prompt_of
 from tests.e2e.sglang_support import Reference, ROUTES, shared_memory_of, TOPK, VOCAB
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer

@@ -14,7 +14,7 @@ from tests.e2e import jobs
 from tests.e2e.sglang_support import checkpoint_tensors, MixedReference, prompt_of, ROUTES
 from tests.e2e.sglang_support import wait_until_running
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.engine.control import EngineControl
 from r3train.generation.producer import Producer
@@ -129,7 +129,7 @@ def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, 
         assert sample.response_len == 400
         versions = sample.weight_versions[sample.prompt_len :]
         spanned += len(np.unique(versions)) == 3
-        # what the server did: after a flush all is computed again, else old KV is built upon
+        # what the server did: after a flush all is rechecked, else old KV is built upon
         log_probs, routes = reference(
             sample.token_ids, sample.prompt_len, versions, keep_kv=mode == "in_place" or not flush
         )

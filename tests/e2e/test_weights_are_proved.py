@@ -22,22 +22,22 @@ from r3train.trainer.megatron.cpu_device import prepare_device
 DEVICE = prepare_device()
 
 from r3train.config import RunConfig  # noqa: E402
-from r3train.config.data import DataSection  # noqa: E402
+from r3train.config.data_settings import DataSection  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
-from r3train.config.model import ModelSection  # noqa: E402
-from r3train.config.rollout import RolloutSection  # noqa: E402
-from r3train.config.trainer import TrainerSection  # noqa: E402
+from r3train.config.model_settings import ModelSection  # noqa: E402
+from r3train.config.rollout_settings import RolloutSection  # noqa: E402
+from r3train.config.trainer_settings import TrainerSection  # noqa: E402
 from r3train.engine.backend import EngineError  # noqa: E402
 from r3train.engine.server import SGLangServer  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
-from r3train.launch.actor import build_actor  # noqa: E402
+from r3train.launch.build_actor import build_actor  # noqa: E402
 from r3train.launch.engines import Engines  # noqa: E402
 from r3train.launch.job import Job  # noqa: E402
 from r3train.launch.resume import ResumePoint  # noqa: E402
-from r3train.launch.routes import build_routes  # noqa: E402
+from r3train.launch.build_routes import build_routes  # noqa: E402
 from r3train.loop.async_loop import AsyncLoop  # noqa: E402
-from r3train.loop.evaluation import Evaluations  # noqa: E402
-from r3train.loop.parts import RankZero  # noqa: E402
+from r3train.loop.run_evaluations import Evaluations  # noqa: E402
+from r3train.loop.fleet import RankZero  # noqa: E402
 from r3train.observe.console import RunDisplay  # noqa: E402
 from r3train.observe.metrics import MetricsWriter  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
@@ -147,7 +147,7 @@ def run(request, checkpoint, tmp_path_factory):
                     actor,
                     rank_zero=RankZero(engines[-1], display, metrics, evaluations),
                     evidence=None,
-                    keeper=None,
+                    run_state=None,
                     routes=routes,
                 )
             yield Run(job.config, hf, actor, loops, run_dir)

@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from r3train.environments.base import StepResult, Turn
+from r3train.environments.environment import StepResult, Turn
 from r3train.environments.calculator import Calculator
 from r3train.types import Prompt
 

@@ -114,10 +114,10 @@ def actor_of(
 ) -> Iterator[Any]:
     """Build this rank's actor as a job does, resumed from ``checkpoint``; it ends with the context."""
     from r3train.config.hf_facts import read_hf_facts
-    from r3train.launch.actor import build_actor
+    from r3train.launch.build_actor import build_actor
     from r3train.launch.job import Job
     from r3train.launch.resume import ResumePoint
-    from r3train.verify.worker import drop_gradient_hooks, leave_model_parallel
+    from r3train.verify.topology_worker import drop_gradient_hooks, leave_model_parallel
 
     hf = read_hf_facts(config.model.hf_checkpoint)
     job = Job(config, hf, prompts=[], tokenizer=None, reward=None, prompt_file=None)
@@ -163,9 +163,9 @@ def slices_of(
     actor: Any, config: RunConfig, hf: HfModelFacts, batch: Sequence[TrainSample]
 ) -> tuple[list[RankSlice], list[list[list[int]]]]:
     """This rank's slices of one optimizer step, and the sample ids of [dp rank][microbatch]."""
-    from r3train.launch.routes import build_routes
+    from r3train.launch.build_routes import build_routes
     from r3train.loop.prepare import prepare
-    from r3train.loop.scatter import broadcast_json, gather_topologies
+    from r3train.loop.distribute import broadcast_json, gather_topologies
 
     topologies, prepared = gather_topologies(actor.topology), None
     routes = build_routes(config, hf)

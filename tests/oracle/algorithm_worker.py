@@ -25,7 +25,7 @@ import torch  # noqa: E402
 import train_async  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
 from r3train.verify.mutations import MUTATIONS  # noqa: E402
-from r3train.verify.worker import leave_model_parallel  # noqa: E402
+from r3train.verify.topology_worker import leave_model_parallel  # noqa: E402
 
 
 def run_job(flags: list[str], bug: str | None) -> str:

@@ -13,10 +13,10 @@ from r3train.torchvision_stub import declare_torchvision_ops  # noqa: E402
 
 declare_torchvision_ops()
 
-import r3train.launch.actor  # noqa: E402, F401
-import r3train.launch.routes  # noqa: E402, F401
+import r3train.launch.build_actor  # noqa: E402, F401
+import r3train.launch.build_routes  # noqa: E402, F401
 import r3train.trainer.megatron.checkpoint  # noqa: E402, F401
 import r3train.trainer.megatron.model  # noqa: E402, F401
-import r3train.verify.worker  # noqa: E402, F401
+import r3train.verify.topology_worker  # noqa: E402, F401
 
 gc.freeze()  # ranks do not search these imports for garbage

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from r3train.algo.losses.ppo import ppo
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 from tests.oracle.algorithm import NO_GRADIENT
 
 

@@ -26,9 +26,9 @@ from r3train.config import RunConfig
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import prepare
 from r3train.loop.recorded import Recorded
-from r3train.loop.routes import RoutesOnRank0
-from r3train.loop.scatter import gather_json, pack_records
-from r3train.route_stores import tickets
+from r3train.loop.route_transport import RoutesOnRank0
+from r3train.loop.distribute import gather_json, pack_records
+from r3train.route_stores import handles
 from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys
 from r3train.route_stores.stores import RouteStores, leader_ranks
@@ -130,13 +130,13 @@ def stored(
 ) -> list[TrainSample]:
     """Cut every sample's rows into parts, and keep each in a store of its own; on all ranks alike.
 
-    A part of missing rows alone is kept nowhere, and has no ticket.
+    A part of missing rows alone is kept nowhere, and has no handle.
     """
     out = []
     for s in samples:
         routes = s.sample.routed_experts
         cuts = sorted({0, len(routes), *rng.integers(0, len(routes) + 1, 3).tolist()})
-        numbers = np.full((len(routes), *tickets.TICKETS.row), tickets.TICKETS.missing, np.uint64)
+        numbers = np.full((len(routes), *handles.HANDLES.row), handles.HANDLES.missing, np.uint64)
         for a, b in zip(cuts, cuts[1:]):
             store = int(rng.integers(keys.num_stores))
             if (routes[a:b] == missing_marker(routes.dtype)).all():
@@ -145,7 +145,7 @@ def stored(
             if node is not None and node.index == store:
                 # with rows around them that are not these
                 node.store.put(key, np.concatenate([routes[:1], routes[a:b], routes[:1]]))
-            numbers[a:b] = tickets.issue(key, 1 + b - a)[1:]
+            numbers[a:b] = handles.issue(key, 1 + b - a)[1:]
         out.append(replace(s, sample=replace(s.sample, routed_experts=numbers)))
     return out
 

@@ -24,9 +24,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from r3train.algo.advantages.registry import ADVANTAGES
-from r3train.algo.losses.registry import POLICY_LOSSES
-from r3train.config.algorithm import AlgorithmSection, Rejection
+from r3train.algo.advantages.estimators import ADVANTAGES
+from r3train.algo.losses.policy_losses import POLICY_LOSSES
+from r3train.config.algorithm_settings import AlgorithmSection, Rejection
 from r3train.engine.server import free_port
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
@@ -219,7 +219,7 @@ RULES = {
     "k1_unbiased": replace(EVERYTHING, kl_loss_type="k1", use_unbiased_kl=True),
     "k3+_unbiased": replace(EVERYTHING, kl_loss_type="k3+", use_unbiased_kl=True),
     "balanced": replace(EVERYTHING, moe_aux_loss_coeff=0.2, max_tokens_per_gpu=400),
-    # one optimizer step a rollout: there is no old pass to be found in the weights
+    # one optimizer step per rollout: there is no old pass to be found in the weights
     "one_step": replace(
         EVERYTHING,
         global_batch_size=GROUPS * GROUP_SIZE,

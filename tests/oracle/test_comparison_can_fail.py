@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from r3train.verify.compare import DELTAS, EXPORT, FORWARD, GRADIENTS, LOSS, ROUTES, compare
+from r3train.verify.compare_outcomes import (
+    DELTAS,
+    EXPORT,
+    FORWARD,
+    GRADIENTS,
+    LOSS,
+    ROUTES,
+    compare,
+)
 from r3train.verify.model_zoo import ModelVariant, write_checkpoint
 from r3train.verify.outcome import OLD, RECOMPUTE, TRAIN, Outcome, oracle_outcome
 from r3train.verify.rollouts import make_rollouts, train_samples, with_log_probs

@@ -16,9 +16,9 @@ import torch
 
 from safetensors.torch import load_file
 
-from r3train.config.checkpoint import CheckpointSection
+from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.parallel import ParallelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES, tensor_names
 from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers

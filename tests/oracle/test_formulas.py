@@ -14,10 +14,10 @@ import torch
 
 from r3train.algo.aggregation import loss_weights
 from r3train.algo.corrections import mismatch_metrics
-from r3train.algo.losses.registry import configured_loss
+from r3train.algo.losses.policy_losses import configured_loss
 from r3train.algo.policy_loss import microbatch_loss
-from r3train.algo.rows import LossRows
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop import prepare
 from r3train.loop.kl_reward import held_ratios
 from r3train.verify.model_zoo import VARIANTS

@@ -31,9 +31,9 @@ BUGS = {"": None, "all_go": all_go, "none_goes": none_goes}
 
 def verdicts(checkpoint: Path) -> dict[str, Any]:
     """(failed quantities, counts) of a step with recomputation, sound and with each bug."""
-    from r3train.launch.routes import build_routes
+    from r3train.launch.build_routes import build_routes
     from r3train.loop.prepare import prepare
-    from r3train.proof.check import judge, StepTotals
+    from r3train.proof.judge import judge, StepTotals
     from r3train.trainer.megatron import replay
 
     config = configuration(
@@ -55,7 +55,7 @@ def verdicts(checkpoint: Path) -> dict[str, Any]:
         expectation = prepared.expectation(routes.recorded(prepared))
         for bug, rule in BUGS.items():
             planted = (
-                nullcontext() if rule is None else mock.patch.object(replay, "let_go_slots", rule)
+                nullcontext() if rule is None else mock.patch.object(replay, "dropped_slots", rule)
             )
             with planted:
                 old = actor.compute_log_probs(slices, "old_log_prob", weight_version=0)
@@ -81,9 +81,9 @@ def test_slots_are_let_go_by_the_rule_alone_and_every_other_is_the_rollouts(tmp_
     assert not failed
     assert counts["num_calls"] == counts["num_calls_expected"]
     # routes that no router would choose: many slots go, some stay
-    assert 0.1 < counts["rows_replayed"] / counts["rows_let_go"] < 10
-    assert counts["slots_let_go"] > counts["rows_let_go"] and counts["let_go_off"] == 0
-    assert "fingerprint" in got["all_go"][0] and "let_go_off" in got["all_go"][0]
-    assert got["none_goes"][0] == ["let_go_off"]
+    assert 0.1 < counts["rows_replayed"] / counts["rows_dropped"] < 10
+    assert counts["slots_dropped"] > counts["rows_dropped"] and counts["dropped_off"] == 0
+    assert "fingerprint" in got["all_go"][0] and "dropped_off" in got["all_go"][0]
+    assert got["none_goes"][0] == ["dropped_off"]
     # a run that lets nothing go, by its settings, and does
-    assert got[" unexpected"][0] == ["rows_let_go", "slots_let_go"]
+    assert got[" unexpected"][0] == ["rows_dropped", "slots_dropped"]

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
@@ -793,7 +793,7 @@ def resharded(family: str) -> dict[str, dict[str, Any]]:
 
 def saved(directory: Path, family: str, checkpoints: Path) -> dict[str, Any]:
     """Two steps, a checkpoint and two more steps in each topology of this size; in a rank."""
-    from r3train.config.checkpoint import CheckpointSection
+    from r3train.config.checkpoint_settings import CheckpointSection
     from r3train.trainer.megatron.checkpoint import Checkpointer
 
     out = {}
@@ -844,7 +844,7 @@ def test_adapters_and_moments_resume_in_every_topology(family, sizes, worlds, tm
 
 def saved_and_resumed(directory: Path, bug: str | None) -> bool:
     """Save after a step and resume in the same topology: are the factors the same? In a rank."""
-    from r3train.config.checkpoint import CheckpointSection
+    from r3train.config.checkpoint_settings import CheckpointSection
     from r3train.trainer.megatron.checkpoint import Checkpointer
     from r3train.verify.mutations import MUTATIONS
 

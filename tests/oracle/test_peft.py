@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import not_in_peft, write_adapter
@@ -34,7 +34,7 @@ def trained(directory: str, cases: list[tuple[str, dict, dict]]) -> dict[str, to
     A case: a directory's name, where an adapter begins in FAMILY; fields of LoRA, and of the topology.
     """
     from r3train.loop import weight_probe
-    from r3train.loop.scatter import gather_topologies
+    from r3train.loop.distribute import gather_topologies
 
     found = {}
     for name, targets, parallel in cases:

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.cli import main
-from r3train.proof import command
+from r3train.proof import check_evidence
 from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import start_line
 from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
@@ -31,8 +31,8 @@ LEAVES += (-1e300, float("nan"), float("inf"))
 ODD = (*LEAVES, [], ["x"], [None, -1], {}, {"1": -1}, {"x": None}, GONE)
 # what nothing is judged by
 UNJUDGED = ("agreement",)
-# null in a run that replays no kept tokens, as if it were gone
-OPTIONAL = (("counts_tokens",), ("stale_warning",), ("expected_kept_current",))
+# null in a run that replays no sampling mask, as if it were gone
+OPTIONAL = (("counts_tokens",), ("stale_warning",), ("expected_masks_current",))
 # earlier programs did not write it
 LATEST = ("rows_never_computed",)
 
@@ -71,14 +71,14 @@ def audit_of(run: Path) -> dict:
         audits.append(audit)
         return markdown_of(audit)
 
-    markdown_of = command._markdown_of
+    markdown_of = check_evidence._markdown_of
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "_markdown_of", printed)
+        patch.setattr(check_evidence, "_markdown_of", printed)
         result = CliRunner().invoke(main, ["check-evidence", str(run), "--json"])
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     out = json.loads(result.output)
     assert result.exit_code == CODES[out["verdict"]]
-    assert out["verdict"] in command._text_of(audits[0])
+    assert out["verdict"] in check_evidence._text_of(audits[0])
     return out["audits"][0]
 
 

@@ -33,7 +33,7 @@ import torch
 from r3train.config import RunConfig
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
-from r3train.launch.own_servers import build_server, _server_args
+from r3train.launch.local_servers import build_server, _server_args
 from tests.published import RECIPES, Recipe, write_config
 
 MIB = 1 << 20

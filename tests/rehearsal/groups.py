@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from r3train.config.parallel import ParallelSection  # noqa: E402
+from r3train.config.parallel_settings import ParallelSection  # noqa: E402
 from r3train.host_group import join_ranks  # noqa: E402
 from r3train.trainer.megatron.topology import init_model_parallel, shutdown  # noqa: E402
 

@@ -76,7 +76,7 @@ def grouped(self: Any, x: torch.Tensor, splits: list[int], *_: Any, **__: Any) -
 
 
 def attention(self: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> torch.Tensor:
-    """Flash attention: it keeps its output and a number a row and head."""
+    """Flash attention: it keeps its output and a number per row and head."""
     shape = (*query.shape[:-2], query.shape[-2] * value.shape[-1])
     kept = ((shape, query.dtype), (query.shape[:-1], torch.float32))
     return Kernel.apply(shape, query.dtype, kept[1:], (), query, key, value)
@@ -184,12 +184,12 @@ def measure(recipe: Recipe) -> dict[str, Any]:
                     local = hf.num_experts // p.expert_model_parallel_size
                     layer.mlp.token_dispatcher = Dispatcher(built.config, local)
                 for parameter in layer.parameters():
-                    parameter.register_post_accumulate_grad_hook(let_go)
+                    parameter.register_post_accumulate_grad_hook(dropped)
                 found[kind] = peak(layer, rows, built.config)
         return found
 
 
-def let_go(parameter: torch.nn.Parameter) -> None:
+def dropped(parameter: torch.nn.Parameter) -> None:
     parameter.grad = None
 
 

@@ -17,7 +17,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from r3train.algo.losses.registry import configured_loss
+from r3train.algo.losses.policy_losses import configured_loss
 from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()
@@ -31,7 +31,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from r3train.config.algorithm import AlgorithmSection  # noqa: E402
+from r3train.config.algorithm_settings import AlgorithmSection  # noqa: E402
 from r3train.trainer.megatron import forward_step, model  # noqa: E402
 from r3train.trainer.megatron.forward_step import DeviceSlice  # noqa: E402
 

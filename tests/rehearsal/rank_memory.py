@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import layers
 
-from r3train.algo.losses.registry import configured_loss
+from r3train.algo.losses.policy_losses import configured_loss
 from r3train.config import RunConfig
 from r3train.config.hf_facts import read_hf_facts
 from r3train.trainer.megatron.forward_step import make_train_step

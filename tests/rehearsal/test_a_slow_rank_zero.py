@@ -44,7 +44,7 @@ def told_and_frozen(scratch: str) -> None:
     Leaves each rank's error of the second wait, its seconds, and what ended rank 0's first wait.
     """
     from r3train import host_group
-    from r3train.loop.keeper import WatchedSource
+    from r3train.loop.run_state import WatchedSource
     from r3train.loop.stop import StopRequested, StopSignal
 
     rank, found, stopped_by = dist.get_rank(), "", ""

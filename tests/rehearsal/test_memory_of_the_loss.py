@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from r3train.config.trainer import TrainerSection
+from r3train.config.trainer_settings import TrainerSection
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 1 << 30

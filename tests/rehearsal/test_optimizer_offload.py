@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from r3train.config.checkpoint import CheckpointSection
+from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.verify.model_zoo import write_checkpoint
 from tests.oracle import actors

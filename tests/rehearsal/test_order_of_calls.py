@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 
 import train_async
-from r3train.config.parallel import ParallelSection
-from r3train.doctor.command import gpus_here
+from r3train.config.parallel_settings import ParallelSection
+from r3train.doctor.doctor_command import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
 from r3train.launch import engines
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
-from r3train.loop import scatter
+from r3train.loop import distribute
 from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
@@ -71,7 +71,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         raise StopIteration
 
     monkeypatch.setattr(train_async, "train", train)
-    monkeypatch.setattr(scatter, "broadcast_json", lambda value: value)
+    monkeypatch.setattr(distribute, "broadcast_json", lambda value: value)
     monkeypatch.setattr(topology, "shutdown", lambda: None)
     monkeypatch.setattr(train_async, "open_run_dir", lambda *_: tmp_path)
     config = SimpleNamespace(
@@ -93,7 +93,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize(
     "module",
-    ["r3train.verify.worker", "benchmarks.replay_overhead", "benchmarks.agreement_worker"],
+    ["r3train.verify.topology_worker", "benchmarks.replay_overhead", "benchmarks.agreement_worker"],
 )
 def test_every_rank_of_a_worker_has_its_own_device(module, node, monkeypatch):
     worker = importlib.import_module(module)

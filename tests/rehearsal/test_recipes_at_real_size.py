@@ -15,7 +15,7 @@ from r3train.config.hf_facts import HfModelFacts, read_hf_facts
 from r3train.families import tensor_names
 from r3train.doctor import memory
 from r3train.doctor.memory import StageRanks, layer_bytes, logits_bytes, stages
-from r3train.doctor.model import read_stages
+from r3train.doctor.model_checks import read_stages
 from tests.published import RECIPES, Recipe, write_checkpoint, write_config
 from tests.rehearsal.test_memory_of_the_loss import GIB, peaks
 
@@ -42,7 +42,7 @@ def facts_of(recipe: Recipe, directory: Path) -> HfModelFacts:
 
 
 def check_rank(rank: dict, recipe: Recipe, hf: HfModelFacts) -> None:
-    """A rank that loads: the tensors of its own experts and of its layers, each once, all of them fitting."""
+    """A rank that loads: the tensors of its live experts and of its layers, each once, all of them fitting."""
     assert rank["misfits"] == [], (recipe.file, rank["rank"])
     names = rank["names"]
     assert len(set(names)) == len(names) and set(names) <= tensor_names(hf)
@@ -102,7 +102,7 @@ def on_paper(rank: dict, recipe: Recipe, checkpoint: Path) -> StageRanks:
 
 
 def off(ranks: dict[str, list[dict]], checkpoints: dict[str, Path]) -> dict[tuple, tuple]:
-    """Bytes on paper, and bytes that were counted, where these are not within a tenth of one another."""
+    """Bytes estimated, and bytes that were counted, where these are not within a tenth of one another."""
     pairs = {
         (recipe.file, rank["rank"], what): (getattr(paper.held, what), rank[what])
         for recipe in RECIPES

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from r3train.config.checkpoint import CheckpointSection
+from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from r3train.config.hf_facts import read_hf_facts
 from r3train.proof.audit import audit_run
 from r3train.verify import runner
-from r3train.verify.compare import GATES, GRADIENTS, compare
+from r3train.verify.compare_outcomes import GATES, GRADIENTS, compare
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from r3train.verify.oracle import BIAS, run_batch
 from r3train.verify.outcome import Outcome, read_outcome

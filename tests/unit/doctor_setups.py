@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from r3train.config import RunConfig
-from r3train.doctor.command import diagnose
+from r3train.doctor.doctor_command import diagnose
 from r3train.doctor.finding import PROBLEM, WARNING, Finding
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
-from r3train.proof.check import (
+from r3train.proof.judge import (
     LATER,
     expected_calls,
     judge,
@@ -16,7 +16,7 @@ from r3train.proof.check import (
     StepExpectation,
     StepTotals,
 )
-from r3train.proof.rescored import judge_rescored, Noise, RescoredRecord
+from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
 from r3train.observe.metrics import MetricsWriter
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
 from r3train.types import is_checked, ReplayEvidence, RouteShape
@@ -65,8 +65,8 @@ def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> Rep
     return ReplayEvidence(**{**values, **changes})
 
 
-def comparison(step: int, **changes) -> RescoredRecord:
-    """A right sample of 100 rows in each layer, computed again."""
+def comparison(step: int, **changes) -> RecheckRecord:
+    """A right sample of 100 rows in each layer, rechecked."""
     values = dict(
         step=step,
         sample_id=8 * step,
@@ -82,7 +82,7 @@ def comparison(step: int, **changes) -> RescoredRecord:
         log_prob_off_max=1e-6,
         noise=Noise(5000, dict.fromkeys(LAYERS, 0), 2000, 0, 1e-4),
     )
-    return RescoredRecord(**{**values, **changes})
+    return RecheckRecord(**{**values, **changes})
 
 
 def records_of(step: int, rank: int, microbatches: int = 1) -> list[ReplayEvidence]:
@@ -111,7 +111,7 @@ def write_run(
     change: Callable[[ReplayEvidence], ReplayEvidence] | None = None,
     silent: tuple[int, ...] = (),
     versions: bool = False,
-    rescored: Callable[[int], list[RescoredRecord]] | None = None,
+    rechecked: Callable[[int], list[RecheckRecord]] | None = None,
     summed: bool = False,
     microbatches: int = 1,
     check_interval: int = 1,
@@ -120,8 +120,8 @@ def write_run(
 
     silent: ranks that hold no layer with experts.  versions: the records tell weight versions, as
     those of earlier programs do not: 50 of 100 rows are the actor's own in the old-log-prob pass, 30
-    in the train pass, and none of them mismatch.  rescored: comparisons of a step with samples that
-    were computed again; None: there was to be none.  summed: as with ``--r3-evidence summed``.
+    in the train pass, and none of them mismatch.  rechecked: comparisons of a step with samples that
+    were rechecked; None: there was to be none.  summed: as with ``--r3-evidence summed``.
     microbatches: calls of each pass and layer on a rank.  check_interval: that of --r3-check-interval.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -145,9 +145,9 @@ def write_run(
             verdict = judge(totals, expectation, SHAPE, mismatch_threshold=0.02)
             for rank, writer in enumerate(writers):
                 writer.write(of_ranks[rank], as_sums=summed and verdict.passed)
-            if rescored is not None:
-                writers[0].write_rescored(rescored(step))
-                verdict = replace(verdict, sampling=judge_rescored(rescored(step), 0))
+            if rechecked is not None:
+                writers[0].write_recheck(rechecked(step))
+                verdict = replace(verdict, sampling=judge_recheck(rechecked(step), 0))
             line = step_line(
                 *(verdict, expectation, SHAPE),
                 world_size=ranks,
@@ -173,9 +173,9 @@ def with_versions(r: ReplayEvidence) -> ReplayEvidence:
         rows_current=rows,
         rows_current_equal=rows,
         rows_current_mismatch=0,
-        slots_let_go=0,
-        rows_let_go=0,
-        let_go_off=0,
+        slots_dropped=0,
+        rows_dropped=0,
+        dropped_off=0,
     )
 
 
@@ -235,7 +235,7 @@ def write_log(path: Path, records, *, mode: str = "w") -> Path:
 
 
 def log_flags(tmp_path: Path, ranks, steps=range(3)) -> list:
-    """--logs of a log file a rank, with all lines of a run of ``write_run``."""
+    """--logs of a log file per rank, with all lines of a run of ``write_run``."""
     flags = []
     for rank in ranks:
         records = [r for step in steps for r in records_of(step, rank)]

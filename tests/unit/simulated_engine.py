@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.engine.backend import Request, Segment
 from r3train.types import Prompt, RouteShape
 

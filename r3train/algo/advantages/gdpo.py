@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.algo.advantages.tools import centred, compares_samples, spread
+from r3train.algo.advantages.building_blocks import centred, compares_samples, spread
 from r3train.algo.trajectories import episode_places
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.types import RolloutSample
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from r3train.algo.advantages.tools import (
+from r3train.algo.advantages.building_blocks import (
     centred,
     compares_samples,
     discounted,
@@ -14,7 +14,7 @@ from r3train.algo.advantages.tools import (
     spread,
     whitened,
 )
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.types import RolloutSample
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from r3train.algo.divergence import log_ratio
 from r3train.algo.losses.ppo import ratio_sums
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 
 def cispo(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from r3train.algo.divergence import log_ratio
 from r3train.algo.losses.ppo import ratio_sums
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 # weight of the square of new - rollout, over all loss rows
 _SQUARE_COEF = 1e-3

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from r3train.algo.divergence import log_ratio, zero_outside
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 # log of the largest ratio of a sample
 _MAX_LOG_SAMPLE_RATIO = 10.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from r3train.algo.rows import LossRows, RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 
 def sft(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:

@@ -16,8 +16,8 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from r3train.algo.losses.held import HeldLoss
-from r3train.algo.losses.registry import configured_loss, is_users
+from r3train.algo.losses.guarded import GuardedLoss
+from r3train.algo.losses.policy_losses import configured_loss, is_users
 from r3train.algo.policy_loss import metric_names
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
@@ -29,7 +29,7 @@ from r3train.trainer.megatron.forward_step import (
     make_log_prob_step,
     make_train_step,
 )
-from r3train.trainer.megatron.metrics import reduce_metrics
+from r3train.trainer.megatron.loss_metrics import reduce_metrics
 from r3train.trainer.megatron.model import build_model
 from r3train.trainer.megatron.offload import DeviceMemory, on_host
 from r3train.trainer.megatron.optimizer import build_optimizer, build_scheduler
@@ -58,13 +58,17 @@ class MegatronActor:
         self._num_ages = 1 if is_sft else config.rollout.max_weight_staleness + 1
         loss = configured_loss(config.algorithm)
         self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
-        self._held_loss: HeldLoss | None = None  # code of the user
+        self._guarded_loss: GuardedLoss | None = None  # code of the user
         if is_users(config.algorithm):
             # one that hangs on one rank is named before the others give that rank up
             limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
-            loss = self._held_loss = HeldLoss(loss, config.algorithm, self._metric_names, limit_s)
+            loss = self._guarded_loss = GuardedLoss(
+                loss, config.algorithm, self._metric_names, limit_s
+            )
         self._policy_loss = loss
-        self.maxima = self._metric_names[1]  # names of metrics of a step that are no means
+        self.maxima = self._metric_names[
+            1
+        ]  # names of step metrics that are reduced by max, not mean
         self.model = build_model(config, hf, device)
         self.optimizer = build_optimizer(config, self.model.chunks)
         self.scheduler = build_scheduler(config, self.optimizer)
@@ -182,8 +186,8 @@ class MegatronActor:
         do below ``min_ess``, and ``low_ess_steps`` is 1.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if self._held_loss is not None:
-            self._held_loss.begin_step()
+        if self._guarded_loss is not None:
+            self._guarded_loss.begin_step()
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
@@ -212,7 +216,7 @@ class MegatronActor:
     @property
     def loss_errors(self) -> list[str]:
         """Errors of a loss of the user's on this rank."""
-        return self._held_loss.errors if self._held_loss is not None else []
+        return self._guarded_loss.errors if self._guarded_loss is not None else []
 
     def _expert_biases(self) -> list[torch.Tensor]:
         """The routers' expert biases, float32 [E] each; none in a family without them."""
@@ -265,7 +269,7 @@ class MegatronActor:
             self._num_ages,
         )
         # a user's backward pass is bounded in the main thread alone, where a CPU's runs by itself
-        in_main = torch.autograd.set_multithreading_enabled(self._held_loss is None)
+        in_main = torch.autograd.set_multithreading_enabled(self._guarded_loss is None)
         with in_main, self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
 

@@ -28,7 +28,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint.api import CheckpointException
 
 from r3train.checksums import checksums
-from r3train.config.checkpoint import CheckpointSection
+from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.files import require_regular
 from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.trainer.megatron import lora, rng

@@ -1,6 +1,6 @@
 """Export of sharded parameters as whole tensors under Hugging Face names.
 
-Each pipeline stage gathers a parameter over its tensor (or expert and expert-tensor) ranks to the
+Each pipeline stage gathers per parameter over its tensor (or expert and expert-tensor) ranks to the
 stage's first rank, its *leader*, which gives it the names and layouts of the disk.  Leaders broadcast
 what they have to the servers, or those of later stages stream it to rank 0.  Ranks that hold copies
 (other data- or context-parallel ranks) take no part.  Only leaders ever hold a whole tensor.

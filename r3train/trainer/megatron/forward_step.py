@@ -14,10 +14,10 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from r3train.algo.corrections import log_prob_gap_histogram
 from r3train.algo.policy_loss import PolicyLoss, microbatch_loss
-from r3train.algo.rows import LossRows, on_this_rank
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows, on_this_rank
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.trainer.megatron.hf_weights import unwrap
-from r3train.trainer.megatron.kept_tokens import KeptTokens
+from r3train.trainer.megatron.sampling_mask import SamplingMask
 from r3train.trainer.megatron.log_probs import Draw, log_probs_and_entropy
 from r3train.trainer.megatron.replay import RoutingReplayManager
 from r3train.types import RankSlice
@@ -38,7 +38,7 @@ class DeviceSlice:
     loss_weights: torch.Tensor  # float32[sequences]
     ages: torch.Tensor  # int64[n]
     packed: PackedSeqParams
-    kept: KeptTokens | None  # set where the labels were drawn among kept tokens
+    kept: SamplingMask | None  # set where the labels were drawn within a sampling mask
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
 
     @classmethod
@@ -72,7 +72,7 @@ class DeviceSlice:
                 max_seqlen_q=s.max_seqlen,
                 max_seqlen_kv=s.max_seqlen,
             ),
-            kept=KeptTokens.of(s, device),
+            kept=SamplingMask.of(s, device),
             teacher_log_probs=None if s.teacher_log_probs is None else move(s.teacher_log_probs),
         )
 
@@ -106,7 +106,7 @@ def _draw(
     temperature: float,
     chunk_size: int,
 ) -> tuple[Draw, Callable[[], None]]:
-    """Say how the engine drew the slice's labels; returns that, and a call that ends its evidence of kept tokens.
+    """Say how the engine drew the slice's labels; returns that, and a call that ends its evidence of sampling masks.
 
     With the R3 check on, that evidence counts what was left of each chunk's logits.
     """
@@ -117,13 +117,13 @@ def _draw(
         return draw, lambda: None
     counts: list[torch.Tensor] = []
 
-    def see(part: KeptTokens, scaled: torch.Tensor, left: torch.Tensor) -> None:
+    def see(part: SamplingMask, scaled: torch.Tensor, left: torch.Tensor) -> None:
         counts.append(
-            recorder.count_kept_tokens(part, scaled, left, unwrap(model).config.num_layers + 1)
+            recorder.count_sampling_mask(part, scaled, left, unwrap(model).config.num_layers + 1)
         )
 
     def record() -> None:
-        recorder.record_kept_tokens(
+        recorder.record_sampling_mask(
             kept,
             torch.stack(counts).sum(0),
             vp_stage=unwrap(model).vp_stage or 0,

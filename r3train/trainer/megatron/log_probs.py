@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from r3train.trainer.megatron.kept_tokens import KeptTokens, shard_of, was_left
+from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_left
 
-# (a chunk's kept tokens, its logits before and after they were applied, float32[rows, vocab / tp])
-SeeKept = Callable[[KeptTokens, torch.Tensor, torch.Tensor], None]
+# (a chunk's sampling masks, its logits before and after they were applied, float32[rows, vocab / tp])
+SeeKept = Callable[[SamplingMask, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Draw:
 
     labels: torch.Tensor  # int64[n]
     temperature: float  # SGLang divides the logits by it, and keeps tokens of what comes out
-    kept: KeptTokens | None = None  # None: of the whole vocabulary
+    kept: SamplingMask | None = None  # None: of the whole vocabulary
     see_kept: SeeKept | None = None  # called once a chunk, in the forward alone
     chunk_size: int = -1  # rows at a time; -1: all
 

@@ -48,7 +48,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from r3train.config import RunConfig
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families.weights import ModelWeights
 from r3train.peft_files import AdapterFile
 from r3train.trainer.megatron.export import gather, is_leader, to_rank_0
@@ -204,7 +204,7 @@ class Lora(torch.nn.Module):
         return reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def _joined(self, parts: list[torch.Tensor], dim: int) -> torch.Tensor:
-        """Join projections in the order of Megatron's rows: query, key, value a group; gate, up."""
+        """Join projections in the order of Megatron's rows: query, key, value per group; gate, up."""
         if not self.query_groups:
             return torch.cat(parts, dim)
         grouped = [part.unflatten(dim, (self.query_groups, -1)) for part in parts]

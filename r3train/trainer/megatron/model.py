@@ -24,8 +24,8 @@ from megatron.core.transformer.transformer_layer import (
 
 from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.model import TE_KERNELS
-from r3train.config.parallel import ParallelSection
+from r3train.config.model_settings import TE_KERNELS
+from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES, weights_of
 from r3train.families.family import model_arguments
 from r3train.families.weights import ModelWeights
@@ -279,7 +279,7 @@ def _build_chunk(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
     if not use_te:
-        from r3train.trainer.megatron.cpu_attention import PackedCoreAttention
+        from r3train.trainer.megatron.cpu_packed_attention import PackedCoreAttention
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention

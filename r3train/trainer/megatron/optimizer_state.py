@@ -1,4 +1,4 @@
-"""The optimizer's state as a checkpoint holds it: a form that no topology shows in.
+"""The optimizer's state as a checkpoint holds it: a topology-independent form.
 
 Megatron makes one optimizer, or a second one for experts with data-parallel ranks of their own (EP above
 1, or an expert TP other than TP), and nests its state accordingly.  A checkpoint has neither: the

@@ -25,7 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 
-from r3train.routing.padding import fill_missing, let_go_slots, padding_routes
+from r3train.routing.padding import fill_missing, dropped_slots, padding_routes
 from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
@@ -142,9 +142,9 @@ class RouterReplay:
         own = None
         if manager.recorder is not None or manager.drifts or manager.keep_score_ratio:
             own = default_compute_topk(scores.detach(), topk, num_groups, group_topk)[1]
-        experts, let_go = recorded, None
+        experts, dropped = recorded, None
         if manager.keep_score_ratio:
-            experts, let_go = self._kept(staged, scores, recorded, own)
+            experts, dropped = self._kept(staged, scores, recorded, own)
         elif staged.rows_with_missing is not None:
             rows = staged.rows_with_missing
             holes = experts[rows]
@@ -152,13 +152,13 @@ class RouterReplay:
             experts = experts.index_copy(0, rows, filled)
         if manager.recorder is not None:
             manager.recorder.note_choice(
-                Choice(self.layer_number, scores.detach(), experts, own, let_go, self._gates)
+                Choice(self.layer_number, scores.detach(), experts, own, dropped, self._gates)
             )
         if manager.drifts and not in_recomputation():
             whole = staged.real
             if staged.rows_with_missing is not None:
                 whole = whole & (recorded != staged.marker).all(1)
-            replayed = recorded if let_go is not None else experts
+            replayed = recorded if dropped is not None else experts
             replayed = torch.where(whole[:, None], replayed, own)  # a marker is no expert
             gates = self._gates(scores, own), self._gates(scores, replayed)
             manager.drift.add(self.layer_number, own, replayed, gates, whole)
@@ -169,7 +169,7 @@ class RouterReplay:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Replace the recorded experts that the ratio lets go, and fill the missing ones.
 
-        Returns (experts int64[m, K], slots let go bool[m, K]).  A recomputation repeats its forward's
+        Returns (experts int64[m, K], slots dropped bool[m, K]).  A recomputation repeats its forward's
         decision: its scores may differ by the noise of the kernels.
         """
         manager = self._manager
@@ -180,9 +180,9 @@ class RouterReplay:
             missing = recorded == staged.marker
             safe = recorded.masked_fill(missing, 0)
             gates = self._gates(scores, safe), self._gates(scores, own)
-            let_go = let_go_slots(*gates, manager.keep_score_ratio)
-            let_go = let_go & ~missing & staged.real[:, None]
-            decided = fill_missing(scores, safe, missing | let_go), let_go
+            dropped = dropped_slots(*gates, manager.keep_score_ratio)
+            dropped = dropped & ~missing & staged.real[:, None]
+            decided = fill_missing(scores, safe, missing | dropped), dropped
         if is_checkpointing():
             manager.decided[key] = decided
         return decided

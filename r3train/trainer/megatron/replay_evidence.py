@@ -1,4 +1,4 @@
-"""Counts of every router call and of every application of kept tokens, made on the device and read once a step.
+"""Counts of every router call and of every application of sampling masks, made on the device and read once per step.
 
 Nothing here forces a device synchronisation: the calls of a microbatch are counted some layers at a
 time, each leaves one int64 vector behind, and ``collect`` stacks them all and copies them to the host at once.
@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.random import is_checkpointing
 
 from r3train.routing.agreement import overlap_counts, shared_experts
 from r3train.routing.fingerprint import route_hashes, to_unsigned
-from r3train.routing.padding import let_go_slots
-from r3train.trainer.megatron.kept_tokens import KeptTokens, shard_of, was_left
+from r3train.routing.padding import dropped_slots
+from r3train.trainer.megatron.sampling_mask import SamplingMask, shard_of, was_left
 from r3train.types import ReplayEvidence
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Choice:
     scores: torch.Tensor  # float[m, E]
     experts: torch.Tensor  # int64[m, K], served
     own: torch.Tensor  # int64[m, K], the trainer's own top-k
-    let_go: torch.Tensor | None  # bool[m, K], recorded slots served otherwise; None if none can be
+    dropped: torch.Tensor | None  # bool[m, K], recorded slots served otherwise; None if none can be
     gates: Gates
 
 
@@ -64,13 +64,13 @@ class _Seen:
     routing_map: torch.Tensor  # bool[m, E]
     experts: torch.Tensor | None = None  # int64[m, K]; None where the router chose for itself
     own: torch.Tensor | None = None
-    let_go: torch.Tensor | None = None
+    dropped: torch.Tensor | None = None
     # float32[m, 4] each: the forward's and the recomputation's
     signatures: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
     def lacks(self) -> tuple[bool, ...]:
-        return tuple(x is None for x in (self.experts, self.let_go, self.signatures))
+        return tuple(x is None for x in (self.experts, self.dropped, self.signatures))
 
 
 _COUNTERS = (
@@ -88,9 +88,9 @@ _COUNTERS = (
     "control_token_plus",
     "control_layer_minus",
     "control_layer_plus",
-    "slots_let_go",
-    "rows_let_go",
-    "let_go_off",
+    "slots_dropped",
+    "rows_dropped",
+    "dropped_off",
 )
 
 
@@ -189,8 +189,8 @@ class CallRecorder:
         seen = _Seen(call, column, routing_map)
         if choice is not None:
             seen.experts, seen.own = choice.experts, choice.own
-            if choice.let_go is not None:
-                seen.let_go = self._let_go(staged, choice, column, microbatch_id, stage)
+            if choice.dropped is not None:
+                seen.dropped = self._dropped(staged, choice, column, microbatch_id, stage)
             if self._pass == "train":
                 seen.signatures = self._signatures_of(choice, microbatch_id, stage)
         self._calls.append(call)
@@ -236,7 +236,7 @@ class CallRecorder:
         maps: torch.Tensor,
         values: dict[str, torch.Tensor],
     ) -> None:
-        """Add the counters of calls that were served, and take from the fingerprint what is not the rollout's."""
+        """Add the counters of calls that were served, and remove filled slots and padding rows from the fingerprint."""
         experts = torch.stack([s.experts for s in seen])  # [l, m, K]
         own = torch.stack([s.own for s in seen])
         routes = _of_layers(staged, columns)
@@ -248,18 +248,18 @@ class CallRecorder:
             values["fingerprint"] -= (filled * ~recorded[:, rows]).sum((1, 2))
         values["replay_idx_sum"] = experts.sum((1, 2))
         replayed = experts
-        if seen[0].let_go is not None:
+        if seen[0].dropped is not None:
             replayed = torch.where(recorded, routes.long(), experts)
             of_rollout = recorded & staged.real[:, None]
-            let_go = torch.stack([s.let_go for s in seen]) & of_rollout
+            dropped = torch.stack([s.dropped for s in seen]) & of_rollout
             # the map has another expert there; the rollout has the recorded one
             asked = route_hashes(staged.uids, replayed, layers)
             served = route_hashes(staged.uids, experts, layers)
-            values["fingerprint"] += ((asked - served) * let_go).sum((1, 2))
+            values["fingerprint"] += ((asked - served) * dropped).sum((1, 2))
             gone = of_rollout & ~maps.gather(2, routes.long().masked_fill(~recorded, 0))
-            values["slots_let_go"] = let_go.sum((1, 2))
-            values["rows_let_go"] = (let_go.any(2) & whole).sum(1)
-            values["let_go_off"] = (let_go != gone).sum((1, 2))
+            values["slots_dropped"] = dropped.sum((1, 2))
+            values["rows_dropped"] = (dropped.any(2) & whole).sum(1)
+            values["dropped_off"] = (dropped != gone).sum((1, 2))
         shared = shared_experts(own, replayed)
         equal, overlap, none = overlap_counts(shared, self._topk, whole)
         values.update(rows_equal=equal, rows_overlap=overlap, rows_mismatch=none)
@@ -274,7 +274,7 @@ class CallRecorder:
             differ = (first - again).abs().amax(2) > _RECOMPUTE_TOLERANCE * scale
             values["rows_recompute_differ"] = differ.sum(1)
 
-    def _let_go(
+    def _dropped(
         self,
         staged: StagedRoutes,
         choice: Choice,
@@ -293,7 +293,7 @@ class CallRecorder:
         routes = staged.routes[:, column].long()
         routes = routes.masked_fill(routes == staged.marker, 0)
         gates = choice.gates(choice.scores, routes), choice.gates(choice.scores, choice.own)
-        dropped = let_go_slots(*gates, self._keep_score_ratio)
+        dropped = dropped_slots(*gates, self._keep_score_ratio)
         if is_checkpointing() and stage == "replay_forward":
             self._dropped[key] = dropped
         return dropped
@@ -325,10 +325,10 @@ class CallRecorder:
         return scores.float() @ self._projection
 
     @torch.no_grad()
-    def count_kept_tokens(
-        self, kept: KeptTokens, scaled: torch.Tensor, left: torch.Tensor, layer_number: int
+    def count_sampling_mask(
+        self, kept: SamplingMask, scaled: torch.Tensor, left: torch.Tensor, layer_number: int
     ) -> torch.Tensor:
-        """Count a chunk of an application of kept tokens, from the logits that it left.
+        """Count a chunk of an application of sampling masks, from the logits that it left.
 
         scaled, left: float32[n, vocab / tp], before and after it.  Returns int64 counters over all
         shards of the vocabulary, the same on every tensor-parallel rank.
@@ -378,18 +378,18 @@ class CallRecorder:
             values["rows_current_mismatch"] = (mismatch & of_version).sum()
         return _vector(values)
 
-    def record_kept_tokens(
-        self, kept: KeptTokens, counters: torch.Tensor, *, vp_stage: int, layer_number: int
+    def record_sampling_mask(
+        self, kept: SamplingMask, counters: torch.Tensor, *, vp_stage: int, layer_number: int
     ) -> None:
-        """Record one application of kept tokens, of which ``counters`` are the chunks' sum.
+        """Record one application of sampling masks, of which ``counters`` are the chunks' sum.
 
         Tensor-parallel rank 0 alone counts them.
         """
         s, version, current = kept.source, self._weight_version, 0
         if version is not None:
-            current = int(((s.kept_versions == version) & (s.kept_counts > 0)).sum())
-        replayed, real = int((s.kept_counts > 0).sum()), int((s.token_uids >= 0).sum())
-        native = int((s.loss_mask & (s.kept_counts == 0)).sum())
+            current = int(((s.mask_versions == version) & (s.mask_counts > 0)).sum())
+        replayed, real = int((s.mask_counts > 0).sum()), int((s.token_uids >= 0).sum())
+        native = int((s.loss_mask & (s.mask_counts == 0)).sum())
         self._calls.append(
             _Call(
                 host=dict(
@@ -420,7 +420,7 @@ class CallRecorder:
         for call, row in zip(self._calls, table):
             counters = dict(zip(_COUNTERS, row))
             counters["fingerprint"] = to_unsigned(counters["fingerprint"])
-            call.host["rows_replayed"] -= counters["rows_let_go"]
+            call.host["rows_replayed"] -= counters["rows_dropped"]
             records.append(
                 ReplayEvidence(
                     step=step,

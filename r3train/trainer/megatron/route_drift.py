@@ -1,7 +1,7 @@
 """The router's drift away from the replayed experts, by layer, for the metrics (--log-route-drift).
 
 Counted in the rollout's first forwards, before a step changes a weight.  Sums stay on the device; they are
-added up over ranks and read once a step.
+added up over ranks and read once per step.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from r3train.config.parallel import ParallelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.types import RankTopology
 

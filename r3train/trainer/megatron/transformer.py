@@ -10,7 +10,7 @@ from megatron.core.activations import quick_gelu
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from r3train.config.hf_facts import HfModelFacts
-from r3train.config.parallel import ParallelSection
+from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES
 from r3train.families.family import keys_of, transformer_fields
 

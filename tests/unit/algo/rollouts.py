@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from r3train.algo.rows import LossRows
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import LossRows
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import train_samples
 from r3train.types import Prompt, RolloutSample, Scored
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from tests.unit.algo.rollouts import advantages, sample, scored
 
-from r3train.algo.advantages.registry import check_advantages, get_advantage_estimator
-from r3train.algo.advantages.tools import centred
+from r3train.algo.advantages.estimators import check_advantages, get_advantage_estimator
+from r3train.algo.advantages.building_blocks import centred
 from r3train.algo.reward_stats import GroupStats, group_stats
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import train_samples
 
 
@@ -177,7 +177,7 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
 )
 def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, monkeypatch):
     if name == "waits":
-        monkeypatch.setattr("r3train.algo.advantages.registry.GUEST_STEP_S", 0.2)
+        monkeypatch.setattr("r3train.algo.advantages.estimators.USER_CODE_STEP_S", 0.2)
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

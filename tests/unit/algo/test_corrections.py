@@ -18,7 +18,7 @@ from r3train.algo.corrections import (
     mismatch_sums,
     rollout_weights,
 )
-from r3train.config.algorithm import AlgorithmSection, Rejection
+from r3train.config.algorithm_settings import AlgorithmSection, Rejection
 
 
 def logs(*probabilities):

@@ -11,15 +11,15 @@ import torch
 from tests.unit.algo.rollouts import advantages
 from tests.unit.rewards.test_scoring import sample, scored
 
-from r3train.algo.advantages.registry import ADVANTAGES
-from r3train.algo.check import check_algorithm
-from r3train.algo.losses.registry import POLICY_LOSSES, get_policy_loss
+from r3train.algo.advantages.estimators import ADVANTAGES
+from r3train.algo.rule_checks import check_algorithm
+from r3train.algo.losses.policy_losses import POLICY_LOSSES, get_policy_loss
 from r3train.algo.policy_loss import microbatch_loss
-from r3train.algo.rows import LossRows
-from r3train.config.algorithm import AlgorithmSection
-from r3train.config.data import DataSection
+from r3train.algo.loss_rows import LossRows
+from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.config.data_settings import DataSection
 from r3train.environments import ENVIRONMENTS, Turn, get_environment
-from r3train.rewards.registry import REWARDS
+from r3train.rewards.named_rewards import REWARDS
 from r3train.types import Prompt
 
 PAGE = (Path(__file__).parents[3] / "docs/extending.md").read_text()

@@ -9,12 +9,12 @@ import pytest
 import torch
 from tests.unit.algo.rollouts import loss_rows, sample
 
-from r3train.algo.advantages.registry import token_advantages
+from r3train.algo.advantages.estimators import token_advantages
 from r3train.algo.corrections import kept_rows, rollout_weights
 from r3train.algo.divergence import MAX_LOG_RATIO
 from r3train.algo.losses.ppo import gspo, ppo
 from r3train.algo.policy_loss import microbatch_loss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 
 
 def full(count: int, value: float) -> torch.Tensor:

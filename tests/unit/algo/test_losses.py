@@ -10,12 +10,12 @@ from tests.unit.algo.rollouts import loss_rows
 from r3train.algo.divergence import k3_kl, kl_estimate
 from r3train.algo.losses.cispo import cispo
 from r3train.algo.losses.dppo import dppo_kl, dppo_tv
-from r3train.algo.losses.held import HeldLoss
+from r3train.algo.losses.guarded import GuardedLoss
 from r3train.algo.losses.ppo import gspo, ppo
-from r3train.algo.losses.registry import check_policy_loss, configured_loss, get_policy_loss
+from r3train.algo.losses.policy_losses import check_policy_loss, configured_loss, get_policy_loss
 from r3train.algo.policy_loss import metric_names, microbatch_loss, rows_without_values
-from r3train.algo.rows import RowLoss
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.loss_rows import RowLoss
+from r3train.config.algorithm_settings import AlgorithmSection
 
 CLIP = AlgorithmSection(eps_clip=0.2, eps_clip_high=0.3)
 EVERYTHING = AlgorithmSection(
@@ -556,7 +556,7 @@ def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
 def held(name, limit_s=60.0):
     algorithm = AlgorithmSection(policy_loss=f"{HERE}:{name}", entropy_coef=0.01)
     loss = configured_loss(algorithm)
-    return HeldLoss(loss, algorithm, metric_names(loss, algorithm), limit_s), algorithm
+    return GuardedLoss(loss, algorithm, metric_names(loss, algorithm), limit_s), algorithm
 
 
 def with_entropy(rows, algorithm):

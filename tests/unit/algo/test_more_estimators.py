@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.unit.algo.rollouts import advantages, sample, scored
 
-from r3train.algo.check import check_algorithm
+from r3train.algo.rule_checks import check_algorithm
 from r3train.algo.reward_stats import group_stats
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.kl_reward import held_ratios, log_ratios
 from r3train.loop.prepare import advantages_with_kl, train_samples
 from r3train.routing.fingerprint import token_uids

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from tests.unit.algo.rollouts import advantages
 
-from r3train.algo.check import check_algorithm
-from r3train.config.algorithm import AlgorithmSection
+from r3train.algo.rule_checks import check_algorithm
+from r3train.config.algorithm_settings import AlgorithmSection
 
 
 @pytest.mark.parametrize(

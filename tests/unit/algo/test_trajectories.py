@@ -7,7 +7,7 @@ import pytest
 from tests.unit.algo.rollouts import advantages, sample
 
 from r3train.algo.trajectories import episode_places, episode_rewards, validate_trajectories
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import train_samples
 
 CENTRED = AlgorithmSection(grpo_std_normalization=False)

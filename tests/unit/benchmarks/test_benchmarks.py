@@ -106,7 +106,7 @@ def test_the_page_says_so_when_ours_is_slower_and_when_it_is_faster():
     for median, said in ((0.25, "slower"), (3.0, "faster")):
         shape["over_trl"]["r3train"]["median"] = median
         page = performance_page(results)
-        assert f"**{median:g} times** the samples a second of TRL, so it is {said}" in page
+        assert f"**{median:g} times** the samples per second of TRL, so it is {said}" in page
 
 
 def test_agreement_ratios_are_of_the_same_seed_and_extreme_tokens_are_not_divided_by_nothing():

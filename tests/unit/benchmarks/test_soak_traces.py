@@ -17,7 +17,7 @@ MB = 1 << 20
 
 
 def life(pid: int, first: int, last: int, memory, handles=lambda i: Counter()) -> Trace:
-    """Four samples a second, a step every half: ``memory(step)`` and a little noise."""
+    """Four samples per second, a step every half: ``memory(step)`` and a little noise."""
     trace, noise = Trace("rank 0", pid), random.Random(pid)
     for i in range((last - first) * 2):
         step, age = first + i // 2, i * 0.25 + 5.0

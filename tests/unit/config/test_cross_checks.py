@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.config.cross_checks import (
     algorithm_warnings,
     check_model,
@@ -94,7 +94,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ("16 does not divide by global_batch_size 5", {"global_batch_size": 5}),
         ("16 does not divide by global_batch_size 32", {"global_batch_size": 32}),
         (
-            "--reuse-log-probs on needs one optimizer step a rollout .* of 2 steps",
+            "--reuse-log-probs on needs one optimizer step per rollout .* of 2 steps",
             {"reuse_log_probs": "on", "global_batch_size": 8},
         ),
         ("--save-interval needs --save", {"save_interval": 2}),
@@ -226,7 +226,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
             {"rollout_num_engines": 2, "rollout_external_engine_addrs": ["h:1"]},
         ),
         (
-            "--rollout-server-env is of our own servers",
+            "--rollout-server-env is of our local servers",
             {"rollout_server_env": ["HF_TOKEN"], "rollout_external_engine_addrs": ["h:1"]},
         ),
         ("names a server twice", {"rollout_external_engine_addrs": ["h:1", "h:1"]}),
@@ -331,7 +331,7 @@ WITHOUT_EFFECT = {
     "tis_clip": (3.0, {}, "needs --rollout-is"),
     "tis_clip_low": (0.5, {}, "needs --rollout-is"),
     "rollout_rs_threshold": (["2"], {}, "needs --rollout-rs"),
-    "opsm_delta": (0.1, {}, "one optimizer step a rollout"),
+    "opsm_delta": (0.1, {}, "one optimizer step per rollout"),
 }
 # these choose a rule, or act on their own
 ALWAYS_IN_EFFECT = {

@@ -279,7 +279,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5
         ("gpt_oss", {"sliding_window": None}, "sliding_window is None"),
         ("qwen3_next", {"partial_rotary_factor": 0.25}, "SGLang rotates 0.25 of a head"),
         ("qwen3_next", {"full_attention_interval": 2}, "what SGLang takes from full_attention"),
-        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one a layer"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse"]}, "must hold 2 entries, one per layer"),
     ],
 )
 def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, message, of):

@@ -8,7 +8,7 @@ import pytest
 
 from r3train.config.cross_checks import check_model, check_static
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.families import tensor_names
 from r3train.tiny import build
 from r3train.tiny_families import TinyOptions

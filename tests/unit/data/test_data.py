@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 import pytest
 
-from r3train.config.data import DataSection, PromptFile
+from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data import PromptOrder, load_tokenizer
 from r3train.data.order import MixedOrder
 from r3train.data.prompts import ChatTemplate, unknown_tokens

@@ -17,7 +17,7 @@ from tests.unit.rewards.test_scoring import sample, scored
 
 from r3train.cli import main
 from r3train.config import RunConfig
-from r3train.config.data import PromptFile
+from r3train.config.data_settings import PromptFile
 from r3train.data import load_prompts
 from r3train.data.tokenizer import load_tokenizer
 from r3train.launch.preflight import preflight

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from r3train.config.data import DataSection, PromptFile
+from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import load_prompts
 
 WORDS = ["<s>", "user", "cat", "dog", "?"]

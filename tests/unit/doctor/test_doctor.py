@@ -18,9 +18,9 @@ from aiohttp import web
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.doctor import command, machine
+from r3train.doctor import doctor_command, machine
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, room
-from r3train.doctor.model import read_weights
+from r3train.doctor.model_checks import read_weights
 from tests.unit.hf_model import facts
 from tests.unit.doctor_setups import ROOT, config_of, diagnose, worries
 from tests.unit.fake_engine_server import Fake
@@ -31,7 +31,7 @@ def quiet_machine(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("MASTER_PORT", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
 
 
 def test_a_good_set_up_is_quiet_and_ends_with_0(tiny, tmp_path):
@@ -327,22 +327,22 @@ def test_version_conflicts_are_found(changes, cuda, subject, level):
     ],
 )
 def test_a_gpu_without_fused_attention_of_packs_is_named(capabilities, worried, monkeypatch):
-    monkeypatch.setattr(command, "gpus_here", lambda: (len(capabilities), 80 << 30))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (len(capabilities), 80 << 30))
     monkeypatch.setattr("torch.cuda.device_count", lambda: len(capabilities))
     monkeypatch.setattr("torch.cuda.get_device_capability", capabilities.__getitem__)
-    found = [f for f in command.diagnose(None, 1) if f.subject == "GPU"]
+    found = [f for f in doctor_command.diagnose(None, 1) if f.subject == "GPU"]
     assert [f.text.split(":")[0].split()[-1] for f in found] == worried
     assert all(f.level == WARNING and f.remedy for f in found)
 
 
 def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_torch(monkeypatch):
     """The image's smoke test: that part is compiled, and may be there and not import."""
-    monkeypatch.setattr(command, "gpus_here", lambda: (1, 80 * 10**9))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (1, 80 * 10**9))
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
     def asked() -> list[Finding]:
-        return [f for f in command.diagnose(None, 1) if f.subject == "Transformer Engine"]
+        return [f for f in doctor_command.diagnose(None, 1) if f.subject == "Transformer Engine"]
 
     (found,) = asked()
     assert (
@@ -351,7 +351,7 @@ def test_on_gpus_the_machine_alone_is_asked_for_transformer_engines_part_for_tor
     for name in ("transformer_engine", "transformer_engine.pytorch"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     assert [f.level for f in asked()] == [OK]
-    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
     assert not asked()
 
 

@@ -11,12 +11,12 @@ from safetensors.numpy import save_file
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
-from r3train.doctor import command, memory
+from r3train.config.lora_settings import LoraSection
+from r3train.doctor import doctor_command, memory
 from r3train.doctor.machine import Node
 from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding
 from r3train.doctor.memory import estimate
-from r3train.doctor.model import checkpoint_bytes, read_weights
+from r3train.doctor.model_checks import checkpoint_bytes, read_weights
 from r3train.tiny import build
 from r3train.tiny_families import TinyOptions
 from tests.unit.doctor_setups import config_of, diagnose
@@ -30,7 +30,7 @@ def node_of_8_gpus(monkeypatch):
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(command, "gpus_here", lambda: (8, 80 * GIB))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (8, 80 * GIB))
 
 
 def of(findings, subject: str) -> list[Finding]:
@@ -68,7 +68,7 @@ def test_ranks_of_this_node_are_given_or_known(arguments, environment, here, nod
 
 
 def test_on_cpus_all_ranks_are_here(monkeypatch):
-    monkeypatch.setattr(command, "gpus_here", lambda: (0, 0))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (0, 0))
     result = CliRunner().invoke(main, ["doctor", "--world-size", "4"], env={"LOCAL_WORLD_SIZE": ""})
     assert "4 of 4 ranks on this node" in result.output
 
@@ -83,7 +83,7 @@ def test_estimates_follow_the_shapes(tiny):
     assert e.rank == weights.dense * (8 + 8 / 2) + weights.expert / 2 * (8 + 8)
     # 4 layers of top 2 in a byte each, 67 rows of 68 tokens, 128 samples
     text = memory.route_estimate(config, hf).text
-    assert "8 B a token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
+    assert "8 B per token; a sample of 68 tokens 536 B" in text and "at most 67.0 KiB" in text
 
 
 def test_the_evidence_of_a_cluster_run_is_told_before_it_is_written(tiny):
@@ -225,7 +225,7 @@ def test_a_server_on_a_ranks_gpu_takes_its_share_of_it(flags, ranks, level, tiny
 def test_a_model_that_no_gpu_can_hold_is_a_problem_of_the_whole_command(
     tiny, node_of_8_gpus, monkeypatch
 ):
-    monkeypatch.setattr(command, "gpus_here", lambda: (8, 1 << 20))
+    monkeypatch.setattr(doctor_command, "gpus_here", lambda: (8, 1 << 20))
     (found,) = of(diagnose(config_of(tiny), 2), "GPU memory")
     assert found.level == PROBLEM
 

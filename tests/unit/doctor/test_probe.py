@@ -12,7 +12,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.doctor import probe
 from r3train.doctor.finding import OK, PROBLEM
 from r3train.doctor.judgement import FLOAT32, judge_routes, shortfall
-from r3train.doctor.model import Weights, read_weights
+from r3train.doctor.model_checks import Weights, read_weights
 from r3train.doctor.reference import _scores, load_reference
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions

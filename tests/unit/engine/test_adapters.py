@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tests.unit.fake_engine_server import answer_to, client_of, Fake, SAMPLING
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.config.lora import LoraSection
+from r3train.config.lora_settings import LoraSection
 from r3train.engine.adapters import AdapterPublisher, Adapters, adapter_flags
 from r3train.engine.backend import BadAnswer, EngineDied, EngineError, Request
 from r3train.engine.control import EngineControl, ServerVersions
@@ -49,7 +49,7 @@ async def test_the_same_text_computed_again_and_the_noise_name_the_adapter_too()
     fake = Fake()
     routes = RouteShape(num_layers=1, topk=1, num_experts=2)
     async with client_of(fake, adapters=holding(3), routes=routes) as client:
-        for call in (client.rescore(REQUEST, "whole", 0), client.score_twice(REQUEST, 0)):
+        for call in (client.recheck(REQUEST, "whole", 0), client.score_twice(REQUEST, 0)):
             with pytest.raises(ValueError):  # the fake's answers have no routes
                 await call
     asked = [body for body in fake.bodies if "input_ids" in body]

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.torch_native_backend import (  # noqa: E402
     TorchNativeAttnBackend,
 )
 
-from r3train.engine.cpu_attention import BatchedAttention, alike  # noqa: E402
+from r3train.engine.cpu_batched_attention import BatchedAttention, alike  # noqa: E402
 
 SLOTS, LONGEST = 4000, 128
 

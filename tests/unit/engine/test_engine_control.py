@@ -210,7 +210,7 @@ async def test_servers_release_memory_when_idle_and_are_used_again_once_they_hol
 
         async def hold(*kinds):
             fake.paths.clear(), fake.bodies.clear()
-            await asyncio.to_thread(engine.hold_memory, *kinds)
+            await asyncio.to_thread(engine.keep_onloaded, *kinds)
             return [(path[1:], body.get("tags")) for path, body in zip(fake.paths, fake.bodies)]
 
         engine.versions.record(2)

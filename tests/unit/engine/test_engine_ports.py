@@ -3,7 +3,7 @@
 import pytest
 
 from r3train.engine.server import SGLangServer
-from tests.unit.own_servers import servers_of_rank_0
+from tests.unit.local_servers import servers_of_rank_0
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from r3train.engine.answer import Sent, read_answer, read_rescored
+from r3train.engine.answer import Sent, read_answer, read_recheck
 from r3train.engine.backend import EngineError, Request, SamplingParams
 from r3train.engine.http import parse_answer
 from r3train.types import RouteShape
@@ -41,7 +41,7 @@ def request(**changes):
         stop_token_ids=(STOP,),
         may_stop_at=(TOKENIZERS_STOP,),
         ignore_eos=changes.pop("ignore_eos", False),
-        kept_of=changes.pop("kept_of", None),
+        mask_vocab=changes.pop("mask_vocab", None),
     )
     base = dict(max_new_tokens=3, sampling=sampling, weight_version=4, exact_version=False)
     return Request(12, 3, "p", np.array([5, 6, 7], np.int32), **base | changes)
@@ -256,8 +256,8 @@ def test_rows_too_few_or_too_many_are_refused(rows):
 
 
 @pytest.mark.parametrize("value", [0.01, 1e30, -1e30, "-0.5", True, None])
-def test_log_probs_among_kept_tokens_are_held_to_the_same(value):
-    how = request(kept_of=12)
+def test_log_probs_among_sampling_mask_are_held_to_the_same(value):
+    how = request(mask_vocab=12)
     good = {**META, **KEPT}
     assert read(good, how=how).log_probs.tolist() == [-0.25, -1, 0]
     lie = {"output_token_sampling_logprobs": [-0.25, value, 0.0]}
@@ -323,7 +323,7 @@ def read_again(of_adapter=False, **changes):
     how = request(max_new_tokens=0)
     meta = copy.deepcopy(AGAIN) | changes
     options = dict(routes=SHAPE, of_adapter=of_adapter)
-    return read_rescored({"meta_info": meta}, how, sent(), "whole", 0, **options)
+    return read_recheck({"meta_info": meta}, how, sent(), "whole", 0, **options)
 
 
 def test_a_text_that_was_computed_again_is_read():

@@ -207,15 +207,15 @@ KEPT["meta_info"] |= {
 
 def read_kept(answer):
     before = stitch.begin(PROMPT, sample_id=12, group_id=3)
-    request = stitch.next_request(before, SamplingParams(2, top_k=20, kept_of=12))
+    request = stitch.next_request(before, SamplingParams(2, top_k=20, mask_vocab=12))
     sent = Sent("r.", vocab_size=12, may_abort=True)
     return stitch.extend(before, read_answer(answer, request, sent, routes=RouteShape(2, 2, 8)))
 
 
-def test_kept_tokens_come_with_the_log_probs_among_them():
+def test_sampling_mask_come_with_the_log_probs_among_them():
     sample = read_kept(KEPT)
-    assert sample.kept_counts.tolist() == [0, 0, 0, 2, 1] and sample.kept_counts.dtype == np.int32
-    assert sample.kept_ids.tolist() == [9, 3, 11] and sample.kept_ids.dtype == np.int32
+    assert sample.mask_counts.tolist() == [0, 0, 0, 2, 1] and sample.mask_counts.dtype == np.int32
+    assert sample.mask_ids.tolist() == [9, 3, 11] and sample.mask_ids.dtype == np.int32
     assert sample.rollout_log_probs.tolist() == [0, 0, 0, -0.25, 0]
 
 
@@ -230,8 +230,8 @@ def test_kept_tokens_come_with_the_log_probs_among_them():
             [[3, 4], [11]],
             "output token 0 is 9, which is none of the 2 tokens that sampling",
         ),
-        ("mask", [[9, 12], [11]], r"kept token 12 is not in 0\.\.11"),
-        ("mask", [[9, -1], [11]], r"kept token -1 is not in 0\.\.11"),
+        ("mask", [[9, 12], [11]], r"token of a sampling mask 12 is not in 0\.\.11"),
+        ("mask", [[9, -1], [11]], r"token of a sampling mask -1 is not in 0\.\.11"),
         ("mask", [[9, 9], [11]], "names a token twice in a row"),
         ("mask", [[9, 3, 9], [11]], "names a token twice in a row"),
         ("logprobs", None, "no output_token_sampling_logprobs, expected 2"),
@@ -240,30 +240,30 @@ def test_kept_tokens_come_with_the_log_probs_among_them():
         (
             "logprobs",
             [-0.75, 0.0],
-            "log-prob 0 among the kept tokens is -0.75, expected at least -0.5",
+            "log-prob 0 within the sampling mask is -0.75, expected at least -0.5",
         ),
         ("logprobs", [-0.25, -0.125], "log-prob 1 is -0.125 where one token was kept"),
     ],
 )
-def test_kept_tokens_that_cannot_be_are_refused(name, value, message):
+def test_sampling_mask_that_cannot_be_are_refused(name, value, message):
     answer = copy.deepcopy(KEPT)
     answer["meta_info"][f"output_token_sampling_{name}"] = value
     with pytest.raises(ValueError, match=f"^sample 12 .*{message}"):
         read_kept(answer)
 
 
-def test_a_request_that_was_aborted_in_its_queue_has_no_kept_tokens_and_is_trained():
+def test_a_request_that_was_aborted_in_its_queue_has_no_sampling_mask_and_is_trained():
     answer = {"output_ids": [], "meta_info": {"id": "r.", "finish_reason": {"type": "abort"}}}
     sample = read_kept(answer)
-    assert sample.kept_counts.tolist() == [0, 0, 0] and len(sample.kept_ids) == 0
+    assert sample.mask_counts.tolist() == [0, 0, 0] and len(sample.mask_ids) == 0
     # a group may be over with it: it has no token in the loss, and a place in its microbatch
     train = TrainSample(stitch.finished(sample), 0.0, np.zeros(3, np.float32))
     batch = build_microbatch(
-        0, [train], cp_size=1, tp_size=1, route_shape=RouteShape(2, 2, 8), kept_tokens=True
+        0, [train], cp_size=1, tp_size=1, route_shape=RouteShape(2, 2, 8), sampling_mask=True
     )
-    assert batch.kept_counts.tolist() == [0, 0, 0] and len(batch.kept_ids) == 0
+    assert batch.mask_counts.tolist() == [0, 0, 0] and len(batch.mask_ids) == 0
     # what follows begins as if nothing had been asked
-    again = stitch.next_request(sample, SamplingParams(2, top_k=20, kept_of=12))
+    again = stitch.next_request(sample, SamplingParams(2, top_k=20, mask_vocab=12))
     sent = Sent("r.", vocab_size=12)
     done = stitch.extend(sample, read_answer(KEPT, again, sent, routes=RouteShape(2, 2, 8)))
-    assert done.kept_counts.tolist() == [0, 0, 0, 2, 1]
+    assert done.mask_counts.tolist() == [0, 0, 0, 2, 1]

@@ -270,7 +270,7 @@ async def test_a_text_is_not_computed_again_on_a_server_that_has_other_weights_b
         ):
             change()
             with pytest.raises(EngineError, match=f"holds weight version {held} .*no longer 3"):
-                await client.rescore(request, "whole", 0)
+                await client.recheck(request, "whole", 0)
 
 
 async def test_where_no_server_ever_holds_the_weights_the_sample_says_so():

@@ -137,7 +137,7 @@ def test_the_bound_of_a_body_holds_all_that_was_asked_for():
     ids = 102 * 48 * 8  # rows of 103 tokens, 4 bytes each, in base64
     assert plain + -(-ids * 4 // 3) * 4 / 4 <= bound(shape) <= plain + ids * 6
     assert plain < bound(shape, rows_start=90) < plain + (bound(shape) - plain) / 6
-    kept = bound(sampling=SamplingParams(100, top_k=50, kept_of=1000))
+    kept = bound(sampling=SamplingParams(100, top_k=50, mask_vocab=1000))
     assert kept >= plain + 100 * 50 * len("151935, ")
 
 
@@ -257,7 +257,7 @@ async def test_a_text_computed_again_must_be_the_one_that_was_sent():
     async with client_of(fake, routes=RouteShape(1, 1, 2)) as client:
         request = Request(0, 0, "p", PROMPT.token_ids, 0, SAMPLING)
         with pytest.raises(ValueError, match="is to the request 'another', expected 'r3train-"):
-            await client.rescore(request, "whole", 0)
+            await client.recheck(request, "whole", 0)
     (body,) = fake.bodies
     # nothing of it may come from a cache, and no other id begins with its own
     assert body["extra_key"] == body["rid"] and body["rid"].endswith(".")

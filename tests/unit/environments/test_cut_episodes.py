@@ -90,8 +90,8 @@ def test_a_turn_ends_before_the_tokens_of_the_next_though_nothing_was_said_betwe
         answer = segment(sample, 2, source)
         sample = extend(sample, with_kept(answer, [50 + source, 7], [50 + source]))
     first = _one_turn(sample, 0, 2, 4, 1, is_last=False)
-    assert [place for place, _, _ in first.decoded_kept] == [2]
-    assert first.kept_counts.tolist() == [0, 0, 2, 1] and first.kept_ids.tolist() == [51, 7, 51]
+    assert [place for place, _, _ in first.decoded_masks] == [2]
+    assert first.mask_counts.tolist() == [0, 0, 2, 1] and first.mask_ids.tolist() == [51, 7, 51]
     second = _one_turn(sample, 1, 4, 6, 2, is_last=True)
-    assert [place for place, _, _ in second.decoded_kept] == [2, 4]
+    assert [place for place, _, _ in second.decoded_masks] == [2, 4]
     assert len(first.decoded) == 1 and len(second.decoded) == 2

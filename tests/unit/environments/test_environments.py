@@ -18,13 +18,13 @@ from tests.e2e.test_environments import as_the_template_writes_them
 from tests.e2e.tool_calculator import ToolCalculator, use_template
 from tests.unit.simulated_engine import PROMPT_LEN, SimulatedEngine, rollout_section
 
-from r3train.config.data import DataSection
+from r3train.config.data_settings import DataSection
 from r3train.data.prompts import ChatTemplate
 from r3train.data.tokenizer import load_tokenizer
 
 from r3train.environments import StepResult, Turn, get_environment
-from r3train.environments.registry import begin_environment
-from r3train.environments.tools import ToolCall, tool_calls
+from r3train.environments.named_environments import begin_environment
+from r3train.environments.tool_calls import ToolCall, tool_calls
 from r3train.environments.calculator import Calculator, calculator_prompts, calculator_words
 from r3train.algo.trajectories import validate_trajectories
 from r3train.engine.backend import SamplingParams
@@ -32,7 +32,7 @@ from r3train.generation.conversation import Conversation
 from r3train.generation import producer as producers
 from r3train.generation.producer import Producer
 from r3train.tiny import TinyOptions, build
-from r3train.generation.guest_loop import GuestLoop
+from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import Prompt
 
 PROMPT = Prompt("p", 0, "make 7", np.array([3, 4], np.int32), 7)
@@ -106,7 +106,7 @@ def test_an_environment_is_found_by_name_and_by_path():
     assert get_environment("r3train.environments.calculator:Calculator") is Calculator
 
 
-GUESTS = GuestLoop()
+GUESTS = EnvironmentLoop()
 
 
 class Script:
@@ -122,11 +122,13 @@ class Script:
         return StepResult([60, 61], turn.index == self.done_at, self.rewards[turn.index])
 
 
-def conversation(script, guests=None, *, sample_a_turn=False, max_turn_len=3, reply=None, **limits):
+def conversation(
+    script, environments=None, *, sample_a_turn=False, max_turn_len=3, reply=None, **limits
+):
     return Conversation(
         lambda: script,
         rollout_section(**in_turns(sample_a_turn), environment_max_turn_len=max_turn_len, **limits),
-        guests or GUESTS,
+        environments or GUESTS,
         encode=lambda text: [ord(c) for c in text],
         decode=lambda ids: " ".join(map(str, ids)),
         reply=reply,
@@ -342,14 +344,14 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
         blocked.append(release.wait(60))
 
     settings = rollout_section(**in_turns(False))
-    guests = GuestLoop()
+    environments = EnvironmentLoop()
     producer = Producer(
         settings,
         lambda: SimulatedEngine(length=lambda _: 1000),
         lambda group: replace(PROMPT, prompt_id=str(group)),
         SamplingParams(100),
         make_episode=lambda prompt: conversation(
-            Misbehaving(step), guests, environment_timeout_s=0.2
+            Misbehaving(step), environments, environment_timeout_s=0.2
         ),
     )
     step_of = "prompt 0, sample 0, turn 0: the step of --environment .*"
@@ -367,8 +369,8 @@ def test_a_step_that_blocks_its_event_loop_is_named_and_the_others_wait_in_a_che
 
 
 async def test_calls_that_wait_for_one_another_have_their_limit_from_their_begin_on():
-    guests = GuestLoop()
-    asked = [guests.ask(lambda: time.sleep(0.1), f"call {i}", 0.6) for i in range(10)]
+    environments = EnvironmentLoop()
+    asked = [environments.ask(lambda: time.sleep(0.1), f"call {i}", 0.6) for i in range(10)]
     assert await asyncio.gather(*asked) == [None] * 10
 
 
@@ -378,7 +380,7 @@ async def test_an_environment_that_waits_when_it_is_made_has_the_bound_of_a_step
 
     late = "^prompt 0, sample 40: --environment .* took longer than --environment-timeout-s 0.2"
     section = rollout_section(**in_turns(False), environment_timeout_s=0.2)
-    episode = Conversation(begin, section, GuestLoop(), encode=list, decode=str)
+    episode = Conversation(begin, section, EnvironmentLoop(), encode=list, decode=str)
     with pytest.raises(ValueError, match=late):
         await episode(
             None, replace(PROMPT, prompt_id="0"), sampling=SamplingParams(9), sample_id=40

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import SimulatedEngine
 
 from r3train.engine.backend import EngineError
 from r3train.generation import stitch
-from r3train.generation.evaluate import evaluate
+from r3train.generation.eval_sets import evaluate
 
 
 class Once:

@@ -9,7 +9,7 @@ import pytest
 
 from r3train.engine.backend import SamplingParams
 from r3train.generation.episode import generate_once
-from r3train.generation.evaluate import EvalSet, EvaluationEnded, evaluate, evaluation_metrics
+from r3train.generation.eval_sets import EvalSet, EvaluationEnded, evaluate, evaluation_metrics
 from r3train.generation.producer import Producer
 from r3train.types import Prompt
 from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_section

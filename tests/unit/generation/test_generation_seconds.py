@@ -10,7 +10,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from safetensors import safe_open
 
-from r3train.loop.report import notable_samples, rollout_metrics, source_metrics
+from r3train.loop.step_metrics import samples_to_report, rollout_metrics, source_metrics
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.algo.reward_stats import GroupStats
 from r3train.engine.backend import SamplingParams
@@ -50,7 +50,7 @@ def test_the_slowest_sample_of_a_step_is_noted_with_its_seconds():
         TrainSample(replace(s, generation_s=seconds), reward, np.zeros(s.num_tokens, np.float32))
         for (s, reward), seconds in zip(scored(), (0.5, 3.0, 0.25, 0.25))
     ]
-    slowest = next(s for s in notable_samples(samples) if s["kind"] == "slowest")
+    slowest = next(s for s in samples_to_report(samples) if s["kind"] == "slowest")
     assert slowest["generation_s"] == 3.0
     assert slowest["sample_id"] == samples[1].sample.sample_id
     groups = GroupStats(2, 0, mean=0, std=0, min=0, max=0, pass_at_k={})

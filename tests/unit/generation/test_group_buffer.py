@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from r3train.generation.buffer import GroupBuffer
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.types import Prompt, RolloutSample
 from tests.unit.simulated_engine import rollout_section
 

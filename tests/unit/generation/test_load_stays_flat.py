@@ -1,6 +1,6 @@
 """Generation under load: what its process holds at the end of a hundred steps is what it held early.
 
-The producer and the client are production's, with 64 groups of 16 samples a rollout and 500 requests in
+The producer and the client are production's, with 64 groups of 16 samples per rollout and 500 requests in
 flight, over-sampling, a filter, and an update in mid-rollout that aborts what runs.  The server is this
 file, in a process of its own: it speaks SGLang's HTTP and has no model.
 """
@@ -31,7 +31,7 @@ from benchmarks.soak_processes import (
     shared_memory_of,
     tcp_sockets,
 )
-from r3train.config.rollout import RolloutSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.data.json_lines import append_lines
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient

@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from r3train.config.data import DataSection
+from r3train.config.data_settings import DataSection
 from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
 from r3train.rewards.scoring import Scorer

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, 
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
-from r3train.loop.report import rollout_metrics, source_metrics
+from r3train.loop.step_metrics import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 
 

@@ -155,21 +155,21 @@ def test_the_oldest_version_is_of_generated_tokens_alone():
 def with_kept(answer: Segment, *rows: list[int]) -> Segment:
     return replace(
         answer,
-        kept_counts=np.array([len(row) for row in rows], np.int32),
-        kept_ids=np.array([i for row in rows for i in row], np.int32),
+        mask_counts=np.array([len(row) for row in rows], np.int32),
+        mask_ids=np.array([i for row in rows for i in row], np.int32),
     )
 
 
-def test_kept_tokens_of_segments_turns_and_observations_stand_at_their_tokens():
+def test_sampling_mask_of_segments_turns_and_observations_stand_at_their_tokens():
     sample = start(2)
     sample = extend(sample, with_kept(segment(sample, 2, 1), [51, 3], [51]))
     sample = observe(sample, [8, 9])
     sample = extend(sample, with_kept(segment(sample, 0, 2)))
     sample = extend(sample, with_kept(segment(sample, 1, 2), [4, 52, 6]))
-    assert sample.kept_counts.tolist() == [0, 0, 2, 1, 0, 0, 3]
-    assert sample.kept_ids.tolist() == [51, 3, 51, 4, 52, 6]
+    assert sample.mask_counts.tolist() == [0, 0, 2, 1, 0, 0, 3]
+    assert sample.mask_ids.tolist() == [51, 3, 51, 4, 52, 6]
     # as they were decoded, at the index of their first token
-    parts = [(at, counts.tolist(), ids.tolist()) for at, counts, ids in sample.decoded_kept]
+    parts = [(at, counts.tolist(), ids.tolist()) for at, counts, ids in sample.decoded_masks]
     assert parts == [(2, [2, 1], [51, 3, 51]), (6, [3], [4, 52, 6])]
-    with pytest.raises(ValueError, match="sample 7: .* only one has kept tokens"):
+    with pytest.raises(ValueError, match="sample 7: .* only one has sampling masks"):
         extend(sample, segment(sample, 1, 3))

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from r3train.cli import main
 from r3train.config.options import parse_train_flags
-from r3train.launch.evaluate import with_defaults
+from r3train.launch.eval_command import with_defaults
 from r3train.observe.metrics import read_evaluations
 from tests.unit.fake_engine_server import Fake, answer_to
 

@@ -15,7 +15,7 @@ from tests.unit.launch.test_preflight import ROOT, saved, start, with_prompts
 RECIPE = ROOT / "configs/tiny_cpu.toml"
 CAT = {"input": "cat", "label": ["cat"]}
 TOOL = "tests.e2e.tool_calculator:ToolCalculator"
-GUEST, EXITS = "tests.unit.guest_code:", "tests.unit.exits_at_import"
+GUEST, EXITS = "tests.unit.faulty_user_code:", "tests.unit.exits_at_import"
 PLUGS = ("--custom-rm-path", "--environment", "--advantage-estimator", "--policy-loss")
 # given the demo's files and a directory -> flags
 Make = Callable[[Path, Path], list[str]]
@@ -290,24 +290,26 @@ def test_a_mistake_is_one_line_said_once_before_anything_starts(
     ],
 )
 def test_code_that_hangs_before_the_start_is_named_with_its_bound(given, said, tiny, monkeypatch):
-    monkeypatch.setattr("r3train.rewards.registry.GUEST_START_S", 2.0)
-    monkeypatch.setattr("r3train.environments.registry.GUEST_START_S", 2.0)
+    monkeypatch.setattr("r3train.rewards.named_rewards.USER_CODE_START_S", 2.0)
+    monkeypatch.setattr("r3train.environments.named_environments.USER_CODE_START_S", 2.0)
     result = start(tiny, *given, environment={"LOCAL_RANK": "0"})
     assert result.exit_code == 2
     assert f"{said}it took longer than 2 s" in result.output
 
 
 HELD = """
-from r3train import plugs
-from tests.unit.guest_code import holds
-plugs._HELD_S = 0.3
-with plugs.guest("reward holds", limit_s=0.2):
+from r3train import user_code
+from tests.unit.faulty_user_code import holds
+user_code._HELD_S = 0.3
+with user_code.running_user_code("reward holds", limit_s=0.2):
     {inner}
     holds.check([])
 """
 
 
-@pytest.mark.parametrize("inner", ["", "with plugs.guest('another', limit_s=9.0): pass"])
+@pytest.mark.parametrize(
+    "inner", ["", "with user_code.running_user_code('another', limit_s=9.0): pass"]
+)
 def test_code_that_holds_the_interpreter_ends_its_process_with_the_name_of_its_function(inner):
     program = HELD.replace("{inner}", inner)
     ended = subprocess.run(

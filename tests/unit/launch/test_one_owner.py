@@ -16,7 +16,7 @@ import pytest
 
 from r3train.config.options import train_options
 from r3train.doctor.finding import PROBLEM, WARNING
-from r3train.doctor.model import check_job
+from r3train.doctor.model_checks import check_job
 from r3train.launch.run_dir import (
     claim_directories,
     open_run_dir,

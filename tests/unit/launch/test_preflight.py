@@ -102,7 +102,7 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
     found = "\n".join(lines)
     for text in (
         "a GPU of 40 GB is 37.3 GiB",
-        "routes on the host of rank 0: 8 B a token",
+        "routes on the host of rank 0: 8 B per token",
         "evidence on disk, below the run directory: at most ",
         "each server, of 1 GPU: weights",
         "a pool of 8,192 tokens; 128 requests",
@@ -111,7 +111,7 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
         "generation and training beside one another",
     ):
         assert text in found, found
-    assert "on paper" not in start(tiny, "--dry-run").stdout
+    assert "estimated" not in start(tiny, "--dry-run").stdout
     refused = start(tiny, "--dry-run", "--gpu-memory-gb", "40")
     assert refused.exit_code == 2
     assert "gpu_memory_gb has no effect without --estimate" in words(refused)
@@ -865,7 +865,7 @@ def test_an_export_during_the_run_must_not_replace_the_model_either(tiny, tmp_pa
 def held_port() -> tuple[socket.socket, int]:
     """Listen on a port that nobody takes meanwhile, nor the one below it.
 
-    It lies below those that the system gives to outgoing connections, and those of our own servers.
+    It lies below those that the system gives to outgoing connections, and those of our local servers.
     """
     for port in random.SystemRandom().sample(range(12001, 20000), 100):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port - 1)):

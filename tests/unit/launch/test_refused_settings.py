@@ -266,7 +266,7 @@ async def test_a_server_that_cannot_say_which_tokens_it_kept_is_refused(field, t
     assert result.exit_code == 0, result.output
 
 
-def test_speculation_of_our_own_servers_that_hides_the_kept_tokens_is_refused(tiny):
+def test_speculation_of_our_own_servers_that_hides_the_sampling_mask_is_refused(tiny):
     flags = server_flags(SPECULATION | {"chunked_prefill_size": 128})
     result = start(tiny, "--dry-run", *flags, "--rollout-top-k", "20")
     assert result.exit_code == 2, result.output

@@ -13,7 +13,7 @@ import train_async
 from r3train.engine.server import SGLangServer
 from r3train.launch import serve
 from r3train.launch.gpus import server_size
-from tests.unit.own_servers import servers_of_rank_0
+from tests.unit.local_servers import servers_of_rank_0
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from r3train.layout.bins import deal_bins, pack_bins
+from r3train.layout.bins import assign_microbatches, pack_bins
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_a_sample_above_the_budget_is_refused_and_one_of_the_budget_is_not():
 def test_neighbours_weigh_alike_and_every_other_turn_runs_backwards():
     lengths = [8, 7, 6, 5, 4, 3]
     bins = [[i] for i in range(6)]
-    assert deal_bins(bins, lengths, 2) == [[[0], [3], [4]], [[1], [2], [5]]]
-    assert deal_bins(bins[::-1], lengths, 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
-    assert deal_bins([[0, 5], [1]], lengths, 1) == [[[0, 5], [1]]]
+    assert assign_microbatches(bins, lengths, 2) == [[[0], [3], [4]], [[1], [2], [5]]]
+    assert assign_microbatches(bins[::-1], lengths, 3) == [[[0], [5]], [[1], [4]], [[2], [3]]]
+    assert assign_microbatches([[0, 5], [1]], lengths, 1) == [[[0, 5], [1]]]
     with pytest.raises(AssertionError):
-        deal_bins(bins, lengths, 4)
+        assign_microbatches(bins, lengths, 4)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from r3train.layout.bins import deal_bins, pack_bins
+from r3train.layout.bins import assign_microbatches, pack_bins
 from r3train.layout.microbatch import build_microbatch, row_versions, slice_microbatch
 from r3train.layout.rows import cp_rows, pack_layout, sp_rows, take_routes, take_rows
 from r3train.types import Prompt, RankTopology, RolloutSample, RouteShape, TrainSample
@@ -118,7 +118,7 @@ def test_bins_hold_every_sample_once_within_the_budget(lengths, budget, multiple
     bins = pack_bins(lengths, budget, num_bins_multiple=multiple)
     assert sorted(i for b in bins for i in b) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in b) <= budget for b in bins) and len(bins) % multiple == 0
-    dealt = deal_bins(bins, lengths, multiple)
+    dealt = assign_microbatches(bins, lengths, multiple)
     assert len({len(rank) for rank in dealt}) == 1
     assert sorted(map(tuple, (b for rank in dealt for b in rank))) == sorted(map(tuple, bins))
 
@@ -216,15 +216,15 @@ def kept_sample(sample_id: int, *rows: list[int]) -> TrainSample:
         prompt_len=2,
         token_ids=np.array([5, 6, *(row[0] for row in rows)], np.int32),
         loss_mask=np.arange(2 + len(rows)) >= 2,
-        kept_counts=np.array([0, 0, *map(len, rows)], np.int32),
-        kept_ids=np.array([i for row in rows for i in row], np.int32),
+        mask_counts=np.array([0, 0, *map(len, rows)], np.int32),
+        mask_ids=np.array([i for row in rows for i in row], np.int32),
     )
     return replace(train, sample=sample)
 
 
 @pytest.mark.parametrize("cp_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_kept_tokens_stand_at_the_row_that_predicts_their_token_on_every_rank(cp_size, tp_size):
+def test_sampling_mask_stand_at_the_row_that_predicts_their_token_on_every_rank(cp_size, tp_size):
     random = np.random.default_rng(cp_size)
     samples, expected = [], {}
     for i, length in enumerate((1, 9, 4)):
@@ -233,7 +233,7 @@ def test_kept_tokens_stand_at_the_row_that_predicts_their_token_on_every_rank(cp
         expected |= {(i << 24) + 1 + t: row for t, row in enumerate(rows)}
     shape = RouteShape(3, 2, 8)
     batch = build_microbatch(
-        0, samples, cp_size=cp_size, tp_size=tp_size, route_shape=shape, kept_tokens=True
+        0, samples, cp_size=cp_size, tp_size=tp_size, route_shape=shape, sampling_mask=True
     )
     found = {}
     for cp_rank in range(cp_size):
@@ -241,18 +241,18 @@ def test_kept_tokens_stand_at_the_row_that_predicts_their_token_on_every_rank(cp
             cp_rank=cp_rank, cp_size=cp_size, tp_size=tp_size, sequence_parallel=tp_size > 1
         )
         share = slice_microbatch(batch, place)
-        ends = np.cumsum(share.kept_counts)
-        assert ends[-1] == len(share.kept_ids)
+        ends = np.cumsum(share.mask_counts)
+        assert ends[-1] == len(share.mask_ids)
         for uid, end, count, label in zip(
-            share.token_uids.tolist(), ends, share.kept_counts, share.labels
+            share.token_uids.tolist(), ends, share.mask_counts, share.labels
         ):
             if count:
-                found[uid] = share.kept_ids[end - count : end].tolist()
+                found[uid] = share.mask_ids[end - count : end].tolist()
                 assert found[uid][0] == label
-        assert (share.kept_counts[share.loss_mask] > 0).all()
+        assert (share.mask_counts[share.loss_mask] > 0).all()
         # an earlier stage computes no log-probs: it is sent none
         early = slice_microbatch(batch, replace(place, pp_size=2, pp_rank=0))
-        assert early.kept_counts is None and early.kept_ids is None
+        assert early.mask_counts is None and early.mask_ids is None
     assert found == expected
 
 
@@ -260,22 +260,22 @@ def test_kept_tokens_stand_at_the_row_that_predicts_their_token_on_every_rank(cp
     "change, message",
     [
         (
-            {"kept_counts": None, "kept_ids": None},
-            "came without kept tokens: --rollout-top-k needs",
+            {"mask_counts": None, "mask_ids": None},
+            "came without a sampling mask: --rollout-top-k needs",
         ),
-        ({"kept_counts": np.array([0, 0, 1, 0], np.int32)}, "1 in all, and 3 kept tokens"),
+        ({"mask_counts": np.array([0, 0, 1, 0], np.int32)}, "1 in all, and 3 sampling masks"),
         (
-            {"kept_counts": np.array([0, 0, 3, 0], np.int32)},
-            "token 3 has no kept tokens",
+            {"mask_counts": np.array([0, 0, 3, 0], np.int32)},
+            "token 3 has no sampling mask",
         ),
-        ({"kept_counts": np.array([0, 2, 1], np.int32)}, "has 3 counts .* expected 4 counts"),
+        ({"mask_counts": np.array([0, 2, 1], np.int32)}, "has 3 counts .* expected 4 counts"),
     ],
 )
-def test_a_sample_in_the_loss_without_its_kept_tokens_is_refused_by_name(change, message):
+def test_a_sample_in_the_loss_without_its_sampling_mask_is_refused_by_name(change, message):
     good = kept_sample(5, [7, 8], [9])
     bad = replace(good, sample=replace(good.sample, **change))
     place = {"cp_size": 1, "tp_size": 1, "route_shape": None}
     with pytest.raises(ValueError, match=rf"^sample 5 \(prompt prompt-5\).*{message}"):
-        build_microbatch(0, [bad], kept_tokens=True, **place)
-    with pytest.raises(ValueError, match="sample 5 .* was drawn among kept tokens"):
+        build_microbatch(0, [bad], sampling_mask=True, **place)
+    with pytest.raises(ValueError, match="sample 5 .* was drawn within a sampling mask"):
         build_microbatch(0, [good], **place)

@@ -69,15 +69,15 @@ def test_a_teachers_log_probs_of_another_length_are_refused():
         (None, [4, 5]),
     ],
 )
-def test_kept_tokens_that_do_not_fit_their_tokens_are_refused(counts, ids):
+def test_sampling_mask_that_do_not_fit_their_tokens_are_refused(counts, ids):
     def array(values):
         return None if values is None else np.array(values, np.int32)
 
-    good = sample_of([-1, 0, 0], kept_counts=array([0, 1, 1]), kept_ids=array([4, 5]))
-    assert build_microbatch(0, [good], kept_tokens=True, **PLACE).kept_ids.tolist() == [4, 5]
-    bad = sample_of([-1, 0, 0], kept_counts=array(counts), kept_ids=array(ids))
-    with pytest.raises(ValueError, match="sample 3 .* kept tokens"):
-        build_microbatch(0, [bad], kept_tokens=True, **PLACE)
+    good = sample_of([-1, 0, 0], mask_counts=array([0, 1, 1]), mask_ids=array([4, 5]))
+    assert build_microbatch(0, [good], sampling_mask=True, **PLACE).mask_ids.tolist() == [4, 5]
+    bad = sample_of([-1, 0, 0], mask_counts=array(counts), mask_ids=array(ids))
+    with pytest.raises(ValueError, match="sample 3 .* sampling masks"):
+        build_microbatch(0, [bad], sampling_mask=True, **PLACE)
 
 
 @pytest.mark.parametrize(

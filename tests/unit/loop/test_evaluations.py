@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from r3train.generation.evaluate import EvaluationEnded
-from r3train.loop.evaluation import Evaluations
-from r3train.loop.keeper import WatchedSource
+from r3train.generation.eval_sets import EvaluationEnded
+from r3train.loop.run_evaluations import Evaluations
+from r3train.loop.run_state import WatchedSource
 from r3train.loop.stop import StopRequested
 from r3train.observe.console import RunDisplay
 from r3train.observe.metrics import MetricsWriter, read_evaluations, summarise_evaluations

@@ -10,7 +10,7 @@ from tests.unit.algo.rollouts import sample
 from tests.unit.config.test_config import config
 from tests.unit.hf_model import facts
 
-from r3train.config.algorithm import AlgorithmSection
+from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.prepare import (
     advantages_with_kl,
     data_rank_of_samples,

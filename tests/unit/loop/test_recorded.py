@@ -15,15 +15,15 @@ from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rol
 
 from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
-from r3train.environments.base import StepResult
+from r3train.environments.environment import StepResult
 from r3train.generation import conversation, stitch
 from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
-from r3train.proof.check import SAMPLING_MASK, StepTotals, judge
+from r3train.proof.judge import SAMPLING_MASK, StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.trainer.megatron.cpu_device import prepare_device
-from r3train.generation.guest_loop import GuestLoop
+from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 prepare_device()
@@ -43,7 +43,7 @@ CONFIG = RunConfig.from_toml(
 
 
 class Drawing(SimulatedEngine):
-    """Rows and kept tokens that are told apart."""
+    """Rows and sampling masks that are told apart."""
 
     rng = np.random.default_rng(0)
 
@@ -52,11 +52,11 @@ class Drawing(SimulatedEngine):
         draw = [self.rng.permutation(ROUTES.num_experts) for _ in range(segment.rows.size // 2)]
         rows = np.array([ids[:2] for ids in draw], ROUTES.dtype).reshape(segment.rows.shape)
         segment = replace(segment, rows=rows)
-        if request.sampling.kept_of is None:
+        if request.sampling.mask_vocab is None:
             return segment
         counts = self.rng.integers(1, 5, len(segment.token_ids)).astype(np.int32)
-        ids = self.rng.integers(0, request.sampling.kept_of, counts.sum()).astype(np.int32)
-        return replace(segment, kept_counts=counts, kept_ids=ids)
+        ids = self.rng.integers(0, request.sampling.mask_vocab, counts.sum()).astype(np.int32)
+        return replace(segment, mask_counts=counts, mask_ids=ids)
 
 
 class Talkative:
@@ -83,7 +83,7 @@ def play(sample_a_turn: bool, sampling: SamplingParams = SamplingParams(50)) -> 
             environment_max_turn_len=4,
             environment_samples="turn" if sample_a_turn else "trajectory",
         ),
-        GuestLoop(),
+        EnvironmentLoop(),
         encode=list,
         decode=str,
     )
@@ -134,11 +134,11 @@ def test_what_was_decoded_is_what_is_trained(sample_a_turn, tmp_path):
     assert expected_and_dispatched(again) == (expected, dispatched, rows, rows_dispatched)
 
 
-KEPT = SamplingParams(50, top_k=20, kept_of=100)
+KEPT = SamplingParams(50, top_k=20, mask_vocab=100)
 
 
-def kept_tokens_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, int, int]:
-    """The fingerprint and the rows of kept tokens: by the evidence, and of the packed rows."""
+def masks_expected_and_trained(samples: list[RolloutSample]) -> tuple[int, int, int, int]:
+    """The fingerprint and the rows of sampling masks: by the evidence, and of the packed rows."""
     among_20 = {"rollout": CONFIG.rollout.model_copy(update={"rollout_top_k": 20})}
     layer = ROUTES.output_layer
     ready = prepare(
@@ -153,9 +153,9 @@ def kept_tokens_expected_and_trained(samples: list[RolloutSample]) -> tuple[int,
     recorded = record_samples(samples, data_rank_of_samples(ready.steps), 1, LAYERS)
     expectation, trained, rows = ready.expectation(recorded), 0, 0
     for microbatch in ready.microbatches[0]:
-        counts = torch.from_numpy(microbatch.kept_counts)
+        counts = torch.from_numpy(microbatch.mask_counts)
         uids = torch.from_numpy(microbatch.row_uids).repeat_interleave(counts)
-        ids = torch.from_numpy(microbatch.kept_ids.astype(np.int64))
+        ids = torch.from_numpy(microbatch.mask_ids.astype(np.int64))
         trained += int(route_hashes(uids, ids[:, None], layer).sum())
         rows += int((counts > 0).sum())
     return (
@@ -167,38 +167,38 @@ def kept_tokens_expected_and_trained(samples: list[RolloutSample]) -> tuple[int,
 
 
 @pytest.mark.parametrize("sample_a_turn", [False, True])
-def test_kept_tokens_as_decoded_are_those_that_are_trained(sample_a_turn, tmp_path):
+def test_sampling_mask_as_decoded_are_those_that_are_trained(sample_a_turn, tmp_path):
     samples = play(sample_a_turn, KEPT)
-    expected, trained, rows, rows_trained = kept_tokens_expected_and_trained(samples)
+    expected, trained, rows, rows_trained = masks_expected_and_trained(samples)
     assert expected == trained and rows == rows_trained > 0
     for sample in samples:
-        assert ((sample.kept_counts > 0) >= sample.loss_mask).all()
+        assert ((sample.mask_counts > 0) >= sample.loss_mask).all()
     write_samples(tmp_path / "s", [(s, 0.0) for s in samples], {})
     again = [s for s, _ in read_samples(tmp_path / "s")[0]]
-    assert again[0].decoded_kept == ()
-    assert kept_tokens_expected_and_trained(again) == (expected, trained, rows, rows_trained)
+    assert again[0].decoded_masks == ()
+    assert masks_expected_and_trained(again) == (expected, trained, rows, rows_trained)
 
 
 @pytest.mark.parametrize("sample_a_turn", [False, True])
-def test_kept_tokens_joined_in_the_wrong_order_are_caught(sample_a_turn, monkeypatch):
+def test_sampling_mask_joined_in_the_wrong_order_are_caught(sample_a_turn, monkeypatch):
     right = stitch.extend
 
     def backwards(sample, segment):
         done = right(sample, segment)
-        return replace(done, kept_ids=done.kept_ids[::-1])
+        return replace(done, mask_ids=done.mask_ids[::-1])
 
     monkeypatch.setattr(stitch, "extend", backwards)
-    expected, trained, _, _ = kept_tokens_expected_and_trained(play(sample_a_turn, KEPT))
+    expected, trained, _, _ = masks_expected_and_trained(play(sample_a_turn, KEPT))
     assert expected != trained
 
 
-def failures_of_kept_tokens(
+def failures_of_sampling_mask(
     monkeypatch, samples: list[RolloutSample], plant: Callable[[RankSlice], RankSlice]
 ) -> set[str]:
-    """Quantities that the judge finds wrong of kept tokens, by the recorder of the only rank."""
-    from r3train.trainer.megatron import kept_tokens, replay_evidence
+    """Quantities that the judge finds wrong of sampling masks, by the recorder of the only rank."""
+    from r3train.trainer.megatron import sampling_mask, replay_evidence
 
-    monkeypatch.setattr(kept_tokens.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(sampling_mask.parallel_state, "get_tensor_model_parallel_rank", lambda: 0)
     group = "get_tensor_model_parallel_group"
     monkeypatch.setattr(replay_evidence.parallel_state, group, lambda: None)
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
@@ -212,15 +212,15 @@ def failures_of_kept_tokens(
     recorder.begin_pass("train", 3, native=True)
     for microbatch in ready.microbatches[0]:
         share = plant(slice_microbatch(microbatch, place))
-        kept = kept_tokens.KeptTokens.of(share, torch.device("cpu"))
+        kept = sampling_mask.SamplingMask.of(share, torch.device("cpu"))
         logits = torch.randn(share.num_rows, 100)
         layer = ROUTES.output_layer
         counters = [
-            recorder.count_kept_tokens(part, logits[rows], part.left_of(logits[rows]), layer)
+            recorder.count_sampling_mask(part, logits[rows], part.left_of(logits[rows]), layer)
             for rows in (slice(0, 3), slice(3, share.num_rows))
             for part in [kept.of_rows(rows)]
         ]
-        recorder.record_kept_tokens(
+        recorder.record_sampling_mask(
             kept, torch.stack(counters).sum(0), vp_stage=0, layer_number=layer
         )
     totals = StepTotals(ROUTES)
@@ -231,22 +231,22 @@ def failures_of_kept_tokens(
     return {f.what for f in verdict.failures if f.stage == SAMPLING_MASK}
 
 
-def test_kept_tokens_whose_versions_were_lost_are_not_covered(monkeypatch):
+def test_sampling_mask_whose_versions_were_lost_are_not_covered(monkeypatch):
     """The threshold is of tokens that the actor's own weights drew: without any it proves nothing."""
     samples = [
         replace(s, weight_versions=np.where(s.loss_mask, 3, -1).astype(np.int32))
         for s in play(False, KEPT)
     ]
-    sound = failures_of_kept_tokens(monkeypatch, samples, lambda share: share)
+    sound = failures_of_sampling_mask(monkeypatch, samples, lambda share: share)
 
     def unknown(share):
-        return replace(share, kept_versions=np.full_like(share.kept_versions, -1))
+        return replace(share, mask_versions=np.full_like(share.mask_versions, -1))
 
     def older(share):
-        return replace(share, kept_versions=share.kept_versions - 1)
+        return replace(share, mask_versions=share.mask_versions - 1)
 
     for plant in (unknown, older):
-        failed = failures_of_kept_tokens(monkeypatch, samples, plant)
+        failed = failures_of_sampling_mask(monkeypatch, samples, plant)
         assert failed - sound == {"rows_current"}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.samples import sample_of_routes
 from r3train.layout.microbatch import build_microbatch, slice_microbatch
-from r3train.loop.scatter import pack_records, unpack_records
+from r3train.loop.distribute import pack_records, unpack_records
 from r3train.types import MicroBatch, RankTopology, RouteShape
 
 PLACE = RankTopology(tp_size=2, tp_rank=1, sequence_parallel=True, moe_layer_numbers=((2, 3),))

@@ -11,11 +11,11 @@ import pytest
 
 from r3train.config import RunConfig
 from r3train.launch import resume
-from r3train.config.checkpoint import CheckpointSection
-from r3train.config.rollout import RolloutSection
+from r3train.config.checkpoint_settings import CheckpointSection
+from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.buffer import GroupBuffer, ProducerState
 from r3train.loop import replay_source, rollout_file
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from r3train.types import Prompt, RolloutSample
@@ -37,8 +37,8 @@ def sample(sample_id: int, prompt: Prompt, response: int, routes: bool = True) -
         weight_versions=rng.integers(-1, 4, n).astype(np.int32),
         finish_reason="stop",
         text=f"säge {sample_id}",
-        kept_counts=kept if routes else None,
-        kept_ids=rng.integers(0, 99, kept.sum()).astype(np.int32) if routes else None,
+        mask_counts=kept if routes else None,
+        mask_ids=rng.integers(0, 99, kept.sum()).astype(np.int32) if routes else None,
     )
 
 
@@ -171,7 +171,10 @@ def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
         (lambda s: s.token_ids.__setitem__(0, -1), "token 0 is -1, expected 0 to 999"),
         (lambda s: s.rollout_log_probs.__setitem__(1, 0.5), "log-prob 1 is 0.5, expected a number"),
         (lambda s: s.rollout_log_probs.__setitem__(1, np.nan), "log-prob 1 is nan"),
-        (lambda s: s.kept_ids.__setitem__(0, 1000), "kept token 0 is 1000, expected 0 to 999"),
+        (
+            lambda s: s.mask_ids.__setitem__(0, 1000),
+            "token of a sampling mask 0 is 1000, expected 0 to 999",
+        ),
     ],
 )
 def test_a_dumped_sample_that_no_model_drew_is_refused_by_name(tmp_path, change, message):
@@ -342,7 +345,7 @@ def resumed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kept, other", [(True, -1), (False, 20)])
-def test_a_run_with_other_kept_tokens_than_its_waiting_samples_does_not_resume(
+def test_a_run_with_other_sampling_mask_than_its_waiting_samples_does_not_resume(
     resumed, kept, other
 ):
     with pytest.raises(

@@ -9,11 +9,11 @@ from tests.unit.algo.rollouts import sample, scored
 from tests.unit.config.test_config import config
 
 from r3train.algo.reward_stats import group_stats
-from r3train.config.algorithm import AlgorithmSection
-from r3train.loop.parts import RankZero
+from r3train.config.algorithm_settings import AlgorithmSection
+from r3train.loop.fleet import RankZero
 from r3train.loop.prepare import train_samples
 from r3train.loop.replay_source import RolloutSource
-from r3train.loop.report import gap_warning, rollout_metrics, train_metrics
+from r3train.loop.step_metrics import gap_warning, rollout_metrics, train_metrics
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
 from r3train.observe.metrics import nothing_learned
@@ -104,10 +104,10 @@ def test_repetition_is_the_share_of_runs_of_four_that_came_before():
 
 def test_a_run_without_an_advantage_says_that_nothing_was_learned():
     equal = [metrics(scored([[1.0, 1.0], [0.0, 0.0]])) | {"step": n} for n in range(2)]
-    assert equal[0]["rollout/taught_samples"] == 0
+    assert equal[0]["rollout/samples_with_advantage"] == 0
     assert "no answer had an advantage in any step" in nothing_learned(equal)
     other = metrics(scored([[1.0, 1.0], [0.0, 1.0]])) | {"step": 2}
-    assert other["rollout/taught_samples"] == 2
+    assert other["rollout/samples_with_advantage"] == 2
     assert nothing_learned([*equal, other]) == ""
     assert (
         nothing_learned([{"step": 0, "train/loss": 1.0}]) == ""

@@ -19,9 +19,9 @@ from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rol
 
 from r3train.config import RunConfig
 from r3train.engine.backend import SamplingParams
-from r3train.environments.base import StepResult
+from r3train.environments.environment import StepResult
 from r3train.generation import conversation
-from r3train.generation.guest_loop import GuestLoop
+from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.proof.audit import audit_run
@@ -82,7 +82,7 @@ def play(engine: SimulatedEngine, samples: str = "trajectory", aborted: bool = F
         rollout_section(
             environment_max_turns=3, environment_max_turn_len=4, environment_samples=samples
         ),
-        GuestLoop(),
+        EnvironmentLoop(),
         encode=list,
         decode=str,
     )
@@ -146,8 +146,8 @@ def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvi
             rows_equal=rows,
             rows_current=expected.expected_rows_current[replay_pass],
             rows_current_equal=min(rows, expected.expected_rows_current[replay_pass]),
-            slots_let_go=0,
-            let_go_off=0,
+            slots_dropped=0,
+            dropped_off=0,
             num_calls=num_calls,
         )
     )

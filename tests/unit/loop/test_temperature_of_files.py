@@ -10,22 +10,22 @@ import pytest
 from r3train.config import RunConfig
 from r3train.launch import resume
 from r3train.launch.resume import unknown_temperature
-from r3train.launch.sources import build_engines
-from r3train.loop.keeper import BUFFER_FILE
+from r3train.launch.rollout_sources import build_engines
+from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.loop.rollout_file import read_facts, read_samples, write_samples
 from r3train.loop.rollouts_only import generate_only
 from r3train.loop.stop import StopSignal
 from r3train.generation.buffer import ProducerState
 from r3train.trainer.megatron.saved_state import LATEST, STATE
-from tests.unit.loop.test_keeping import keeper_of
+from tests.unit.loop.test_run_state import run_state_of
 from tests.unit.loop.test_rollout_file import groups, injecting, scored, source
 
 RECIPE = "configs/tiny_cpu.toml"
 
 
 class Checkpoints:
-    """Writes what the keeper adds to a checkpoint, and the state that a resume reads."""
+    """Writes what the run state adds to a checkpoint, and the state that a resume reads."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -51,10 +51,10 @@ def saved(directory, samples, temperature):
     prompts = directory / "prompts.jsonl"
     prompts.write_text("one\n")
     config = RunConfig.from_toml(RECIPE, {"rollout_temperature": temperature})
-    keeper = keeper_of(directory, prompts, [], Checkpoints(directory), config)
-    keeper.run_facts = {"lora": None}
-    keeper.watch(SimpleNamespace(snapshot=lambda: ProducerState(samples, waiting(samples))))
-    keeper.save(5)
+    run_state = run_state_of(directory, prompts, [], Checkpoints(directory), config)
+    run_state.run_facts = {"lora": None}
+    run_state.watch(SimpleNamespace(snapshot=lambda: ProducerState(samples, waiting(samples))))
+    run_state.save(5)
     return directory / "iter_0000005" / BUFFER_FILE
 
 
@@ -82,7 +82,7 @@ def test_a_run_in_which_nothing_waits_resumes_at_any_temperature(tmp_path):
 
 
 def test_an_older_file_of_waiting_samples_is_loaded_with_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3train.loop.keeper.TEMPERATURE", "of no interest")
+    monkeypatch.setattr("r3train.loop.run_state.TEMPERATURE", "of no interest")
     path = saved(tmp_path, scored(routes=False), 1.0)
     point, warning = resumed(tmp_path, 0.4)
     assert point.start_rollout_id == 5 and len(point.buffer(99)[0]) == 4
@@ -93,9 +93,9 @@ def test_rollouts_that_are_dumped_name_their_temperature(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("one\n")
     config = RunConfig.from_toml(RECIPE, {"rollout_temperature": 0.7, "dump_rollouts": True})
-    keeper = keeper_of(tmp_path, prompts, [], config=config)
+    run_state = run_state_of(tmp_path, prompts, [], config=config)
     inner = SimpleNamespace(next_batch=lambda rollout_id, on_wait: groups())
-    keeper.watch(inner).next_batch(3)
+    run_state.watch(inner).next_batch(3)
     facts = read_facts(tmp_path / "rollouts/rollout_0000003.safetensors")
     assert facts == read_samples(tmp_path / "rollouts/rollout_0000003.safetensors")[1]
     assert facts["rollout_temperature"] == 0.7 and facts["rollout_id"] == 3
@@ -140,9 +140,9 @@ def test_a_batch_of_a_bad_step_names_its_temperature(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("one\n")
     config = RunConfig.from_toml(RECIPE, {"rollout_temperature": 0.7})
-    keeper = keeper_of(tmp_path, prompts, [], config=config)
-    keeper.watch(SimpleNamespace(next_batch=lambda rollout_id, on_wait: groups())).next_batch(0)
-    keeper.trained(0, skipped=1)
+    run_state = run_state_of(tmp_path, prompts, [], config=config)
+    run_state.watch(SimpleNamespace(next_batch=lambda rollout_id, on_wait: groups())).next_batch(0)
+    run_state.trained(0, skipped=1)
     facts = read_facts(tmp_path / "bad_steps/rollout_0000000.safetensors")
     assert facts["rollout_temperature"] == 0.7
 
@@ -163,7 +163,7 @@ def test_rollouts_without_training_name_their_temperature(tmp_path):
 
 
 def test_a_start_from_the_weights_alone_has_nothing_to_warn_of(tmp_path, monkeypatch):
-    monkeypatch.setattr("r3train.loop.keeper.TEMPERATURE", "of no interest")
+    monkeypatch.setattr("r3train.loop.run_state.TEMPERATURE", "of no interest")
     saved(tmp_path, scored(routes=False), 1.0)
     settings = {"rollout_temperature": 0.4, "load": tmp_path, "load_model_only": True}
     config = RunConfig.from_toml(RECIPE, settings)

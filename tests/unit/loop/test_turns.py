@@ -12,7 +12,7 @@ from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
-from r3train.loop.parts import RankZero
+from r3train.loop.fleet import RankZero
 from r3train.observe.console import RunDisplay
 from r3train.types import RankTopology
 from tests.unit.config.test_config import config
@@ -26,7 +26,7 @@ class Side:
         self.calls = []
         self.publisher = None
 
-    def hold_memory(self, *kinds):
+    def keep_onloaded(self, *kinds):
         self.calls.append(("servers", *kinds))
         if len(self.calls) == 1:
             raise EngineDied("killed")
@@ -59,7 +59,7 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             SimpleNamespace(topology=RankTopology(), memory=memory),
             rank_zero=RankZero(side, RunDisplay(4, enabled=False), None, None),
             evidence=None,
-            keeper=None,
+            run_state=None,
             routes=SimpleNamespace(slices=lambda prepared, count: []),
         )
         loop._send_weights = lambda *_: (side.calls.append(("sent",)) or {}, None)

@@ -183,7 +183,7 @@ def test_on_a_terminal_rollout_and_training_are_shown_at_once():
     shown = without_control_codes(out.getvalue())
     rollout, train = [line for line in shown.splitlines() if line.strip()][-2:]
     assert "rollout 2" in rollout and "7/16 groups" in rollout and "1,500 tok/s" in rollout
-    # 8 steps are left at 5 s a step, 7 s of which have passed since the last one ended
+    # 8 steps are left at 5 s per step, 7 s of which have passed since the last one ended
     assert "2/10 steps" in train and "33 s left" in train and "training" in train
     assert "step  0 (1/10)" in shown and "R3 ok" in shown
 

@@ -9,7 +9,7 @@ import warnings
 
 import pytest
 
-from r3train.data.parts import parts_of
+from r3train.data.rotated_files import parts_of
 from r3train.observe.logging_setup import log_path, setup_logging
 
 
@@ -144,8 +144,8 @@ def test_a_log_that_cannot_be_parted_goes_on_in_its_file(tmp_path, monkeypatch, 
     def refused(*args, **how):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("r3train.data.parts.PART_BYTES", 100)
-    monkeypatch.setattr("r3train.data.parts.close_part", refused)
+    monkeypatch.setattr("r3train.data.rotated_files.PART_BYTES", 100)
+    monkeypatch.setattr("r3train.data.rotated_files.close_part", refused)
     setup = setup_logging(tmp_path, 0, in_parts=True)
     try:
         for i in range(20):
@@ -159,8 +159,8 @@ def test_a_log_that_cannot_be_parted_goes_on_in_its_file(tmp_path, monkeypatch, 
 
 def test_a_log_in_parts_loses_no_line_and_no_print_and_parts_no_call(tmp_path):
     body = """
-        from r3train.data import parts
-        parts.PART_BYTES = 3000
+        from r3train.data import rotated_files
+        rotated_files.PART_BYTES = 3000
         setup.close()
         setup = setup_logging(sys.argv[-1], 1, in_parts=True)
         for i in range(60):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from r3train.config import RunConfig
-from r3train.loop.report import notable_samples
+from r3train.loop.step_metrics import samples_to_report
 from r3train.observe.metrics import MetricsWriter, read_metrics
 from r3train.observe.sinks import check_trackers, open_sinks
 from r3train.types import TrainSample
@@ -257,6 +257,6 @@ def test_settings_of_a_tracker_that_is_off_are_refused(tmp_path):
 def test_a_sample_holds_label_and_metadata_however_large_or_odd():
     label, metadata = {"inputs": ["x" * 10_000]}, {"day": Path("a")}
     made = sample("text", label=label, metadata=metadata)
-    rows = notable_samples([TrainSample(made, 1.0, np.zeros(6, np.float32))])
+    rows = samples_to_report([TrainSample(made, 1.0, np.zeros(6, np.float32))])
     assert rows[0]["metadata"] == {"day": "a"} and len(rows[0]["label"]) < 2100
     json.dumps(rows)

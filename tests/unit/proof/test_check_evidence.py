@@ -36,7 +36,7 @@ def test_a_correct_run_passes_and_every_claim_says_on_what(tmp_path):
     assert "passed: 3 steps, 36 router calls" in result.output
     audit = audit_run(tmp_path / "run")
     passed = dict.fromkeys(("applied", "covered", "agreement"), "passed")
-    assert audit.claims == passed | {"true to sampling": "no evidence"}
+    assert audit.claims == passed | {"recheck": "no evidence"}
     assert audit.numbers["records"] == 36 and audit.numbers["world_size"] == 2
     assert audit.layer_agreement == {1: 0.9, 2: 0.9, 3: 0.9} and not audit.notes
 
@@ -99,7 +99,7 @@ def test_a_run_that_was_never_replayed_fails_and_claims_no_agreement(tmp_path):
 
     audit = verdict_of(write_run(tmp_path / "run", change=bypassed))
     claims = {"applied": "failed", "covered": "failed", "agreement": "no evidence"}
-    assert audit["claims"] == claims | {"true to sampling": "no evidence"}
+    assert audit["claims"] == claims | {"recheck": "no evidence"}
     assert {f["step"] for f in audit["findings"]} == {0}
 
 
@@ -308,9 +308,7 @@ def test_a_threshold_that_is_given_replaces_the_runs_own_and_its_verdict_by_it(t
     result = check(run, "--r3-mismatch-threshold", "0.5", "--json")
     (loose,) = json.loads(result.output)["audits"]
     assert result.exit_code == 0, loose["findings"]
-    assert any(
-        "by its own threshold the run judged that steps 1 failed" in note for note in loose["notes"]
-    )
+    assert any("steps 1 failed under the run's own threshold" in note for note in loose["notes"])
     assert check(run, "--r3-mismatch-threshold", "0.04").exit_code == 1
     assert check(run, "--r3-mismatch-threshold", "nan").exit_code == 2
     # what else the run found still counts
@@ -403,9 +401,7 @@ def test_the_threshold_is_judged_on_rows_of_the_actors_own_version(tmp_path):
     stale = write_run(tmp_path / "stale", change=mismatching(1), versions=True)  # of 50 own rows
     result = check(stale)
     assert result.exit_code == 0, result.output
-    assert "steps 1 more rows of other weights than the threshold" in " ".join(
-        result.output.split()
-    )
+    assert "steps 1 many rows of older weight versions" in " ".join(result.output.split())
     assert "of the actor's own weight version 0.222%, of others 3.778%" in result.output
     line = json.loads((stale / "evidence" / "steps.jsonl").read_text().splitlines()[1])
     assert line["passed"] and "R3 staleness: 18 of 100 rows at step 1" in line["stale_warning"]
@@ -438,4 +434,4 @@ def test_rows_that_nobody_counted_as_the_actors_own_are_not_covered(tmp_path):
     run = write_run(
         tmp_path / "more", change=lambda r: replace(r, rows_current_equal=91), versions=True
     )
-    assert any("beyond those that there are" in f["what"] for f in verdict_of(run)["findings"])
+    assert any("than rows in total" in f["what"] for f in verdict_of(run)["findings"])

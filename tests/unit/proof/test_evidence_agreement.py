@@ -120,7 +120,7 @@ def test_a_weak_agreement_in_rows_that_repeat_does_not_fail():
 @pytest.mark.parametrize("control, told", [(4000, False), (4001, True)])
 def test_rows_that_were_let_go_are_among_those_of_which_a_tenth_must_be_more(control, told):
     values = dict.fromkeys(CONTROLS, 0) | {"control_layer_plus": control}
-    values |= {"rows_replayed": 4000, "rows_let_go": 6000, "rows_equal": 3000}
+    values |= {"rows_replayed": 4000, "rows_dropped": 6000, "rows_equal": 3000}
     beaten = beaten_by(values)
     assert (beaten is not None) == told
     if beaten:

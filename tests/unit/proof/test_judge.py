@@ -1,4 +1,4 @@
-"""The judge on every kind of record: recomputations, copies, kept tokens, slots that were let go.
+"""The judge on every kind of record: recomputations, copies, sampling masks, slots that were dropped.
 
 Each test starts from a step that passes, changes one thing, and names the quantities that fail.
 """
@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from r3train.proof.check import (
+from r3train.proof.judge import (
     agreement_shares,
     COUNTS,
     expected_calls,
@@ -32,13 +32,13 @@ SHAPE = RouteShape(2, 2, 8)
 PASSES = ("old_log_prob", "ref_log_prob", "train")
 OUTPUT = SHAPE.output_layer
 ROWS, FILLED, PADDING, GONE, KEPT = 90, 4, 6, 10, 50
-# of the actor's own weight version: rows of routers, and tokens with kept tokens
+# of the actor's own weight version: rows of routers, and tokens with a sampling mask
 CURRENT = {"old_log_prob": 60, "ref_log_prob": 0, "train": 40}
 KEPT_CURRENT = {"old_log_prob": 30, "ref_log_prob": 0, "train": 20}
 
 
 def right_step() -> list[ReplayEvidence]:
-    """Two microbatches of two layers and of kept tokens; layer 1 is recomputed; rank 1 sees copies."""
+    """Two microbatches of two layers and of sampling masks; layer 1 is recomputed; rank 1 sees copies."""
     calls = []
     for replay_pass in PASSES:
         for microbatch in (0, 1):
@@ -57,7 +57,7 @@ def right_step() -> list[ReplayEvidence]:
                         microbatch_id=microbatch,
                         num_rows=ROWS + GONE + FILLED + PADDING,
                         rows_replayed=ROWS,
-                        rows_let_go=GONE,
+                        rows_dropped=GONE,
                         rows_filled=FILLED,
                         rows_padding=PADDING,
                         map_sum=2 * (ROWS + GONE + FILLED + PADDING),
@@ -65,8 +65,8 @@ def right_step() -> list[ReplayEvidence]:
                         rows_current=current,
                         rows_current_equal=current,
                         rows_current_mismatch=0,
-                        slots_let_go=GONE + 3,
-                        let_go_off=0,
+                        slots_dropped=GONE + 3,
+                        dropped_off=0,
                     )
                 )
             current = KEPT_CURRENT[replay_pass]
@@ -88,9 +88,9 @@ def right_step() -> list[ReplayEvidence]:
                     rows_current=current,
                     rows_current_equal=current,
                     rows_current_mismatch=0,
-                    slots_let_go=0,
-                    rows_let_go=0,
-                    let_go_off=0,
+                    slots_dropped=0,
+                    rows_dropped=0,
+                    dropped_off=0,
                 )
             )
     # a rank that sees copies of rank 0's tokens: its calls and their errors count, its rows do not
@@ -106,7 +106,7 @@ def expectation(**changes) -> StepExpectation:
         expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED, OUTPUT: num_rows - 2 * KEPT},
         rows_never_computed=2 * FILLED,
         expected_rows_current={p: 2 * n for p, n in CURRENT.items()},
-        expected_kept_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
+        expected_masks_current={p: 2 * n for p, n in KEPT_CURRENT.items()},
         keep_score_ratio=0.5,
         expected_calls=expected_calls(
             passes=PASSES,
@@ -143,14 +143,14 @@ def test_a_right_step_passes_and_its_counts_are_those_of_router_calls_of_ranks_t
     calls = 2 * (3 * 2 + 1)  # microbatches x (passes x layers + the recomputation)
     assert verdict.counts["num_calls"] == verdict.counts["num_calls_expected"] == 2 * calls
     assert verdict.counts["rows_replayed"] == calls * ROWS
-    assert verdict.counts["rows_let_go"] == calls * GONE
-    assert verdict.counts["slots_let_go"] == calls * (GONE + 3)
+    assert verdict.counts["rows_dropped"] == calls * GONE
+    assert verdict.counts["slots_dropped"] == calls * (GONE + 3)
     assert verdict.counts["rows_current"] == 2 * (2 * 60 + 3 * 40)
-    assert verdict.counts["rows_mismatch"] == calls  # without that of kept tokens
+    assert verdict.counts["rows_mismatch"] == calls  # without that of sampling masks
     assert set(verdict.counts) == {*COUNTS, "num_calls", "num_calls_expected"}
 
 
-def test_agreement_is_that_of_the_first_forwards_and_of_kept_tokens_there():
+def test_agreement_is_that_of_the_first_forwards_and_of_sampling_mask_there():
     shares = judged(right_step()).agreement
     compared = 2 * 2 * (ROWS + GONE)  # layers x microbatches x rows
     assert shares["equal"] == 2 * 2 * 90 / compared and shares["mismatch"] == 4 / compared
@@ -173,7 +173,7 @@ def test_agreement_is_that_of_the_first_forwards_and_of_kept_tokens_there():
         calls,
         expected_calls=only,
         expected_rows_current={"train": 80},
-        expected_kept_current={"train": 40},
+        expected_masks_current={"train": 40},
     )
     assert verdict.passed and verdict.agreement["stale_equal"] == (90 - 40) / 60
 
@@ -181,7 +181,7 @@ def test_agreement_is_that_of_the_first_forwards_and_of_kept_tokens_there():
 def test_no_row_has_no_shares_and_rows_of_one_kind_have_no_shares_of_the_other():
     zero = StepTotals(SHAPE).counters(("train", "replay_forward", 1))
     assert agreement_shares([zero], SHAPE) == {}
-    whole = {**zero, "rows_replayed": 8, "rows_let_go": 2, "rows_current": 12, "rows_equal": 5}
+    whole = {**zero, "rows_replayed": 8, "rows_dropped": 2, "rows_current": 12, "rows_equal": 5}
     shares = agreement_shares([whole], SHAPE)  # of those current, two have a missing slot
     assert shares["equal"] == 0.5 and "stale_equal" not in shares
     stale = agreement_shares([{**whole, "rows_current": 0}], SHAPE)
@@ -204,7 +204,7 @@ FAULTS = {
     "a row more": (lambda c: {"num_rows": c.num_rows + 1}, {"row_kinds_off", "map_deviation"}),
     "a row less": (lambda c: {"num_rows": c.num_rows - 1}, {"row_kinds_off", "map_deviation"}),
     "let go and replayed": (
-        lambda c: {"rows_let_go": c.rows_let_go + 1, "slots_let_go": c.slots_let_go + 1},
+        lambda c: {"rows_dropped": c.rows_dropped + 1, "slots_dropped": c.slots_dropped + 1},
         {"row_kinds_off", "rows_replayed", "rows_compared"},
     ),
     "a choice of the map": (lambda c: {"map_sum": c.map_sum + 1}, {"map_deviation"}),
@@ -229,7 +229,7 @@ FAULTS = {
         {"rows_native"},
     ),
     "recomputed": (lambda c: {"rows_recompute_differ": 1}, {"rows_recompute_differ"}),
-    "rule of slots": (lambda c: {"let_go_off": 1}, {"let_go_off"}),
+    "rule of slots": (lambda c: {"dropped_off": 1}, {"dropped_off"}),
     "fingerprint": (lambda c: {"fingerprint": c.fingerprint + 1}, {"fingerprint"}),
     "current": (lambda c: {"rows_current": c.rows_current + 1}, {"rows_current"}),
     "more current than rows": (
@@ -248,9 +248,9 @@ FAULTS = {
         lambda c: {"rows_current_mismatch": 2, "rows_current_equal": 50},
         {"later_off"},
     ),
-    "fewer slots than rows let go": (lambda c: {"slots_let_go": GONE - 1}, {"later_off"}),
+    "fewer slots than rows dropped": (lambda c: {"slots_dropped": GONE - 1}, {"later_off"}),
     "more slots than rows have": (
-        lambda c: {"slots_let_go": 2 * (GONE + FILLED) + 1},
+        lambda c: {"slots_dropped": 2 * (GONE + FILLED) + 1},
         {"later_off"},
     ),
 }
@@ -271,8 +271,8 @@ def test_a_fault_in_one_call_of_an_old_log_prob_pass_fails_its_own_quantities(fa
     "change",
     [
         {"rows_current": ROWS + GONE + FILLED},  # the missing slots' rows among them
-        {"slots_let_go": 2 * (GONE + FILLED)},
-        {"slots_let_go": GONE},
+        {"slots_dropped": 2 * (GONE + FILLED)},
+        {"slots_dropped": GONE},
         {"replay_idx_sum": ROWS + GONE + FILLED + PADDING},
         {"replay_idx_sum": 13 * (ROWS + GONE + FILLED + PADDING)},
     ],
@@ -288,7 +288,7 @@ def test_the_most_and_the_least_that_a_call_can_have_pass(change):
     "name, counts",
     [
         ("duplicate_rows", True),
-        ("let_go_off", True),
+        ("dropped_off", True),
         ("rows_recompute_differ", False),
         ("rows_mismatch", False),
         ("rows_current", False),
@@ -328,7 +328,7 @@ def test_of_a_rank_that_sees_copies_calls_and_their_errors_count_alone(name, cou
         (lambda c: {"rows_equal": 39}, {"rows_compared"}),
     ],
 )
-def test_a_fault_in_kept_tokens_fails_its_own_quantities(change, what):
+def test_a_fault_in_sampling_mask_fails_its_own_quantities(change, what):
     place = dict(replay_pass="train", stage=SAMPLING_MASK, rank=0)
     failures = judged(at(right_step(), change, **place), threshold=1.0).failures
     assert {f.what for f in failures} == what
@@ -351,7 +351,7 @@ def test_the_sums_of_distinct_expert_ids():
 def test_slots_that_were_let_go_fail_where_no_ratio_lets_any_go():
     for ratio in (0.0, None):
         failures = judged(right_step(), keep_score_ratio=ratio).failures
-        assert {f.what for f in failures} == {"slots_let_go", "rows_let_go"}
+        assert {f.what for f in failures} == {"slots_dropped", "rows_dropped"}
         assert len(failures) == 2 * 7  # in every place of routers
 
 
@@ -400,7 +400,7 @@ def test_calls_of_a_pass_that_nobody_expected_fail():
         verdict.raise_if_failed()
 
 
-def test_the_threshold_is_the_share_of_current_rows_and_kept_tokens_have_it_too():
+def test_the_threshold_is_the_share_of_current_rows_and_sampling_mask_have_it_too():
     place = dict(replay_pass="old_log_prob", stage="replay_forward", layer_number=1, rank=0)
 
     def mismatching(n):
@@ -463,7 +463,7 @@ def test_rows_of_other_weights_above_the_share_are_a_warning_that_names_the_wors
     ):
         both = at(at(right_step(), stale(12), **old), stale(n), **train)
         assert worst in judged(both, threshold=0.05).stale_warning
-    # the reference's own weights and kept tokens are not those that grow stale
+    # the reference's own weights and sampling masks are not those that grow stale
     reference = dict(place, replay_pass="ref_log_prob", layer_number=1)
     assert judged(at(right_step(), stale(50), **reference), threshold=0.05).stale_warning is None
     kept = dict(replay_pass="old_log_prob", stage=SAMPLING_MASK, rank=0)
@@ -480,9 +480,9 @@ def test_evidence_that_tells_no_versions_is_judged_as_if_all_rows_were_current()
             "rows_current",
             "rows_current_equal",
             "rows_current_mismatch",
-            "slots_let_go",
-            "rows_let_go",
-            "let_go_off",
+            "slots_dropped",
+            "rows_dropped",
+            "dropped_off",
         )
     )
     calls = [
@@ -498,7 +498,7 @@ def test_evidence_that_tells_no_versions_is_judged_as_if_all_rows_were_current()
         expected_rows_filled={1: 2 * FILLED, 2: 2 * FILLED},
         rows_never_computed=None,
         expected_rows_current=None,
-        expected_kept_current=None,
+        expected_masks_current=None,
         keep_score_ratio=None,
         expected_calls={
             p: {stage: n for stage, n in of.items() if stage != SAMPLING_MASK}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
-from r3train.proof.check import StepTotals
+from r3train.proof.judge import StepTotals
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import (
@@ -108,14 +108,14 @@ def test_samples_that_were_computed_again_are_judged_with_the_step_and_written(
     rows = {1: 0, 2: differ, 3: 0}
     compared = [comparison(0, rows_differ=rows), comparison(0, noise=None)]
     expectation = expectation_of(0, {0}, versions=True)
-    found = prove(tmp_path, expectation, rescored=compared, missed=2, check_interval=5)
+    found = prove(tmp_path, expectation, rechecked=compared, missed=2, check_interval=5)
     assert found.passed == (verdict == "passed") and not found.failures
     assert (found.sampling.verdict, found.sampling.parts, found.sampling.missed) == (verdict, 1, 2)
     (line,) = map(json.loads, (tmp_path / "evidence" / STEPS_FILE).read_text().splitlines())
     assert line["check_interval"] == 5 and line["sampling"]["missed"] == 2
     audit = audit_run(tmp_path)
-    assert audit.claims["true to sampling"] == verdict
-    assert audit.numbers["computed_again"]["parts"] == 1
+    assert audit.claims["recheck"] == verdict
+    assert audit.numbers["rechecked"]["parts"] == 1
     assert prove(tmp_path / "without", expectation).sampling is None
-    nothing = prove(tmp_path / "nothing", expectation, rescored=[])
+    nothing = prove(tmp_path / "nothing", expectation, rechecked=[])
     assert nothing.sampling.verdict == "no evidence" and nothing.passed

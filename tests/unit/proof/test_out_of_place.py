@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from r3train.proof.audit import audit_run
-from r3train.proof.writer import rank_file, RESCORED_FILE, STEPS_FILE
+from r3train.proof.writer import rank_file, RECHECK_FILE, STEPS_FILE
 from tests.unit.evidence_dirs import comparison, edit, write_run
 
 SECOND = "2026-01-02"
@@ -98,27 +98,27 @@ def test_records_that_fail_under_a_verdict_that_passed_count_unless_they_are_acc
 
 
 def test_comparisons_of_a_step_that_was_not_finished_are_no_fault_and_damaged_ones_are(tmp_path):
-    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
-    path = run / "evidence" / RESCORED_FILE
+    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
+    path = run / "evidence" / RECHECK_FILE
     last = json.loads(path.read_text().splitlines()[-1])
     with path.open("a") as file:
         file.write(json.dumps(last | {"step": 3}) + "\n")
     audit = audit_run(run)
-    assert audit.verdict == "passed" and audit.numbers["computed_again"]["parts"] == 3
+    assert audit.verdict == "passed" and audit.numbers["rechecked"]["parts"] == 3
     with path.open("a") as file:
         file.write('{"step": 4}\n')
     (found,) = audit_run(run).findings
-    assert found.what.startswith(f"{RESCORED_FILE} line 5: ")
+    assert found.what.startswith(f"{RECHECK_FILE} line 5: ")
 
 
 def test_more_comparisons_than_the_verdict_says_fail(tmp_path):
-    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
-    path = run / "evidence" / RESCORED_FILE
+    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
+    path = run / "evidence" / RECHECK_FILE
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0], *lines]) + "\n")
     (found,) = audit_run(run).findings
     assert (found.step, found.got, found.expected) == (0, "2", "1")
-    assert found.claim == "true to sampling"
+    assert found.claim == "recheck"
 
 
 def test_a_rank_that_the_run_did_not_have_is_named(tmp_path):
@@ -153,43 +153,43 @@ def test_a_warning_of_staleness_that_the_records_do_not_have_is_of_the_agreement
 
 
 def test_a_run_that_judged_a_sample_untrue_failed_whatever_its_file_says_now(tmp_path):
-    run = write_run(tmp_path / "run", rescored=lambda step: [comparison(step)])
+    run = write_run(tmp_path / "run", rechecked=lambda step: [comparison(step)])
     path = run / "evidence" / STEPS_FILE
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    failure = {"replay_pass": "computed_again", "stage": "whole", "layer_number": 2}
-    failure |= {"what": "of 100 rows those with other experts", "got": 90, "expected": 2}
+    failure = {"replay_pass": "rechecked", "stage": "whole", "layer_number": 2}
+    failure |= {"what": "rows with different experts in 100 rows", "got": 90, "expected": 2}
     lines[1] |= {"passed": False}
     lines[1]["sampling"] |= {"verdict": "failed", "failures": [failure]}
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     audit = audit_run(run)
-    found = [f for f in audit.findings if f.claim == "true to sampling"]
+    found = [f for f in audit.findings if f.claim == "recheck"]
     assert len(found) == 1 and found[0].step == 1
-    assert found[0].what.startswith("the run itself judged it failed (computed_again/whole layer 2")
+    assert found[0].what.startswith("the run itself judged it failed (rechecked/whole layer 2")
 
 
 def test_comparisons_count_of_the_time_that_counts_alone(tmp_path):
-    def rescored(step):
+    def rechecked(step):
         return [comparison(step)]
 
-    run = write_run(tmp_path / "run", rescored=rescored)
-    write_run(run, range(1, 4), attempt=SECOND, rescored=rescored)
+    run = write_run(tmp_path / "run", rechecked=rechecked)
+    write_run(run, range(1, 4), attempt=SECOND, rechecked=rechecked)
     audit = audit_run(run)
     assert audit.verdict == "passed"
-    assert audit.numbers["computed_again"]["parts"] == 4  # of steps 0 to 3
+    assert audit.numbers["rechecked"]["parts"] == 4  # of steps 0 to 3
 
 
 def test_what_was_computed_again_is_added_up_over_steps(tmp_path):
-    def rescored(step):
+    def rechecked(step):
         rows = {1: 1, 2: 2, 3: 0}
         again = comparison(step, rows_differ=rows, log_probs_differ=1)
         return [again, replace(again, part="last")]
 
-    run = write_run(tmp_path / "run", rescored=rescored)
+    run = write_run(tmp_path / "run", rechecked=rechecked)
     path = run / "evidence" / STEPS_FILE
     path.write_text(path.read_text().replace('"missed": 0', '"missed": 3'))
     audit = audit_run(run)
     assert audit.verdict == "passed", audit.findings
-    assert audit.numbers["computed_again"] == {
+    assert audit.numbers["rechecked"] == {
         "samples": 3,
         "parts": 6,
         "missed": 9,
@@ -200,9 +200,9 @@ def test_what_was_computed_again_is_added_up_over_steps(tmp_path):
     }
 
 
-@pytest.mark.parametrize("rescored", [False, True])
-def test_a_verdict_that_failed_for_no_reason_fails(tmp_path, rescored):
-    compared = {"rescored": lambda step: [comparison(step)]} if rescored else {}
+@pytest.mark.parametrize("rechecked", [False, True])
+def test_a_verdict_that_failed_for_no_reason_fails(tmp_path, rechecked):
+    compared = {"rechecked": lambda step: [comparison(step)]} if rechecked else {}
     run = write_run(tmp_path / "run", **compared)
     path = run / "evidence" / STEPS_FILE
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -40,7 +40,7 @@ def kept(current):
     def change(line: dict) -> None:
         for of in line["expected_calls"].values():
             of["sampling_mask"] = {"3": 1}
-        line["expected_kept_current"] = current
+        line["expected_masks_current"] = current
 
     return change
 
@@ -57,9 +57,9 @@ def older(line: dict) -> None:
     """All that earlier programs did not write is missing at once."""
     for name in ("expected_rows_current", "keep_score_ratio", "rows_never_computed"):
         del line[name]
-    for name in [n for n in line["counts"] if n.startswith(("rows_current", "let_go"))]:
+    for name in [n for n in line["counts"] if n.startswith(("rows_current", "dropped"))]:
         del line["counts"][name]
-    del line["counts"]["slots_let_go"], line["counts"]["rows_let_go"]
+    del line["counts"]["slots_dropped"], line["counts"]["rows_dropped"]
 
 
 def many_experts(line: dict) -> None:
@@ -80,16 +80,19 @@ STEP_LINES = {
         put("expected_rows_current", "train", value=...),
         "expected_rows_current has not the passes",
     ),
-    "kept tokens of a pass too few": (
+    "sampling masks of a pass too few": (
         kept({"train": 1}),
-        "expected_kept_current has not the passes",
+        "expected_masks_current has not the passes",
     ),
-    "kept tokens": (kept({"train": 1, "old_log_prob": 0}), ""),
-    "kept tokens that nobody counted": (kept(None), "expected_kept_current is missing"),
-    "kept tokens of one pass that nobody counted": (kept_once, "expected_kept_current is missing"),
+    "sampling masks": (kept({"train": 1, "old_log_prob": 0}), ""),
+    "sampling masks that nobody counted": (kept(None), "expected_masks_current is missing"),
+    "sampling masks of one pass that nobody counted": (
+        kept_once,
+        "expected_masks_current is missing",
+    ),
     "no ratio": (put("keep_score_ratio", value=...), "some are missing"),
     "no current rows": (put("expected_rows_current", value=...), "some are missing"),
-    "a count too few": (put("counts", "let_go_off", value=...), "some are missing"),
+    "a count too few": (put("counts", "dropped_off", value=...), "some are missing"),
     "a stage too few": (
         put("expected_calls", "train", "replay_backward", value=...),
         "has not both stages",
@@ -121,7 +124,7 @@ def run(tmp_path_factory):
 def test_a_verdict_that_contradicts_itself_is_refused(name, run):
     change, error = STEP_LINES[name]
     line = json.loads((run / "evidence" / STEPS_FILE).read_text().splitlines()[0])
-    line.setdefault("expected_kept_current", None)
+    line.setdefault("expected_masks_current", None)
     change(line)
     if not error:
         assert STEPS.decode(json.dumps(line)).step == 0
@@ -131,14 +134,14 @@ def test_a_verdict_that_contradicts_itself_is_refused(name, run):
 
 
 @pytest.mark.parametrize(
-    "name", ["rows_current", "rows_current_equal", "slots_let_go", "rows_let_go", "let_go_off"]
+    "name", ["rows_current", "rows_current_equal", "slots_dropped", "rows_dropped", "dropped_off"]
 )
 def test_a_record_tells_versions_or_does_not(name, run):
     record = json.loads(rank_file(run, 0).read_text().splitlines()[0])
     assert RECORDS.decode(json.dumps(record)).rows_current is not None
     with pytest.raises(ValueError, match="of rows_current, .* some are missing"):
         RECORDS.decode(json.dumps({k: v for k, v in record.items() if k != name}))
-    later = ("rows_current", "rows_let_go", "slots_let_go", "let_go_off")
+    later = ("rows_current", "rows_dropped", "slots_dropped", "dropped_off")
     old = {k: v for k, v in record.items() if not k.startswith(later)}
     assert RECORDS.decode(json.dumps(old)).rows_current is None
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from r3train.data import parts
+from r3train.data import rotated_files
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.proof.audit import audit_run
-from r3train.proof.check import judge, StepTotals, sums_of
+from r3train.proof.judge import judge, StepTotals, sums_of
 from r3train.proof.live import prove_step
 from r3train.proof.log_lines import audit_logs
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
@@ -161,7 +161,7 @@ def test_a_step_in_which_a_misalignment_agrees_better_has_every_call(one_rank, t
 
 
 def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
-    """Of chunks, recomputations, kept tokens, copies of tokens and slots that were let go."""
+    """Of chunks, recomputations, sampling masks, copies of tokens and slots that were dropped."""
     calls = [
         replace(with_versions(r), **changes)
         for r in records_of(0, 0, MICROBATCHES)
@@ -171,7 +171,7 @@ def test_sums_have_the_totals_of_their_calls_on_every_kind_of_rank():
             {"stage": "sampling_mask", "layer_number": 4, "map_sum": r.replay_idx_sum},
             {"vp_stage": 1, "layer_number": r.layer_number + 4},
             {"counts_tokens": False, "rows_recompute_differ": 3},
-            {"slots_let_go": 3, "rows_let_go": 2, "rows_replayed": 98},
+            {"slots_dropped": 3, "rows_dropped": 2, "rows_replayed": 98},
         )
     ]
     sums = sums_of(calls)
@@ -258,8 +258,8 @@ def test_log_lines_of_sums_count_their_calls(tmp_path):
 @pytest.fixture
 def small_parts(monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
-    monkeypatch.setattr(parts, "PART_BYTES", 6000)
-    monkeypatch.setattr(parts, "_MEMBER_BYTES", 2000)
+    monkeypatch.setattr(rotated_files, "PART_BYTES", 6000)
+    monkeypatch.setattr(rotated_files, "_MEMBER_BYTES", 2000)
 
 
 @pytest.mark.parametrize("summed", [False, True], ids=["calls", "summed"])
@@ -267,12 +267,12 @@ def test_evidence_in_parts_is_judged_as_evidence_in_one_file(summed, tmp_path, m
     caplog.set_level(logging.CRITICAL)
     how = {"summed": summed, "microbatches": 2, "versions": True}
     whole = audit_run(write_run(tmp_path / "whole", range(9), **how), keep_steps=True)
-    monkeypatch.setattr(parts, "PART_BYTES", 6000)
-    monkeypatch.setattr(parts, "_MEMBER_BYTES", 2000)
+    monkeypatch.setattr(rotated_files, "PART_BYTES", 6000)
+    monkeypatch.setattr(rotated_files, "_MEMBER_BYTES", 2000)
     run = write_run(tmp_path / "parts", range(5), **how)
     again = {"attempt": "2026-01-01T00:00:00Z", **how}
     write_run(run, range(5, 9), **again)  # numbers go on
-    names = [path.name for path in parts.parts_of(rank_file(run, 1))]
+    names = [path.name for path in rotated_files.parts_of(rank_file(run, 1))]
     assert names[0].startswith("rank_00001.00001.steps_0-") and names[-1] == "rank_00001.jsonl"
     assert len(names) > 3 and all(name.endswith(".jsonl.gz") for name in names[:-1])
     audit = audit_run(run, keep_steps=True)
@@ -284,7 +284,7 @@ def test_evidence_in_parts_is_judged_as_evidence_in_one_file(summed, tmp_path, m
 def test_a_job_may_make_parts_while_its_evidence_is_judged(
     size, small_parts, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(parts, "PART_BYTES", size)
+    monkeypatch.setattr(rotated_files, "PART_BYTES", size)
     run = write_run(tmp_path, range(9), summed=True, versions=True)
     before = audit_run(run).numbers
     judged = []
@@ -293,7 +293,7 @@ def test_a_job_may_make_parts_while_its_evidence_is_judged(
         judged.append(args[1].step)
         if len(judged) in (2, 8):
             for path in (rank_file(run, rank) for rank in (0, 1)):
-                parts.close_part(path, begin_anew=path.touch)
+                rotated_files.close_part(path, begin_anew=path.touch)
         return judge(*args, **how)
 
     monkeypatch.setattr("r3train.proof.audit.judge", judge_and_move)
@@ -304,7 +304,7 @@ def test_a_job_may_make_parts_while_its_evidence_is_judged(
 
 def in_parts(tmp_path: Path) -> tuple[Path, list[Path]]:
     run = write_run(tmp_path, range(9), summed=True, versions=True)
-    return run, parts.parts_of(rank_file(run, 1))
+    return run, rotated_files.parts_of(rank_file(run, 1))
 
 
 def test_a_part_that_is_gone_or_damaged_fails_and_is_named(small_parts, tmp_path):
@@ -350,7 +350,7 @@ def test_a_part_that_cannot_be_compressed_stays_plain(small_parts, tmp_path, mon
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(parts.gzip, "compress", full)
+    monkeypatch.setattr(rotated_files.gzip, "compress", full)
     run, found = in_parts(tmp_path)
     assert len(found) > 2 and all(path.suffix == ".jsonl" for path in found)
     assert not list(run.glob("evidence/*.tmp")) and audit_run(run).verdict == "passed"

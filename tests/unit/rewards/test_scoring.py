@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from tests.unit.reward_functions import PATH
 
-from r3train.config.data import DataSection
-from r3train.rewards.parts import scored as with_parts
+from r3train.config.data_settings import DataSection
+from r3train.rewards.weighted_sum import scored as with_parts
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
 

@@ -70,7 +70,7 @@ def test_the_rendezvous_node_is_known_by_its_address_towards_another_node(monkey
 def test_servers_that_only_rank_0s_node_reaches_are_refused_on_several_nodes():
     for host in (None, "127.0.0.1", "localhost", "0.0.0.0", "::"):
         with pytest.raises(ValueError, match="several nodes: sglang.host is"):
-            check_servers_host(host, own_servers=True, environ=TWO_NODES)
-        check_servers_host(host, own_servers=True, environ=ONE_NODE)
-        check_servers_host(host, own_servers=False, environ=TWO_NODES)
-    check_servers_host("10.0.0.1", own_servers=True, environ=TWO_NODES)
+            check_servers_host(host, local_servers=True, environ=TWO_NODES)
+        check_servers_host(host, local_servers=True, environ=ONE_NODE)
+        check_servers_host(host, local_servers=False, environ=TWO_NODES)
+    check_servers_host("10.0.0.1", local_servers=True, environ=TWO_NODES)

@@ -1,4 +1,4 @@
-"""Route stores over HTTP: the rows that they keep, rank 0's tickets, and the failures of each part."""
+"""Route stores over HTTP: the rows that they keep, rank 0's handles, and the failures of each part."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from r3train.engine.backend import (
     SamplingParams,
 )
 from r3train.engine.client import SGLangClient
-from r3train.route_stores import tickets
+from r3train.route_stores import handles
 from r3train.route_stores.node import RouteNode
 from r3train.route_stores.relay import Keys, RouteRelay
 from r3train.route_stores.store import RouteStore, RouteStoreError
-from r3train.route_stores.tickets import TICKETS
+from r3train.route_stores.handles import HANDLES
 from r3train.types import Prompt, RouteShape
 from tests.wire_encoding import encode_routed_experts
 from tests import whole_samples
@@ -100,7 +100,7 @@ class Scene:
     async def client(self, *, stores: bool = True, addr: str = "", **options) -> AsyncIterator:
         client = SGLangClient(
             [addr or self.addr],
-            routes=TICKETS if stores else ROUTES,
+            routes=HANDLES if stores else ROUTES,
             transport=self.relay() if stores else None,
             api_key="engine-key",
             **options,
@@ -131,7 +131,7 @@ async def read(node: RouteNode, numbers: np.ndarray) -> np.ndarray:
 
 
 def keys_of(numbers: np.ndarray) -> list[int]:
-    return [run.key for run in tickets.runs(numbers)]
+    return [run.key for run in handles.runs(numbers)]
 
 
 async def test_a_sample_by_way_of_a_store_is_the_sample_but_for_its_rows_which_are_kept():
@@ -163,7 +163,7 @@ async def test_the_rest_of_a_rollout_is_added_as_tickets():
         first = await one(client)
         whole = await one(client, resume_from=first)
         assert scene.asked[1][0]["routed_experts_start_len"] == 4
-        runs = tickets.runs(whole.routed_experts)
+        runs = handles.runs(whole.routed_experts)
         assert [run.stop - run.start for run in runs] == [4, 2]
         assert np.array_equal(await read(scene.nodes[1], whole.routed_experts), rows_of(7))
 
@@ -347,8 +347,8 @@ async def test_rows_of_every_store_are_fetched_into_place_together():
         kept = [rng.integers(0, 16, (n, 3, 2)).astype(np.uint8) for n in (40, 300_000)]
         for store, rows in enumerate(kept):
             scene.nodes[store].store.put(100 + store, rows)
-        mine, other = tickets.issue(100, 40), tickets.issue(101, 300_000)
-        nobodys = np.full((3, 1, 1), TICKETS.missing, TICKETS.dtype)
+        mine, other = handles.issue(100, 40), handles.issue(101, 300_000)
+        nobodys = np.full((3, 1, 1), HANDLES.missing, HANDLES.dtype)
         wanted = [other[5:299_000], mine[1:], nobodys, other[:5], mine[7:7]]
         missing = np.full((3, 3, 2), 255, np.uint8)
         rows = [kept[1][5:299_000], kept[0][1:], missing, kept[1][:5]]
@@ -380,7 +380,7 @@ async def test_rows_that_are_not_held_end_the_fetch_with_store_and_key():
         scene.nodes[1].store.put(7, rows_of(5))
         for key, rows in ((9, slice(0, 2)), (7, slice(3, 5))):
             with pytest.raises(RouteStoreError, match=f"route store 1 .*key {key} are asked"):
-                await read(scene.nodes[0], tickets.issue(key, 5)[rows])
+                await read(scene.nodes[0], handles.issue(key, 5)[rows])
 
 
 def test_a_store_counts_what_it_holds_and_forgets_what_is_released():

@@ -29,7 +29,7 @@ def make_routes(rows: int = 6, layers: int = 4, topk: int = 2) -> np.ndarray:
 
 
 def on_the_device(sample_id: int, routes: np.ndarray, uids: np.ndarray | None = None) -> list[int]:
-    """The trainer's side of the same sample, a number a layer."""
+    """The trainer's side of the same sample, a number per layer."""
     uids = token_uids(sample_id, len(routes)) if uids is None else uids
     out = []
     for number in LAYERS.tolist():

@@ -151,9 +151,9 @@ def expected(calls: Calls, s: RankSlice, layer: int, routes: np.ndarray) -> dict
         control_token_plus=equal_to(lambda t: served[(t + 1) % ROWS]),
         control_layer_minus=equal_to(of_layer(-1)),
         control_layer_plus=equal_to(of_layer(1)),
-        slots_let_go=0,
-        rows_let_go=0,
-        let_go_off=0,
+        slots_dropped=0,
+        rows_dropped=0,
+        dropped_off=0,
     )
 
 
@@ -208,7 +208,7 @@ def test_every_count_of_a_forward_is_that_of_a_loop_over_its_rows(seed):
             sums[name] += value
     # every kind of row and every control was there to be counted
     never = ("rows_native", "duplicate_rows", "rows_recompute_differ")
-    never += ("slots_let_go", "rows_let_go", "let_go_off")
+    never += ("slots_dropped", "rows_dropped", "dropped_off")
     assert {name for name, value in sums.items() if not value} == set(never)
 
 
@@ -313,7 +313,11 @@ def test_slots_that_were_dropped_are_those_below_the_ratio(seed):
         whole = {t for t in range(REAL) if MISSING not in routes[t, column]}
         rows = {t for t, _ in gone} & whole
         rows_in_all += len(rows)
-        assert (call.slots_let_go, call.rows_let_go, call.let_go_off) == (len(gone), len(rows), 0)
+        assert (call.slots_dropped, call.rows_dropped, call.dropped_off) == (
+            len(gone),
+            len(rows),
+            0,
+        )
         assert call.rows_replayed == len(whole) - len(rows)
         assert call.rows_filled == REAL - len(whole)
         assert call.fingerprint == fingerprint_of(routes[:, column], layer)
@@ -325,16 +329,16 @@ def test_slots_that_were_dropped_are_those_below_the_ratio(seed):
 
 def test_a_slot_that_was_dropped_or_kept_against_the_rule_is_off(monkeypatch):
     s, calls = make_slice(0), Calls(0, ratio=0.6)
-    right = replay.let_go_slots
+    right = replay.dropped_slots
     monkeypatch.setattr(
-        replay, "let_go_slots", lambda *gates: torch.zeros_like(right(*gates))
+        replay, "dropped_slots", lambda *gates: torch.zeros_like(right(*gates))
     )  # not the recorder's own
     calls.forward(s)
     for layer in LAYERS:
         calls.call(layer)
     found = calls.collected()
-    assert all(call.let_go_off == call.slots_let_go for call in found.values())
-    assert sum(call.let_go_off for call in found.values()) > 20
+    assert all(call.dropped_off == call.slots_dropped for call in found.values())
+    assert sum(call.dropped_off for call in found.values()) > 20
 
 
 def recomputed(monkeypatch, noise: dict[int, torch.Tensor], *, ratio: float = 0.0, skip=()):
@@ -384,8 +388,8 @@ def test_a_recomputation_repeats_what_its_forward_dropped(monkeypatch):
     """By itself the noise would drop other slots."""
     noise = {n: 0.3 * torch.rand(ROWS, EXPERTS) for n in LAYERS}
     found = recomputed(monkeypatch, noise, ratio=0.9)
-    assert sum(c.slots_let_go for c in found.values()) > 20
-    assert not any(c.let_go_off for c in found.values())
+    assert sum(c.slots_dropped for c in found.values()) > 20
+    assert not any(c.dropped_off for c in found.values())
 
 
 def test_scores_of_a_pass_are_not_compared_with_a_later_ones(monkeypatch):

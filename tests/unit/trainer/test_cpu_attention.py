@@ -12,7 +12,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from r3train.trainer.megatron.cpu_attention import PackedCoreAttention  # noqa: E402
+from r3train.trainer.megatron.cpu_packed_attention import PackedCoreAttention  # noqa: E402
 
 LENGTHS = (9, 17, 4)
 

@@ -196,7 +196,7 @@ def test_experts_below_the_ratio_give_way_to_the_best_that_the_row_lacks(check):
             stage="replay_forward",
         )
         (call,) = manager.collect(0)
-        assert (call.slots_let_go, call.rows_let_go, call.let_go_off) == (3, 2, 0)
+        assert (call.slots_dropped, call.rows_dropped, call.dropped_off) == (3, 2, 0)
         assert (call.rows_replayed, call.rows_filled, call.rows_mismatch) == (1, 1, 3)
         recorded = np.array([[[0, 1]], [[2, 3]], [[4, 5]]], np.uint8)
         routes = np.full((3, 3, 2), 255, np.uint8)

@@ -14,9 +14,9 @@ from r3train.cli import main
 from r3train.config import RunConfig
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.verify import from_run
-from r3train.verify.compare import DELTAS, GATES, GRADIENTS, LOSS
+from r3train.verify.compare_outcomes import DELTAS, GATES, GRADIENTS, LOSS
 from r3train.verify.from_run import FromRun, Step, compare_steps, layouts, verify_run
-from r3train.verify.report import verdict
+from r3train.verify.verify_report import verdict
 from r3train.verify.topologies import TOPOLOGIES
 
 RECIPE = Path(__file__).parents[3] / "configs/tiny_cpu.toml"

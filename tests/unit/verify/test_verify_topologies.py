@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from r3train.config.model import ModelSection
+from r3train.config.model_settings import ModelSection
 from r3train.verify import runner
 from r3train.verify.model_zoo import VARIANTS
 from r3train.verify.topologies import TOPOLOGIES

@@ -1,0 +1,207 @@
+"""Generation: its amount, its sampling, its servers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from r3train.config.section import Section
+
+ServerScalar = bool | int | float | str
+
+
+class RolloutSection(Section):
+    """Generation: its amount, its sampling, its servers."""
+
+    title: ClassVar[str] = "Rollout"
+
+    num_rollout: int = Field(ge=1, le=9_999_999)
+    """Rollouts in the whole run."""
+    rollout_batch_size: int = Field(ge=1)
+    """Prompts in a rollout."""
+    n_samples_per_prompt: int = Field(default=8, ge=1)
+    """Samples of each prompt; they form the group in which advantages are computed."""
+    rollout_max_prompt_len: int | None = Field(default=None, ge=1)
+    """Longest prompt in tokens; longer ones are dropped (--overlong-prompts)."""
+    rollout_max_response_len: int = Field(ge=1)
+    """Longest response in tokens."""
+    rollout_max_context_len: int | None = Field(default=None, ge=2)
+    """Longest prompt and response together; unset means the model's own limit."""
+    rollout_temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the actor computes log-probs at the same temperature.  It must
+    be 1.0 with rollout_top_k 1."""
+    rollout_top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling; 1 is off.  Below 1 it needs rollout_top_k."""
+    rollout_top_k: int = Field(default=-1, ge=-1)
+    """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers say which tokens
+    they kept, by top_k and top_p, and all log-probs are those among them."""
+    rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
+    """Tokens that end a response, beside the model's end tokens."""
+    rollout_stop: tuple[str, ...] = Field(default=(), strict=False)
+    """Texts that end a response, each an added token of the checkpoint's tokenizer (such as
+    <|im_end|>); the response keeps it."""
+    rollout_ignore_eos: bool = False
+    """Do not stop at end and stop tokens: every response gets rollout_max_response_len tokens."""
+    rollout_seed: int = Field(default=42, ge=0)
+    """Seed of the prompt order and of sampling."""
+    max_weight_staleness: int = Field(default=1, ge=0)
+    """Rollouts by which the weights that generate may lag behind training; 0 is synchronous.  A rollout
+    makes one weight version, however many optimizer steps it holds."""
+    rollout_segment_len: int | None = Field(default=None, ge=1)
+    """Most tokens of one request.  A longer answer is requested in segments, so a crashed server
+    loses one segment at most.  Unset: with --max-engine-restarts 256, and 2048 where the run's servers have
+    GPUs; else no limit."""
+    sglang_server_concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight at once for each server; unset: 64."""
+    rollout_max_concurrency: int | None = Field(default=None, ge=1)
+    """Requests in flight at once over all servers; unset: sglang_server_concurrency for each."""
+    rollout_buffer_size: int | None = Field(default=None, ge=1)
+    """Most groups in flight or waiting for training; unset: as many as the staleness allows."""
+    over_sampling_batch_size: int | None = Field(default=None, ge=1)
+    """Groups generated for a rollout.  The first to complete are trained; the others wait for the
+    next rollout if they are fresh enough.  Unset: rollout_batch_size, in prompt order."""
+    stale_policy: Literal["drop", "regenerate"] = "drop"
+    """Treatment of a group that would be too stale when trained: drop it, or generate it again."""
+    rollout_filter: tuple[Literal["zero_variance", "aborted"], ...] = Field(
+        default=(), strict=False
+    )
+    """Groups to replace by another prompt's.  zero_variance: those whose rewards are all equal.
+    aborted: those with an aborted sample."""
+    pause_generation_mode: Literal["drain", "in_place", "abort", "retract"] = "drain"
+    """Treatment of requests in flight during a weight update.  drain: wait for them.  in_place:
+    freeze them and continue with the new weights.  abort: abort them and resume from their tokens.
+    retract: compute their cache again (not with R3)."""
+    retraction_policy: Literal["regenerate", "accept"] = "regenerate"
+    """With R3: treatment of an answer that a server retracted for lack of KV cache.  Its rows
+    were rechecked, in forwards that made none of its log-probs.  regenerate: throw the answer away and ask again.
+    accept: train it as it is."""
+    flush_cache_on_update: bool = True
+    """Do not let requests after an update use prefixes that were cached with older weights."""
+    rollout_external_engine_addrs: tuple[str, ...] = Field(default=(), strict=False)
+    """Servers that somebody else runs, as host:port; empty means that the run starts its own."""
+    opd_teacher_url: str | None = Field(default=None, min_length=1)
+    """SGLang server of the teacher, as http://HOST:PORT (--opd-type sglang)."""
+    rollout_num_engines: int = Field(default=1, ge=1)
+    """Servers to start.  A prompt goes with all its samples to the least loaded one."""
+    environment: str | None = None
+    """Environment of several turns: a name (calculator) or module:Class; unset: one turn."""
+    environment_max_turns: int = Field(default=4, ge=1)
+    """Most turns of an episode."""
+    environment_max_turn_len: int | None = Field(default=None, ge=1)
+    """Longest turn in tokens; unset means as much as rollout_max_response_len leaves."""
+    environment_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that making the environment, and each of its steps, may take; a longer one ends the run."""
+    environment_samples: Literal["trajectory", "turn"] = "trajectory"
+    """Samples to train from an episode: one of the whole trajectory, or one of each turn."""
+    rollout_request_timeout_s: float = Field(default=300.0, gt=0)
+    """Seconds that a request may take; a later answer is a bad one (--max-bad-answers)."""
+    rollout_server_start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Seconds that a server may take to start.  A server that ends is noticed at once; large
+    checkpoints take many minutes to load."""
+    colocate: bool = False
+    """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
+    KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""
+    rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
+    """Names of environment variables that servers inherit beside the usual ones (docs/security.md)."""
+    sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
+    """Any flag of the SGLang server."""
+
+    @property
+    def samples_per_episode(self) -> int:
+        """Sample ids that one episode may need."""
+        return self.environment_max_turns if self.environment_samples == "turn" else 1
+
+    @property
+    def replays_sampling_mask(self) -> bool:
+        """True when tokens are drawn among those that top-k and top-p keep, and log-probs are of these."""
+        return self.rollout_top_k > 1
+
+    @property
+    def exact_boundaries(self) -> bool:
+        """True when a weight update comes in mid-generation, whose tokens must have the right version.
+
+        Servers then run without SGLang's overlap of scheduling and computing.
+        """
+        return self.pause_generation_mode != "drain"
+
+    @property
+    def fresh_prefixes(self) -> bool:
+        """True when no request uses a prefix that was cached before the last weight update.
+
+        in_place flushes nothing: a request that waited for its turn over the update finds the prefix of
+        the weights that it was sent under.
+        """
+        return self.flush_cache_on_update and self.pause_generation_mode != "in_place"
+
+    @property
+    def groups_per_rollout(self) -> int:
+        """over_sampling_batch_size with its default resolved."""
+        return self.over_sampling_batch_size or self.rollout_batch_size
+
+    @property
+    def kept_top_k(self) -> int | None:
+        """rollout_top_k where the tokens that it kept are replayed, else None."""
+        return self.rollout_top_k if self.replays_sampling_mask else None
+
+    @property
+    def buffer_groups(self) -> int:
+        """rollout_buffer_size with its default resolved: all groups that can be fresh enough."""
+        surplus = self.groups_per_rollout - self.rollout_batch_size
+        allowed = (self.max_weight_staleness + 1) * self.rollout_batch_size + surplus
+        return self.rollout_buffer_size or allowed
+
+    @property
+    def num_servers(self) -> int:
+        """Servers that generate: others' or the run's own."""
+        return len(self.rollout_external_engine_addrs) or self.rollout_num_engines
+
+    @property
+    def max_concurrency(self) -> int:
+        """Requests that may be in flight at once over all servers."""
+        if self.rollout_max_concurrency is not None:
+            return self.rollout_max_concurrency
+        return self.num_servers * (self.sglang_server_concurrency or 64)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Most requests that can be in flight at once."""
+        return min(self.max_concurrency, self.buffer_groups * self.n_samples_per_prompt)
+
+    def pool_needed(self, longest_prompt: int) -> int:
+        """Tokens of KV cache for all requests in flight at their full length, as nobody shares."""
+        return self.most_in_flight * self.longest_sample(longest_prompt)
+
+    def pool_facts(self, pool_tokens: int | None, longest_prompt: int) -> str:
+        """Size of the servers' KV pools, None if unknown, and what requests need, in words."""
+        size = "are of unknown size" if pool_tokens is None else f"hold {pool_tokens:,} tokens"
+        return (
+            f"the servers' KV pools {size}, and {self.most_in_flight:,} requests in flight of up to"
+            f" {self.longest_sample(longest_prompt):,} tokens need {self.pool_needed(longest_prompt):,}"
+        )
+
+    def pool_shortage(self, pool_tokens: int | None, longest_prompt: int) -> str | None:
+        """The warning about KV pools that are too small; None if they are not, or unknown."""
+        if pool_tokens is None or pool_tokens >= self.pool_needed(longest_prompt):
+            return None
+        facts = self.pool_facts(pool_tokens, longest_prompt)
+        return f"{facts}: SGLang will retract requests (--retraction-policy)"
+
+    def longest_sample(self, longest_prompt: int) -> int:
+        """Tokens of the longest sample that a prompt of so many can become."""
+        length = longest_prompt + self.rollout_max_response_len
+        return min(length, self.rollout_max_context_len or length)
+
+    @field_validator("sglang", mode="before")
+    @classmethod
+    def _one_spelling(cls, value: Any) -> Any:
+        """Write keys with underscores; a flag may have dashes."""
+        if not isinstance(value, dict):
+            return value
+        spelled: dict[str, Any] = {}
+        for key, setting in value.items():
+            name = str(key).replace("-", "_")
+            if name in spelled:
+                raise ValueError(f"{name} is given twice, with dashes and with underscores")
+            spelled[name] = setting
+        return spelled

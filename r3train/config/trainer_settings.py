@@ -1,0 +1,93 @@
+"""The optimizer, and the weights on their way to SGLang."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar, Literal
+
+from pydantic import Field, field_validator
+
+from r3train.config.section import OverrideScalar, Section
+
+
+class TrainerSection(Section):
+    """The optimizer, and the weights on their way to SGLang."""
+
+    title: ClassVar[str] = "Trainer"
+
+    global_batch_size: int | None = Field(default=None, ge=1)
+    """Samples of an optimizer step; unset means all samples of a rollout."""
+    max_tokens_per_gpu: int = Field(default=4096, ge=1)
+    """Most tokens of a microbatch on one rank."""
+    log_probs_chunk_size: int = Field(default=1024, ge=-1)
+    """Rows of a microbatch whose logits are held in float32 at once, for log-probs and entropy; -1: all.
+    Fewer rows take less memory."""
+    reuse_log_probs: Literal["auto", "on", "off"] = "auto"
+    """Take the old log-probs from the forward of the train step, and skip the pass that would compute
+    them before it.  This is exact with one optimizer step per rollout.  auto: do so then; on: refuse to start
+    with more steps; off: never."""
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """Optimizer; adam is AdamW."""
+    optimizer_overrides: dict[str, OverrideScalar] = {}
+    """Any other field of Megatron's OptimizerConfig, such as optimizer_cpu_offload; a dtype is fp32,
+    bf16, fp16 or fp8."""
+    lr: float = Field(default=1e-6, ge=0)
+    """Learning rate."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the end of a decay."""
+    lr_decay_style: Literal["constant", "linear", "cosine"] = "constant"
+    """Decay of the learning rate after warm-up."""
+    lr_warmup_iters: int = Field(default=0, ge=0)
+    """Optimizer steps of linear warm-up."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay."""
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's first moment."""
+    adam_beta2: float = Field(default=0.98, ge=0, lt=1)
+    """Decay of Adam's second moment."""
+    adam_eps: float = Field(default=1e-8, gt=0)
+    """Added to Adam's denominator."""
+    freeze_moe_router: bool = False
+    """Do not train the routers: neither their weights nor their expert biases move."""
+    freeze_params: tuple[str, ...] = Field(default=(), strict=False)
+    """Do not train parameters whose name on disk (Hugging Face's, such as
+    model.layers.3.self_attn.o_proj.weight) holds a match of this regular expression."""
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Gradients are scaled down to this norm; 0 is off."""
+    seed: int = Field(default=1234, ge=0)
+    """Seed of the actor's random numbers."""
+    update_weight_transfer_mode: Literal["distributed", "disk", "shared_memory"] = "distributed"
+    """Transport of new weights to SGLang: a process group (distributed), files (disk), or memory that
+    servers on rank 0's node map (shared_memory)."""
+    update_weight_buffer_size: int = Field(default=512 * 1024 * 1024, ge=1)
+    """Bytes of weights that are sent at once."""
+    update_weight_master_address: str | None = Field(default=None, min_length=1)
+    """Address or network interface of rank 0's node, where servers join the process group.  Unset:
+    loopback if all servers are on this node, else the address that routes to them.  Pipeline stages that
+    begin on other nodes take the interface of that name there, else the address that routes."""
+    check_weight_update_equal: bool = False
+    """After every weight update, compare every tensor of every server with the actor's, bit for bit."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """TFLOP/s that one GPU can do at most (989 of an H100 in bfloat16): writes perf/mfu, the share of it
+    that the model's arithmetic takes."""
+    ci_test: bool = False
+    """Strict checks for continuous integration; they include the R3 check."""
+
+    @field_validator("log_probs_chunk_size")
+    @classmethod
+    def _rows(cls, value: int) -> int:
+        """Refuse 0, which is no number of rows."""
+        if value == 0:
+            raise ValueError("expected -1 (all rows at once) or a number of rows from 1 up")
+        return value
+
+    @field_validator("freeze_params")
+    @classmethod
+    def _expressions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        """Refuse text that is no regular expression."""
+        for text in value:
+            try:
+                re.compile(text)
+            except re.error as error:
+                raise ValueError(f"{text!r} is no regular expression: {error}") from None
+        return value

@@ -1,0 +1,174 @@
+"""``r3train doctor``: every finding as a line, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+
+import click
+
+from r3train.config import RunConfig
+from r3train.config.sources import printable
+from r3train.doctor.finding import FACT, OK, PROBLEM, WARNING, Finding, Findings, fact, warning
+from r3train.doctor.machine import Node
+
+_STYLE = {OK: "green", FACT: "cyan", WARNING: "yellow", PROBLEM: "red"}
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.option(
+    "--world-size",
+    type=click.IntRange(1),
+    envvar="WORLD_SIZE",
+    default=1,
+    help="Ranks in all.  [default: $WORLD_SIZE or 1]",
+)
+@click.option(
+    "--nproc-per-node",
+    type=click.IntRange(1),
+    envvar="LOCAL_WORLD_SIZE",
+    help="Ranks on this node.  [default: $LOCAL_WORLD_SIZE, or all that its GPUs take]",
+)
+@click.option(
+    "--port",
+    "ports",
+    type=click.IntRange(1, 65535),
+    multiple=True,
+    help="A port the run will listen on.",
+)
+@click.option(
+    "--probe", is_flag=True, help="Start a server and an actor and compare them (minutes)."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def doctor(
+    world_size: int,
+    nproc_per_node: int | None,
+    ports: tuple[int, ...],
+    probe: bool,
+    as_json: bool,
+    flags: tuple[str, ...],
+) -> None:
+    """Look for what will go wrong; FLAGS (--config FILE.toml and others) are train_async.py's.
+
+    Exit code: 0 without problems (warnings may be there), 1 with problems, 2 wrong usage.
+    """
+    from r3train.config.options import parse_train_flags
+
+    config = parse_train_flags(flags, prog_name="doctor") if flags else None
+    if probe and config is None:
+        raise click.UsageError("--probe needs a configuration: --config FILE.toml")
+    if nproc_per_node is not None and nproc_per_node > world_size:
+        raise click.UsageError(
+            f"--nproc-per-node (LOCAL_WORLD_SIZE) {nproc_per_node} is more than --world-size "
+            f"(WORLD_SIZE) {world_size}, the ranks in all"
+        )
+    findings: list[Finding] = []
+    for finding in diagnose(config, world_size, ports, nproc_per_node=nproc_per_node, probe=probe):
+        findings.append(finding)
+        if not as_json:
+            _show(finding)
+    problems = sum(f.level == PROBLEM for f in findings)
+    warnings = sum(f.level == WARNING for f in findings)
+    if as_json:
+        click.echo(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        click.echo(f"{problems} problem(s), {warnings} warning(s)")
+    sys.exit(1 if problems else 0)
+
+
+def _show(finding: Finding) -> None:
+    level, is_problem = f"{finding.level:>8}  ", finding.level == PROBLEM
+    level = click.style(level, fg=_STYLE[finding.level], bold=is_problem)
+    click.echo(f"{level}{click.style(f'{finding.subject}: ', bold=True)}{printable(finding.text)}")
+    if finding.remedy:
+        click.secho(f"          remedy: {printable(finding.remedy)}", dim=True)
+
+
+def diagnose(
+    config: RunConfig | None,
+    world_size: int,
+    ports: tuple[int, ...] = (),
+    *,
+    nproc_per_node: int | None = None,
+    probe: bool = False,
+) -> Findings:
+    """Yield all findings, cheap ones first; without a configuration those of the machine alone.
+
+    world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
+    take, and without GPUs all of them.
+    """
+    from r3train.doctor import kernels, machine
+    from r3train.launch.gpus import ranks_that_fit
+
+    num_gpus, gpu_bytes = gpus_here()
+    num_ranks = nproc_per_node or ranks_that_fit(world_size, num_gpus)
+    node = Node(num_gpus, gpu_bytes, world_size, num_ranks)
+    yield from machine.check_versions(cuda=bool(num_gpus))
+    yield from machine.check_devices(node, os.cpu_count() or 1)
+    yield from machine.check_capability(num_gpus)
+    if config is None:  # a job's own checks say it too
+        yield from machine.check_transformer_engine(num_gpus)
+    yield from kernels.check_cudnn(num_gpus)
+    nodes = -(-world_size // num_ranks)
+    yield from kernels.check_warm_up(num_gpus, nodes, machine.installed_version, os.environ)
+    yield from machine.check_shared_memory(num_ranks)
+    for port in ports:
+        yield from machine.check_port("port", "127.0.0.1", port)
+    rendezvous = os.environ.get("MASTER_PORT")
+    if rendezvous and os.environ.get("RANK") is None:
+        yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
+    if config is None:
+        return
+    failed = False
+    for finding in _of_config(config, node):
+        failed |= finding.level == PROBLEM
+        yield finding
+    if probe and failed:
+        yield warning("probe", "not run: the problems above come first", "solve them, run it again")
+    elif probe:
+        from r3train.doctor.probe import probe_engines
+
+        yield from probe_engines(config, gpu_bytes)
+
+
+def _of_config(config: RunConfig, node: Node) -> Findings:
+    from r3train.config.hf_facts import read_hf_facts
+    from r3train.doctor import kernels, machine, memory, model_checks, run_estimate
+    from r3train.launch.limits import server_ports
+
+    prompt = yield from model_checks.check_job(config, node.world_size)
+    hf = weights = None
+    with suppress(ValueError):  # check_job has said so
+        hf = read_hf_facts(config.model.hf_checkpoint)
+    if hf is not None:
+        weights = yield from model_checks.check_weights(hf, config.lora)
+        yield from kernels.check_attention(config, hf, node.num_gpus)
+    host, ports = server_ports(config)
+    for port in ports:
+        yield from machine.check_port("SGLang", host, port)
+    if config.has_engines:
+        yield from machine.check_open_files(config.rollout.most_in_flight)
+    yield from memory.check_room(config, hf, weights, node)
+    if hf is not None and weights is not None and config.run.estimate:
+        if prompt is None:
+            prompt = memory.longest_prompt(config, hf)
+        try:
+            for line in run_estimate.paper(config, hf, node.world_size, prompt, node.gpu_bytes):
+                yield fact("estimated", line.strip())
+        except ValueError as error:  # a problem of check_job as well
+            yield fact("estimated", f"nothing more: {error}")
+
+
+def gpus_here() -> tuple[int, int]:
+    """Return the number of GPUs, and the bytes of the smallest."""
+    try:
+        import torch
+    except ImportError:
+        return 0, 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+    return count, min(sizes, default=0)

@@ -1,0 +1,196 @@
+"""Random samples rechecked by the servers, while these still hold the samples' weights.
+
+A sample is chosen before it is drawn.  When its answer is complete it goes back to its server as a
+prompt, in the background: no request for tokens ever waits for it.  At a weight update it may go on
+while tokens are generated beside it, and on servers that stand idle for a share of the time, which is that
+of the samples.  What is not done by then is missed.  A request that an update freezes (in_place) ends with
+the rows of two versions, which nobody can compute again afterwards; its prompt is therefore rechecked
+ when it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, KW_ONLY, replace
+from functools import lru_cache
+
+import numpy as np
+
+from r3train.config.rollout_settings import RolloutSection
+from r3train.engine.backend import EngineError, Request, RolloutBackend, SamplingParams, Segment
+from r3train.generation import stitch
+from r3train.generation.buffer import Group
+from r3train.generation.counts import Counts
+from r3train.types import Prompt, Rechecked, RecheckPart, RecheckedRollout, RolloutSample
+
+logger = logging.getLogger(__name__)
+
+# samples of which each server's rounding is measured, and their tokens
+_NOISE_SAMPLES, _NOISE_TOKENS = 8, 64
+# their sample ids begin here, beyond those of rollouts, for seeds of their own
+NOISE_IDS = 1 << 40
+# at a weight update, and when a rollout is judged
+AWAITED_S = 5.0
+
+
+class Unbroken:
+    """The last part of a rollout that one weight version computed from its first request on."""
+
+    def __init__(self) -> None:
+        self.first: Request | None = None
+        self.server = 0
+
+    def answered(self, request: Request, segment: Segment) -> None:
+        """Note an answer.  One that carries other versions than it was sent under breaks the part."""
+        if len(segment.token_ids) == 0:
+            return
+        if (segment.weight_versions != request.weight_version).any():
+            self.first = None
+        elif self.first is None or self.first.weight_version != request.weight_version:
+            self.first = request
+        self.server = segment.server
+
+
+@dataclass(eq=False)
+class Rechecking:
+    """Computes a ``share`` of the samples again; for the producer's event loop.
+
+    Samples are numbered in blocks of ``rollout_batch_size`` groups, which are the rollouts unless
+    groups are filtered.  Of each block at least one is chosen, by the block's number and the run's
+    seed; none without a share.  ``versions_stay``: servers can compute with an older version beside the newest.
+    """
+
+    rollout: RolloutSection
+    share: float
+    counts: Counts
+    _: KW_ONLY
+    versions_stay: bool = False
+
+    def __post_init__(self) -> None:
+        self._tasks: dict[asyncio.Task[None], Group] = {}
+        self._closed = False
+        self._opened = time.monotonic()
+        self._noise: list[tuple[RolloutSample, Rechecked]] = []
+        self._chosen = lru_cache(maxsize=64)(self._chosen_of_block)
+
+    def _chosen_of_block(self, block: int) -> frozenset[int]:
+        samples = self.rollout.rollout_batch_size * self.rollout.n_samples_per_prompt
+        count = max(1, round(self.share * samples)) if self.share else 0
+        random = np.random.default_rng([self.rollout.rollout_seed, block])
+        return frozenset(random.choice(samples, count, replace=False).tolist())
+
+    def chosen(self, group_id: int) -> list[int]:
+        """The places of a group whose samples are rechecked."""
+        block, at = divmod(group_id, self.rollout.rollout_batch_size)
+        first = at * self.rollout.n_samples_per_prompt
+        places = range(self.rollout.n_samples_per_prompt)
+        return [place for place in places if first + place in self._chosen(block)]
+
+    async def open(
+        self,
+        backend: RolloutBackend,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        version: int,
+    ) -> None:
+        """Measure the rounding of every server by samples drawn there and rechecked; before anything else."""
+        self._backend = backend
+        self._turn = asyncio.Semaphore(backend.num_servers)
+        # the log-probs of a prefill are those of the whole vocabulary
+        sampling = replace(sampling, mask_vocab=None)
+        calls = []
+        for server in range(backend.num_servers):
+            for i in range(_NOISE_SAMPLES):
+                prompt = prompts[i % len(prompts)]
+                calls.append(self._drawn_twice(prompt, sampling, version, server, i))
+        for done in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(done, (EngineError, ValueError)):
+                logger.warning("the noise between decode and prefill was not measured: %s", done)
+            elif isinstance(done, BaseException):
+                raise done
+            else:
+                self._noise.append(done)
+
+    async def _drawn_twice(
+        self, prompt: Prompt, sampling: SamplingParams, version: int, server: int, number: int
+    ) -> tuple[RolloutSample, Rechecked]:
+        sample = stitch.begin(prompt, sample_id=NOISE_IDS + number, group_id=-1)
+        request = stitch.next_request(sample, sampling, limit=_NOISE_TOKENS, weight_version=version)
+        segment, again = await self._backend.score_twice(request, server)
+        return stitch.extend(sample, segment), again
+
+    def sent(self, group: Group, place: int, request: Request) -> None:
+        """Compute the prompt of a request again that an update may freeze."""
+        if place in self.chosen(group.group_id):
+            self._start(group, replace(request, rows_start=0), "prompt", None)
+
+    def finished(
+        self, group: Group, place: int, sample: RolloutSample, part: Unbroken, version: int
+    ) -> None:
+        """Compute a complete sample again, or its last part, if the servers hold its version.
+
+        sample: of an episode's samples the last one, which holds all of its tokens.
+        """
+        first = part.first
+        if first is None or (first.weight_version != version and not self.versions_stay):
+            return
+        if place in self.chosen(group.group_id):
+            request = replace(first, sample_id=sample.sample_id, token_ids=sample.token_ids)
+            name: RecheckPart = "last" if first.rows_start else "whole"
+            self._start(group, request, name, part.server)
+
+    def _start(self, group: Group, request: Request, part: RecheckPart, server: int | None) -> None:
+        if self._closed:
+            return
+        request = replace(request, max_new_tokens=0)
+        task = asyncio.get_running_loop().create_task(self._one(group, request, part, server))
+        self._tasks[task] = group
+        task.add_done_callback(self._tasks.pop)
+
+    async def _one(
+        self, group: Group, request: Request, part: RecheckPart, server: int | None
+    ) -> None:
+        try:
+            async with self._turn:
+                group.rechecked.append(await self._backend.recheck(request, part, server))
+            self.counts.recheck_tokens += len(request.token_ids)
+        except (EngineError, ValueError) as error:
+            logger.warning("sample %s was not rechecked: %s", request.name, error)
+
+    @property
+    def under_way(self) -> list[asyncio.Task[None]]:
+        """Tasks that compute a text again, or wait for their turn."""
+        return list(self._tasks)
+
+    async def close(self, *, idle: bool = False) -> None:
+        """Cancel what is under way; nothing more begins.
+
+        idle: no token is generated.  Then servers may compute on for ``share`` of the time since they
+        last changed their weights, and for 5 seconds at most.
+        """
+        self._closed = True
+        if idle and self._tasks:
+            since = time.monotonic() - self._opened
+            await asyncio.wait(self._tasks, timeout=min(AWAITED_S, self.share * since))
+        late = self.under_way
+        for task in late:
+            task.cancel()
+        await asyncio.gather(*late, return_exceptions=True)
+
+    def reopen(self) -> None:
+        """Begin again after a weight update."""
+        self._closed = False
+        self._opened = time.monotonic()
+
+    async def of_groups(self, groups: Sequence[Group]) -> RecheckedRollout:
+        """All that was rechecked of these groups; waits a little for what is under way."""
+        if own := [task for task, group in self._tasks.items() if group in groups]:
+            await asyncio.wait(own, timeout=AWAITED_S)
+        parts = [part for group in groups for part in group.rechecked]
+        chosen = sum(len(self.chosen(group.group_id)) for group in groups)
+        episode = self.rollout.samples_per_episode
+        done = {part.sample_id // episode for part in parts}
+        return RecheckedRollout(parts, chosen - len(done), self._noise)

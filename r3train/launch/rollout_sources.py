@@ -1,0 +1,68 @@
+"""Sources of rollouts on rank 0: engines, dumped files, or conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from r3train.engine.server import SGLangServer
+from r3train.observe.console import RunDisplay
+from r3train.launch.engines import Engines
+from r3train.launch.job import Job
+from r3train.launch.resume import ResumePoint, unknown_temperature
+from r3train.loop.fleet import RolloutFleet
+from r3train.loop.route_transport import Routes
+from r3train.loop.replay_source import Conversations, DumpedRollouts
+from r3train.generation.buffer import ProducerState
+
+
+def build_engines(
+    job: Job,
+    run_dir: Path,
+    display: RunDisplay,
+    resume: ResumePoint,
+    routes: Routes,
+    servers: Sequence[SGLangServer] = (),
+) -> Engines | Replayed:
+    """Build the engines, or where nothing is generated the reader of what takes its place.
+
+    servers: those of this run that were started already.
+    """
+    if not job.config.has_engines:
+        return Replayed(job, display.note)
+    buffer = resume.buffer(job.hf.vocab_size)
+    state = ProducerState(*buffer) if buffer is not None else None
+    warning = unknown_temperature(job.config, resume)
+    if warning is not None:
+        display.note(warning, style="yellow")
+    return Engines(job, run_dir, display, resume.start_rollout_id, routes, state, servers)
+
+
+class Replayed(RolloutFleet):
+    """Dumped rollouts or conversations instead of engines: no server, so no weights to send."""
+
+    def __init__(self, job: Job, note: Callable[[str], None]):
+        self._job = job
+        self._note = note
+
+    def start_producer(self) -> DumpedRollouts | Conversations:
+        """Open the dumped rollouts, or the conversations that were read at start-up."""
+        job, config = self._job, self._job.config
+        if config.learns_conversations:
+            return Conversations(job.conversations, job.order, config.rollout.rollout_batch_size)
+        assert config.checkpoint.replay_rollouts is not None
+        fine_tunes = config.algorithm.loss_type == "sft"  # on the tokens alone, at any temperature
+        return DumpedRollouts(
+            config.checkpoint.replay_rollouts,
+            temperature=None if fine_tunes else config.rollout.rollout_temperature,
+            note=self._note,
+            needs_routes=config.replay.use_rollout_routing_replay,
+            num_groups=config.rollout.rollout_batch_size,
+            group_size=config.rollout.n_samples_per_prompt,
+            steps_per_rollout=config.steps_per_rollout,
+            vocab_size=job.hf.vocab_size,
+        )
+
+    def close(self) -> None:
+        """End the rewards' helpers."""
+        self._job.close()

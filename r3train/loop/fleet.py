@@ -1,0 +1,103 @@
+"""The parts that rank 0 has in the loop: the servers' side, the display, the files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from r3train.engine.publish import WeightPublisher
+from r3train.generation.eval_sets import EvalSet
+from r3train.hf_checkpoint import NamedTensors
+from r3train.loop.run_evaluations import Evaluations
+from r3train.loop.replay_source import RolloutSource
+from r3train.observe.console import RunDisplay
+from r3train.observe.metrics import MetricsWriter
+from r3train.types import Scored
+
+
+class RolloutFleet:
+    """The servers of a run on rank 0; the methods here are those of a run without a server.
+
+    The configuration's checks refuse settings by which such a run would call a method that raises.
+    """
+
+    publisher: WeightPublisher | None = None
+
+    def start_server(self) -> None:
+        """Start the run's servers; ``wait_ready`` waits for them."""
+
+    def wait_ready(self) -> None:
+        """Wait for the servers."""
+
+    def start_producer(self) -> RolloutSource:
+        """Start what gives groups for training."""
+        raise NotImplementedError
+
+    def eval_sets(self) -> list[EvalSet]:
+        """The evaluation sets, for servers to answer."""
+        return []
+
+    def compare_weights(self, weights: NamedTensors, version: int) -> Path:
+        """Hold every server's tensors against these; returns the checkpoint written of them."""
+        raise AssertionError("there is no server")
+
+    def probe(self, token_ids: np.ndarray) -> list[np.ndarray]:
+        """The log-probs of one text on every server, float32[T-1] each."""
+        return []
+
+    def stale_tokens(self, token_ids: np.ndarray) -> int:
+        """Tokens of a text that a server kept in its cache from before an update."""
+        return 0
+
+    def route_wire_bytes(self) -> int:
+        """Base64 bytes of routes that this process has received."""
+        return 0
+
+    def keep_onloaded(self, *kinds: str) -> None:
+        """Let every server hold these kinds of memory alone (--colocate)."""
+        raise AssertionError("there is no server")
+
+    def stop_servers(self) -> None:
+        """End the servers of this run, which generates no more."""
+
+    def restart(self) -> None:
+        """Restart the servers; they hold the checkpoint's weights until the next publish."""
+        raise AssertionError("there is no server")
+
+    def restored(self, version: int) -> None:
+        """Send broken-off requests again: restarted servers now hold ``version``."""
+
+    def fault_counts(self) -> dict[str, int]:
+        """Count bad answers, restarts of servers, and requests and tokens that restarts resumed."""
+        return {}
+
+
+@dataclass(frozen=True)
+class RankZero:
+    """The parts that rank 0 holds and other ranks do not."""
+
+    engines: RolloutFleet
+    display: RunDisplay
+    metrics: MetricsWriter
+    evaluations: Evaluations
+
+    def next_groups(
+        self, source: RolloutSource, rollout_id: int, batch_size: int
+    ) -> list[list[Scored]]:
+        """Wait for a rollout of ``batch_size`` groups and show its progress."""
+        display = self.display
+        display.rollout_begin(rollout_id, batch_size)
+        display.train_update("waiting for rollout")
+        first = source.stats()
+
+        def show(groups_done: int, stats: dict[str, Any]) -> None:
+            # of this wait alone: what was generated before it took none of its seconds
+            tokens = stats["generated_tokens"] - first["generated_tokens"]
+            display.rollout_update(min(groups_done, batch_size), tokens)
+
+        groups = source.next_batch(rollout_id, lambda stats: show(stats["buffered_groups"], stats))
+        show(len(groups), source.stats())
+        return groups

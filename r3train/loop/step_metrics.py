@@ -1,0 +1,265 @@
+"""Metrics of a step under the keys that people, plots and scripts read (see observe.metrics)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from r3train.algo.corrections import age_metrics, is_age_sum
+from r3train.algo.reward_stats import GroupStats
+from r3train.config import RunConfig
+from r3train.loop.prepare import train_samples
+from r3train.observe.metrics import MetricsWriter
+from r3train.types import RolloutSample, Scored, TrainSample
+
+
+def report_rollout(
+    rollout_id: int,
+    groups: Sequence[Sequence[Scored]],
+    config: RunConfig,
+    writer: MetricsWriter,
+    counts: Mapping[str, Any],
+    counts_before: Mapping[str, Any],
+) -> tuple[list[TrainSample], dict[str, Any]]:
+    """Give a rollout's tokens their advantages and write a few samples; returns all of them, and metrics.
+
+    counts: the source's now, and at the rollout before.
+    """
+    most = config.rollout.rollout_max_response_len
+    samples, stats = train_samples(groups, config.algorithm, most)
+    writer.write_samples(rollout_id, samples_to_report(samples))
+    turns = config.rollout.environment is not None
+    keys = config.algorithm.reward_keys
+    metrics = rollout_metrics(rollout_id, stats, samples, turns=turns, reward_keys=keys)
+    return samples, metrics | source_metrics(counts, counts_before)
+
+
+def rollout_metrics(
+    rollout_id: int,
+    groups: GroupStats,
+    samples: Sequence[TrainSample],
+    *,
+    turns: bool = False,
+    reward_keys: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Rewards, lengths, staleness of one rollout.
+
+    turns: True with --environment; reward_keys: the keys of the samples' reward parts.
+    """
+    parts = [
+        s.sample.reward_parts
+        for s in samples
+        if s.sample.is_last_step is not False and s.sample.reward_parts is not None
+    ]
+    part_means = np.mean(parts, axis=0).tolist() if parts else []
+    lengths = np.array([_own_tokens(s.sample) for s in samples])
+    prompts = np.array([s.sample.prompt_len for s in samples])
+    truncated = sum(s.sample.finish_reason == "length" for s in samples)
+    # tokens of the prompt and of an environment have version -1: no weights generated them
+    generated = [_versions(s) for s in samples]
+    staleness = [rollout_id - int(versions[0]) for versions in generated if len(versions)]
+    histogram = {
+        f"rollout/staleness_{age}": staleness.count(age)
+        for age in range(max(staleness, default=0) + 1)
+    }
+    seconds = np.array([s.sample.generation_s for s in samples])
+    return {
+        "rollout/reward_mean": groups.mean,
+        "rollout/reward_std": groups.std,
+        "rollout/reward_min": groups.min,
+        "rollout/reward_max": groups.max,
+        **{f"rollout/reward_mean_{key}": mean for key, mean in zip(reward_keys, part_means)},
+        "rollout/zero_variance_groups": groups.num_zero_variance,
+        "rollout/samples_with_advantage": sum(bool(np.any(s.advantages)) for s in samples),
+        "rollout/num_groups": groups.num_groups,
+        "rollout/num_samples": len(samples),
+        **{f"rollout/pass_at_{k}": share for k, share in groups.pass_at_k.items()},
+        "rollout/response_len_mean": float(lengths.mean()),
+        "rollout/response_len_median": float(np.median(lengths)),
+        "rollout/response_len_max": int(lengths.max()),
+        "rollout/prompt_len_mean": float(prompts.mean()),
+        "rollout/prompt_len_max": int(prompts.max()),
+        "rollout/repetition": float(np.mean([repetition(s.sample) for s in samples])),
+        "rollout/tokens": int(lengths.sum()),
+        "rollout/truncated": truncated,
+        "rollout/truncated_share": truncated / len(samples),
+        "rollout/aborted": sum(s.sample.finish_reason == "abort" for s in samples),
+        "rollout/staleness_mean": float(np.mean(staleness)) if staleness else 0.0,
+        "rollout/staleness_max": max(staleness, default=0),
+        "rollout/generation_s_mean": float(seconds.mean()),
+        "rollout/generation_s_max": float(seconds.max()),
+        "rollout/retracted_samples": sum(s.sample.num_retractions > 0 for s in samples),
+        "rollout/spanning_samples": sum(len(versions) > 1 for versions in generated),
+        **histogram,
+        **(_turn_metrics([s.sample for s in samples]) if turns else {}),
+    }
+
+
+def _own_tokens(sample: RolloutSample) -> int:
+    """Tokens of the response that are the model's own: not those of an environment.
+
+    Those that the model generated have a weight version, trained or masked; a conversation that nothing
+    generated (--loss-type sft) counts whole.
+    """
+    generated = sample.weight_versions[sample.prompt_len :] >= 0
+    return int(generated.sum()) if generated.any() else sample.response_len
+
+
+def _turn_metrics(samples: Sequence[RolloutSample]) -> dict[str, Any]:
+    """Turns of each episode, and the tokens of its environment; of one sample a turn, the last tells."""
+    episodes = [s for s in samples if s.is_last_step is not False]
+    own = [s.weight_versions >= 0 for s in episodes]
+    # a turn begins with each token of the model behind one that is not
+    turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in own])
+    # behind the first token of the model
+    observed = [int((~o[o.argmax() :]).sum()) if o.any() else 0 for o in own]
+    return {
+        "rollout/turns_mean": float(turns.mean()),
+        "rollout/turns_max": int(turns.max()),
+        "rollout/observation_len_mean": float(np.mean(observed)),
+    }
+
+
+def repetition(sample: RolloutSample) -> float:
+    """The share of the response's runs of 4 tokens that stood in it before; 0 below 4 tokens."""
+    tokens = sample.token_ids[sample.prompt_len :].astype(np.uint64)
+    if len(tokens) < 4:
+        return 0.0
+    # one number a run: products wrap around mod 2^64, and two runs hardly ever meet
+    factors = np.array([1, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], np.uint64)
+    runs = (np.lib.stride_tricks.sliding_window_view(tokens + np.uint64(1), 4) * factors).sum(1)
+    return 1 - len(np.unique(runs)) / len(runs)
+
+
+def _versions(s: TrainSample) -> np.ndarray:
+    """The weight versions that generated the response, trained or masked; of several it spans an update.
+
+    int32, ascending and distinct; empty for an answer without a token.  Earlier turns, which are the prompt of
+    a sample of one turn, do not count: they are samples of their own.
+    """
+    versions = s.sample.weight_versions[s.sample.prompt_len :]
+    return np.unique(versions[versions >= 0])
+
+
+def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of the source since the last step's batch, from its counts then and now.
+
+    ``rollout_s`` is the time, in seconds since then, with a request in flight.  The two shares of
+    the wall time are those in which training waited for a batch and generation had nothing in
+    flight.  A source without these counts (dumped rollouts) gives no metrics.
+    """
+    if "wall_s" not in now:
+        return {}
+
+    def since(key: str) -> float:
+        return now[key] - before.get(key, 0)
+
+    wall_s = max(since("wall_s"), 1e-9)
+    earlier = before.get("outcomes", {})
+    fates = {key: count - earlier.get(key, 0) for key, count in now["outcomes"].items()}
+    fates = {f"rollout/groups_{key}": count for key, count in fates.items() if key != "trained"}
+    match = now.get("inject_match")
+    return {
+        **({} if match is None else {"rollout/inject_match": match}),
+        "perf/rollout_s": since("wall_s") - since("idle_s"),
+        "perf/train_wait_share": since("waiting_s") / wall_s,
+        "perf/rollout_idle_share": since("idle_s") / wall_s,
+        "rollout/buffered_groups": now["buffered_groups"],
+        "rollout/resumed": since("resumed_rollouts"),
+        "rollout/rechecked": since("recheck_tokens"),
+        "rollout/retracted": since("retracted_answers"),
+        **fates,
+    }
+
+
+def samples_to_report(samples: Sequence[TrainSample]) -> list[dict[str, Any]]:
+    """The lowest reward, the slowest to generate and the highest reward, with their text."""
+    picked = {
+        "worst": min(samples, key=lambda s: s.reward),
+        "slowest": max(samples, key=lambda s: (s.sample.generation_s, s.sample.response_len)),
+        "best": max(samples, key=lambda s: s.reward),
+    }
+    return [
+        {
+            "kind": kind,
+            "sample_id": s.sample.sample_id,
+            "prompt_id": s.sample.prompt.prompt_id,
+            "reward": s.reward,
+            "response_len": s.sample.response_len,
+            "generation_s": round(s.sample.generation_s, 4),
+            "finish_reason": s.sample.finish_reason,
+            "prompt": s.sample.prompt.text[-_TEXT:],
+            "label": _short(s.sample.prompt.label),
+            "metadata": _short(s.sample.prompt.metadata),
+            "text": s.sample.text[:_TEXT],
+        }
+        for kind, s in picked.items()
+    ]
+
+
+# characters of a text: enough to see what went wrong, and megabytes a run at most
+_TEXT = 2000
+
+
+def _short(value: Any) -> Any:
+    """A value as JSON has it; of one that is long, the beginning of its text."""
+    text = json.dumps(value, default=str)
+    return json.loads(text) if len(text) <= _TEXT else f"{text[:_TEXT]}..."
+
+
+# nats: a token is e times as likely to the one as to the other, on average
+_ABSURD_GAP = 1.0
+# the trainer's names -> ours, where they differ
+_NAMES = {
+    "clipped": "clip_share",
+    "log_prob_gap_abs": "log_prob_gap_mean",
+    "log_prob_gap_far": "log_prob_gap_far_share",
+    "rs_rejected": "rs_rejected_share",
+    "opsm_dropped": "opsm_dropped_share",
+}
+# how the numbers of optimizer steps are joined, those that have no mean
+_JOINED_BY = {
+    "lr": itemgetter(-1),
+    # an upper bound of the p99.9 over all tokens of the rollout
+    "log_prob_gap_p999": max,
+    **dict.fromkeys(("num_loss_tokens", "skipped_steps", "low_ess_steps"), sum),
+}
+
+
+def train_metrics(
+    reports: Sequence[dict[str, float]], maxima: Collection[str] = ()
+) -> dict[str, Any]:
+    """Join the numbers of a rollout's optimizer steps: means, except for maxima, sums and means by age.
+
+    maxima: names of the loss's maxima.
+    """
+    out: dict[str, Any] = {}
+    by_age = {name: sum(r[name] for r in reports) for name in reports[0] if is_age_sum(name)}
+    for name in (name for name in reports[0] if name not in by_age):
+        values = [r[name] for r in reports]
+        join = max if name in maxima else _JOINED_BY.get(name, _mean)
+        out[f"train/{_NAMES.get(name, name)}"] = join(values)
+    return out | {f"train/{name}": value for name, value in age_metrics(by_age).items()}
+
+
+def gap_warning(rollout_id: int, metrics: Mapping[str, Any]) -> str | None:
+    """Warn of log-probs of servers that are not those of the actor's model; None where they may be.
+
+    Rounding makes a mean gap of 0.05 at most, a rollout of staleness 4 at a high learning rate 0.2.
+    """
+    gap = metrics.get("train/log_prob_gap_mean", 0.0)
+    if gap < _ABSURD_GAP:
+        return None
+    return (
+        f"step {rollout_id}: train/log_prob_gap_mean is {gap:.3g}, expected below {_ABSURD_GAP:g}: the"
+        " servers' log-probs are not those of the model that is trained. Do they hold its weights, and"
+        " sample at --rollout-temperature?"
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

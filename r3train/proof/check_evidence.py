@@ -1,0 +1,236 @@
+"""``r3train check-evidence``: the verdict on a run's R3 evidence for a person, a script, a PR."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from r3train.config.sources import plain
+from r3train.proof.findings import RECHECK
+
+if TYPE_CHECKING:
+    from r3train.proof.findings import Audit
+
+EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
+_SHOWN = 10
+# what Markdown would read as its own: a damaged record may say anything
+_MARKDOWN = re.compile(r"[\\|`*<\[]")
+_COLORS = {"passed": "green", "failed": "red"}
+_CLAIM_WORDS = {
+    "applied": "what Megatron dispatched is what the rollout chose",
+    "covered": "every router call and every row is accounted for",
+    "agreement": "the trainer's own choice stays near the rollout's",
+    RECHECK: "the rollout's experts are those that its servers chose",
+}
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path), required=False)
+@click.option(
+    "--logs",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A log file with R3 lines; repeatable. Judged beside RUN_DIR, or alone without it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as one JSON object.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
+    help="Also write a summary for a pull request to this file (- prints it).",
+)
+@click.option(
+    "--r3-mismatch-threshold",
+    "threshold",
+    type=click.FloatRange(0, 1),
+    help="Largest share of rows that may have no expert in common (rows of the actor's own weight version, "
+    "where evidence tells versions); it replaces the run's own threshold and the run's verdict on it."
+    "  [default: the run's own, else 0.01]",
+)
+@click.option(
+    "--min-steps",
+    type=click.IntRange(1),
+    help="Fail where RUN_DIR has evidence of fewer steps.",
+)
+@click.option(
+    "--accept-superseded-failures",
+    is_flag=True,
+    help="A failure at a step that a later start trained again is a note, and does not fail.",
+)
+def check_evidence(
+    run_dir: Path | None,
+    logs: tuple[Path, ...],
+    as_json: bool,
+    markdown: Path | None,
+    threshold: float | None,
+    min_steps: int | None,
+    accept_superseded_failures: bool,
+) -> None:
+    """Judge the R3 evidence of RUN_DIR again from its records.
+
+    Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
+    """
+    from r3train.proof.audit import audit_run
+    from r3train.proof.log_lines import audit_logs
+
+    if threshold is not None and math.isnan(threshold):  # click's range lets it through
+        raise click.BadParameter("nan is no share", param_hint="--r3-mismatch-threshold")
+    if run_dir is None and not logs:
+        raise click.UsageError("give a RUN_DIR, or log files with --logs")
+    if run_dir is None and (min_steps or accept_superseded_failures):
+        raise click.UsageError("--min-steps and --accept-superseded-failures judge a RUN_DIR")
+    audits: list[Audit] = []
+    try:
+        if run_dir is not None:
+            audits.append(
+                audit_run(
+                    run_dir,
+                    threshold=threshold,
+                    min_steps=min_steps or 0,
+                    accept_superseded=accept_superseded_failures,
+                )
+            )
+        if logs:
+            run = audits[0].numbers if audits else {}
+            limit = run.get("mismatch_threshold") if threshold is None else threshold
+            accepted = run.get("superseded_failures", ()) if accept_superseded_failures else ()
+            audits.append(
+                audit_logs(
+                    logs,
+                    threshold=0.01 if limit is None else limit,
+                    run=run,
+                    threshold_replaced=threshold is not None,
+                    accepted_steps=accepted,
+                )
+            )
+    except ValueError as error:
+        raise click.UsageError(plain(str(error))) from None
+    verdict = max((a.verdict for a in audits), key=["passed", "no evidence", "failed"].index)
+    to_stdout = str(markdown) == "-"
+    printed = []
+    if as_json:
+        out = {"verdict": verdict, "audits": [audit.to_json() for audit in audits]}
+        printed.append(json.dumps(out, indent=2))
+    summary = "\n".join(map(_markdown_of, audits))
+    if to_stdout:
+        printed.append(summary.removesuffix("\n"))
+    # a failure to write must not cost the verdict, nor be taken for one
+    try:
+        where = "standard output"
+        click.echo("\n".join(printed or map(_text_of, audits)))
+        if markdown is not None and not to_stdout:
+            where = str(markdown)
+            markdown.write_text(summary, encoding="utf-8")
+    except OSError as error:
+        raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
+    sys.exit(EXIT_CODES[verdict])
+
+
+def headline(audit: Audit) -> str:
+    """The verdict in a sentence."""
+    n = audit.numbers
+    if audit.verdict == "no evidence":
+        return f"no evidence: {audit.reason}"
+    if audit.verdict == "failed":
+        return f"failed: {_amount(audit.num_findings, 'finding')}"
+    if "steps" in n:
+        return f"passed: {_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
+    return f"passed: {_amount(n['checks'], 'R3 check line')}"
+
+
+def claim_facts(audit: Audit) -> dict[str, str]:
+    """The facts that each claim rests on, in a line; empty where there are none."""
+    n, a = audit.numbers, audit.agreement
+    if not n:
+        return dict.fromkeys(_CLAIM_WORDS, "")
+    if "steps" not in n:
+        return {
+            "applied": "log lines hold no fingerprints",
+            "covered": f"{n['num_calls']} replayed calls on {_amount(n['ranks'], 'rank')}",
+            "agreement": f"{n['rows_mismatch']} of {n['rows_checked']} rows share no expert",
+            RECHECK: "log lines hold no samples",
+        }
+    replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
+    facts = {
+        "applied": replayed
+        + _amount(n["ranks"], "rank")
+        + (
+            f"; {n['rows_of_sampling_mask']} rows of sampling masks"
+            if n["rows_of_sampling_mask"]
+            else ""
+        )
+        + (
+            f"; {_amount(n['slots_dropped'], 'slot')} dropped by rule" if n["slots_dropped"] else ""
+        ),
+        "covered": f"{n['num_calls']} of {n['calls_expected']} calls; rows filled {n['rows_filled']}, "
+        f"padding {n['rows_padding']}, native {n['rows_native']}, duplicate {n['duplicate_rows']}",
+        "agreement": "",
+        RECHECK: "no sample was rechecked by its server",
+    }
+    again = n["rechecked"]
+    if again["parts"]:
+        facts[RECHECK] = (
+            f"{_amount(again['samples'], 'sample')} rechecked: other experts in "
+            f"{again['rows_differ']} of {again['rows']} rows, {again['log_probs_differ']} of "
+            f"{again['log_probs']} log-probs off"
+        )
+    if a:
+        facts["agreement"] = (
+            f"same experts in {a['equal']:.2%} of rows (chance {a['chance_equal']:.1%}), "
+            f"none shared in {a['mismatch']:.3%}"
+        )
+        if "stale_mismatch" in a:
+            own = f"{a['current_mismatch']:.3%}" if "current_mismatch" in a else "no row"
+            facts[
+                "agreement"
+            ] += f"; of the actor's own weight version {own}, of others {a['stale_mismatch']:.3%}"
+    return facts
+
+
+def _text_of(audit: Audit) -> str:
+    """The audit for a terminal; colors are taken out where there is none."""
+    lines = [click.style(f"R3 evidence of {plain(audit.source)}", bold=True)]
+    for claim, fact in claim_facts(audit).items():
+        verdict = audit.claims[claim]
+        lines.append(f"{claim:<16} {_colored(f'{verdict:<12}', verdict)} {fact}")
+    for finding in audit.findings[:_SHOWN]:
+        lines.append(f"  {_colored('failed', 'failed')} {plain(str(finding))}")
+    if audit.num_findings > _SHOWN:
+        lines.append(f"  and {audit.num_findings - _SHOWN} more (--json lists up to 1000)")
+    lines += [f"  {_colored('note', 'note')} {plain(note)}" for note in audit.notes]
+    return "\n".join([*lines, _colored(plain(headline(audit)), audit.verdict)])
+
+
+def _markdown_of(audit: Audit) -> str:
+    """A summary that can be posted on a pull request."""
+    source = plain(audit.source).replace("`", "'")
+    lines = [f"### R3 evidence: {_cell(headline(audit))}", "", f"`{source}`", ""]
+    lines += ["| claim | verdict | |", "|---|---|---|"]
+    for claim, fact in claim_facts(audit).items():
+        lines.append(f"| {claim}: {_CLAIM_WORDS[claim]} | {audit.claims[claim]} | {fact} |")
+    if audit.findings:
+        lines += ["", "| where | what | got | expected |", "|---|---|---|---|"]
+    for f in audit.findings[:_SHOWN]:
+        lines.append(f"| {' | '.join(map(_cell, (f.where(), f.what, f.got, f.expected)))} |")
+    if audit.num_findings > _SHOWN:
+        lines += ["", f"and {audit.num_findings - _SHOWN} more."]
+    if audit.notes:
+        lines += ["", *(f"- {_cell(note)}" for note in audit.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def _colored(text: str, verdict: str) -> str:
+    return click.style(text, fg=_COLORS.get(verdict, "yellow"))
+
+
+def _amount(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
+
+
+def _cell(text: str) -> str:
+    return _MARKDOWN.sub(r"\\\g<0>", plain(text))

@@ -1,0 +1,530 @@
+"""One step's proof: router calls are added up, and the sums judged against the rollout's records.
+
+A running job and ``r3train check-evidence`` use the same reducer (``StepTotals``) and the same judge
+(``judge``).  "Passed" and "never ran" are different answers: calls are compared with the number
+expected, and a shortfall fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from operator import attrgetter
+from typing import Annotated, Any, get_args
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from r3train.routing.agreement import chance_levels
+from r3train.types import (
+    Amount,
+    Fingerprint,
+    LayerNumber,
+    Rank,
+    ReplayEvidence,
+    ReplayPass,
+    ReplayStage,
+    RouteShape,
+)
+
+STAGES: tuple[str, ...] = get_args(ReplayStage)
+# The stage of sampling masks, which no router call has.
+SAMPLING_MASK = "sampling_mask"
+# (pass, stage, 1-based layer)
+Cell = tuple[str, str, int]
+# Counters that steps.jsonl and the metrics have.
+COUNTS = (
+    "rows_replayed",
+    "rows_filled",
+    "rows_padding",
+    "rows_native",
+    "duplicate_rows",
+    "map_deviation",
+    "rows_equal",
+    "rows_overlap",
+    "rows_mismatch",
+    "rows_recompute_differ",
+    "control_token_minus",
+    "control_token_plus",
+    "control_layer_minus",
+    "control_layer_plus",
+    "rows_current",
+    "rows_current_equal",
+    "rows_current_mismatch",
+    "slots_dropped",
+    "rows_dropped",
+    "dropped_off",
+)
+# Those of ``COUNTS`` that evidence of an earlier version lacks, all or none.
+LATER = COUNTS[COUNTS.index("rows_current") :]
+# The distance of a call's values from those that a call can have: must be 0.
+_IMPOSSIBLE = ("row_kinds_off", "topk_off", "replay_idx_sum_off", "later_off")
+# A cell's sums, in this order.
+COUNTERS = ("num_calls", "fingerprint", *COUNTS, *_IMPOSSIBLE)
+ERRORS = (
+    "rows_native",
+    "duplicate_rows",
+    "map_deviation",
+    "rows_recompute_differ",
+    "dropped_off",
+    *_IMPOSSIBLE,
+)
+# On ranks that see copies of another rank's tokens only calls and their errors count.
+_COUNTED_ON_COPIES = {
+    *("num_calls", "rows_native", "duplicate_rows", "map_deviation", "dropped_off"),
+    *_IMPOSSIBLE,
+}
+_KEPT_ON_COPIES = [name in _COUNTED_ON_COPIES for name in COUNTERS]
+_BEFORE = attrgetter(*COUNTS[: COUNTS.index("map_deviation")])
+_BEHIND = attrgetter(*COUNTS[COUNTS.index("map_deviation") + 1 : -len(LATER)])
+_FINGERPRINT = COUNTERS.index("fingerprint")
+_MASK = (1 << 64) - 1
+
+
+def native(passes: Collection[str]) -> tuple[str, str]:
+    """The pass and stage in which the trainer's own choice is compared: no weight has changed yet.
+
+    passes: of a step.  The train pass takes the place of an old-log-prob pass that was skipped.
+    """
+    return "old_log_prob" if "old_log_prob" in passes else "train", STAGES[0]
+
+
+class StepTotals:
+    """Sums over router calls of one step, by pass, stage and layer.
+
+    shape: of the model's routes.  ``cells`` holds the ``COUNTERS`` of each place in their order;
+    fingerprints add mod 2^64.
+    """
+
+    def __init__(self, shape: RouteShape):
+        self._shape = shape
+        self.cells: dict[Cell, list[int]] = {}
+
+    def add(self, call: ReplayEvidence) -> None:
+        """Add one call, or a sum of calls."""
+        topk = self._shape.topk
+        later = _later(call)
+        rows = call.rows_replayed + call.rows_filled + call.rows_padding + call.rows_native
+        rows += later[LATER.index("rows_dropped")]
+        of_router = call.stage != SAMPLING_MASK
+        left = call.num_rows * call.topk if of_router else call.replay_idx_sum
+        values = [
+            call.num_calls,
+            call.fingerprint,
+            *_BEFORE(call),
+            abs(call.map_sum - left),
+            *_BEHIND(call),
+            *later,
+            abs(rows - call.num_rows),
+            abs(call.topk - topk),
+            self._idx_sum_off(call) if of_router else 0,
+            _later_off(call, *later),
+        ]
+        if not call.counts_tokens:
+            values = [v if kept else 0 for v, kept in zip(values, _KEPT_ON_COPIES)]
+        self._add((call.replay_pass, call.stage, call.layer_number), values)
+
+    def merge(self, other: StepTotals) -> None:
+        """Add what another rank counted."""
+        for cell, values in other.cells.items():
+            self._add(cell, values)
+
+    def counters(self, cell: Cell) -> dict[str, int]:
+        """The sums of a place by name; zeros where nothing was called."""
+        return dict(zip(COUNTERS, self.cells.get(cell) or [0] * len(COUNTERS)))
+
+    def to_table(self, passes: Sequence[str]) -> np.ndarray:
+        """int64[passes, stages, layers + 2, counters], to be added up over ranks.
+
+        Layers are indexed by their 1-based number, the output layer is the last; fingerprints stand in
+        the int64's bits.
+        """
+        size = (len(passes), len(STAGES), self._shape.output_layer + 1, len(COUNTERS))
+        table = np.zeros(size, dtype=np.uint64)
+        for (replay_pass, stage, layer), values in self.cells.items():
+            table[passes.index(replay_pass), STAGES.index(stage), layer] = np.array(
+                values, dtype=np.uint64
+            )
+        return table.view(np.int64)
+
+    @classmethod
+    def of_table(cls, table: np.ndarray, passes: Sequence[str], shape: RouteShape) -> StepTotals:
+        """The inverse of ``to_table``."""
+        totals = cls(shape)
+        for p, s, layer in np.argwhere(table.any(axis=-1)).tolist():
+            values = table.view(np.uint64)[p, s, layer].tolist()
+            totals.cells[passes[p], STAGES[s], layer] = values
+        return totals
+
+    def _add(self, cell: Cell, values: Sequence[int]) -> None:
+        sums = self.cells.get(cell)
+        summed = list(values) if sums is None else [a + b for a, b in zip(sums, values)]
+        summed[_FINGERPRINT] &= _MASK
+        self.cells[cell] = summed
+
+    def _idx_sum_off(self, call: ReplayEvidence) -> int:
+        """The distance of ``replay_idx_sum`` from the sums that rows of distinct experts can have.
+
+        Padding and missing slots are filled with distinct experts too.  A row that the router chose
+        itself was served nothing.
+        """
+        if call.rows_native:
+            return 0
+        low, high = expert_id_sums(call.num_rows, self._shape.topk, self._shape.num_experts)
+        return max(low - call.replay_idx_sum, call.replay_idx_sum - high, 0)
+
+
+_KEY = ("step", "rank", "replay_pass", "stage", "vp_stage", "layer_number", "topk", "counts_tokens")
+_key_of = attrgetter(*_KEY)
+_SUMMED = [f.name for f in fields(ReplayEvidence) if f.name not in {*_KEY, "microbatch_id", *LATER}]
+
+
+def sums_of(calls: Iterable[ReplayEvidence]) -> list[ReplayEvidence]:
+    """The calls of a step, added up by pass, stage and layer.
+
+    Faults of opposite sign would cancel in a sum, so only calls that were judged one by one, and in
+    which nothing is wrong, may be added.
+    """
+    groups: dict[tuple, list[ReplayEvidence]] = {}
+    for call in calls:
+        groups.setdefault(_key_of(call), []).append(call)
+    return [_sum_of(group) for group in groups.values()]
+
+
+def _sum_of(calls: Sequence[ReplayEvidence]) -> ReplayEvidence:
+    sums: dict[str, Any] = {name: sum(getattr(c, name) for c in calls) for name in _SUMMED}
+    sums["fingerprint"] &= _MASK
+    later = [_later_of(call) for call in calls]
+    if all(None not in values for values in later):
+        sums |= dict(zip(LATER, map(sum, zip(*later))))
+    else:
+        sums |= dict.fromkeys(LATER)
+    return replace(calls[0], microbatch_id=min(c.microbatch_id for c in calls), **sums)
+
+
+_later_of = attrgetter(*LATER)
+
+
+def _later(call: ReplayEvidence) -> tuple[int, ...]:
+    """The ``LATER`` counts of a call; where it does not tell versions, every row is current."""
+    if call.rows_current is None:
+        return call.rows_replayed, call.rows_equal, call.rows_mismatch, 0, 0, 0
+    return _later_of(call)
+
+
+def _later_off(
+    call: ReplayEvidence, rows: int, equal: int, mismatch: int, slots: int, dropped: int, _: int
+) -> int:
+    """Return by how much a sub-count (current or dropped rows) exceeds its total; 0 if consistent."""
+    real = call.rows_replayed + call.rows_filled + dropped
+    excess = (rows - real, equal + mismatch - rows, equal - call.rows_equal)
+    of_slots = (dropped - slots, slots - call.topk * (dropped + call.rows_filled))
+    return max(0, *excess, mismatch - call.rows_mismatch, *of_slots)
+
+
+def expert_id_sums(num_rows: int, topk: int, num_experts: int) -> tuple[int, int]:
+    """The least and the largest sum of expert ids 0..num_experts-1 in rows of ``topk`` distinct ones."""
+    low = topk * (topk - 1) // 2
+    return num_rows * low, num_rows * (topk * (num_experts - 1) - low)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The ranks of one data-parallel rank, and the fingerprint that they must have in each layer."""
+
+    ranks: list[Rank]
+    fingerprints: dict[LayerNumber, Fingerprint]
+
+
+class StepExpectation(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that the rollout side knows of a step before the trainer has run.
+
+    Per-layer values are by 1-based layer number.  ``expected_calls`` counts router calls over all ranks.
+    ``places``: where to look if a fingerprint is wrong.
+    """
+
+    step: Amount
+    expected_fingerprints: dict[LayerNumber, Fingerprint]
+    expected_rows_replayed: dict[LayerNumber, Amount]  # rows whose every slot was recorded
+    expected_rows_filled: dict[LayerNumber, Amount]  # real rows with at least one slot missing
+    # rows that no server computed, as many in every router: not known of old evidence
+    rows_never_computed: Amount | None = None
+    # rows of the weight version that the actor holds: not known of old evidence
+    expected_rows_current: dict[ReplayPass, Amount] | None = None
+    # the same for tokens with a sampling mask that were sampled at the actor's version; None without any
+    expected_masks_current: dict[ReplayPass, Amount] | None = None
+    # with 0, and in old evidence, no replayed expert may be dropped
+    keep_score_ratio: Annotated[float, Meta(ge=0, le=1)] | None = None
+    expected_calls: dict[ReplayPass, dict[ReplayStage, dict[LayerNumber, Amount]]]
+    places: list[Place] = []
+
+    def total_calls(self) -> int:
+        """Router calls over all passes, stages and layers; sampling masks are none."""
+        places = [(s, of) for stages in self.expected_calls.values() for s, of in stages.items()]
+        return sum(sum(of.values()) for stage, of in places if stage != SAMPLING_MASK)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One quantity that is not as it must be, and its place."""
+
+    replay_pass: str
+    stage: str
+    layer_number: int
+    what: str
+    got: int
+    expected: int | float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.replay_pass}/{self.stage} layer {self.layer_number}: {self.what} is "
+            f"{self.got}, expected {self.expected}"
+        )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Samples that their servers rechecked (see ``rechecked``).
+
+    verdict: passed, failed or no evidence; parts: comparisons that were judged; missed: chosen
+    samples without one.
+    """
+
+    verdict: str
+    parts: int
+    missed: int
+    failures: list[Failure]
+
+
+@dataclass(frozen=True)
+class StepVerdict:
+    """The outcome of one step.
+
+    counts: ``COUNTS`` and calls of routers over all passes and layers.  above_threshold: current rows without a
+    common expert, where there are more than may be; ``expected`` is the most.  stale_warning: where
+    rows of other weights are above the threshold, which fails nothing.
+    sampling: None where no sample was to be rechecked.
+    """
+
+    step: int
+    failures: list[Failure]
+    above_threshold: list[Failure]
+    threshold_error: str | None
+    counts: dict[str, int]
+    agreement: dict[str, float] = field(default_factory=dict)
+    stale_warning: str | None = None
+    sampling: Sampling | None = None
+
+    @property
+    def passed(self) -> bool:
+        true = self.sampling is None or not self.sampling.failures
+        return true and not self.failures and self.threshold_error is None
+
+    def raise_if_failed(self) -> None:
+        """Raise AssertionError with the first failures; the threshold's text is a contract."""
+        if self.threshold_error is not None:
+            raise AssertionError(self.threshold_error)
+        failures = self.failures + (self.sampling.failures if self.sampling else [])
+        if failures:
+            shown = "\n  ".join(str(f) for f in failures[:8])
+            more = len(failures) - 8
+            rest = f"\n  and {more} more" if more > 0 else ""
+            raise AssertionError(f"R3 check failed at step {self.step}:\n  {shown}{rest}")
+
+
+def judge(
+    totals: StepTotals,
+    expectation: StepExpectation,
+    shape: RouteShape,
+    *,
+    mismatch_threshold: float,
+) -> StepVerdict:
+    """Judge the totals of all ranks.
+
+    mismatch_threshold: the largest share of current rows without a common expert in any place.  Rows
+    of other weights may disagree though replay and trainer are right.
+    """
+    failures: list[Failure] = []
+    above: list[Failure] = []
+    threshold_error = None
+    stale: list[tuple[float, str]] = []
+    counts = dict.fromkeys((*COUNTS, "num_calls"), 0)
+    places = [
+        (replay_pass, stage, layer)
+        for replay_pass in expectation.expected_calls
+        for stage in STAGES
+        for layer in expectation.expected_fingerprints
+    ]
+    for cell in places:
+        got = totals.counters(cell)
+        for name in counts if cell[1] != SAMPLING_MASK else ():
+            counts[name] += got[name]
+        wanted = _wanted(cell, got, expectation)
+        got["rows_compared"] = got["rows_equal"] + got["rows_overlap"] + got["rows_mismatch"]
+        if "rows_left_out" in wanted:
+            filled = expectation.expected_rows_filled[cell[2]]
+            got["rows_left_out"] = filled - expectation.rows_never_computed
+        whole = got["rows_replayed"] + got["rows_dropped"]
+        failures += [Failure(*cell, n, got[n], v) for n, v in wanted.items() if got[n] != v]
+        # the current rows with a missing slot are not compared: there are at most those replayed
+        current = min(got["rows_current"], whole)
+        mismatch, allowed = got["rows_current_mismatch"], mismatch_threshold * current
+        older, of_older = got["rows_mismatch"] - mismatch, whole - current
+        place = f"at step {expectation.step}, {cell[0]}/{cell[1]}, layer {cell[2]}"
+        if mismatch > allowed:
+            above.append(Failure(*cell, "rows_current_mismatch", mismatch, allowed))
+            threshold_error = threshold_error or (
+                f"R3 mismatch tokens ({mismatch}) > threshold ({allowed:g}) {place}, of {current} rows "
+                f"of the weights that the actor holds: staleness does not explain them (of {of_older} "
+                f"rows of other weights, which are not judged, {older} mismatch)"
+            )
+        if cell[1] == SAMPLING_MASK or cell[0] == "ref_log_prob":
+            continue
+        if older > mismatch_threshold * of_older:
+            stale.append((older / max(of_older, 1), f"{older} of {of_older} rows {place}"))
+    for cell in sorted(totals.cells.keys() - set(places)):
+        failures.append(Failure(*cell, "num_calls", totals.cells[cell][0], 0))
+    counts["num_calls_expected"] = expectation.total_calls()
+    place = native(expectation.expected_calls)
+    own_choice = [totals.counters((*place, layer)) for layer in expectation.expected_fingerprints]
+    agreement = agreement_shares(own_choice, shape)
+    agreement |= _kept_agreement(totals, place[0], expectation)
+    warning = None
+    if stale:
+        warning = (
+            f"R3 staleness: {max(stale)[1]}, share no expert with the trainer's own choice, more than the "
+            "threshold; older weights computed them, or optimizer steps came before: they are not judged"
+        )
+    return StepVerdict(
+        expectation.step, failures, above, threshold_error, counts, agreement, warning
+    )
+
+
+def _wanted(cell: Cell, got: dict[str, int], expectation: StepExpectation) -> dict[str, int]:
+    """The only right value of each quantity that has one."""
+    replay_pass, stage, layer = cell
+    calls = expectation.expected_calls[replay_pass].get(stage, {}).get(layer, 0)
+    wanted = {"num_calls": calls, **dict.fromkeys(ERRORS, 0)}
+    if calls:
+        wanted["fingerprint"] = expectation.expected_fingerprints[layer]
+        # recorded rows that were left over would be missing here
+        wanted["rows_replayed"] = expectation.expected_rows_replayed[layer] - got["rows_dropped"]
+        wanted["rows_filled"] = expectation.expected_rows_filled[layer]
+        if stage != SAMPLING_MASK and expectation.rows_never_computed is not None:
+            # a server that computes a row and does not report it leaves the choice to the trainer
+            wanted["rows_left_out"] = 0
+        current = expectation.expected_rows_current
+        if stage == SAMPLING_MASK:
+            current = expectation.expected_masks_current
+        if current is not None:
+            wanted["rows_current"] = current[replay_pass]
+    if not expectation.keep_score_ratio:
+        wanted |= {"slots_dropped": 0, "rows_dropped": 0}
+    return {**wanted, "rows_compared": got["rows_replayed"] + got["rows_dropped"]}
+
+
+def _kept_agreement(
+    totals: StepTotals, replay_pass: str, expectation: StepExpectation
+) -> dict[str, float]:
+    """Shares of the rows whose sampling masks are the trainer's likeliest, and of those without its likeliest."""
+    layers = expectation.expected_calls[replay_pass].get(SAMPLING_MASK, {})
+    of = [totals.counters((replay_pass, SAMPLING_MASK, layer)) for layer in layers]
+    rows = sum(values["rows_replayed"] for values in of)
+    names = ("equal", "mismatch") if rows else ()
+    return {f"kept_{name}": sum(values[f"rows_{name}"] for values in of) / rows for name in names}
+
+
+def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
+    """Shares of rows in the ``native`` place, beside chance and the misaligned controls.
+
+    layers: the counters there of each layer.
+    ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the
+    others, where there are any.  Empty where no row was replayed in these layers.
+    """
+    rows = sum(values["rows_replayed"] + values["rows_dropped"] for values in layers)
+    if not rows:
+        return {}
+    shares = {
+        name.removeprefix("rows_"): sum(values[name] for values in layers) / rows
+        for name in COUNTS
+        if name in ("rows_equal", "rows_overlap", "rows_mismatch") or name.startswith("control_")
+    }
+    current = sum(min(v["rows_current"], v["rows_replayed"] + v["rows_dropped"]) for v in layers)
+    for name in ("equal", "mismatch"):
+        own = sum(values[f"rows_current_{name}"] for values in layers)
+        if current:
+            shares[f"current_{name}"] = own / current
+        if rows > current:
+            others = sum(values[f"rows_{name}"] for values in layers) - own
+            shares[f"stale_{name}"] = others / (rows - current)
+    chance = chance_levels(shape.num_experts, shape.topk)
+    return {**shares, **{f"chance_{name}": share for name, share in chance.items()}}
+
+
+def step_line(
+    verdict: StepVerdict,
+    expectation: StepExpectation,
+    shape: RouteShape,
+    *,
+    world_size: int,
+    mismatch_threshold: float,
+    check_interval: int = 1,
+) -> dict[str, Any]:
+    """The line of ``evidence/steps.jsonl``: the verdict, and all that it was judged by.
+
+    A failed step has the fingerprints of each data-parallel rank beside it, to find its ranks.
+    """
+
+    def hexadecimal(fingerprints: dict[int, int]) -> dict[int, str]:
+        return {layer: f"{value:#018x}" for layer, value in fingerprints.items()}
+
+    expected = msgspec.structs.asdict(expectation)
+    expected["expected_fingerprints"] = hexadecimal(expectation.expected_fingerprints)
+    expected["places"] = [
+        {"ranks": place.ranks, "fingerprints": hexadecimal(place.fingerprints)}
+        for place in expectation.places
+    ]
+    if verdict.passed:
+        del expected["places"]
+    return {
+        "step": verdict.step,
+        "passed": verdict.passed,
+        "passes": list(expectation.expected_calls),
+        "world_size": world_size,
+        "num_experts": shape.num_experts,
+        "topk": shape.topk,
+        "mismatch_threshold": mismatch_threshold,
+        **({} if check_interval == 1 else {"check_interval": check_interval}),
+        **expected,
+        "counts": verdict.counts,
+        "agreement": verdict.agreement,
+        "failures": [asdict(f) for f in verdict.failures],
+        "threshold_error": verdict.threshold_error,
+        "stale_warning": verdict.stale_warning,
+        **({} if verdict.sampling is None else {"sampling": asdict(verdict.sampling)}),
+    }
+
+
+def expected_calls(
+    *,
+    passes: tuple[str, ...],
+    num_microbatches: int,
+    ranks_per_stage: int,
+    moe_layers: Iterable[int],
+    recomputed: Iterable[int],
+    kept_layers: Collection[int] = (),
+) -> dict[str, dict[str, dict[int, int]]]:
+    """Router calls over all ranks: a layer is called once per microbatch on each rank of its stage.
+
+    num_microbatches: of one rank, over all optimizer steps of the rollout.  kept_layers: the output layer
+    where sampling masks are applied, once per microbatch on each rank of the last stage.
+    """
+    each = num_microbatches * ranks_per_stage
+    forward = {layer: each for layer in moe_layers}
+    recomputed = set(recomputed)
+    again = {layer: each for layer in forward if layer in recomputed}
+    kept = {SAMPLING_MASK: dict.fromkeys(kept_layers, each)} if kept_layers else {}
+    return {
+        p: {"replay_forward": forward, "replay_backward": again if p == "train" else {}, **kept}
+        for p in passes
+    }

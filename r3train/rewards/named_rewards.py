@@ -1,0 +1,153 @@
+"""Rewards by name, or by import path."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from r3train.config.data_settings import DataSection
+from r3train.user_code import (
+    USER_CODE_START_S,
+    find_user_code,
+    running_user_code,
+    import_user_code,
+    require_function,
+)
+from r3train.rewards.accepted_words import accepted_words
+from r3train.rewards.answers import last_box
+from r3train.rewards.reward import Reward
+from r3train.rewards.code import CodeReward
+from r3train.rewards.exact_match import exact_match
+from r3train.rewards.math import MathReward, dapo, gsm8k
+from r3train.rewards.remote import JudgeReward, RemoteReward
+from r3train.rewards.text import f1, gpqa
+from r3train.rewards.workers import Workers
+from r3train.types import Prompt, RolloutSample
+
+BOXED = "boxed_"
+
+
+class TextReward(Reward):
+    """A reward that looks at label and text alone and takes no time."""
+
+    needs_label = True
+
+    def __init__(self, name: str, function: Callable[[Prompt, str], float]) -> None:
+        self.name, self._function = name, function
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Score a sample."""
+        return self._function(sample.prompt, sample.text)
+
+    def require_label(self, prompt: Prompt) -> None:
+        """Score an empty answer, which reads the label."""
+        self._function(prompt, "")
+
+
+class NoReward(Reward):
+    """The reward of rows that need none: a teacher teaches there."""
+
+    name = "none"
+
+    async def __call__(self, sample: RolloutSample) -> float:
+        """Score any sample 0."""
+        return 0.0
+
+
+# name -> makes the reward from the settings and the key of the judge
+REWARDS: Mapping[str, Callable[[DataSection, str | None], Reward]] = {
+    "accepted_words": lambda data, key: TextReward("accepted_words", accepted_words),
+    "exact_match": lambda data, key: TextReward("exact_match", exact_match),
+    "math": lambda data, key: MathReward(data.reward_timeout_s),
+    "gsm8k": lambda data, key: TextReward("gsm8k", gsm8k),
+    "dapo": lambda data, key: TextReward("dapo", dapo),
+    "gpqa": lambda data, key: TextReward("gpqa", gpqa),
+    "f1": lambda data, key: TextReward("f1", f1),
+    "remote_rm": lambda data, key: RemoteReward(data),
+    "llm_judge": JudgeReward,
+    "code": lambda data, key: CodeReward(data.reward_timeout_s),
+}
+
+
+class BoxedReward(Reward):
+    """Another reward, for the content of the last box of the response; "" without one."""
+
+    def __init__(self, inner: Reward) -> None:
+        self.name, self.needs_label = BOXED + inner.name, inner.needs_label
+        self.require_label, self.check, self.close = inner.require_label, inner.check, inner.close
+        self._inner = inner
+
+    async def __call__(self, sample: RolloutSample) -> Any:
+        """Score a sample's box."""
+        return await self._inner(replace(sample, text=last_box(sample.text) or ""))
+
+
+class CustomReward:
+    """A function of the user, in a process of its own: one for all calls, so its state is shared.
+
+    It takes (prompt, response_text, response_ids), (sample), or with ``group`` (samples), is async or
+    not, and returns numbers or tables of them.
+    """
+
+    def __init__(self, flag: str, name: str, *, calls: int, group: bool) -> None:
+        self.name, self.group = name, group
+        self._function = import_user_code(flag, name)
+        self._whole = group or not _takes(self._function, 3)
+        if group:
+            require_function(flag, name, self._function, "samples", may_be_async=True)
+        elif not _takes(self._function, 1):
+            names = ("prompt", "response_text", "response_ids")
+            require_function(flag, name, self._function, *names, may_be_async=True)
+        self._workers = Workers(name, processes=1, calls=calls)
+
+    async def __call__(self, samples: list[RolloutSample], timeout_s: float) -> Any:
+        """Call the function for one sample, or for a group."""
+        whole = [
+            replace(sample, routed_experts=None, decoded=(), decoded_masks=()) for sample in samples
+        ]
+        if self.group:
+            arguments: tuple[Any, ...] = (whole,)
+        elif self._whole:
+            arguments = (whole[0],)
+        else:
+            sample = whole[0]
+            ids = sample.token_ids[sample.prompt_len :].tolist()
+            arguments = (sample.prompt, sample.text, ids)
+        return await self._workers.call(*arguments, timeout_s=timeout_s)
+
+    def check(self, prompts: list[Prompt]) -> None:
+        """Let the function's attribute ``check`` look at the prompts, if it has one."""
+        own = getattr(self._function, "check", None)
+        if own is None:
+            return
+        with running_user_code(f"reward {self.name}", limit_s=USER_CODE_START_S):
+            own(prompts)
+
+    def close(self) -> None:
+        """End the process."""
+        self._workers.close()
+
+
+def _takes(function: Any, count: int) -> bool:
+    """True if a function can be called with so many arguments, or does not say."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # some functions written in C
+        return count == 3
+    return True
+
+
+def get_reward(
+    name: str, data: DataSection, judge_key: str | None = None, flag: str = "--rm-type"
+) -> Reward:
+    """Return the reward registered as ``name``; ``boxed_`` before it scores the last box alone.
+
+    Raises ValueError, naming the flag, for an unknown name.
+    """
+    if name.startswith(BOXED):
+        return BoxedReward(get_reward(name.removeprefix(BOXED), data, judge_key, flag))
+    return find_user_code(flag, name, REWARDS)(data, judge_key)

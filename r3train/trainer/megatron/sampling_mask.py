@@ -1,0 +1,98 @@
+"""The tokens that sampling kept, applied to vocabulary-parallel logits, as the engine drew among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+
+from r3train.types import RankSlice
+
+# The logit of a token that sampling dropped: its probability is exactly 0, and unlike -inf it makes no
+# NaN of an entropy.
+DROPPED = -1e30
+
+
+@dataclass(frozen=True)
+class SamplingMask:
+    """The sampling masks of a slice's n rows, e in all; a row without any keeps the whole vocabulary.
+
+    Every tensor-parallel rank has them all, and applies those of its own shard of the vocabulary.
+    """
+
+    source: RankSlice  # of all rows, for counts that the host makes
+    rows: torch.Tensor  # int64[e], the row of each token of a sampling mask
+    ids: torch.Tensor  # int64[e]
+    labels: torch.Tensor  # int64[n]
+    limited: torch.Tensor  # bool[n], rows that have sampling masks
+    versions: torch.Tensor  # int32[n], weights that drew the label, -1 = not known
+    uids: torch.Tensor  # int64[n]
+
+    @classmethod
+    def of(cls, s: RankSlice, device: torch.device) -> SamplingMask | None:
+        """Copy a slice's sampling masks to the device; None if it has none to apply."""
+        if s.mask_counts is None or s.mask_ids is None or s.mask_versions is None:
+            return None
+
+        def move(x: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(x)).to(device, non_blocking=True)
+
+        return cls(
+            source=s,
+            rows=move(np.repeat(np.arange(s.num_rows), s.mask_counts)),
+            ids=move(s.mask_ids.astype(np.int64)),
+            labels=move(s.labels),
+            limited=move(s.mask_counts > 0),
+            versions=move(s.mask_versions),
+            uids=move(s.token_uids),
+        )
+
+    def of_rows(self, chunk: slice) -> SamplingMask:
+        """Those of a slice of the rows, which count from its first."""
+        assert self.source.mask_counts is not None
+        first = int(self.source.mask_counts[: chunk.start].sum())
+        own = slice(first, first + int(self.source.mask_counts[chunk].sum()))
+        return replace(
+            self,
+            rows=self.rows[own] - chunk.start,
+            ids=self.ids[own],
+            labels=self.labels[chunk],
+            limited=self.limited[chunk],
+            versions=self.versions[chunk],
+            uids=self.uids[chunk],
+        )
+
+    @property
+    def widest(self) -> int:
+        """The most tokens that a row kept."""
+        counts = self.source.mask_counts
+        return int(counts.max()) if counts is not None and counts.size else 0
+
+    def left_of(self, logits: torch.Tensor) -> torch.Tensor:
+        """Give the tokens that were not kept the logit ``DROPPED``.
+
+        logits: float32[n, vocab / tp] at the rollout's temperature.  Returns another tensor.
+        """
+        first, size = shard_of(logits)
+        local = self.ids - first
+        # one place behind the last takes the tokens of other shards: nothing waits for a count
+        places = torch.where(
+            (local >= 0) & (local < size), self.rows * size + local, logits.numel()
+        )
+        kept = torch.zeros(logits.numel() + 1, dtype=torch.bool, device=logits.device)
+        kept.index_fill_(0, places, True)
+        kept = kept[:-1].view_as(logits) | ~self.limited[:, None]
+        return logits.masked_fill(~kept, DROPPED)
+
+
+def shard_of(logits: torch.Tensor) -> tuple[int, int]:
+    """The first token id of this rank's shard of the vocabulary, and the size of a shard."""
+    size = logits.shape[-1]
+    return parallel_state.get_tensor_model_parallel_rank() * size, size
+
+
+def was_left(logits: torch.Tensor) -> torch.Tensor:
+    """True for the tokens that ``SamplingMask.left_of`` left."""
+    return logits > DROPPED / 2

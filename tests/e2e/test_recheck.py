@@ -1,0 +1,271 @@
+"""Answers rechecked by the real server: rows and log-probs are right, and every fault shows."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.e2e.sglang_support import checkpoint_tensors, NUM_LAYERS, prompt_of, ROUTES
+from tests.e2e.sglang_support import wait_until_running
+
+from r3train.config.rollout_settings import RolloutSection
+from r3train.engine.backend import SamplingParams
+from r3train.engine.client import SGLangClient
+from r3train.engine.control import EngineControl
+from r3train.engine.publish import DistributedPublisher
+from r3train.engine.server import SGLangServer
+from r3train.generation import stitch
+from r3train.generation.producer import Producer
+from r3train.proof.recheck_verdict import (
+    compare,
+    compare_rollout,
+    judge_recheck,
+    limit,
+    measured_noise,
+    recheck_failures,
+    RecheckRecord,
+)
+from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.types import Prompt, Rechecked, RolloutSample
+
+prepare_device()
+from r3train.verify.mutations import MUTATIONS, planted_by  # noqa: E402
+
+pytestmark = pytest.mark.e2e
+LAYERS = range(1, NUM_LAYERS + 1)
+# the least that a failing comparison of rows misses its bound by, in times
+MARGINS = {
+    "answer_with_rows_of_another": 5,
+    "answer_without_second_stage": 5,
+    "answer_wrong_from_the_start": 3,  # its bound is 0.3 of the rows
+    "answer_on_stale_prefix": 5,
+}
+BUGS = [
+    *((bug, "drain") for bug in planted_by("tests/e2e/test_recheck.py")),
+    (MUTATIONS["answer_without_second_stage"], "abort"),
+]
+
+
+@pytest.fixture(scope="module")
+def server(models, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    # a text of more than 32 tokens is computed in several chunks
+    with SGLangServer(
+        models[0],
+        log,
+        return_routed_experts=True,
+        start_timeout_s=200,
+        server_args={"chunked_prefill_size": 32},
+    ) as server:
+        yield server
+
+
+@pytest.fixture
+def control(server, models):
+    """Every test starts from model a, version 0, and from an empty cache."""
+    with EngineControl([server.addr]) as control:
+        control.update_weights_from_disk(str(models[0]), weight_version=0)
+        yield control
+
+
+def audited(
+    server, models, control, mode: str, num_rollout: int = 3
+) -> tuple[list[RecheckRecord], list[RolloutSample], int]:
+    """Rollouts with every sample rechecked, and an update to other weights behind each.
+
+    Returns the comparisons, the samples, and the number of samples that were missed.
+    """
+    rollout = RolloutSection(
+        rollout_batch_size=2,
+        n_samples_per_prompt=4,
+        num_rollout=num_rollout,
+        rollout_max_response_len=60,
+        max_weight_staleness=1,
+        pause_generation_mode=mode,
+    )
+    publisher = DistributedPublisher(control, bucket_bytes=1 << 20, flush_cache=mode != "in_place")
+
+    def client() -> SGLangClient:
+        return SGLangClient(
+            [server.addr],
+            routes=ROUTES,
+            versions=control.versions,
+            cache_per_version=mode == "in_place",
+        )
+
+    records, samples, missed = [], [], 0
+    sampling = SamplingParams(60, ignore_eos=True)
+
+    def same_prompts(group: int) -> Prompt:
+        return prompt_of(group % 2)
+
+    with Producer(rollout, client, same_prompts, sampling, audit_share=1.0) as producer:
+        for rollout_id in range(num_rollout):
+            groups = producer.next_batch(rollout_id)
+            batch = [sample for group in groups for sample, _ in group]
+            rechecked = producer.rechecked()
+            records += compare_rollout(
+                rollout_id, rechecked, batch, lambda s: s, list(LAYERS), log_probs=True
+            )
+            samples += batch
+            missed += rechecked.missed
+            if mode != "drain" and rollout_id == 1:
+                # the last rollout has begun: this update comes amid its answers
+                wait_until_running(server.addr, 3, then_s=0.05)
+            with producer.quiesced():
+                version = rollout_id + 1
+                publisher.publish(checkpoint_tensors(models[version % 2]).items(), version=version)
+                producer.set_version(version)
+    publisher.close()
+    return records, samples, missed
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_every_row_and_log_prob_of_right_answers_is_computed_again(mode, server, models, control):
+    records, samples, missed = audited(server, models, control, mode)
+    assert len(samples) == 24 and missed < 12
+    judged = judge_recheck(records, missed)
+    assert (judged.verdict, judged.failures) == ("passed", [])
+    # float32 on a CPU: prefill and decode choose the same experts in every row
+    assert all(r.noise.is_exact and r.noise.num_rows > 400 for r in records)
+    assert sum(sum(r.rows_differ.values()) for r in records) == 0
+    assert max(r.log_prob_off_max for r in records) < 1e-4
+    assert sum(r.num_rows for r in records if r.part == "whole") > 500
+    # what an update interrupted: from the last version's first row on, or the prompt before it
+    other = {"drain": set(), "abort": {"last"}, "in_place": {"prompt"}}[mode]
+    assert {r.part for r in records} == {"whole", *other}
+
+
+@pytest.mark.parametrize("bug, mode", BUGS, ids=lambda value: getattr(value, "name", value))
+def test_a_planted_bug_between_server_and_sample_is_found(bug, mode, server, models, control):
+    with bug.patch(None, None):
+        records, _, missed = audited(server, models, control, mode)
+    judged = judge_recheck(records, missed)
+    assert judged.verdict == "failed"
+    # the samples themselves are compared: nothing was wrong when the noise was measured
+    sound_start = bug.name != "answer_wrong_from_the_start"
+    assert {record.noise.is_exact for record in records} == {sound_start}
+    part = "last" if mode == "abort" else "whole"
+    of_rows = [f for f in judged.failures if f.layer_number and f.stage == part]
+    margins = sorted(f.got / f.expected for f in of_rows)
+    print(f"{bug.name} {mode}: {len(margins)} layers, {margins[0]:.1f} to {margins[-1]:.1f} times")
+    # all that fails by rows, by as many times the most that may differ; a last part may be short
+    margin = margins[-1] if part == "last" else margins[0]
+    assert margin >= MARGINS[bug.name], (bug.name, margins)
+
+
+@pytest.mark.slow
+def test_bfloat16_is_judged_against_its_own_noise_and_a_bug_is_found_in_it(models, tmp_path):
+    bug = MUTATIONS["answer_without_second_stage"]
+    log = tmp_path / "sglang.log"
+    with SGLangServer(
+        models[0], log, dtype="bfloat16", return_routed_experts=True, start_timeout_s=200
+    ) as server:
+        with EngineControl([server.addr]) as control:
+            control.update_weights_from_disk(str(models[0]), weight_version=0)
+            records, _, missed = audited(server, models, control, "drain")
+            judged = judge_recheck(records, missed)
+            assert (judged.verdict, judged.failures) == ("passed", [])
+            # far above that of float32, and no rounding of a fault
+            assert all(1e-3 < r.noise.log_prob_tolerance < 0.5 for r in records)
+            differ = [max(r.rows_differ.values()) for r in records]
+            control.update_weights_from_disk(str(models[0]), weight_version=0)
+            with bug.patch(None, None):
+                records, _, missed = audited(server, models, control, "drain")
+    judged = judge_recheck(records, missed)
+    margins = sorted(f.got / f.expected for f in judged.failures if f.layer_number)
+    print(
+        f"sound: at most {max(differ)} rows; {len(margins)} layers, {margins[0]:.1f} times and more"
+    )
+    assert judged.verdict == "failed" and margins[0] >= 3
+
+
+def draw(server, *, seeds=range(4), tokens: int = 60) -> list[RolloutSample]:
+    """Samples of version 0."""
+
+    async def all_of_them() -> list[RolloutSample]:
+        client = SGLangClient([server.addr], routes=ROUTES)
+        sampling = SamplingParams(tokens, ignore_eos=True)
+
+        async def one(seed: int) -> RolloutSample:
+            sample = stitch.begin(prompt_of(seed), sample_id=seed, group_id=seed)
+            request = stitch.next_request(sample, sampling, weight_version=0)
+            return stitch.extend(sample, await client.generate(request))
+
+        try:
+            return list(await asyncio.gather(*map(one, seeds)))
+        finally:
+            await client.aclose()
+
+    return asyncio.run(all_of_them())
+
+
+def again(server, samples: list[RolloutSample], **changes) -> list[Rechecked]:
+    """The samples rechecked; changes: of the request's body."""
+
+    async def all_of_them() -> list[Rechecked]:
+        client = SGLangClient([server.addr], routes=ROUTES)
+        call = client.http.call
+
+        async def changed(server, path, body=None, **how):
+            if path == "/generate":
+                body = {**body, **changes}
+                body = {key: value for key, value in body.items() if value is not None}
+            return await call(server, path, body, **how)
+
+        client.http.call = changed
+        sampling = SamplingParams(1000)
+        try:
+            requests = [
+                stitch.next_request(sample, sampling, weight_version=0) for sample in samples
+            ]
+            return [
+                await client.recheck(replace(request, rows_start=0, max_new_tokens=0), "whole", 0)
+                for request in requests
+            ]
+        finally:
+            await client.aclose()
+
+    return asyncio.run(all_of_them())
+
+
+def test_answers_of_other_weights_under_the_same_label_are_found(server, models, control):
+    samples = draw(server)
+    right = again(server, samples)
+    noise = measured_noise(zip(samples, right), list(LAYERS))[0]
+    assert noise.is_exact
+    control.update_weights_from_disk(str(models[1]), weight_version=0)
+    margins = []
+    for sample, stale in zip(samples, again(server, samples), strict=True):
+        record = compare(0, sample, stale, noise, list(LAYERS), log_probs=True)
+        margins.append(min(record.rows_differ.values()) / limit(record.num_rows, 0.0))
+        assert len(recheck_failures(record)) == NUM_LAYERS
+    print(f"other weights: {min(margins):.1f} to {max(margins):.1f} times")
+    assert min(margins) > 10, margins
+
+
+def test_a_server_that_holds_another_version_than_the_sample_is_found(server, models, control):
+    samples = draw(server, seeds=[0])
+    (right,) = again(server, samples)
+    noise = measured_noise([(samples[0], right)], list(LAYERS))[0]
+    control.update_weight_version(7)
+    (other,) = again(server, samples)
+    record = compare(0, samples[0], other, noise, list(LAYERS), log_probs=True)
+    (failure,) = recheck_failures(record)
+    assert "weight version" in str(failure) and (failure.got, failure.expected) == (7, 0)
+
+
+def test_without_a_key_of_its_own_a_text_would_get_the_rows_that_are_cached(
+    server, models, control
+):
+    """Every chunk behind the first would be given the rows that it is to be compared with."""
+    samples = draw(server, seeds=range(2))
+    control.update_weights_from_disk(str(models[1]), weight_version=0, flush_cache=False)
+    blind = again(server, samples, extra_key=None)
+    keyed = again(server, samples)
+    for sample, cached, own in zip(samples, blind, keyed, strict=True):
+        same = (np.sort(cached.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
+        other = (np.sort(own.rows, -1) == np.sort(sample.routed_experts, -1)).all(-1)
+        assert same.mean() > 0.5 > other.mean()

@@ -1,0 +1,233 @@
+"""Samples that the servers compute again: the choice, and the time while they hold the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+from tests.unit.simulated_engine import prompt_for, rollout_section, ROUTES, SimulatedEngine
+
+from r3train.engine.backend import EngineError, SamplingParams
+from r3train.generation.producer import Producer
+from r3train.generation.counts import Counts
+from r3train.generation.recheck import Rechecking
+from r3train.types import Rechecked
+
+
+class Engine(SimulatedEngine):
+    """Computes texts again too; ``again_s`` seconds each, and ``broken`` ones not at all."""
+
+    num_servers = 1
+
+    def __init__(self, *, again_s: float = 0.0, broken: bool = False, **how) -> None:
+        super().__init__(**how)
+        self.again_s, self.broken = again_s, broken
+        self.rechecked: list[tuple[str, int, int, int, int]] = []
+        self.at_once = self.at_most = 0
+        self.held = 0  # requests for tokens that were sent before the noise was measured
+
+    async def recheck(self, request, part, server=None):
+        self.at_once += 1
+        self.at_most = max(self.at_most, self.at_once)
+        try:
+            await asyncio.sleep(self.again_s)
+        finally:
+            self.at_once -= 1
+        if self.broken:
+            raise EngineError("no")
+        count = len(request.token_ids) - 1 - request.rows_start
+        facts = (part, request.sample_id, request.weight_version, self.version, request.rows_start)
+        self.rechecked.append(facts)
+        return Rechecked(
+            sample_id=request.sample_id,
+            part=part,
+            server=server or 0,
+            weight_version=request.weight_version,
+            held_version=self.version,
+            token_ids=request.token_ids,
+            first_row=request.rows_start,
+            rows=np.zeros((count, *ROUTES.row), ROUTES.dtype),
+            log_probs=np.full(count, -1.0, np.float32),
+        )
+
+    async def score_twice(self, request, server):
+        self.held += len(self.asked)
+        drawn = await SimulatedEngine(length=lambda _: 4).generate(request)
+        tokens = np.concatenate([request.token_ids, drawn.token_ids])
+        again = await Engine().recheck(stitched(request, tokens), "whole", server)
+        return drawn, again
+
+
+def stitched(request, tokens):
+    from dataclasses import replace
+
+    return replace(request, token_ids=tokens)
+
+
+def producer(
+    engine: Engine, share: float = 1.0, *, versions_stay: bool = False, **section
+) -> Producer:
+    return Producer(
+        rollout_section(**section),
+        lambda: engine,
+        prompt_for,
+        SamplingParams(64),
+        audit_share=share,
+        versions_stay=versions_stay,
+    )
+
+
+def chosen(share: float, groups: int = 64, **section) -> list[tuple[int, int]]:
+    rollout = rollout_section(rollout_batch_size=8, n_samples_per_prompt=4, **section)
+    rechecking = Rechecking(rollout, share, Counts())
+    return [(g, place) for g in range(groups) for place in rechecking.chosen(g)]
+
+
+def test_the_choice_is_random_the_same_again_and_at_least_one_a_rollout():
+    few = chosen(0.01)
+    assert Counter(g // 8 for g, _ in few) == dict.fromkeys(range(8), 1)
+    assert few == chosen(0.01) != chosen(0.01, rollout_seed=7)
+    assert len(set(few)) == 8 and len({(g % 8, place) for g, place in few}) > 4
+    assert Counter(g // 8 for g, _ in chosen(0.25)) == dict.fromkeys(range(8), 8)
+    assert len(chosen(1.0)) == 64 * 4
+
+
+def test_every_sample_is_computed_again_under_its_own_version_and_none_is_held_up():
+    engine = Engine()
+    with producer(engine) as p:
+        for rollout_id in range(4):
+            groups = p.next_batch(rollout_id)
+            rechecked = p.rechecked()
+            ids = [sample.sample_id for group in groups for sample, _ in group]
+            assert sorted(part.sample_id for part in rechecked.parts) == ids
+            assert rechecked.missed == 0 and len(rechecked.noise) == 8
+            assert all(part.part == "whole" and part.first_row == 0 for part in rechecked.parts)
+            with p.quiesced():
+                assert engine.at_once == 0  # the servers change their weights
+                engine.version = rollout_id + 1
+                p.set_version(rollout_id + 1)
+    assert engine.held == 0, "the noise is measured before anything else is sent"
+    assert engine.at_most == 1, "one at a time on a server"
+    assert all(asked == held for _, _, asked, held, _ in engine.rechecked)
+
+
+def test_where_versions_stay_an_older_sample_is_computed_again_beside_newer_ones():
+    engine = Engine(length=lambda _: 40)
+    with producer(engine, versions_stay=True, max_weight_staleness=1) as p:
+        while not engine.running:
+            time.sleep(0.01)
+        p.set_version(1)
+        groups = p.next_batch(0)
+        rechecked = p.rechecked()
+    assert rechecked.missed == 0 and len(rechecked.parts) == sum(map(len, groups))
+    assert {part.weight_version for part in rechecked.parts} == {0}
+
+
+def test_without_a_share_nothing_is_computed_again():
+    with producer(Engine(), share=0.0) as p:
+        p.next_batch(0)
+        assert p.rechecked() is None
+
+
+def test_what_takes_too_long_is_missed_and_holds_no_batch_up(monkeypatch):
+    monkeypatch.setattr("r3train.generation.recheck.AWAITED_S", 0.2)
+    engine = Engine(again_s=60)
+    with producer(engine) as p:
+        p.next_batch(0)
+        rechecked = p.rechecked()
+        assert (rechecked.parts, rechecked.missed) == ([], 4)
+
+
+ONE = dict(rollout_batch_size=2, n_samples_per_prompt=2)
+
+
+def the_chosen() -> int:
+    """The sample that a share of a hundredth chooses of the first rollout."""
+    rechecking = Rechecking(rollout_section(**ONE), 0.01, Counts())
+    ((group, place),) = ((g, place) for g in range(2) for place in rechecking.chosen(g))
+    return 2 * group + place
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_servers_that_generate_nothing_wait_for_a_share_of_the_time_alone(mode):
+    """All rollouts that may be sent are complete: at an update the servers stand idle."""
+    engine = Engine(again_s=60)
+    with producer(engine, 0.01, pause_generation_mode=mode, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 4 or p.stats()["in_flight"]:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        assert engine.at_once == 1
+        began = time.monotonic()
+        with p.quiesced():
+            assert engine.at_once == 0 and time.monotonic() - began < 4
+            engine.version = 1
+            p.set_version(1)
+        p.next_batch(0)
+        assert (p.rechecked().parts, p.rechecked().missed) == ([], 1)
+
+
+@pytest.mark.parametrize("mode", ["drain", "in_place", "abort"])
+def test_at_an_update_texts_are_computed_again_while_tokens_are_generated_beside_it(mode):
+    """One sample is long, and the chosen one takes longer than idle servers would wait for it."""
+    chosen = the_chosen()
+    engine = Engine(again_s=0.3, length=lambda i: 4 if i == chosen else 150, tick_s=0.01)
+    with producer(engine, 0.01, pause_generation_mode=mode, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 1:
+            time.sleep(0.002)
+        with p.quiesced():
+            assert engine.at_once == 0
+            engine.version = 1
+            p.set_version(1)
+        p.next_batch(0)
+        parts = [(part.sample_id, part.part) for part in p.rechecked().parts]
+    assert (chosen, "whole") in parts
+
+
+def test_a_larger_share_waits_longer_on_idle_servers():
+    engine = Engine(again_s=0.3)
+    with producer(engine, 1.0, num_rollout=1, **ONE) as p:
+        while p.stats()["finished_samples"] < 4:
+            time.sleep(0.01)
+        time.sleep(0.6)
+        with p.quiesced():
+            engine.version = 1
+            p.set_version(1)
+        p.next_batch(0)
+        assert len(p.rechecked().parts) >= 3
+
+
+def test_an_engine_that_cannot_compute_again_ends_nothing():
+    with producer(Engine(broken=True)) as p:
+        p.next_batch(0)
+        assert (p.rechecked().parts, p.rechecked().missed) == ([], 4)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "abort"])
+def test_of_a_sample_that_spans_an_update_only_what_one_version_computed(mode):
+    """in_place builds on old keys and values: the prompt before it is all that can be had."""
+    engine = Engine(length=lambda _: 40, tick_s=0.005)
+    with producer(engine, pause_generation_mode=mode, max_weight_staleness=2) as p:
+        while not any(asked[0] < 4 for asked in engine.asked):
+            time.sleep(0.01)
+        time.sleep(0.05)
+        with p.quiesced():
+            engine.version = 1
+            p.set_version(1)
+        groups = p.next_batch(0)
+        parts = p.rechecked().parts
+    samples = {sample.sample_id: sample for group in groups for sample, _ in group}
+    spanning = [i for i, s in samples.items() if len(set(s.weight_versions[s.loss_mask])) == 2]
+    assert spanning
+    for part in (part for part in parts if part.sample_id in spanning):
+        sample = samples[part.sample_id]
+        if mode == "in_place":
+            assert part.part == "prompt" and len(part.token_ids) == sample.prompt_len
+            assert part.weight_version == part.held_version == 0
+        else:
+            assert (part.part, part.weight_version, part.held_version) == ("last", 1, 1)
+            # the row of the last token of version 0 was computed by the request after it
+            assert part.first_row == int(np.flatnonzero(sample.weight_versions == 0).max())
+    assert {part.sample_id for part in parts} >= set(spanning)
