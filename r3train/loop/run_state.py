@@ -80,17 +80,22 @@ class RunState:
     def _whole(self, groups: Sequence[Sequence[Scored]]) -> list[list[Scored]]:
         return [[(self.with_routes(s), reward) for s, reward in group] for group in groups]
 
-    def trained(self, rollout_id: int, skipped: int) -> None:
+    def put_back(self) -> None:
+        """Rank 0: give the last rollout back to the source, because it was not trained."""
+        if self._source is not None:
+            self._source.put_back()
+
+    def trained(self, rollout_id: int, skipped: int) -> FloatingPointError | None:
         """Record a trained rollout, of which ``skipped`` optimizer steps were not finite.
 
-        Raises FloatingPointError after max_bad_steps bad rollouts in a row.
+        Returns the error that ends the run after max_bad_steps bad rollouts in a row, else None.
         """
         if self._source is not None:
             prompt_log.append(self.run_dir, rollout_id, self._source.last, skipped)
             self._check_prompt_file()
         self._bad_rollouts = self._bad_rollouts + 1 if skipped else 0
         if not skipped:
-            return
+            return None
         most = self.config.faults.max_bad_steps
         text = (
             f"rollout {rollout_id}: {skipped} optimizer step(s) skipped: the loss or a gradient is"
@@ -102,26 +107,24 @@ class RunState:
             path = dump_rollout(directory, rollout_id, batch, self._temperature)
             text += f"; the batch is in {path}"
         self.note(text)
-        if self._bad_rollouts >= most:
-            raise FloatingPointError(text)
+        return FloatingPointError(text) if self._bad_rollouts >= most else None
 
-    def learned_nothing(self, rollout_id: int, low_ess_steps: int) -> None:
-        """Count the rollouts in a row of which --min-ess left no optimizer step; a collective.
+    def learned_nothing(self, rollout_id: int, low_ess_steps: int) -> RuntimeError | None:
+        """Count the rollouts in a row of which --min-ess left no optimizer step.
 
-        Saves and raises RuntimeError after max_bad_steps of them, or after as many as there may be
+        Returns the error that ends the run after max_bad_steps of them, or after as many as there may be
         rollouts of older weights, if those are more: the weights stood still, so all later rollouts are
         of the actor's own, and are as far from it.
         """
         config = self.config
         if low_ess_steps < config.steps_per_rollout:
             self._idle_rollouts = 0
-            return
+            return None
         self._idle_rollouts += 1
         most = max(config.faults.max_bad_steps, config.rollout.max_weight_staleness + 1)
         if self._idle_rollouts < most:
-            return
-        self.save_last(rollout_id + 1)
-        raise RuntimeError(
+            return None
+        return RuntimeError(
             f"rollout {rollout_id}: {most} rollouts in a row had train/ess below --min-ess"
             f" {config.algorithm.min_ess}, so nothing was trained on them, and nothing changes by waiting:"
             " lower --min-ess, or see what sets engine and actor apart (train/log_prob_gap_mean)"

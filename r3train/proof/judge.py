@@ -320,16 +320,21 @@ class StepVerdict:
         true = self.sampling is None or not self.sampling.failures
         return true and not self.failures and self.threshold_error is None
 
-    def raise_if_failed(self) -> None:
-        """Raise AssertionError with the first failures; the threshold's text is a contract."""
-        if self.threshold_error is not None:
-            raise AssertionError(self.threshold_error)
+    def failed_claim(self) -> tuple[str, str]:
+        """Return ("replay", text) if replay was not exact, ("threshold", text) if only that was exceeded.
+
+        ("", "") for a step that passed.  The text has the first failures; the threshold's is a contract.
+        """
+        if self.passed:
+            return "", ""
         failures = self.failures + (self.sampling.failures if self.sampling else [])
-        if failures:
-            shown = "\n  ".join(str(f) for f in failures[:8])
-            more = len(failures) - 8
-            rest = f"\n  and {more} more" if more > 0 else ""
-            raise AssertionError(f"R3 check failed at step {self.step}:\n  {shown}{rest}")
+        kind = "replay" if failures else "threshold"
+        if self.threshold_error is not None:
+            return kind, self.threshold_error
+        shown = "\n  ".join(str(f) for f in failures[:8])
+        more = len(failures) - 8
+        rest = f"\n  and {more} more" if more > 0 else ""
+        return kind, f"R3 check failed at step {self.step}:\n  {shown}{rest}"
 
 
 def judge(

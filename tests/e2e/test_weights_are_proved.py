@@ -74,7 +74,7 @@ class Run:
             for tensor, first in self.first:
                 tensor.copy_(first * (1 + 0.05 * torch.randn_like(first)))
         self.version += 1
-        return self.loops[kind]._publish(self.version)
+        return self.loops[kind]._update.publish(self.version)
 
     def planted(self, bug: str, kind: str):
         return MUTATIONS[bug].planted(self.loops[kind].config, self.hf)
@@ -213,7 +213,7 @@ def test_a_tensor_that_never_went_out_is_named_without_the_flag_too(run, bug, mo
     trainer = loop.config.trainer.model_copy(update={"check_weight_update_equal": False})
     unchecked = loop.config.model_copy(update={"trainer": trainer})
     with monkeypatch.context() as flag:
-        flag.setattr(loop, "config", unchecked)
+        flag.setattr(loop._update, "config", unchecked)
         run.publish("distributed")
         with run.planted(bug, "distributed"), pytest.raises(ValueError) as error:
             run.publish("distributed")

@@ -62,15 +62,19 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             run_state=None,
             routes=SimpleNamespace(slices=lambda prepared, count: []),
         )
-        loop._send_weights = lambda *_: (side.calls.append(("sent",)) or {}, None)
-        loop._prepare = lambda _, groups: (taken.extend(groups) or SimpleNamespace(counts=[0]), {})
+        loop._update._send = lambda *_: (side.calls.append(("sent",)) or {}, None)
+        loop._intake._prepare = lambda _, groups: (
+            taken.extend(groups) or SimpleNamespace(counts=[0]),
+            {},
+        )
         with Producer(settings.rollout, lambda: engine, prompt_for, SamplingParams(20)) as producer:
-            loop._source = side.producer = producer
-            slices, *_ = loop._take_rollout(0)
+            side.producer = producer
+            loop._intake.generates(producer)
+            taken_now = loop._intake.take(0)
             stats = producer.stats()
     finally:
         leave_ranks()
-    assert slices == [[]] and [group[0][0].group_id for group in taken] == [0, 1]
+    assert taken_now.steps == [[]] and [group[0][0].group_id for group in taken] == [0, 1]
     assert side.calls == [
         ("servers",),
         ("actor",),  # a new server takes all of its memory

@@ -1,0 +1,112 @@
+"""Prove a step's replay: which steps are checked, their verdict, and its metrics."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.loop.prepare import Prepared
+from r3train.loop.replay_source import RolloutSource
+from r3train.loop.route_transport import Routes
+from r3train.proof.findings import FAILED, PASSED
+from r3train.proof.judge import StepVerdict
+from r3train.proof.live import prove_step
+from r3train.proof.recheck_verdict import compare_rollout, RecheckRecord
+from r3train.proof.writer import EvidenceWriter
+from r3train.types import is_checked
+
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.actor import MegatronActor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class StepProof:
+    """Judges the replay of each step; all ranks call its methods together.
+
+    evidence: None with the R3 check off; source: rank 0's, which rechecks samples.
+    """
+
+    config: RunConfig
+    hf: HfModelFacts
+    actor: MegatronActor
+    evidence: EvidenceWriter | None
+    routes: Routes
+
+    def __post_init__(self) -> None:
+        self._start: int | None = None  # the first rollout that was asked about
+        self._warned_of_staleness = False
+
+    def is_due(self, rollout_id: int) -> bool:
+        """Tell whether the rollout's replay is proved; the first of a start always is.
+
+        So a start's first verdict tells an audit where the interval of the start before it ends.
+        """
+        if self._start is None:
+            self._start = rollout_id
+        interval = self.config.replay.r3_check_interval
+        starts = rollout_id == self._start
+        return self.evidence is not None and (starts or is_checked(rollout_id, interval))
+
+    def judge(
+        self, rollout_id: int, prepared: Prepared | None, source: RolloutSource | None
+    ) -> StepVerdict | None:
+        """Prove the step's replay on all ranks; the verdict is on rank 0 only."""
+        assert self.evidence is not None
+        records = self.actor.collect_evidence(rollout_id)
+        recorded = self.routes.recorded(prepared)
+        rechecked, missed = self._rechecked(rollout_id, prepared, source)
+        verdict = prove_step(
+            self.evidence,
+            records,
+            prepared.expectation(recorded) if prepared is not None else None,
+            self.hf.route_shape,
+            passes=self.config.replay_passes,
+            mismatch_threshold=self.config.replay.r3_mismatch_threshold,
+            check_interval=self.config.replay.r3_check_interval,
+            rechecked=rechecked,
+            missed=missed,
+        )
+        if verdict is not None and verdict.stale_warning:  # the terminal shows it once
+            level = logging.INFO if self._warned_of_staleness else logging.WARNING
+            logger.log(level, verdict.stale_warning)
+            self._warned_of_staleness = True
+        return verdict
+
+    def _rechecked(
+        self, rollout_id: int, prepared: Prepared | None, source: RolloutSource | None
+    ) -> tuple[list[RecheckRecord] | None, int]:
+        """Rank 0: compare samples with what their servers rechecked; (records, missed)."""
+        rechecked = source.rechecked() if source is not None else None
+        if prepared is None or rechecked is None:
+            return None, 0
+        records = compare_rollout(
+            rollout_id,
+            rechecked,
+            [s.sample for s in prepared.samples],
+            self.routes.read,
+            self.hf.moe_layer_numbers,
+            # a prefill has the log-probs of the whole vocabulary, at temperature 1
+            log_probs=self.config.rollout.rollout_temperature == 1
+            and not self.config.rollout.replays_sampling_mask,
+        )
+        # a prompt that was computed under other weights than its answer is not compared
+        return records, rechecked.missed + len(rechecked.parts) - len(records)
+
+
+def replay_metrics(verdict: StepVerdict) -> dict[str, Any]:
+    """Return a verdict's numbers under ``r3/`` and ``r3_audit/``."""
+    metrics: dict[str, Any] = {f"r3/{name}": value for name, value in verdict.counts.items()}
+    metrics["r3/passed"] = verdict.passed
+    if verdict.sampling is not None:
+        judged = {PASSED: True, FAILED: False}
+        metrics["r3_audit/passed"] = judged.get(verdict.sampling.verdict)
+        metrics["r3_audit/parts"] = verdict.sampling.parts
+        metrics["r3_audit/missed"] = verdict.sampling.missed
+    for name, value in verdict.agreement.items():
+        metrics["r3/agreement" if name == "equal" else f"r3/agreement_{name}"] = value
+    return metrics

@@ -1,0 +1,223 @@
+"""Bring all servers to the actor's weights, restart lost ones, and check what they hold."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from r3train.config import RunConfig
+from r3train.config.hf_facts import HfModelFacts
+from r3train.hf_checkpoint import WeightIndex
+from r3train.host_group import rank_zero_alone
+from r3train.loop import weight_probe
+from r3train.loop.device_turns import Disaggregated, Sent
+from r3train.loop.distribute import broadcast_json, gather_json
+from r3train.loop.fleet import RankZero
+from r3train.loop.recovery import Recovery
+from r3train.loop.replay_source import RolloutSource
+from r3train.loop.run_state import RunState
+from r3train.loop.stage_weight_sync import StageLeaderPublisher
+from r3train.types import RankTopology
+
+if TYPE_CHECKING:
+    from r3train.trainer.megatron.actor import MegatronActor
+
+
+@dataclass(eq=False)
+class WeightUpdate:
+    """Publishes weight versions; all ranks call its methods together.
+
+    rank_zero: None on other ranks; stage: sends a later pipeline stage's weights, on its leader;
+    topologies: of all ranks.
+    """
+
+    config: RunConfig
+    hf: HfModelFacts
+    actor: MegatronActor
+    rank_zero: RankZero | None
+    turns: Disaggregated
+    recovery: Recovery
+    run_state: RunState
+    stage: StageLeaderPublisher | None
+    topologies: list[RankTopology]
+
+    def __post_init__(self) -> None:
+        self._source: RolloutSource | None = None
+        self._export: Path | None = None  # on rank 0: written of the newest update, to compare with
+        self._servers_hold_base = False  # with LoRA: all tensors without an adapter were sent
+        self._stages_send = bool(self.config.weight_leaders(len(self.topologies)))
+        self._weight_index = None
+        if self.rank_zero is not None and self.config.has_engines:
+            config = self.config
+            self._weight_index = WeightIndex(self.hf, config.model.dtype_name, config.lora)
+
+    def generates(self, source: RolloutSource) -> None:
+        """Rank 0: from now on ``source`` generates; updates let its requests end first."""
+        self._source = source
+
+    def publish(self, weight_version: int) -> dict[str, Any]:
+        """Bring all servers to the weights of ``weight_version``; returns metrics on rank 0."""
+        if not self.config.has_engines:
+            return {}
+        if self.rank_zero is not None:
+            self.rank_zero.display.train_update("publishing weights")
+        quiet: AbstractContextManager[None] = nullcontext()
+        if self._source is not None and not self.config.serves_adapters:
+            quiet = self.turns.quiet(self._source)
+        metrics, failure = self.turns.serve(lambda: self._send(weight_version, quiet))
+        if self.recovery.needed(failure):
+            metrics = self.revive(weight_version)
+        self._servers_hold_base = self.turns.servers_keep_weights
+        if self.config.trainer.check_weight_update_equal:
+            # after the pause, because a paused server would not answer
+            metrics.update(self._check(weight_version))
+            self.turns.actor_offloads()
+        return metrics
+
+    def revive(self, weight_version: int) -> dict[str, Any]:
+        """Restart lost servers and give them the weights of ``weight_version``; all ranks together.
+
+        Raises the cause, after a checkpoint, when there are too many restarts.
+        """
+        while True:
+            self.turns.replace_servers()
+            failure = self.recovery.restart()
+            if failure is not None:
+                self.turns.end()
+                self.run_state.save_last(weight_version)
+                raise failure
+            if self.stage is not None:
+                self.stage.reconnect()
+            self._servers_hold_base = False  # a new one has the checkpoint's
+            # new servers have nothing in flight; waiting requests are sent afterwards
+            metrics, failure = self.turns.serve(lambda: self._send(weight_version, nullcontext()))
+            if not self.recovery.needed(failure):
+                self._servers_hold_base = self.turns.servers_keep_weights
+                self.recovery.restored(weight_version)
+                return metrics
+
+    def _send(self, weight_version: int, quiet: AbstractContextManager[None]) -> Sent:
+        """Publish while nothing is generated: rank 0 sends; other ranks join gathers or send their stage's weights.
+
+        Returns metrics, or on rank 0 a failure that a restart of the servers fixes.  Nothing is sent if
+        the source has failed meanwhile.  Raises ValueError where the tensors that went out are not those
+        of the checkpoint.
+        """
+        adapters = self.config.serves_adapters
+        targets_only = self._servers_hold_base and self.config.may_send_targets_alone
+        if adapters:
+            weights = self.actor.adapter_weights()
+        else:
+            weights = self.actor.hf_weights(targets_alone=targets_only, of_stage=self._stages_send)
+        again = []
+        if self.config.trainer.check_weight_update_equal and not adapters:
+            # the servers' tensors are compared with a second, whole export
+            again = [self.actor.hf_weights()]
+        self._export = None
+        quietly, failure = ExitStack(), None
+        with rank_zero_alone():  # requests in flight may take long to end
+            if self.rank_zero is not None:
+                try:
+                    quietly.enter_context(quiet)
+                except Exception as error:  # noqa: BLE001 - the other ranks go on first
+                    failure = error
+        if self.rank_zero is None:
+            if self.stage is not None:
+                self.stage.send(weights, version=weight_version)
+            for _ in chain(weights, *again):
+                raise AssertionError("only rank 0 holds whole tensors")
+            return {}, None
+        fleet, published = self.rank_zero.engines, None
+
+        def drain() -> None:
+            """Let the other ranks go on, which are sending."""
+            if published is None:
+                fleet.publisher.abandon()
+            for _ in chain(weights, *again):
+                pass
+
+        try:
+            with quietly:
+                if failure is not None:
+                    raise failure
+                self.turns.onload_server_weights()
+                published = fleet.publisher.publish(weights, version=weight_version)
+                if not adapters:  # adapters are compared with the checkpoint when they are written
+                    self._weight_index.require(
+                        published.sent,
+                        published.num_bytes,
+                        version=weight_version,
+                        targets_alone=targets_only,
+                    )
+                for export in again:
+                    self._export = fleet.compare_weights(export, weight_version)
+                if self._source is not None:
+                    self._source.set_version(weight_version)
+        except self.recovery.caught as error:
+            drain()
+            return {}, error
+        except Exception as error:
+            if self._source is None or error is not self._source.failure:
+                raise
+            drain()
+            self.recovery.fatal = error  # the ranks come together at the next rollout
+            return {}, None
+        return {
+            "perf/published_bytes": published.num_bytes,
+            "perf/published_tensors": published.num_tensors,
+            "rollout/weight_version": weight_version,
+        }, None
+
+    def _check(self, weight_version: int) -> dict[str, float]:
+        """--check-weight-update-equal, beyond the servers' checksums; metrics on rank 0.
+
+        The export that the servers were compared with is loaded back and compared bit for bit with the
+        parameters of every rank; with adapters there is no such export.  Actor and servers score a
+        text.  No server kept that text in its cache from the update before.  Raises AssertionError on
+        rank 0.
+        """
+        update, other = f"weight update {weight_version}", []
+        if not self.config.serves_adapters:
+            export = broadcast_json(self._export and str(self._export))
+            if export is None:  # the source has failed, and nothing was sent
+                return {}
+            other = self._unlike(Path(export), update)
+        text = weight_probe.probe_tokens(self.hf.vocab_size)
+        ours = weight_probe.actor_log_probs(self.actor, self.topologies, text)
+        if self.rank_zero is None:
+            return {}
+        for rank, names in enumerate(other):
+            if names:
+                raise AssertionError(
+                    f"{update}: {len(names)} parameters of rank {rank} are not what was exported,"
+                    f" {names[0]} among them"
+                )
+        fleet = self.rank_zero.engines
+        # before the probe, which leaves the text in the cache; a prompt may begin like the text
+        if (stale := fleet.stale_tokens(text)) > len(text) // 2:
+            raise AssertionError(
+                f"{update}: a server still had {stale} of {len(text)} probe tokens in its cache,"
+                " computed with the weights before"
+            )
+        tolerance = weight_probe.tolerance(self.hf, bf16=self.config.model.bf16)
+        gap = max(
+            weight_probe.compare(ours, theirs, weight_version, tolerance=tolerance)
+            for theirs in fleet.probe(text)
+        )
+        return {"train/weight_probe_gap": gap}
+
+    def _unlike(self, export: Path, update: str) -> list[list[str]]:
+        """Names of each rank's parameters that are not what an export holds; a collective."""
+        if not export.is_dir():
+            raise ValueError(
+                f"{update}: this rank does not see {export}: --check-weight-update-equal needs a run"
+                " directory that all ranks see"
+            )
+        other = gather_json(self.actor.parameters_unlike(export))
+        if self.rank_zero is not None:
+            shutil.rmtree(export, ignore_errors=True)
+        return other
