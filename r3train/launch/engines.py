@@ -38,6 +38,8 @@ from r3train.generation.episode import Episode, generate_once
 from r3train.generation.eval_sets import EvalSet
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking, Episodes
+from r3train.generation.group_scorer import GroupScorer
 from r3train.engine.client import SGLangClient
 from r3train.engine.server import SGLangServer
 from r3train.engine.supervisor import EngineSupervisor, ResubmittingBackend
@@ -347,33 +349,39 @@ class Engines(RolloutFleet):
             rollout,
             self.make_client,
             lambda group: job.prompts[order.index(group)],
-            SamplingParams(
-                max_new_tokens=rollout.rollout_max_response_len,
-                temperature=rollout.rollout_temperature,
-                top_p=rollout.rollout_top_p,
-                top_k=rollout.rollout_top_k,
-                stop_token_ids=job.stop_token_ids,
-                may_stop_at=job.own_stops_of_servers,
-                ignore_eos=rollout.rollout_ignore_eos,
-                max_context_len=rollout.rollout_max_context_len,
-                seed=rollout.rollout_seed,
-                mask_vocab=job.hf.vocab_size if rollout.replays_sampling_mask else None,
+            Asking(
+                SamplingParams(
+                    max_new_tokens=rollout.rollout_max_response_len,
+                    temperature=rollout.rollout_temperature,
+                    top_p=rollout.rollout_top_p,
+                    top_k=rollout.rollout_top_k,
+                    stop_token_ids=job.stop_token_ids,
+                    may_stop_at=job.own_stops_of_servers,
+                    ignore_eos=rollout.rollout_ignore_eos,
+                    max_context_len=rollout.rollout_max_context_len,
+                    seed=rollout.rollout_seed,
+                    mask_vocab=job.hf.vocab_size if rollout.replays_sampling_mask else None,
+                ),
+                segment_len=self._segment_len,
+                pool_facts=self._pool_facts,
+                versions_stay=self._adapters is not None,
             ),
             start_rollout=self._start_rollout,
-            segment_len=self._segment_len,
-            score=job.reward,
-            score_group=job.reward.group if job.reward.takes_groups else None,
-            teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
-            make_episode=_conversations(job, job.config.rollout),
-            decode=self._decode,
             check_alive=self.check_alive,
             on_outcome=self._group_ended,
             state=self._kept_buffer(),
-            keep_decoded=job.config.r3_check_enabled,
-            pool_facts=self._pool_facts,
             audit_share=job.config.audit_share,
             eval_places=job.config.eval_places,
-            versions_stay=self._adapters is not None,
+            scorer=GroupScorer(
+                score=job.reward,
+                score_group=job.reward.group if job.reward.takes_groups else None,
+                teacher=served_teacher(job.config) if job.config.algorithm.asks_teacher else None,
+            ),
+            episodes=Episodes(
+                make=_conversations(job, job.config.rollout),
+                decode=self._decode,
+                keep_decoded=job.config.r3_check_enabled,
+            ),
         )
         return self._producer
 

@@ -1,4 +1,4 @@
-"""Who holds which memory when: servers and actor on devices of their own, or in turns on the same ones.
+"""Turns on the devices: servers and actor have their own, or share the same ones (--colocate).
 
 With --colocate a step goes: servers generate | servers offload | the actor comes back, trains, saves |
 gradients and optimizer leave | the servers' weights come back and are sent | the actor leaves | the KV

@@ -1,4 +1,4 @@
-"""What a trained step ends with, and what follows from it: one broadcast, one table."""
+"""The outcome of a trained step, and what follows from it: one broadcast, one table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from r3train.user_code import UserCodeFailed
 
 @dataclass(frozen=True)
 class Policy:
-    """What happens before the error of an outcome is raised.
+    """The steps before the error of an outcome is raised.
 
     reports: the step's metrics are written.  counts: the rollout counts as trained: its prompts are
     logged, its bad steps counted.  resumes_after: a checkpoint is saved that resumes so many rollouts

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """What became of a rollout; the same on all ranks, but for ``metrics``.
+    """The result of a rollout's training; the same on all ranks, but for ``metrics``.
 
     skipped_steps: optimizer steps whose loss or gradient was not finite; low_ess_steps: those that
     --min-ess skipped; loss_error: of the user's loss, "" without one; weights_moved: False if it failed

@@ -14,6 +14,8 @@ import pytest
 from r3train.config.data_settings import DataSection
 from r3train.engine.backend import EngineDied, SamplingParams, Segment
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking
+from r3train.generation.group_scorer import GroupScorer
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt
 from tests.unit.simulated_engine import rollout_section
@@ -72,7 +74,11 @@ def producer_of(backend, options=MappingProxyType({}), **settings):
         "rollout_max_concurrency": 4,
     } | settings
     return Producer(
-        rollout_section(**settings), lambda: backend, prompt_for, SamplingParams(4), **options
+        rollout_section(**settings),
+        lambda: backend,
+        prompt_for,
+        Asking(SamplingParams(4)),
+        **options,
     )
 
 
@@ -120,7 +126,7 @@ def test_a_run_resumes_at_its_step_with_its_group_numbers():
 
 
 def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
-    with producer_of(FakeBackend(), {"score": scorer("by_prompt")}) as producer:
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(scorer("by_prompt"))}) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
             assert reward == sample.group_id / 2
 
@@ -129,7 +135,8 @@ def test_rewards_are_computed_off_the_loop_and_stay_with_their_sample():
 def test_the_parts_of_a_reward_go_with_its_sample(of_group):
     made = scorer("tables", {"length": 2.0, "score": 4.0})
     with producer_of(
-        FakeBackend(), {"score_group" if of_group else "score": (made.group if of_group else made)}
+        FakeBackend(),
+        {"scorer": GroupScorer(score_group=made.group) if of_group else GroupScorer(made)},
     ) as producer:
         for sample, reward in (pair for group in producer.next_batch(0) for pair in group):
             assert sample.reward_parts == (len(sample.text), 0.5)
@@ -163,14 +170,16 @@ def test_a_teacher_scores_every_sample_before_its_reward(kind):
 
     teacher = NumberingTeacher()
     how = {"each": {"score": one}, "group": {"score_group": group}}[kind]
-    with producer_of(FakeBackend(), {"teacher": teacher, **how}) as producer:
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(teacher=teacher, **how)}) as producer:
         scored = [pair for own in producer.next_batch(0) for pair in own]
     assert [reward for _, reward in scored] == [sample.sample_id for sample, _ in scored]
     assert teacher.closed
 
 
 def test_a_teacher_that_fails_ends_the_run():
-    with producer_of(FakeBackend(), {"teacher": NumberingTeacher(fail_at=3)}) as producer:
+    with producer_of(
+        FakeBackend(), {"scorer": GroupScorer(teacher=NumberingTeacher(fail_at=3))}
+    ) as producer:
         with pytest.raises(RuntimeError, match="teacher: sample 3"):
             producer.next_batch(0)
 
@@ -178,7 +187,7 @@ def test_a_teacher_that_fails_ends_the_run():
 def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound():
     began = time.monotonic()
     score = scorer("hangs", reward_timeout_s=3.0)
-    with producer_of(FakeBackend(), {"score": score}) as producer:
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(score)}) as producer:
         with pytest.raises(
             ValueError,
             match=r"prompt 1: reward .*:hangs took longer than reward_timeout_s 3 \(sample",
@@ -190,9 +199,9 @@ def test_a_reward_that_takes_too_long_ends_the_run_with_its_prompt_and_its_bound
 
 def test_a_reward_that_never_returns_does_not_keep_the_process():
     script = """
-from tests.unit.generation.test_producer import FakeBackend, producer_of, scorer
+from tests.unit.generation.test_producer import FakeBackend, GroupScorer, producer_of, scorer
 never = scorer("hangs", reward_timeout_s=0.2)
-with producer_of(FakeBackend(), {"score": never}) as producer:
+with producer_of(FakeBackend(), {"scorer": GroupScorer(never)}) as producer:
     producer.next_batch(0)
 """
     done = subprocess.run(
@@ -208,7 +217,9 @@ def test_a_group_is_scored_as_a_whole_once_all_its_samples_are_there():
         asked.append([sample.sample_id for sample in samples])
         return [float(place) for place, _ in enumerate(samples)]
 
-    with producer_of(FakeBackend(), {"score_group": places}, n_samples_per_prompt=4) as producer:
+    with producer_of(
+        FakeBackend(), {"scorer": GroupScorer(score_group=places)}, n_samples_per_prompt=4
+    ) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [[0.0, 1.0, 2.0, 3.0]] * 3
     assert all(sorted(ids) == list(range(ids[0], ids[0] + 4)) for ids in asked)
@@ -224,7 +235,7 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
         return 1.0 if sample.sample_id % 4 else await asyncio.sleep(600)
 
     settings = {"n_samples_per_prompt": 4, "num_rollout": 1, "rollout_max_concurrency": 16}
-    with producer_of(FakeBackend(), {"score": alone}, **settings) as producer:
+    with producer_of(FakeBackend(), {"scorer": GroupScorer(alone)}, **settings) as producer:
         deadline = time.monotonic() + 10
         while len(producer._buffer._groups) < 3 or any(
             len(group.samples) < 3 for group in producer._buffer._groups.values()
@@ -232,7 +243,7 @@ def test_a_half_made_group_is_scored_as_a_whole_after_a_restart():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         state = producer._call(_buffer_state(producer))
-    options = {"score_group": hundreds, "state": state}
+    options = {"scorer": GroupScorer(score_group=hundreds), "state": state}
     with producer_of(FakeBackend(), options, **settings) as producer:
         groups = producer.next_batch(0)
     assert [[reward for _, reward in group] for group in groups] == [
@@ -267,8 +278,8 @@ def test_a_failure_anywhere_in_the_producer_is_raised_with_its_own_type(where):
         rollout_section(rollout_max_concurrency=4),
         fail if where == "make_backend" else FakeBackend,
         fail if where == "prompt_for" else prompt_for,
-        SamplingParams(4),
-        **({"score": fail} if where == "score" else {}),
+        Asking(SamplingParams(4)),
+        scorer=GroupScorer(fail) if where == "score" else GroupScorer(),
     )
     with producer, pytest.raises(ValueError, match=f"{where} is broken"):
         producer.next_batch(0)

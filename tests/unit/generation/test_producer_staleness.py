@@ -12,6 +12,8 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_sec
 
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking
+from r3train.generation.group_scorer import GroupScorer
 from r3train.generation.stitch import oldest_version
 
 BATCH, SAMPLES, STEPS = 4, 2, 8
@@ -28,7 +30,7 @@ def producer_of(engine, outcomes, options=MappingProxyType({}), **settings):
         rollout_section(**settings),
         lambda: engine,
         prompt_for,
-        SamplingParams(64),
+        Asking(SamplingParams(64)),
         on_outcome=outcomes.append,
         **options,
     )
@@ -188,7 +190,7 @@ def test_zero_variance_groups_are_replaced_by_other_prompts():
     with producer_of(
         engine,
         outcomes,
-        {"score": by_place},
+        {"scorer": GroupScorer(by_place)},
         rollout_filter=["zero_variance"],
         num_rollout=4,
     ) as producer:
@@ -289,12 +291,12 @@ def test_a_rollout_cancelled_before_it_began_gives_its_place_back():
     engine = SimulatedEngine(length=lambda _: 10, tick_s=0.005)
 
     async def begin_and_cancel(producer):
-        producer._pauses = 0
-        producer._advance()
-        assert producer._tasks
-        for task in producer._tasks:
+        producer._gate._updates = 0
+        producer._shared.changed()
+        assert producer._scheduler.tasks
+        for task in producer._scheduler.tasks:
             task.cancel()
-        producer._pauses = 1
+        producer._gate._updates = 1
 
     with producer_of(engine, [], num_rollout=1, rollout_max_concurrency=2) as producer:
         with producer.quiesced():
@@ -310,8 +312,8 @@ def test_a_group_submitted_again_before_its_rollout_is_taken_is_waited_for():
 
     async def regenerate_the_first(producer):
         producer._buffer._expire(producer._buffer._groups[0])
-        producer._submit_group()
-        producer._advance()
+        producer._scheduler._submit_group()
+        producer._shared.changed()
 
     with producer_of(engine, outcomes, stale_policy="regenerate", num_rollout=1) as producer:
         wait = producer._wait

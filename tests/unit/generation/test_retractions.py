@@ -12,6 +12,7 @@ from tests.unit.simulated_engine import RETRACTED, SimulatedEngine, prompt_for, 
 from r3train.algo.reward_stats import group_stats
 from r3train.engine.backend import EngineError, SamplingParams
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking, Episodes
 from r3train.loop.step_metrics import rollout_metrics, source_metrics
 from r3train.types import TrainSample
 
@@ -22,9 +23,7 @@ def producer_of(engine, *, segment_len=None, pool_facts=None, **settings):
         rollout,
         lambda: engine,
         prompt_for,
-        SamplingParams(20),
-        segment_len=segment_len,
-        pool_facts=pool_facts,
+        Asking(SamplingParams(20), segment_len=segment_len, pool_facts=pool_facts),
     )
 
 
@@ -69,7 +68,11 @@ def test_only_the_turn_that_was_retracted_is_played_again():
     engine = SimulatedEngine(length=lambda _: 12, retracted=lambda n: n == 1)
     rollout = rollout_section(num_rollout=1, rollout_batch_size=1, n_samples_per_prompt=1)
     with Producer(
-        rollout, lambda: engine, prompt_for, SamplingParams(20), make_episode=lambda _: two_turns
+        rollout,
+        lambda: engine,
+        prompt_for,
+        Asking(SamplingParams(20)),
+        episodes=Episodes(make=lambda _: two_turns),
     ) as producer:
         (sample,) = trained(producer)
     assert [tokens for _, _, tokens in engine.asked] == [0, 6, 6]

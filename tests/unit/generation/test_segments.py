@@ -13,18 +13,14 @@ from tests.unit.simulated_engine import SimulatedEngine, prompt_for, rollout_sec
 
 from r3train.engine.backend import BadAnswer, SamplingParams
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking
+from r3train.generation.group_scorer import GroupScorer
 
 
-def producer_of(engine, options=MappingProxyType({}), **settings):
+def producer_of(engine, options=MappingProxyType({}), versions_stay=False, **settings):
     rollout = rollout_section(**{"rollout_max_concurrency": 8, **settings})
-    return Producer(
-        rollout,
-        lambda: engine,
-        prompt_for,
-        SamplingParams(20),
-        segment_len=6,
-        **options,
-    )
+    asking = Asking(SamplingParams(20), segment_len=6, versions_stay=versions_stay)
+    return Producer(rollout, lambda: engine, prompt_for, asking, **options)
 
 
 def of_step(producer, step):
@@ -66,7 +62,7 @@ def test_where_versions_stay_an_answer_ends_on_its_version_in_all_segments_and_n
             )
 
     engine = SideBySide(length=lambda _: 20, tick_s=0.005)
-    with producer_of(engine, {"versions_stay": True}) as producer:
+    with producer_of(engine, versions_stay=True) as producer:
         time.sleep(0.05)
         running = set(engine.running)
         producer.set_version(1)
@@ -119,7 +115,9 @@ def test_a_failed_producer_still_gives_its_complete_samples_and_what_waits_for_a
         return 1.0
 
     engine = OneBad()
-    with producer_of(engine, {"score": slow_reward}, max_weight_staleness=0) as producer:
+    with producer_of(
+        engine, {"scorer": GroupScorer(slow_reward)}, max_weight_staleness=0
+    ) as producer:
         assert producer.failure is None
         with pytest.raises(BadAnswer, match="sample 3: 2 log-probs, expected 4"):
             producer.next_batch(0)

@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 from r3train.config.hf_facts import read_hf_facts
 from r3train.engine.backend import EngineDied, SamplingParams
 from r3train.generation.producer import Producer
+from r3train.generation.rollout_task import Asking
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.fleet import RankZero
@@ -67,7 +68,9 @@ def test_a_server_lost_when_it_should_release_is_restarted_and_the_batch_waits_f
             taken.extend(groups) or SimpleNamespace(counts=[0]),
             {},
         )
-        with Producer(settings.rollout, lambda: engine, prompt_for, SamplingParams(20)) as producer:
+        with Producer(
+            settings.rollout, lambda: engine, prompt_for, Asking(SamplingParams(20))
+        ) as producer:
             side.producer = producer
             loop._intake.generates(producer)
             taken_now = loop._intake.take(0)

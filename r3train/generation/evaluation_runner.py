@@ -1,0 +1,72 @@
+"""Run an evaluation in the producer's event loop, while rollouts are generated."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+from r3train.generation.eval_sets import EvalSet, EvaluationEnded, Room, Row, evaluate
+from r3train.generation.shared import Shared
+from r3train.generation.slots import Slots
+
+
+class EvaluationRunner:
+    """Evaluates one weight version at a time, every set in a task of its own."""
+
+    def __init__(self, shared: Shared, slots: Slots) -> None:
+        self._shared = shared
+        self._slots = slots
+        self._tasks: dict[str, asyncio.Task[list[Row]]] = {}  # of each set, by its name
+
+    @property
+    def is_done(self) -> bool:
+        """True when no set is being evaluated."""
+        return all(task.done() for task in self._tasks.values())
+
+    @property
+    def tasks(self) -> list[asyncio.Task[list[Row]]]:
+        """The tasks of the evaluation that was not taken yet."""
+        return list(self._tasks.values())
+
+    def begin(self, sets: Sequence[EvalSet], most: int) -> None:
+        """Begin to evaluate the version that the servers hold, with at most ``most`` requests in flight."""
+        assert not self._tasks, "the evaluation before was not taken"
+        room = partial(self._slot, asyncio.Semaphore(most))
+        for asked in sets:
+            task = self._shared.loop.create_task(self._evaluate(asked, self._shared.version, room))
+            task.add_done_callback(lambda _: self._shared.changed())
+            self._tasks[asked.name] = task
+
+    async def take(self) -> dict[str, list[Row] | Exception]:
+        """End the evaluation; return the rows of each set, or its error.
+
+        A set that is not complete is given up: its error is EvaluationEnded.
+        """
+        tasks, self._tasks = self._tasks, {}
+        outcomes = await cancelled(*tasks.values())
+        given_up = EvaluationEnded("it was given up before its end")
+        return {
+            name: given_up if isinstance(found, asyncio.CancelledError) else found
+            for name, found in zip(tasks, outcomes)
+        }
+
+    async def _evaluate(self, asked: EvalSet, version: int, room: Room) -> list[Row]:
+        await self._shared.until(lambda: self._shared.backend is not None)
+        return await evaluate(asked, self._shared.backend, version, room)
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, share: asyncio.Semaphore) -> AsyncIterator[None]:
+        """Hold a slot for an answer, as many at once as the evaluation's ``share`` has."""
+        async with share:
+            await self._slots.free_slot_for_evaluation()
+            with self._slots.evaluating():
+                yield
+
+
+async def cancelled(*tasks: asyncio.Task) -> list:
+    """Cancel tasks, and return the result or the error of each."""
+    for task in tasks:
+        task.cancel()
+    return await asyncio.gather(*tasks, return_exceptions=True)

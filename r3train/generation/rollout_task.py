@@ -1,0 +1,234 @@
+"""One rollout: the calls of its episode, each with a slot in flight while its requests run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from r3train.config.rollout_settings import RolloutSection
+from r3train.engine.backend import EngineError, SamplingParams, Segment
+from r3train.generation import stitch
+from r3train.generation.buffer import Group
+from r3train.generation.episode import Episode, generate_once
+from r3train.generation.recheck import Rechecking, Unbroken
+from r3train.generation.shared import Shared
+from r3train.generation.slots import Slots
+from r3train.generation.update_gate import UpdateGate
+from r3train.types import Prompt, RolloutSample
+
+# A request that is retracted so often in a row ends the run.  Each time it waits until half of the
+# slots are free: KV pools that retract it even then hold less than half of what all slots need.
+_MAX_RETRACTIONS = 3
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Settings of the requests for answers.
+
+    segment_len: bounds the tokens of one request: a longer answer takes several requests, and the tokens
+    of finished ones survive a lost server.  versions_stay: servers keep a version next to newer ones, so an
+    answer ends on the version on which it began.  pool_facts: says how much the servers' KV pools hold and
+    how much the requests need, for the error of a request that is retracted again and again.
+    """
+
+    sampling: SamplingParams
+    segment_len: int | None = None
+    versions_stay: bool = False
+    pool_facts: str | None = None
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """Settings of the rollouts that are made of answers.
+
+    make: makes one rollout's ``Episode``; without it a rollout is one answer.  decode: gives the text of
+    response tokens.  keep_decoded: samples keep the decoded rows of each answer, for the evidence.
+    """
+
+    make: Callable[[Prompt], Episode] = lambda prompt: generate_once
+    decode: Callable[[Sequence[int]], str] = lambda token_ids: ""
+    keep_decoded: bool = False
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a producer that its rollouts use."""
+
+    rollout: RolloutSection
+    asking: Asking
+    episodes: Episodes
+    shared: Shared
+    slots: Slots
+    gate: UpdateGate
+    rechecking: Rechecking
+
+
+class RolloutTask:
+    """One rollout to make or to resume: sample number ``place`` of one attempt at a group.
+
+    It is the ``Generate`` of its episode; each call holds a slot of its own while its requests run.
+    """
+
+    def __init__(self, parts: Parts, group: Group, place: int) -> None:
+        rollout = parts.rollout
+        self._parts = parts
+        self.group = group
+        self.place = place
+        number = group.group_id * rollout.n_samples_per_prompt + place
+        self.sample_id = number * rollout.samples_per_episode
+        self.episode = parts.episodes.make(group.prompt)
+        self.unbroken = Unbroken()
+        self._reserved = False  # a slot, for the first call
+
+    def reserve_slot(self) -> None:
+        """Take a free slot for the episode's first call."""
+        self._reserved = True
+        self._parts.slots.take()
+
+    def release(self) -> None:
+        """Give the reserved slot back if no call has taken it over."""
+        if self._take_over():
+            self._parts.slots.give_back()
+
+    def _take_over(self) -> bool:
+        reserved, self._reserved = self._reserved, False
+        return reserved
+
+    async def make(self) -> tuple[list[RolloutSample], float | None]:
+        """Make the rollout; return its samples and its episode's reward, None if it gave none."""
+        try:
+            return await self.episode(
+                self,
+                self.group.prompt,
+                sampling=self._parts.asking.sampling,
+                sample_id=self.sample_id,
+            )
+        finally:
+            self.release()
+
+    async def __call__(
+        self, resume_from: RolloutSample | None = None, turn_limit: int | None = None
+    ) -> RolloutSample:
+        """Generate one answer, resumed after every update that aborted it."""
+        sample = resume_from or stitch.begin(
+            self.group.prompt, sample_id=self.sample_id, group_id=self.group.group_id
+        )
+        sample = await _Call(self, self._parts, self._take_over()).answer(sample, turn_limit)
+        text = self._parts.episodes.decode(sample.token_ids[sample.prompt_len :].tolist())
+        return replace(sample, text=text)
+
+
+class _Call:
+    """One answer of a rollout: its slot in flight, and how often servers retracted it in a row."""
+
+    def __init__(self, task: RolloutTask, parts: Parts, has_slot: bool) -> None:
+        self._task = task
+        self._parts = parts
+        self._has_slot = has_slot
+        self._retracted = 0
+
+    async def answer(self, sample: RolloutSample, turn_limit: int | None) -> RolloutSample:
+        """Generate until the answer ends, in as many requests as updates and segments cut it into.
+
+        Under R3 the answer to a request that a server retracted is thrown away, and the same tokens
+        are asked for again.  Earlier answers of the rollout came with their own rows and stay.  The slot
+        is kept between the segments of an answer, and given back during an update.
+        """
+        try:
+            return await self._requests(sample, turn_limit)
+        finally:
+            self._release()
+
+    async def _requests(self, sample: RolloutSample, turn_limit: int | None) -> RolloutSample:
+        asking, shared, gate = self._parts.asking, self._parts.shared, self._parts.gate
+        version = shared.version
+        while True:
+            await self._wait_for_slot()
+            if not asking.versions_stay:
+                version = shared.version
+            limit = stitch.shortest(turn_limit, asking.segment_len)
+            request = stitch.next_request(
+                sample,
+                asking.sampling,
+                limit=limit,
+                weight_version=version,
+                exact_version=not gate.freezes,
+            )
+            if gate.freezes and not sample.loss_mask.any():
+                self._parts.rechecking.sent(self._task.group, self._task.place, request)
+            goes_on, began = False, time.monotonic()
+            try:
+                segment = await shared.backend.generate(request)
+                self._check_newest(segment.weight_versions.max(initial=-1))
+                again = self._is_retracted(segment)
+                count = 0 if again else len(segment.token_ids)
+                if not again:
+                    self._task.unbroken.answered(request, segment)
+                    sample = stitch.extend(sample, segment)
+                waited_s = sample.generation_s + time.monotonic() - began
+                sample = replace(sample, generation_s=waited_s)
+                if turn_limit is not None:
+                    turn_limit -= count
+                left = stitch.shortest(stitch.tokens_left(sample, asking.sampling), turn_limit)
+                unfinished = again or stitch.is_cut(segment, limit, left)
+                # checked while the slot is held: once it is given back, the update may end
+                interrupted = gate.aborting and (unfinished or segment.finish_reason == "abort")
+                # a frozen server would accept the request, and compute it from the cache of older weights
+                interrupted |= gate.frozen and again
+                goes_on = unfinished and not interrupted
+            finally:
+                if not goes_on:
+                    self._release()
+            shared.counts.generated_tokens += count
+            shared.counts.resumed_rollouts += interrupted and not again
+            if not (interrupted or goes_on):
+                return sample
+            if left <= 0:
+                return replace(sample, finish_reason="length")
+
+    async def _wait_for_slot(self) -> None:
+        slots, gate = self._parts.slots, self._parts.gate
+        if not self._has_slot:
+            await slots.free_slot(lambda: gate.open)
+            self._has_slot = True
+            slots.take()
+        if self._retracted:
+            await slots.memory_for_retracted(lambda: not gate.frozen)
+
+    def _release(self) -> None:
+        if self._has_slot:
+            self._has_slot = False
+            self._parts.slots.give_back()
+
+    def _is_retracted(self, segment: Segment) -> bool:
+        """Count an answer that a server retracted; True if it must not be kept.
+
+        Its rows come from the forwards that computed the request again, its log-probs from the first.
+        Raises EngineError after too many in a row.
+        """
+        parts, task = self._parts, self._task
+        parts.shared.counts.retracted_answers += segment.num_retractions > 0
+        if segment.num_retractions == 0 or segment.rows is None:
+            self._retracted = 0
+            return False
+        if parts.rollout.retraction_policy == "accept":
+            return False
+        self._retracted += 1
+        if self._retracted == _MAX_RETRACTIONS:
+            facts = f": {parts.asking.pool_facts}" if parts.asking.pool_facts else ""
+            raise EngineError(
+                f"sample {task.sample_id} (prompt {task.group.prompt.prompt_id!r}) was retracted by"
+                f" its server {_MAX_RETRACTIONS} times in a row{facts}; lower"
+                " --rollout-max-concurrency, or give the servers more memory"
+                " (--sglang-mem-fraction-static, --sglang-max-total-tokens)"
+            )
+        return True
+
+    def _check_newest(self, newest: int) -> None:
+        given = self._parts.shared.version
+        if newest > given:
+            raise ValueError(
+                f"sample {self._task.sample_id}: a token of weight version {newest}, the servers "
+                f"were given {given} at most"
+            )

@@ -1,0 +1,146 @@
+"""The order in which rollouts are sent, and the outcome of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from r3train.generation.buffer import Group, GroupBuffer, Outcome, ProducerState
+from r3train.generation.rollout_task import Parts, RolloutTask
+from r3train.generation.group_scorer import GroupScorer
+from r3train.types import Scored
+
+
+class Scheduler:
+    """Sends the buffer's rollouts as slots become free, scores them, and drops what is too stale.
+
+    on_outcome: called with the outcome of each prompt.  state: of an earlier run, whose groups go on.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        buffer: GroupBuffer,
+        scorer: GroupScorer,
+        on_outcome: Callable[[Outcome], None],
+        state: ProducerState | None,
+    ) -> None:
+        self._parts = parts
+        self._shared = parts.shared
+        self.buffer = buffer
+        self._scorer = scorer
+        self._on_outcome = on_outcome
+        self._unsent: deque[RolloutTask] = deque()
+        self._tasks: dict[asyncio.Task[None], Group] = {}
+        self.scoring: set[int] = set()  # ids of rollouts that lack only teacher and reward
+        if state is not None:
+            for group in buffer.restore(state):
+                self._add(group)
+        self._shared.on_change = self.send
+
+    def send(self) -> None:
+        """Send all rollouts that may be sent."""
+        while (rollout := self._next()) is not None:
+            rollout.reserve_slot()
+            name = f"sample {rollout.sample_id} of prompt {rollout.group.prompt.prompt_id}"
+            task = self._shared.loop.create_task(self._one(rollout), name=name)
+            self._tasks[task] = rollout.group
+            task.add_done_callback(partial(self._forget, rollout))
+
+    def take(self) -> list[Group]:
+        """Take the groups of the next rollout, which are ready."""
+        groups = self.buffer.take()
+        self.expire()
+        if self.is_over:
+            self._unsent.clear()
+            for task in self._tasks:
+                task.cancel()
+        self.log_outcomes()
+        self._shared.changed()
+        return groups
+
+    def expire(self) -> None:
+        """Drop or regenerate the groups that would be too stale for the next rollout."""
+        stale = self.buffer.expire(self.buffer.next_rollout)
+        for task, group in self._tasks.items():
+            if group in stale:
+                task.cancel()
+        self.log_outcomes()
+
+    @property
+    def is_over(self) -> bool:
+        """True when no rollout is left to generate."""
+        return self.buffer.next_rollout == self._parts.rollout.num_rollout
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """The tasks of rollouts under way."""
+        return list(self._tasks)
+
+    def log_outcomes(self) -> None:
+        """Tell ``on_outcome`` what became of prompts since the last call."""
+        for outcome in self.buffer.drain_log():
+            self._on_outcome(outcome)
+
+    def _next(self) -> RolloutTask | None:
+        """The next rollout to send; None while it must wait.
+
+        A resumed rollout comes before a new one, and so does one that was retracted.
+        """
+        parts = self._parts
+        if not (self._shared.sends and parts.gate.open and parts.slots.for_new_rollouts):
+            return None
+        while self._unsent or self._submit_group():
+            rollout = self._unsent.popleft()
+            if self.buffer.holds(rollout.group):
+                if rollout.group.started_version is None:
+                    rollout.group.started_version = self._shared.version
+                return rollout
+        return None
+
+    def _submit_group(self) -> bool:
+        if self.buffer.room(self._shared.version) <= 0:
+            return False
+        self._add(self.buffer.submit())
+        return True
+
+    def _add(self, group: Group) -> None:
+        places = range(self._parts.rollout.n_samples_per_prompt)
+        self._unsent += [
+            RolloutTask(self._parts, group, p) for p in places if p not in group.samples
+        ]
+
+    async def _one(self, rollout: RolloutTask) -> None:
+        """Make one rollout, score it, and put it into its group; an error becomes the failure."""
+        try:
+            for place, samples in (await self._scored(rollout)).items():
+                if self.buffer.holds(rollout.group):
+                    self.buffer.finish(rollout.group, place, samples)
+            self.log_outcomes()
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised by whoever waits for the producer
+            self._shared.fail(error)
+
+    async def _scored(self, rollout: RolloutTask) -> dict[int, list[Scored]]:
+        """Make a rollout and score it; return the scored samples by their place in the group."""
+        parts, shared, group = self._parts, self._shared, rollout.group
+        samples, own = await rollout.make()
+        parts.rechecking.finished(
+            group, rollout.place, samples[-1], rollout.unbroken, shared.version
+        )
+        if not parts.episodes.keep_decoded:
+            samples = [replace(sample, decoded=(), decoded_masks=()) for sample in samples]
+        shared.counts.finished_samples += len(samples)
+        self.scoring.add(rollout.sample_id)
+        size = parts.rollout.n_samples_per_prompt
+        return await self._scorer(group, rollout.place, samples, own, size)
+
+    def _forget(self, rollout: RolloutTask, task: asyncio.Task[None]) -> None:
+        rollout.release()  # a task that was cancelled before it began still holds its slot
+        self.scoring.discard(rollout.sample_id)
+        del self._tasks[task]
+        self._shared.changed()
