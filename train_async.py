@@ -249,7 +249,7 @@ def finish(config: RunConfig, run_dir: Path, began: float) -> dict:
         summarise,
         summarise_evaluations,
     )
-    from r3train.observe.plot import plot_run
+    from r3train.report.plot import plot_run
 
     if config.run.plot:
         plot_run(run_dir)

@@ -32,7 +32,7 @@ SUBCOMMANDS = {
         "Check this machine for faults that would stop a run of this configuration.",
     ),
     "check-evidence": (
-        "r3train.proof.check_evidence:check_evidence",
+        "r3train.audit.check_evidence:check_evidence",
         "Judge a run's R3 evidence: passed, failed (with every fault), or no evidence.",
     ),
     "verify": (
@@ -44,7 +44,7 @@ SUBCOMMANDS = {
         "Say where two runs first differ: setting, metric, token, agreement by layer.",
     ),
     "report": (
-        "r3train.observe.report_page:report",
+        "r3train.report.report_page:report",
         "Write one or several runs as a self-contained HTML page.",
     ),
 }

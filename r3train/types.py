@@ -411,7 +411,7 @@ class ReplayEvidence:
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
 
-    Its types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/proof/schema.py``).
+    Its types are the schema of ``evidence/rank_NNNNN.jsonl`` too (``r3train/audit/evidence_schema.py``).
     """
 
     step: Amount  # the rollout_id

@@ -15,7 +15,7 @@ from r3train.config.options import usage_errors
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import load_rollout
 from r3train.observe.metrics import numbers, read_metrics
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 
 # what two starts of one run differ in, and says nothing about what they compute
 _OF_THE_START = ("run", "checkpoint", "trackers", "faults")

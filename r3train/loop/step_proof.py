@@ -11,7 +11,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.loop.prepare import Prepared
 from r3train.loop.replay_source import RolloutSource
 from r3train.loop.route_transport import Routes
-from r3train.proof.findings import FAILED, PASSED
+from r3train.proof.verdicts import FAILED, PASSED
 from r3train.proof.judge import StepVerdict
 from r3train.proof.live import prove_step
 from r3train.proof.recheck_verdict import compare_rollout, RecheckRecord

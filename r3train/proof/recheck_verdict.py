@@ -21,7 +21,7 @@ import numpy as np
 from msgspec import Meta
 
 from r3train.proof.judge import Failure, Sampling
-from r3train.proof.findings import FAILED, NO_EVIDENCE, PASSED
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 from r3train.types import (
     Amount,
     LayerNumber,

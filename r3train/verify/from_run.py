@@ -29,7 +29,7 @@ from r3train.hf_checkpoint import weight_files
 from r3train.launch.run_dir import CONFIG_FILE
 from r3train.loop.replay_source import dump_rollout, load_rollout
 from r3train.observe.metrics import read_metrics
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.verify.compare_outcomes import (
     BF16_THRESHOLDS,
     DELTAS,

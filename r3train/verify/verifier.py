@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.verify import runner
 from r3train.verify.compare_outcomes import (
     BF16_THRESHOLDS,

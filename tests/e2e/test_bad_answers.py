@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from tests.e2e import jobs
 from tests.e2e.accounts import (
     audited,

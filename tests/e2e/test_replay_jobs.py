@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from r3train.config.replay_settings import PublishBug, RouteBug
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.recheck_verdict import limit
 from r3train.tiny import TinyOptions, build
 from tests.e2e import jobs

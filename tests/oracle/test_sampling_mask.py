@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.types import TrainSample
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.hf_reference import HfReference

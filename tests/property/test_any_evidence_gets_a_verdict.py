@@ -19,8 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from r3train.cli import main
-from r3train.proof import check_evidence
-from r3train.proof.log_lines import audit_logs
+from r3train.audit import check_evidence
+from r3train.audit.log_lines import audit_logs
 from r3train.proof.writer import start_line
 from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
 

@@ -24,7 +24,7 @@ from r3train.generation import conversation
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.host_group import join_ranks, leave_ranks
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter
 from r3train.types import RankTopology, ReplayEvidence, TrainSample

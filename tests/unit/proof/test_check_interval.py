@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from r3train.observe.plot import r3_verdict
-from r3train.observe.report_data import load_run
-from r3train.proof.audit import audit_run
+from r3train.report.plot import r3_verdict
+from r3train.report.report_data import load_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import write_run
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.controls import beaten_by, CONTROLS
 from r3train.routing.agreement import chance_levels
 from tests.unit import evidence_dirs

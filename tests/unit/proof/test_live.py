@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from r3train.host_group import join_ranks, leave_ranks
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import StepTotals
 from r3train.proof.live import prove_step
 from r3train.proof.writer import EvidenceWriter, rank_file, STEPS_FILE

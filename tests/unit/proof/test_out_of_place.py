@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file, RECHECK_FILE, STEPS_FILE
 from tests.unit.evidence_dirs import comparison, edit, write_run
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.unit.evidence_dirs import comparison, LAYERS, write_run
 
 from r3train.cli import main
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.recheck_verdict import (
     compare,
     compare_rollout,

@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from r3train.data import rotated_files
 from r3train.host_group import join_ranks, leave_ranks
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import judge, StepTotals, sums_of
 from r3train.proof.live import prove_step
-from r3train.proof.log_lines import audit_logs
+from r3train.audit.log_lines import audit_logs
 from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import (
     edit,
@@ -296,7 +296,7 @@ def test_a_job_may_make_parts_while_its_evidence_is_judged(
                 rotated_files.close_part(path, begin_anew=path.touch)
         return judge(*args, **how)
 
-    monkeypatch.setattr("r3train.proof.audit.judge", judge_and_move)
+    monkeypatch.setattr("r3train.audit.audit_run.judge", judge_and_move)
     audit = audit_run(run)
     assert judged == list(range(9))
     assert audit.verdict == "passed" and audit.numbers == before

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from r3train.observe.metrics import numbers, read_metrics, summarise
-from r3train.observe.report_data import HeatMap
-from r3train.observe.report_figures import Chart, PALETTE
+from r3train.report.report_data import HeatMap
+from r3train.report.report_figures import Chart, PALETTE
 
 PLOT_FILE = "plot.png"
 

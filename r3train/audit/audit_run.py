@@ -33,9 +33,9 @@ from r3train.proof.judge import (
     StepVerdict,
 )
 from r3train.proof.controls import beaten_by
-from r3train.proof.findings import Audit, AuditedStep, Finding, ranges, RECHECK
+from r3train.audit.findings import Audit, AuditedStep, Finding, ranges, RECHECK
 from r3train.proof.recheck_verdict import recheck_failures
-from r3train.proof.schema import (
+from r3train.audit.evidence_schema import (
     FileLine,
     METRICS,
     read_lines,

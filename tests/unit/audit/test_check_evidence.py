@@ -12,8 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.proof.audit import audit_run
-from r3train.proof.schema import read_lines
+from r3train.audit.audit_run import audit_run
+from r3train.audit.evidence_schema import read_lines
 from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import CURRENT_ROWS, edit, write_run
 
@@ -173,7 +173,7 @@ def test_steps_that_end_while_the_evidence_is_read_are_no_fault(tmp_path, monkey
                 for each, text in whole.items():
                     each.write_text(text)
 
-    monkeypatch.setattr("r3train.proof.audit.read_lines", read_while_it_grows)
+    monkeypatch.setattr("r3train.audit.audit_run.read_lines", read_while_it_grows)
     audit = audit_run(run)
     assert audit.verdict == "passed", audit.findings
     assert audit.numbers["steps"] == (6 if behind == "metrics.jsonl" else 3)

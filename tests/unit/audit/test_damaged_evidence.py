@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.proof import schema
-from r3train.proof.audit import Audit, audit_run
+from r3train.audit import evidence_schema
+from r3train.audit.audit_run import Audit, audit_run
 from r3train.proof.writer import EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import edit, write_run
 
@@ -116,7 +116,7 @@ def test_what_is_no_file_and_a_settings_file_of_another_shape_are_told(tmp_path)
 
 
 def test_a_line_without_an_end_in_sight_takes_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(schema, "_MAX_LINE", 5000)
+    monkeypatch.setattr(evidence_schema, "_MAX_LINE", 5000)
     run = write_run(tmp_path / "run")
     metrics = run / "metrics.jsonl"
     metrics.write_text("x" * 20_000 + "\n" + metrics.read_text())

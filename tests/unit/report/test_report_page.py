@@ -11,9 +11,9 @@ import pytest
 from matplotlib.image import imread
 
 from r3train.observe.metrics import MetricsWriter
-from r3train.observe.report_page import names
-from r3train.observe.report_data import load_run
-from r3train.observe.report_figures import thinned
+from r3train.report.report_page import names
+from r3train.report.report_data import load_run
+from r3train.report.report_figures import thinned
 from tests.unit.evidence_dirs import comparison, write_run
 from tests.unit.report_runs import EVIL, page_of, report, with_metrics
 

@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.proof.audit import audit_run
-from r3train.observe.report_data import load_run
+from r3train.audit.audit_run import audit_run
+from r3train.report.report_data import load_run
 from r3train.proof.writer import rank_file
 from tests.unit.evidence_dirs import edit, write_run
 

@@ -14,8 +14,8 @@ import jinja2
 from plotly.offline import get_plotlyjs
 
 from r3train.config.files import write_atomically
-from r3train.observe.report_data import load_run, RunReport, StepCheck
-from r3train.observe.report_figures import (
+from r3train.report.report_data import load_run, RunReport, StepCheck
+from r3train.report.report_figures import (
     CHARTS,
     PAIRS,
     PALETTE,
@@ -25,8 +25,9 @@ from r3train.observe.report_figures import (
     strip_figure,
 )
 from r3train.observe.step_line import duration
-from r3train.proof.check_evidence import claim_facts, headline
-from r3train.proof.findings import FAILED, MAX_FINDINGS, NO_EVIDENCE, PASSED, ranges
+from r3train.audit.check_evidence import claim_facts, headline
+from r3train.audit.findings import MAX_FINDINGS, ranges
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 # name, metric, whether the last tenth of the steps counts instead of all
 _COMPARED = (
@@ -234,7 +235,7 @@ def _css(words: str) -> str:
 
 
 def _write_pictures(runs: Sequence[RunReport], directory: Path) -> None:
-    from r3train.observe.plot import plot_chart, plot_heat  # late: a page needs no matplotlib
+    from r3train.report.plot import plot_chart, plot_heat  # late: a page needs no matplotlib
 
     pictures = [(chart.title, plot_chart(chart)) for chart in charts(runs)]
     for number, run in enumerate(runs, start=1):

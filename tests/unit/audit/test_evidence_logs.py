@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from r3train.cli import main
-from r3train.proof.log_lines import audit_logs
+from r3train.audit.log_lines import audit_logs
 from r3train.proof.writer import EvidenceWriter, evidence_lines, start_line
 from tests.unit.evidence_dirs import (
     calls,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from r3train.proof.findings import Audit, CLAIMS, Finding, ranges
+from r3train.audit.findings import Audit, CLAIMS, Finding, ranges
 
 
 @pytest.mark.parametrize(

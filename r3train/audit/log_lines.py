@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from r3train.proof.judge import expert_id_sums, STAGES
-from r3train.proof.findings import Audit, Finding, ranges
+from r3train.audit.findings import Audit, Finding, ranges
 
 _MAX_LINE = 1 << 20  # characters that are read at once
 _MAX_ERRORS = 20

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import click
 
 from r3train.config.sources import plain
-from r3train.proof.findings import RECHECK
+from r3train.audit.findings import RECHECK
 
 if TYPE_CHECKING:
-    from r3train.proof.findings import Audit
+    from r3train.audit.findings import Audit
 
 EXIT_CODES = {"passed": 0, "failed": 1, "no evidence": 3}
 _SHOWN = 10
@@ -75,8 +75,8 @@ def check_evidence(
 
     Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
-    from r3train.proof.audit import audit_run
-    from r3train.proof.log_lines import audit_logs
+    from r3train.audit.audit_run import audit_run
+    from r3train.audit.log_lines import audit_logs
 
     if threshold is not None and math.isnan(threshold):  # click's range lets it through
         raise click.BadParameter("nan is no share", param_hint="--r3-mismatch-threshold")

@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from r3train.proof.audit import audit_run
+from r3train.audit.audit_run import audit_run
 from r3train.proof.writer import rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import write_run
 

@@ -9,15 +9,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from r3train.observe.metrics import numbers
-from r3train.observe.run_files import (
+from r3train.report.run_files import (
     read_evaluations,
     read_samples,
     read_steps,
     read_uses_r3,
     Sample,
 )
-from r3train.proof.audit import audit_run
-from r3train.proof.findings import Audit, AuditedStep, FAILED, NO_EVIDENCE, PASSED, ranges
+from r3train.audit.audit_run import audit_run
+from r3train.audit.findings import Audit, AuditedStep, ranges
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 STEP_S, ROLLOUT_S, R3_PASSED = "perf/step_s", "perf/rollout_s", "r3/passed"
 DRIFT_OF_LAYER = "r3/drift_left_layer_"  # and the layer's number

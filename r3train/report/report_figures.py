@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any
 
-from r3train.observe.report_data import columns_of, HeatMap, RunReport, StepCheck
-from r3train.proof.findings import FAILED, NO_EVIDENCE, PASSED, ranges
+from r3train.report.report_data import columns_of, HeatMap, RunReport, StepCheck
+from r3train.audit.findings import ranges
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
 
 # Run colours, which read on a light and on a dark page; told apart by colour-blind readers too.
 PALETTE = ("#2386c8", "#dd6a1b", "#0f9d76", "#c56a9f", "#a3821a", "#7c83e0")

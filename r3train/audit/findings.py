@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-PASSED, FAILED, NO_EVIDENCE = "passed", "failed", "no evidence"
+from r3train.proof.verdicts import FAILED, NO_EVIDENCE, PASSED
+
 RECHECK = "recheck"
 CLAIMS = ("applied", "covered", "agreement", RECHECK)
 MAX_FINDINGS = 1000

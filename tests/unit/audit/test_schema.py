@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
-from r3train.proof.audit import audit_run
-from r3train.proof.schema import RECORDS, STEPS
+from r3train.audit.audit_run import audit_run
+from r3train.audit.evidence_schema import RECORDS, STEPS
 from r3train.proof.writer import rank_file, STEPS_FILE
 from tests.unit.evidence_dirs import write_run
 

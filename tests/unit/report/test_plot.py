@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from r3train.observe.metrics import MetricsWriter
-from r3train.observe.plot import moving_mean, plot_run, r3_verdict
+from r3train.report.plot import moving_mean, plot_run, r3_verdict
 
 PNG = b"\x89PNG\r\n\x1a\n"
 FULL = {

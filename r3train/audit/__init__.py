@@ -1,0 +1,1 @@
+"""Judge a finished run from its files: ``r3train check-evidence``."""
