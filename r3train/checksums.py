@@ -39,7 +39,7 @@ def checksums(directory: Path, names: Iterable[str]) -> dict[str, dict[str, int]
 def parsed(found: Any, source: Path) -> Sums:
     """Return checksums as they were read from a file; raises ValueError naming it if they are none."""
     right = isinstance(found, dict) and all(
-        # a name alone: nothing outside of the directory is read
+        # a name only: nothing outside of the directory is read
         name == os.path.basename(name)
         and isinstance(of, dict)
         and all(type(of.get(key)) is int for key in ("bytes", "crc32"))

@@ -1,4 +1,4 @@
-"""The ``r3train`` console command: small tools beside train_async.py."""
+"""The ``r3train`` console command: small tools next to train_async.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup)
 @click.version_option(package_name="r3train")
 def main() -> None:
-    """Tools beside train_async.py."""
+    """Tools next to train_async.py."""
     declare_ops_for_imports()
 
 

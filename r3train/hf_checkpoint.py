@@ -205,7 +205,7 @@ class WeightIndex:
     Left out are layers beyond the model's own (multi-token prediction, which no server loads as part
     of the model), a vision tower, a tied output layer and rotary frequencies.  An update may be in the run's
     ``dtype`` or in float32, in which Megatron keeps expert biases; never in a narrower one.
-    With LoRA an update after the first brings the adapted tensors alone.
+    With LoRA an update after the first brings the adapted tensors only.
     """
 
     def __init__(self, hf: HfModelFacts, dtype: str, lora: LoraSection = LoraSection()) -> None:

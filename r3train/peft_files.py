@@ -62,7 +62,7 @@ def write_adapter(
     """Write an adapter's directory; one that is there is replaced once the new one is whole.
 
     factors: (PATH.lora_A, [rank, in]) and (PATH.lora_B, [out, rank]), PATH a linear's on disk: each of
-    the base's targets once.  packed: for SGLang alone, see ``_packed``.
+    the base's targets once.  packed: for SGLang only, see ``_packed``.
     """
     from safetensors.torch import save_file
 

@@ -243,7 +243,7 @@ def _make_all_random(model: Any) -> None:
                 tensor.copy_(tensor.bfloat16())
             if name.endswith("A_log"):
                 # a delta net's state lasts for some tokens.  transformers' own start forgets it within
-                # one: nothing wrong with it would show, and the norm behind it divides by almost 0
+                # one: nothing wrong with it would show, and the norm after it divides by almost 0
                 tensor.sub_(5)
 
 

@@ -1,4 +1,4 @@
-"""Configurations of tiny models, one a family: what transformers builds, and what is published beside it.
+"""Configurations of tiny models, one a family: what transformers builds, and what is published next to it.
 
 Source of the published keys: the families' own config.json files, as SGLang 0.5.23 reads them.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class TinyOptions:
-    """Shape and seed of the checkpoint; a model with num_experts 0 is dense (qwen3_moe alone)."""
+    """Shape and seed of the checkpoint; a model with num_experts 0 is dense (qwen3_moe only)."""
 
     num_layers: int = 4
     hidden_size: int = 64
@@ -56,7 +56,7 @@ class TinyFamily:
     """A family's tiny model.
 
     ``kind``: of transformers' classes, the name before Config and ForCausalLM.  ``sizes``: the
-    configuration beside what all families share.  ``published``: keys of a published config.json that
+    configuration next to what all families share.  ``published``: keys of a published config.json that
     transformers does not save, and SGLang reads.  ``vision``: of a model of text and images, which has all
     these in text_config, the sizes of its vision tower.  ``recipe_version`` is raised when the same options
     give other files.

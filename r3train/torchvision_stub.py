@@ -1,6 +1,6 @@
-"""Let transformers be imported next to a CPU-only torch, in our own processes alone.
+"""Let transformers be imported next to a CPU-only torch, in our own processes only.
 
-PyPI's torchvision is a CUDA build: its extension cannot load beside torch+cpu, so the two ops that
+PyPI's torchvision is a CUDA build: its extension cannot load next to torch+cpu, so the two ops that
 torchvision's import registers fake kernels for are never defined and the import raises.  Programs of others
 in this environment import torch without us.
 """

@@ -31,7 +31,7 @@ each token.  The prompt has 2 tokens, 5 and 6.  The answer is 7 and 1 (1 is the 
 ...     ),
 ...     weight_versions=np.array([-1, -1, 0, 0], np.int32),
 ...     finish_reason="stop",
-...     # with --rollout-top-k 20: 7 was drawn among 7 and 9, and 1 was the only one kept
+...     # with --rollout-top-k 20: 7 was sampled among 7 and 9, and 1 was the only one kept
 ...     mask_counts=np.array([0, 0, 2, 1], np.int32),
 ...     mask_ids=np.array([7, 9, 1], np.int32),
 ... )
@@ -81,7 +81,7 @@ A rank of 2 pipeline stages and 2 context-parallel ranks: the second of each.  I
 >>> share.mask_counts.tolist(), share.mask_ids.tolist()
 ([2, 1], [7, 9, 1])
 
-This module needs numpy and msgspec alone: every record is built and checked on the host.
+This module needs numpy and msgspec only: every record is built and checked on the host.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class RouteShape:
 
     @property
     def output_layer(self) -> int:
-        """The layer number of sampling masks in the evidence: L + 1, behind the decoder's layers."""
+        """The layer number of sampling masks in the evidence: L + 1, after the decoder's layers."""
         return self.num_layers + 1
 
     @property
@@ -170,7 +170,7 @@ class RolloutSample:
     weight_versions: np.ndarray  # int32[T], -1 on tokens that no weights generated
     finish_reason: str  # stop | length | abort
     text: str = ""  # the response, decoded
-    # set for --environment-samples turn alone: the episode's id, and True on its last turn
+    # set for --environment-samples turn only: the episode's id, and True on its last turn
     trajectory_id: int | None = None
     is_last_step: bool | None = None
     # seconds spent waiting for answers, over all requests of the rollout
@@ -180,7 +180,7 @@ class RolloutSample:
     # Rows as each answer brought them: (index of the first row, rows [r, L, K]).  The evidence
     # counts these, so an error in joining answers shows.  () for a sample read from a file.
     decoded: tuple[tuple[int, np.ndarray], ...] = ()
-    # With rollout_top_k: the tokens that sampling kept, among which each token was drawn.  Token t has
+    # With rollout_top_k: the tokens that sampling kept, among which each token was sampled.  Token t has
     # the next mask_counts[t] of mask_ids; 0 for tokens that the model did not draw.  None without.
     mask_counts: np.ndarray | None = None  # int32[T]
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
@@ -226,7 +226,7 @@ class Rechecked:
 class RecheckedRollout:
     """All that was rechecked of one rollout, and what rounding alone does.
 
-    noise: samples that were drawn at the start of generation and rechecked at once.
+    noise: samples that were sampled at the start of generation and rechecked at once.
     """
 
     parts: list[Rechecked]
@@ -286,11 +286,11 @@ class MicroBatch:
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
     row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
-    # int32[F], rollouts by which the weights that drew the label were behind, else 0
+    # int32[F], rollouts by which the weights that drew the label were after, else 0
     ages: np.ndarray
     # uint8 or uint16 [f, L, K], end to end [F, L, K]: the samples' own arrays; None without R3
     routes: tuple[np.ndarray, ...] | None
-    # tokens among which the label was drawn, as in RolloutSample; None without rollout_top_k
+    # tokens among which the label was sampled, as in RolloutSample; None without rollout_top_k
     mask_counts: np.ndarray | None = None  # int32[F]
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()]
     teacher_log_probs: np.ndarray | None = None  # float32[F], with --opd-type sglang
@@ -348,7 +348,7 @@ class RankSlice:
     routes: np.ndarray | None
     route_uids: np.ndarray  # int64[m], -1 = padding; the sequence-parallel share of token_uids
     route_versions: np.ndarray  # int32[m], weights that computed the routes, -1 = not known
-    # with rollout_top_k, on the last pipeline stage alone: tokens among which the label was drawn
+    # with rollout_top_k, on the last pipeline stage only: tokens among which the label was sampled
     mask_counts: np.ndarray | None = None  # int32[n], 0 for padding and labels that nobody drew
     mask_ids: np.ndarray | None = None  # int32[mask_counts.sum()], row after row
     mask_versions: np.ndarray | None = None  # int32[n], weights that drew the label, -1 = not known
@@ -360,7 +360,7 @@ class RankSlice:
         return int(self.tokens.shape[0])
 
 
-# whole: all tokens; last: those behind a weight update; prompt: its rows, as the request was sent
+# whole: all tokens; last: those after a weight update; prompt: its rows, as the request was sent
 RecheckPart = Literal["whole", "last", "prompt"]
 # Far more than the rows of one call; the sum of millions of calls still fits 64 bits.
 Amount = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -406,7 +406,7 @@ class ReplayEvidence:
 
     A record of stage sampling_mask is one application of sampling masks to logits.  Its layer is
     ``RouteShape.output_layer``.  A row is replayed if only its sampling masks were left, filled if its label
-    is nobody's draw, native if a drawn label has no sampling mask, and duplicate if its label was not
+    is nobody's draw, native if a sampled label has no sampling mask, and duplicate if its label was not
     among them.  ``replay_idx_sum`` is the number of sampling masks that were served, ``map_sum`` that of the
     tokens that were left.  rows_equal: the trainer's own likeliest tokens, as many as were kept, are the
     same set; rows_mismatch: its likeliest token was not kept.
@@ -435,7 +435,7 @@ class ReplayEvidence:
     rows_overlap: Amount  # some experts shared, not all
     rows_mismatch: Amount  # no expert shared
     rows_recompute_differ: Amount  # recomputed router scores differ from the forward's: must be 0
-    # rows_equal if the routes were one token or one layer off (first forwards alone)
+    # rows_equal if the routes were one token or one layer off (first forwards only)
     control_token_minus: Amount
     control_token_plus: Amount
     control_layer_minus: Amount

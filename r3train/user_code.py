@@ -23,7 +23,7 @@ _QUOTED = 1000  # characters of a value or an error in a message
 # time-outs of user code that no setting bounds: before the start (a module may import much), and inside a
 # training step on rank 0, while the other ranks wait
 USER_CODE_START_S, USER_CODE_STEP_S = 300.0, 1800.0
-# behind it a process whose interpreter is held ends
+# after it a process whose interpreter is held ends
 _HELD_S = 10.0
 
 
@@ -122,7 +122,7 @@ def _held_exit(process: int, code: int) -> None:
 
 
 class _TooLong(BaseException):
-    """Raised in code of the user behind its limit; no Exception, which such code may catch and go on."""
+    """Raised in code of the user after its limit; no Exception, which such code may catch and go on."""
 
 
 @contextmanager

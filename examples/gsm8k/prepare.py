@@ -1,4 +1,4 @@
-"""Turn your own download of GSM8K into prompts: messages, the number as label, the solution beside it.
+"""Turn your own download of GSM8K into prompts: messages, the number as label, the solution next to it.
 
 Reads the data set's files as published, .parquet or .jsonl with keys question and answer, and writes
 train.parquet and test.parquet.  Nothing is fetched.

@@ -1,4 +1,4 @@
-"""The loss of a microbatch: a policy loss for each row, corrected, with KL and entropy beside it.
+"""The loss of a microbatch: a policy loss for each row, corrected, with KL and entropy next to it.
 
 Losses and metrics are sums over the masked rows: the trainer divides by the number of loss tokens
 of the whole step, over all microbatches and ranks, so that a token weighs the same wherever it was
@@ -51,7 +51,7 @@ def microbatch_loss(
 
     Rows outside the mask may hold anything, NaN and -inf included, and give neither loss nor
     gradient.  A mask without a True gives a loss of 0 that still reaches log_probs, so backward
-    works on a rank that holds padding alone.
+    works on a rank that holds padding only.
 
     ``sums`` are num_tokens; loss, pg_loss, entropy and, with a reference, kl, each weighted by w; and those
     of corrections.py, of ``distilled`` and of the policy loss.  ``maxima`` are log_prob_gap_max and those of

@@ -90,11 +90,11 @@ _QUANTITIES = {
 _OF_KEPT_TOKENS = {
     "rows_current": ("covered", "tokens that the actor's own weight version drew"),
     "fingerprint": ("applied", "fingerprint of sampling masks"),
-    "rows_native": ("covered", "drawn tokens without a sampling mask"),
-    "duplicate_rows": ("applied", "drawn tokens that were not left"),
+    "rows_native": ("covered", "sampled tokens without a sampling mask"),
+    "duplicate_rows": ("applied", "sampled tokens that were not left"),
     "map_deviation": (
         "applied",
-        "tokens that were left, beside those that were kept: the difference",
+        "tokens that were left, next to those that were kept: the difference",
     ),
     "rows_current_mismatch": (
         "agreement",
@@ -185,7 +185,7 @@ class _Records(Generic[_RecordT]):
     def lines_until(
         self, place: int, place_of: dict[tuple[str, int], int]
     ) -> Iterator[FileLine[_RecordT]]:
-        """The next lines, up to the first record of a verdict behind ``place``.
+        """The next lines, up to the first record of a verdict after ``place``.
 
         A torn one is read anew the next time: its writer may be at it.
         """
@@ -268,7 +268,7 @@ class _RunAudit:
             if verdict and self._place_of.get((verdict.attempt, verdict.step)) == line.number:
                 self._judge_step(line.number, verdict)
         behind = max(self._place_of.values(), default=0) + 1
-        for rank in self._files:  # records behind the last verdict
+        for rank in self._files:  # records after the last verdict
             self._records(rank, behind, None)
         self._comparisons(behind)
         self._judge_unjudged()
@@ -556,7 +556,7 @@ class _RunAudit:
                 self.audit.find(Finding("covered", text, step=min(steps)))
 
     def _verdicts_since(self) -> set[tuple[str, int]]:
-        """(start, step) of the verdicts that a running job wrote behind those that are judged."""
+        """(start, step) of the verdicts that a running job wrote after those that are judged."""
         lines = read_lines(self._steps_file, STEPS) if self._steps_file.exists() else ()
         verdicts = (line.value for line in lines if line.value is not None)
         return {(verdict.attempt, verdict.step) for verdict in verdicts} - self._place_of.keys()

@@ -36,7 +36,7 @@ _CLAIM_WORDS = {
     "--logs",
     multiple=True,
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A log file with R3 lines; repeatable. Judged beside RUN_DIR, or alone without it.",
+    help="A log file with R3 lines; repeatable. Judged next to RUN_DIR, or alone without it.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as one JSON object.")
 @click.option(

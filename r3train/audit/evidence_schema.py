@@ -117,7 +117,7 @@ class StepLine(StepExpectation, frozen=True, kw_only=True):
                 )
         untrue = self.sampling is not None and self.sampling.failures
         if self.passed and (self.failures or self.threshold_error is not None or untrue):
-            raise ValueError("passed is true beside failures")
+            raise ValueError("passed is true next to failures")
 
 
 class MetricsLine(msgspec.Struct, frozen=True):
@@ -141,7 +141,7 @@ METRICS = msgspec.json.Decoder(MetricsLine)
 
 @dataclass(frozen=True, slots=True)
 class FileLine(Generic[_LineT]):
-    """A line of a file: its 1-based number, and the place behind it.
+    """A line of a file: its 1-based number, and the place after it.
 
     value: None where ``error`` says what is wrong with it.  torn: the file ends within it, as after
     a kill; a whole object that is refused is not torn, even without the end of its line, and nothing in a
@@ -160,7 +160,7 @@ def read_lines(
 ) -> Iterator[FileLine[_LineT]]:
     """The lines of a file or a compressed part from a place on, before which there are ``number``.
 
-    Blank ones are left out.  Nothing is read behind a line of more than 64 MiB, nor of a file that cannot
+    Blank ones are left out.  Nothing is read after a line of more than 64 MiB, nor of a file that cannot
     be read: the error of the last line says so.
     """
     try:
@@ -199,5 +199,5 @@ def _got(raw: bytes, error: str) -> str:
         return ""
     try:
         return f", got {json.loads(raw)[place[1]]!r:.60}"
-    except (ValueError, RecursionError):  # the line is damaged behind that key as well
+    except (ValueError, RecursionError):  # the line is damaged after that key as well
         return ""

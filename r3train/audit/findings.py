@@ -107,7 +107,7 @@ class Audit:
                 self.claims[claim] = PASSED
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values alone; findings carry their place in words too."""
+        """Plain values only; findings carry their place in words too."""
         out = asdict(self)
         del out["steps"]
         out["findings"] = [{**asdict(f), "where": f.where()} for f in self.findings]

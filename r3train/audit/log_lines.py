@@ -200,7 +200,7 @@ def _missing_calls(
     got: Counter[int] = Counter()
     for (rank, _), of in calls.items():
         got[rank] += of.calls
-    # of several starts the files may be of one alone
+    # of several starts the files may be of one only
     expected = run.get("calls_of_rank", {}) if run.get("starts") == 1 else {}
     found = []
     for rank in run.get("calling_ranks", ()):
@@ -251,5 +251,5 @@ def _why_partial(calls: Mapping[tuple[int, str], _Calls]) -> str:
     else:
         return ""
     return (
-        f"{found}, as pipeline stages and lost lines both cause it: judge the logs beside RUN_DIR"
+        f"{found}, as pipeline stages and lost lines both cause it: judge the logs next to RUN_DIR"
     )

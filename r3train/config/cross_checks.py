@@ -27,7 +27,7 @@ _MOST_SAMPLES = 10_000_000
 
 
 def check_static(config: RunConfig, world_size: int) -> None:
-    """Check the settings alone; raises ConfigError with every rule that is broken."""
+    """Check the settings only; raises ConfigError with every rule that is broken."""
     raise_all(
         [
             *_topology(config, world_size),
@@ -84,7 +84,7 @@ def check_longest_sample(config: RunConfig, longest_prompt: int) -> None:
 def prompt_limit(config: RunConfig, hf: HfModelFacts) -> tuple[int, str]:
     """The longest prompt that leaves room for the longest response.
 
-    Returns (tokens, words that name the settings behind the limit).
+    Returns (tokens, words that name the settings after the limit).
     """
     context, name = _context(config, hf)
     response = config.rollout.rollout_max_response_len
@@ -499,7 +499,7 @@ def _debugging(config: RunConfig, world_size: int) -> Iterator[str]:
     ) and not checkpoint.debug_rollout_only:
         start, end = run.profile_step_start, run.profile_step_end
         if end <= start:
-            yield f"profile_step_end {end} is not behind profile_step_start {start}"
+            yield f"profile_step_end {end} is not after profile_step_start {start}"
         elif start >= config.rollout.num_rollout:
             yield (
                 f"profile_step_start {start}: the run ends after num_rollout"
@@ -625,7 +625,7 @@ def _layers_of_layout(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
         )
     for name in ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"):
         if getattr(parallel, name) is not None:
-            yield f"{name} cannot be set beside pipeline_model_parallel_layout"
+            yield f"{name} cannot be set next to pipeline_model_parallel_layout"
 
 
 def _layers_over_stages(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:

@@ -57,7 +57,7 @@ class DataSection(Section):
 
     prompt_data: tuple[str, ...] = Field(min_length=1, strict=False)
     """Files of prompts: one per line (.jsonl) or one per row (.parquet).  PATH@[0:1000] takes a part of a
-    file; PATH*0.3 gives it a weight, by which it has its share of the prompts drawn; then every file
+    file; PATH*0.3 gives it a weight, by which it has its share of the prompts sampled; then every file
     needs one."""
     input_key: str = Field(default="input", min_length=1)
     """Key of the prompt: text, or chat messages with apply_chat_template.  a.b is key b of table a."""
@@ -79,7 +79,7 @@ class DataSection(Section):
     """Draw prompts in a new order every epoch, from rollout_seed."""
     rm_type: str | None = Field(default=None, min_length=1)
     """Reward by registered name: accepted_words, exact_match, math, gsm8k, dapo, gpqa, f1, remote_rm,
-    llm_judge, code; boxed_ before a name scores the last box alone.  metadata.rm_type of a row wins."""
+    llm_judge, code; boxed_ before a name scores the last box only.  metadata.rm_type of a row wins."""
     custom_rm_path: str | None = Field(default=None, pattern=r"^[\w.]+:\w+$")
     """Your own reward as module:function; it replaces rm_type."""
     group_rm: bool = False

@@ -1,4 +1,4 @@
-"""Facts of a Hugging Face checkpoint, read from its JSON files alone."""
+"""Facts of a Hugging Face checkpoint, read from its JSON files only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_JSON_BYTES = 64 << 20
 # the number of experts, as Qwen, DeepSeek and GLM, and Mixtral call it
 EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts")
 
-# models of text and images that are trained by text alone: their language model, in text_config
+# models of text and images that are trained by text only: their language model, in text_config
 OF_TEXT_AND_IMAGES = ("qwen3_5_moe",)
 
 # names of layers and experts are listed: a damaged number must not take all memory

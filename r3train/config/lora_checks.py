@@ -1,4 +1,4 @@
-"""Rules of LoRA, alone and against the checkpoint."""
+"""Rules of LoRA, by itself and against the checkpoint."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def model_lora_conflicts(config: RunConfig, hf: HfModelFacts) -> Iterator[str]:
 
 
 def _apart(targets: frozenset[str], hf: HfModelFacts) -> Iterator[str]:
-    """Yield a complaint for the first two tensors that a server takes together, one a target alone."""
+    """Yield a complaint for the first two tensors that a server takes together, one a target only."""
     for pair in sent_together(hf):
         if len(targets.intersection(pair)) == 1:
             names = " and ".join(name.split(".")[-2] for name in pair)

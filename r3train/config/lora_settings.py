@@ -47,7 +47,7 @@ class LoraSection(Section):
     one a weight version; nothing is paused for an update, and every answer ends on its version."""
     lora_save_hf: Literal["both", "merged", "adapter"] = "both"
     """Form that save_hf writes: a merged checkpoint with the PEFT adapter in its directory adapter,
-    or one of the two alone."""
+    or one of the two only."""
 
     @property
     def enabled(self) -> bool:

@@ -29,12 +29,12 @@ class ModelSection(Section):
     """Train and serve in bfloat16 instead of float32."""
     attention_backend: Literal["auto", "local", "te", "flash", "fused", "unfused"] = "auto"
     """Core attention.  te: Transformer Engine, which chooses a kernel; flash, fused, unfused: its kernel of
-    that name alone; local: torch; auto: te on CUDA, local on a CPU."""
+    that name only; local: torch; auto: te on CUDA, local on a CPU."""
     moe_token_dispatcher_type: Literal["alltoall", "flex"] = "alltoall"
     """Dispatcher that sends tokens to the ranks of their experts; flex needs DeepEP on CUDA."""
     moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
     """Weight of each MoE layer's load-balancing loss.  That loss is a mean over microbatches, each
-    weighted by its rows; the policy loss beside it is a mean over loss tokens."""
+    weighted by its rows; the policy loss next to it is a mean over loss tokens."""
     recompute_granularity: Literal["full", "selective"] | None = None
     """Recompute activations in backward: whole layers, or the modules of recompute_modules."""
     recompute_method: Literal["uniform", "block"] | None = None

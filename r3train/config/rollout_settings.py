@@ -37,7 +37,7 @@ class RolloutSection(Section):
     """Sample among the k likeliest tokens; 1 is greedy, -1 is off.  Above 1 the servers say which tokens
     they kept, by top_k and top_p, and all log-probs are those among them."""
     rollout_stop_token_ids: tuple[int, ...] = Field(default=(), strict=False)
-    """Tokens that end a response, beside the model's end tokens."""
+    """Tokens that end a response, next to the model's end tokens."""
     rollout_stop: tuple[str, ...] = Field(default=(), strict=False)
     """Texts that end a response, each an added token of the checkpoint's tokenizer (such as
     <|im_end|>); the response keeps it."""
@@ -103,7 +103,7 @@ class RolloutSection(Section):
     """Trainer and servers take turns on the same GPUs, with max_weight_staleness 0: servers release weights and
     KV cache while the ranks train, and the ranks' memory waits on the host while servers generate."""
     rollout_server_env: tuple[str, ...] = Field(default=(), strict=False)
-    """Names of environment variables that servers inherit beside the usual ones (docs/security.md)."""
+    """Names of environment variables that servers inherit besides the usual ones (docs/security.md)."""
     sglang: dict[str, ServerScalar | list[ServerScalar]] = {}
     """Any flag of the SGLang server."""
 
@@ -114,7 +114,7 @@ class RolloutSection(Section):
 
     @property
     def replays_sampling_mask(self) -> bool:
-        """True when tokens are drawn among those that top-k and top-p keep, and log-probs are of these."""
+        """True when tokens are sampled among those that top-k and top-p keep, and log-probs are of these."""
         return self.rollout_top_k > 1
 
     @property

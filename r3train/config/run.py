@@ -194,14 +194,14 @@ class RunConfig(Section):
 
     @property
     def may_send_targets_alone(self) -> bool:
-        """True if servers that hold a LoRA run's base may get the adapted tensors alone.
+        """True if servers that hold a LoRA run's base may get the adapted tensors only.
 
         One that reads files reads a whole checkpoint, and may lay out all of its tensors anew.
         """
         return self.lora.enabled and self.trainer.update_weight_transfer_mode == "distributed"
 
     def weight_leaders(self, world_size: int) -> range:
-        """Ranks beside rank 0 that broadcast weights to the servers: the first of each later pipeline stage.
+        """Ranks next to rank 0 that broadcast weights to the servers: the first of each later pipeline stage.
 
         All others go through rank 0: merged adapters, and by disk or memory.
         """
@@ -281,7 +281,7 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Merge a TOML file, flags by field name and the environment; flags win over the file.
 
-        The environment sets r3_mismatch_threshold alone, and only if neither flag nor file does.
+        The environment sets r3_mismatch_threshold only, and only if neither flag nor file does.
         Raises ConfigError (a ValueError) naming flag, file and key of every bad value.
         """
         return sources.merge(cls, file=file, flags=flags or {}, environ=environ or {})

@@ -176,7 +176,7 @@ def read_tables(
     the nearest known one.
     """
     try:
-        with path.open("rb") as stream:  # not a regular one alone: a shell's <(...) is a pipe
+        with path.open("rb") as stream:  # not a regular one only: a shell's <(...) is a pipe
             content = stream.read(MAX_TOML_BYTES + 1)
         if len(content) > MAX_TOML_BYTES:
             raise ConfigError(f"{path}: holds more than {MAX_TOML_BYTES} bytes of configuration")

@@ -1,4 +1,4 @@
-"""Trackers of experiments beside the run's own files."""
+"""Trackers of experiments next to the run's own files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from r3train.config.section import Section
 
 
 class TrackersSection(Section):
-    """Trackers of experiments beside the run's own files; [run] tensorboard is one more."""
+    """Trackers of experiments next to the run's own files; [run] tensorboard is one more."""
 
     title: ClassVar[str] = "Trackers"
 

@@ -28,7 +28,7 @@ def load_conversations(
     stop_token_ids: those at which a server ends an answer.
     A sample's prompt ends before the first token of the assistant's; the loss mask is True on the
     assistant's tokens, with those that the template closes an answer with, up to a stop token.  Its ids
-    and weight versions are to be set where it is drawn, and no engine gave it log-probs: they are 0.
+    and weight versions are to be set where it is sampled, and no engine gave it log-probs: they are 0.
     Raises ValueError naming file and line, for the faults of ``load_prompts`` and for a conversation
     without an answer, or that the template does not render piece by piece.
     """
@@ -51,7 +51,7 @@ def load_conversations(
         mask = np.zeros(len(token_ids), dtype=bool)
         for start, stop in spans:
             whole = (begin >= start) & (end <= stop) & (end > begin)
-            # a byte-level tokenizer that trims its offsets gives spaces alone the place behind them
+            # a byte-level tokenizer that trims its offsets gives spaces alone the place after them
             spaces = (begin == end) & (start < begin) & (begin <= stop)
             mask |= _up_to_stop(token_ids, whole | spaces, stop_token_ids)
         if not mask.any():

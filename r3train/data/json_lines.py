@@ -75,7 +75,7 @@ def cut_truncated_line(path: Path) -> None:
 
 
 def _end_of_last_line(file: BinaryIO, size: int) -> int:
-    """The offset behind the last newline, 0 without one."""
+    """The offset after the last newline, 0 without one."""
     end = size
     while end > 0:
         start = max(0, end - _BLOCK)

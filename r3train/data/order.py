@@ -1,4 +1,4 @@
-"""The order in which prompts are drawn: a function of the seed and the cursor alone."""
+"""The order of the prompts: a function of the seed and the cursor only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 class PromptOrder:
     """Endless epochs over ``num_prompts`` prompts, each shuffled anew from (seed, epoch).
 
-    It holds no state but the last permutation.  The cursor, a count of prompts drawn since the start, is
+    It holds no state but the last permutation.  The cursor, a count of prompts sampled since the start, is
     the caller's: so a resumed run goes on where it stopped.
     """
 

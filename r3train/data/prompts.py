@@ -262,12 +262,12 @@ class ChatTemplate:
         return _whole(self._rendered(record.where, messages, asks, own or self.tools), record)
 
     def reply(self, messages: list[dict[str, Any]], last: int) -> list[int]:
-        """Tokens behind an answer that ends with token ``last``: its end, messages, the next opening.
+        """Tokens after an answer that ends with token ``last``: its end, messages, the next opening.
 
-        The end is what the template writes behind an answer; its first token is left out if it is
+        The end is what the template writes after an answer; its first token is left out if it is
         ``last``.  So is the opening of the first message where the template writes no end: the model
         stops with it (GLM-4.5's ``<|user|>`` and ``<|observation|>``).  What comes before is never
-        rendered anew: the messages follow a stand-in for the answer, and all behind its words counts.
+        rendered anew: the messages follow a stand-in for the answer, and all after its words counts.
         Messages of role tool that a template writes after a call alone (gpt-oss) follow a stand-in with
         a call of their tool.  Raises ValueError where the template fails.
         """
@@ -334,7 +334,7 @@ class ChatTemplate:
         if len(names) == 1 and names <= set(self._tool_names):
             return names.pop()
         raise ValueError(
-            f"{error}; if it writes messages of role tool after a call alone, give each of a turn the"
+            f"{error}; if it writes messages of role tool after a call only, give each of a turn the"
             f" name of the same tool ({', '.join(self._tool_names)}), got"
             f" {', '.join(sorted(map(str, names)))}"
         )

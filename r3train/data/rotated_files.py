@@ -42,7 +42,7 @@ def close_part(path: Path, label: str = "", begin_anew: Callable[[], None] = lam
     """Make a part of a file; afterwards there is no such file, or the one that ``begin_anew`` made.
 
     label: follows the part's number in its name.  begin_anew: called before the part is compressed;
-    behind it nobody may write to the old file.
+    after it nobody may write to the old file.
     """
     numbers = [_number(path, part) or 0 for part in parts_of(path)]
     part = path.with_name(f"{path.stem}.{max(numbers) + 1:05d}{label}{path.suffix}")
@@ -141,7 +141,7 @@ class PartLines:
         return line
 
     def place(self) -> int:
-        """The place behind the last line."""
+        """The place after the last line."""
         if not self.compressed:
             return self._at
         return self._member << self._SHIFT | self._within

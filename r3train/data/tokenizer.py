@@ -74,7 +74,7 @@ def stop_token(text: str, tokenizer: Any) -> int:
     if token is None:
         raise ValueError(
             f"--rollout-stop {text!r} is not one of the tokenizer's added tokens: servers have no"
-            " tokenizer here and stop at tokens alone; add the token, or score the text up to it"
+            " tokenizer here and stop at tokens only; add the token, or score the text up to it"
         )
     return token
 

@@ -96,7 +96,7 @@ def diagnose(
     nproc_per_node: int | None = None,
     probe: bool = False,
 ) -> Findings:
-    """Yield all findings, cheap ones first; without a configuration those of the machine alone.
+    """Yield all findings, cheap ones first; without a configuration those of the machine only.
 
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
     take, and without GPUs all of them.

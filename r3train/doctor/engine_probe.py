@@ -35,10 +35,10 @@ Ask = Callable[[np.ndarray, int, str | None], Awaitable[Answer]]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """A prompt of P tokens and its answer of A, T in all.
 
-    edges: tokens at which the server began anew: behind its cache, at a chunk, at the answer.
+    edges: tokens at which the server began anew: after its cache, at a chunk, at the answer.
     """
 
     token_ids: np.ndarray  # int32[T]
@@ -52,7 +52,7 @@ class Drawn:
 class Situations:
     """Answers by situation, and findings about situations that did not happen or went wrong."""
 
-    drawn: dict[str, Drawn]
+    sampled: dict[str, Sampled]
     findings: list[Finding]
 
 
@@ -94,7 +94,7 @@ async def draw_situations(
                 text = f"{what}: {type(error).__name__}: {str(error)[:300]}"
                 out.findings.append(problem(SUBJECT, text, _PINS))
             else:
-                out.drawn[what] = Drawn(
+                out.sampled[what] = Sampled(
                     np.concatenate([prompt, answer.token_ids]),
                     len(prompt),
                     answer.log_probs,
@@ -161,7 +161,7 @@ def _count(value: Any) -> int:
 
 
 def _edges(prompt_len: int, server: dict[str, Any], meta: dict[str, Any]) -> tuple[int, ...]:
-    """Tokens at which a chunk of prefill began, the first behind the cache, and the answer's."""
+    """Tokens at which a chunk of prefill began, the first after the cache, and the answer's."""
     step = _count(server.get("chunked_prefill_size")) or prompt_len
     return (*range(_count(meta.get("cached_tokens")), prompt_len, step), prompt_len)
 

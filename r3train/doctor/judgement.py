@@ -1,6 +1,6 @@
 """Comparison of a server's answers with Hugging Face's forward and with the actor.
 
-Routes are compared with the scores by which the reference's routers choose, not with the choice alone:
+Routes are compared with the scores by which the reference's routers choose, not with the choice only:
 two right implementations may choose differently where two experts tie, and nowhere else.  Rows at which the
 server began anew (after its cache, at a chunk, at the answer) are judged apart from the rest: errors
 happen there, and there are few of these rows.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from r3train.doctor.engine_probe import SUBJECT, Drawn, Situations
+from r3train.doctor.engine_probe import SUBJECT, Sampled, Situations
 from r3train.doctor.finding import Finding, Findings, ok, problem
 
 ACTOR = "Megatron probe"
@@ -73,16 +73,16 @@ def judge_answers(
             yield judge_log_probs(ACTOR, actor[what], theirs, tolerance, named)
     yield from situations.findings
     columns = np.asarray(moe_layers, dtype=np.int64) - 1
-    for what, drawn in situations.drawn.items():
-        expected = reference(drawn.token_ids)
+    for what, sampled in situations.sampled.items():
+        expected = reference(sampled.token_ids)
         others = {"against HF": expected.log_probs}
         if what in actor:
             others["against the actor"] = actor[what]
         for whom, theirs in others.items():
-            answer, named = theirs[drawn.prompt_len :], f"{what}, {whom}"
-            yield judge_log_probs(SUBJECT, drawn.log_probs, answer, tolerance, named)
+            answer, named = theirs[sampled.prompt_len :], f"{what}, {whom}"
+            yield judge_log_probs(SUBJECT, sampled.log_probs, answer, tolerance, named)
         if len(columns):
-            got, parts = drawn.routes[:, columns], parts_of(drawn)
+            got, parts = sampled.routes[:, columns], parts_of(sampled)
             yield judge_routes(got, expected.router_scores, tolerance, what, parts)
 
 
@@ -120,7 +120,7 @@ def judge_routes(
 ) -> Finding:
     """Experts int[N, L, K] against router scores float32[N, L, E] of the same tokens.
 
-    parts: rows that are judged together, int64[n] by name; all layers are judged beside them.
+    parts: rows that are judged together, int64[n] by name; all layers are judged next to them.
     """
     if got.shape[:2] != scores.shape[:2]:
         text = f"{what}: routed experts are {got.shape}, the reference's scores {scores.shape}"
@@ -150,14 +150,14 @@ def shortfall(experts: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return np.where(is_choice, gap, np.inf)
 
 
-def parts_of(drawn: Drawn) -> dict[str, np.ndarray]:
+def parts_of(sampled: Sampled) -> dict[str, np.ndarray]:
     """Rows of an answer by the server's work for them; those at boundaries are in others too."""
-    rows = np.arange(len(drawn.token_ids) - 1)
-    edges = {row for edge in drawn.edges for row in (edge - 1, edge)} | {len(rows) - 1}
+    rows = np.arange(len(sampled.token_ids) - 1)
+    edges = {row for edge in sampled.edges for row in (edge - 1, edge)} | {len(rows) - 1}
     return {
         "rows at boundaries": np.array(sorted(edges & set(rows.tolist()))),
-        "rows of the answer": rows[drawn.prompt_len :],
-        "rows of the prompt": rows[: drawn.prompt_len],
+        "rows of the answer": rows[sampled.prompt_len :],
+        "rows of the prompt": rows[: sampled.prompt_len],
     }
 
 
@@ -172,7 +172,7 @@ def _faults(
 
     A row is right as far as it first differs at a near tie: an expert that flips there moves the
     row's later layers, which say nothing then.  So parts and layers must also fit their own tokens
-    twice as well as those beside them.
+    twice as well as those next to them.
     """
     differs = ~(gap <= 0)
     layer = differs.argmax(1)
@@ -191,4 +191,4 @@ def _faults(
     for name, *place in places:
         control = min(shifted[*place].mean() for shifted in beside)
         if not gap[*place].mean() <= max(tolerance.route_mean, control / 2):
-            yield f"{name} the tokens beside nearly as well: shifted?"
+            yield f"{name} the tokens next to nearly as well: shifted?"

@@ -57,7 +57,7 @@ CONFLICTS: dict[str, tuple[Callable[[str], bool], Callable[..., Finding], str, s
     "numpy": (
         lambda version: _major_minor(version) < (2, 0),
         problem,
-        "r3train needs 2.0, and wheels built for 1.x break beside it",
+        "r3train needs 2.0, and wheels built for 1.x break next to it",
         "pip install 'numpy>=2.0'",
     ),
 }

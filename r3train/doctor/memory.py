@@ -41,7 +41,7 @@ _LINES_BYTES, _LINES_COMPRESSED = 300, 12
 # CUDA's context, NCCL's buffers, the allocator's fragments
 _GPU_MARGIN = 0.1
 _HOST_MARGIN = 2 << 30
-# of the rows that a layer's experts get, at its peak beside what is kept: counted at real size
+# of the rows that a layer's experts get, at its peak next to what is kept: counted at real size
 _ROUTED_COPIES = 3.5
 # of a layer's input: gradients on their way through the layers, and messages of the stages on both sides
 _ON_THE_WAY = 3
@@ -87,7 +87,7 @@ class StageRanks:
 def estimate(
     config: RunConfig, weights: Weights, world_size: int, *, of_stage: bool = False
 ) -> Estimate:
-    """Mixed precision keeps float32 masters, gradients and two moments beside bfloat16 weights.
+    """Mixed precision keeps float32 masters, gradients and two moments next to bfloat16 weights.
 
     weights: of the model, which all stages share alike; with ``of_stage`` those of one pipeline stage.
     With LoRA the adapters have them and the weights have none.  Of an adapter about a half is on every
@@ -124,7 +124,7 @@ def estimate(
     )
 
 
-# of a parameter whose optimizer is on the host (Adam and --bf16 alone): weight, moments and gradient in float32
+# of a parameter whose optimizer is on the host (Adam and --bf16 only): weight, moments and gradient in float32
 OFFLOADED_BYTES = 16
 
 
@@ -203,7 +203,7 @@ def activation_bytes(
 ) -> tuple[float, float]:
     """Bytes that autograd keeps of the microbatches in flight on a rank of this stage, and those of one layer.
 
-    A layer that is recomputed keeps its input alone; its matrices' are there one such layer at a time, with what
+    A layer that is recomputed keeps its input only; its matrices' are there one such layer at a time, with what
     its backward pass makes.  Attention keeps no scores.  The head's input is gathered from the tensor ranks.
     """
     parallel, model = config.parallel, config.model
@@ -225,7 +225,7 @@ def activation_bytes(
                 continue
             again, others = chunk[:count], [whole[n] for n in chunk[count:]]
             kept += len(again) * layer_input + sum(others)
-            # behind the others, of which nothing is left then
+            # after the others, of which nothing is left then
             at_once = max(at_once, max((whole[n] for n in again), default=0.0) - sum(others))
         else:  # modules that are recomputed (selective) are counted as if they were kept
             kept += sum(whole[n] for n in chunk)
@@ -293,7 +293,7 @@ def _of_experts(
 
 
 def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
-    """Numbers that a matrix takes and gives for one token; of experts those that are as wide as an expert alone.
+    """Numbers that a matrix takes and gives for one token; of experts those that are as wide as an expert only.
 
     The experts' input counts once per token; the combine saves nothing; vectors count 0.
     """
@@ -307,7 +307,7 @@ def _values(hf: HfModelFacts, name: str, kind: TensorKind) -> float:
 
 
 def _attended(own: Mapping[str, TensorKind]) -> int:
-    """Numbers of queries and keys that attention keeps beside its matrices' outputs, by a layer's tensors.
+    """Numbers of queries and keys that attention keeps next to its matrices' outputs, by a layer's tensors.
 
     A norm of each head keeps as many; one over all heads keeps float32 too.  Of its 5
     numbers one is fitted: with 4 a rank of MiniMax-M2 took more than its estimate.
@@ -355,7 +355,7 @@ def route_estimate(config: RunConfig, hf: HfModelFacts) -> Finding:
 def check_evidence_room(
     config: RunConfig, hf: HfModelFacts, world_size: int, free: float
 ) -> Finding:
-    """Bytes of the whole run's R3 evidence and its log lines, beside the ``free`` ones.
+    """Bytes of the whole run's R3 evidence and its log lines, next to the ``free`` ones.
 
     Of every call their number depends on how samples fill microbatches; it is that of full-length samples.
     """

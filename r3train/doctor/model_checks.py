@@ -27,7 +27,7 @@ _WHOLE = (".q_a_proj.weight", ".kv_a_proj_with_mqa.weight", ".gate.weight", ".ro
 class Weights:
     """Parameters that the actor holds of a checkpoint, counted from the headers of its files.
 
-    Layers of multi-token prediction are on disk alone, and not here.
+    Layers of multi-token prediction are on disk only, and not here.
     ``adapter_dense``, ``adapter_expert``: those of the adapters that LoRA would put on it.  ``whole``: those of
     ``dense`` that every tensor rank has: matrices of routers, and the first of MLA's.
     """
@@ -56,10 +56,10 @@ def check_job(config: RunConfig, world_size: int) -> Generator[Finding, None, in
     except PreflightError as error:
         yield from _warnings(error.warnings)
         for subject, text in error.faults:
-            remedy = "mend the setting or the file that it names (docs/configuration.md)"
+            remedy = "fix the setting or the file that it names (docs/configuration.md)"
             if subject.startswith("server "):
                 remedy = (
-                    "start it (r3train serve), or mend --rollout-external-engine-addrs or our key"
+                    "start it (r3train serve), or fix --rollout-external-engine-addrs or our key"
                 )
             yield problem(subject, text.strip(), remedy)
         return None

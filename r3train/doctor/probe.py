@@ -69,11 +69,11 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
     )
     if device is None or reference is None:
         return
-    drawn = yield from _guarded(
+    sampled = yield from _guarded(
         SUBJECT, lambda: _draw_situations(config, hf, (short, long), context)
     )
-    situations = drawn or Situations({}, [])
-    answers = {what: answer.token_ids for what, answer in situations.drawn.items()}
+    situations = sampled or Situations({}, [])
+    answers = {what: answer.token_ids for what, answer in situations.sampled.items()}
     actor = yield from _guarded(
         ACTOR, lambda: _actor_log_probs(config, device, {**texts, **answers})
     )
@@ -91,7 +91,7 @@ def probe_engines(config: RunConfig, gpu_bytes: int = 0) -> Findings:
 def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int) -> Finding | None:
     """The finding that refuses a probe of a model that one device cannot train; None with room.
 
-    The actor is whole and has its optimizer; Hugging Face's model is on the host beside it.
+    The actor is whole and has its optimizer; Hugging Face's model is on the host next to it.
     """
     actor = {
         "the whole model with its optimizer": estimate(_alone(config), weights, 1).rank,

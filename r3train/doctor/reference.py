@@ -50,7 +50,7 @@ def _note_scores(layers: list[torch.Tensor], config: Any, owner: torch.nn.Module
 
     def hook(router: torch.nn.Module, _: Any, out: tuple[torch.Tensor, ...]) -> None:
         logits, _gates, experts = out
-        # MiniMax-M2 has the bias beside its router
+        # MiniMax-M2 has the bias next to its router
         bias = getattr(router, "e_score_correction_bias", None)
         bias = getattr(owner, "e_score_correction_bias", None) if bias is None else bias
         layers.append(_scores(logits.flatten(0, -2).float(), bias, config, experts.shape[-1]))

@@ -322,7 +322,7 @@ def _step_lines(
     server: ServerEstimate | None,
 ) -> Iterator[str]:
     rollout = config.rollout
-    longest = longest_prompt  # of conversations: nothing is generated behind them
+    longest = longest_prompt  # of conversations: nothing is generated after them
     if not config.learns_conversations:
         longest = longest_sample(config, hf, longest_prompt)
     step = estimate_step(config, hf, world_size, longest, server)
@@ -330,7 +330,9 @@ def _step_lines(
     if step.optimizer_s:
         parts += f", Adam on the host {step.optimizer_s:,.1f} s"
     if server is not None:
-        order = "one after the other" if rollout.max_weight_staleness == 0 else "beside one another"
+        order = (
+            "one after the other" if rollout.max_weight_staleness == 0 else "next to one another"
+        )
         parts = (
             f"generation {step.generation_s:,.1f} s, {parts}, weights {step.update_s:,.1f} s;"
             f" {step.total_s:,.1f} s, generation and training {order}"

@@ -96,7 +96,7 @@ class AdapterPublisher(WeightPublisher):
     A version that is more than ``max_weight_staleness`` older than the newest is unloaded at the first
     update that finds no request on it, and its directory deleted.  After a restart of the servers the
     next update loads all versions that were in use.  The directory must be one that all servers see; the
-    loaded versions stay there behind the end of the run.
+    loaded versions stay there after the end of the run.
     """
 
     def __init__(

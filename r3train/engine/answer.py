@@ -105,9 +105,11 @@ def read_answer(
     log_probs = _log_probs(entries, output_ids, name)
     mask_counts = mask_ids = None
     if request.sampling.mask_vocab is not None:
-        drawn = {} if output_len == 0 else meta
-        mask_counts, mask_ids = _sampling_mask(drawn, output_ids, request.sampling.mask_vocab, name)
-        among = _within_mask(drawn.get("output_token_sampling_logprobs", []), output_len, name)
+        sampled = {} if output_len == 0 else meta
+        mask_counts, mask_ids = _sampling_mask(
+            sampled, output_ids, request.sampling.mask_vocab, name
+        )
+        among = _within_mask(sampled.get("output_token_sampling_logprobs", []), output_len, name)
         _check_within_mask(among, log_probs, mask_counts, name)
         log_probs = among
     versions = _versions(meta.get("weight_versions"), output_len, name)
@@ -385,10 +387,10 @@ def _sampling_mask(
     # this runs in the producer's event loop: np.unique takes some fifty times as long as a sort
     if (np.diff(np.sort(places * vocab_size + ids)) == 0).any():
         raise ValueError(f"sample {name}: output_token_sampling_mask names a token twice in a row")
-    drawn = np.zeros(len(counts), dtype=bool)
-    drawn[places[ids == token_ids[places]]] = True
-    if not drawn.all():
-        at = int(np.argmin(drawn))
+    sampled = np.zeros(len(counts), dtype=bool)
+    sampled[places[ids == token_ids[places]]] = True
+    if not sampled.all():
+        at = int(np.argmin(sampled))
         raise ValueError(
             f"sample {name}: output token {at} is {int(token_ids[at])}, which is none of the"
             f" {counts[at]} tokens that sampling kept there"

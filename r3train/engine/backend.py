@@ -52,7 +52,7 @@ class BadAnswer(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Settings by which one response is drawn.
+    """Settings by which one response is sampled.
 
     ``max_context_len`` bounds prompt plus response.  ``seed`` is the run's seed: each sample draws
     with its own seed made from it (see ``sample_seed``).  ``ignore_eos`` also disables

@@ -376,7 +376,7 @@ class SGLangClient:
             allowed = await self._allowed_servers(request.weight_version, request.sample_id)
             server = self._server_for(request.group_id, allowed)
         held = request.weight_version if self._versions is None else self._versions.all()[server]
-        # it was updated or restarted since; an adapter stays beside newer ones
+        # it was updated or restarted since; an adapter stays next to newer ones
         if held != request.weight_version and (self._adapters is None or held is None):
             raise EngineError(
                 f"server {self.http.urls[server]} holds weight version {held} (None is unknown),"
@@ -409,12 +409,12 @@ class SGLangClient:
         rid = f"{self._name}-noise-{request.sample_id}-{next(self._requests)}."
         with self._adapter_of(request):
             answer, sent = await self._send(server, rid, self._body(request), request, self._direct)
-        drawn = read_answer(
+        sampled = read_answer(
             answer, request, sent, routes=self._sent_routes, of_adapter=self._adapters is not None
         )
-        tokens = np.concatenate([request.token_ids, drawn.token_ids])
+        tokens = np.concatenate([request.token_ids, sampled.token_ids])
         again = replace(request, token_ids=tokens, max_new_tokens=0)
-        return drawn, await self.recheck(again, "whole", server)
+        return sampled, await self.recheck(again, "whole", server)
 
     async def _healthy(self, server: int) -> bool:
         try:

@@ -425,7 +425,7 @@ class EngineControl:
         """Checksum every tensor of every server, by ``"rank R NAME"`` of the server's own names.
 
         A server hashes the bytes of its parameters and persistent buffers as it holds them: q, k and
-        v in one, a layer's experts in one.  Equal checksums mean equal weights on one server alone.
+        v in one, a layer's experts in one.  Equal checksums mean equal weights on one server only.
         """
         body = {"action": "checksum"}
         answers = self._run(self._http.call_all("/weights_checker", body, what="weights_checker"))

@@ -1,7 +1,7 @@
 """LoRA adapters in SGLang's server without an accelerator: plain twins of what needs one.
 
 SGLang 0.5.23 asks for pinned memory in its LoRA layers whatever the device, and computes adapters of
-routed experts, and of latent attention's kv_b_proj, by triton kernels alone.
+routed experts, and of latent attention's kv_b_proj, by triton kernels only.
 """
 
 from __future__ import annotations

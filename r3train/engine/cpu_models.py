@@ -28,7 +28,7 @@ def torch_native_backend(runner: Any) -> Any:
 def sinks_backend(runner: Any) -> Any:
     """Make an attention with sinks, windows and plain torch (gpt-oss), in triton's name.
 
-    SGLang serves gpt-oss by backends of a list alone.
+    SGLang serves gpt-oss by backends of a list only.
     """
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc

@@ -20,7 +20,7 @@ def _allow_latent_attention() -> None:
 
     Prefill and decode both go through the absorbed form, one latent head in the cache: SGLang would
     give an unknown backend whole keys, and torch_native reads the cache.  Its positions on a CPU
-    know DeepSeek's yarn alone, so they come from the general factory.
+    know DeepSeek's yarn only, so they come from the general factory.
     """
     from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.models.deepseek_common.attention_backend_handler import (

@@ -107,7 +107,7 @@ def buckets(
 def _units(
     named_tensors: NamedTensors, together: Iterable[tuple[str, str]]
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield tensors alone, and those of a pair at once.
+    """Yield tensors only, and those of a pair at once.
 
     Raises ValueError for the half of a pair that came alone.
     """
@@ -144,7 +144,7 @@ class DistributedPublisher(WeightPublisher):
     """Broadcast from this rank to every rank of every server, bucket by bucket.
 
     ``backend`` is ``"gloo"`` (tensors travel on the CPU) or ``"nccl"`` (on ``device``).
-    The servers reach this rank at ``master_address``, and the group's store listens there alone, on
+    The servers reach this rank at ``master_address``, and the group's store listens there only, on
     a port that the system chooses.  ``interface`` is the network interface of that address: gloo
     would take the one that the host's name means, often loopback.  GLOO_SOCKET_IFNAME wins over it.
     The group is made at the first ``publish`` and kept.  ``flush_cache`` drops prefixes that the
@@ -221,7 +221,7 @@ class DistributedPublisher(WeightPublisher):
         """Send every tensor; the version label changes with the last bucket.
 
         A bucket is gathered and laid out while the one before it is sent and loaded: two are in memory,
-        beside the tensors of a third.
+        next to the tensors of a third.
         Raises EngineError or EngineDied from the engine, ValueError for a fused expert name or no
         tensor at all, and WeightUpdateError when the broadcast itself fails.
         """
@@ -384,7 +384,7 @@ def in_a_thread(work: Callable[[], Any]) -> Future[Any]:
 
 
 def _open_store(address: str, world_size: int, timeout: timedelta) -> dist.TCPStore:
-    """Open the store at which a group's ranks meet, listening at this address alone.
+    """Open the store at which a group's ranks meet, listening at this address only.
 
     ``rendezvous("tcp://...")`` would not do: under torchrun it looks for an agent's store instead
     of opening one.  TCPStore listens at every address by default, and serves anybody who connects.
@@ -430,7 +430,7 @@ def _gloo_on(interface: str | None) -> Iterator[None]:
 def _join_as_rank_0(
     store: dist.Store, world_size: int, group_name: str, backend: str, timeout: timedelta
 ) -> dist.ProcessGroup:
-    """Make a process group beside the trainer's default one, as SGLang makes its side.
+    """Make a process group next to the trainer's default one, as SGLang makes its side.
 
     Both sides must prefix the store alike, and torch has no public call that does.
     Source: SGLang 0.5.23, ``init_custom_process_group``.

@@ -29,7 +29,7 @@ class DiskPublisher(WeightPublisher):
     """Write ``directory/v<version>`` atomically and let every server load it.
 
     Configuration and tokenizer files come from ``hf_checkpoint``.  Only the newest version stays,
-    in ``newest``, also behind the end of the run.
+    in ``newest``, also after the end of the run.
     """
 
     def __init__(

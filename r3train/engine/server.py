@@ -31,7 +31,7 @@ _POLL_S = 0.25
 # Kernels of the experts on CUDA where routes are recorded.  SGLang's own choice records none for gpt-oss on
 # Hopper and for most families on Blackwell (docs/gpu.md).  Triton's records them on every card.
 _EXPERTS_BACKEND = "triton"
-# Variables that a server inherits, beside those of --rollout-server-env.  Keys and tokens of trackers,
+# Variables that a server inherits, next to those of --rollout-server-env.  Keys and tokens of trackers,
 # clouds and judges are none of its business, and torchrun's would make it join the trainer's group.
 _INHERITED_NAMES = frozenset(
     "PATH HOME USER LOGNAME SHELL LANG LANGUAGE TZ TERM TMPDIR TEMP TMP HOSTNAME VIRTUAL_ENV CC CXX CPATH"
@@ -139,7 +139,7 @@ class SGLangServer:
     here.  With ``exact_boundaries`` the token at a weight update in mid-generation has the right
     version, at the cost of SGLang's overlap of scheduling and computing.  ``device`` is ``"cpu"`` or ``"cuda"``; None asks torch.  With an ``api_key`` every
     request but ``/health`` must carry it.  ``env_names`` are variables of the environment that it gets
-    beside the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
+    besides the usual ones.  ``adapter_flags`` let it serve adapters (``engine.adapters``).  Raises
     ValueError for a host other than loopback without a key.  Not thread-safe, except ``check_alive``.
     """
 
@@ -228,7 +228,7 @@ class SGLangServer:
         elif self.return_routed_experts and not self._names_experts_backend():
             args["moe_runner_backend"] = _EXPERTS_BACKEND
         if model_type in OF_TEXT_AND_IMAGES:
-            # no vision tower and no processor of images, as of a checkpoint of text alone; the flag
+            # no vision tower and no processor of images, as of a checkpoint of text only; the flag
             # --language-model-only is for other architectures
             args["json_model_override_args"] = '{"language_model_only": true}'
         args |= self.server_args

@@ -90,7 +90,7 @@ class ServedTeacher:
             except (EngineError, ValueError, TypeError, LookupError) as error:
                 text = f"teacher {self._http.urls[0]}: {error} (try {count} of {self._max_tries})"
                 if count == self._max_tries:
-                    # no EngineError: a restart of the run's local servers would not mend it
+                    # no EngineError: a restart of the run's local servers would not fix it
                     raise RuntimeError(text) from error
                 logger.warning("asked again: %s", text)
             await asyncio.sleep(min(_PAUSE_S * 2 ** (count - 1), _LONGEST_PAUSE_S))

@@ -13,7 +13,7 @@ class Turn:
     """One turn of the model.
 
     ``token_ids`` are the generated tokens, and the conversation continues from them.  ``text`` is
-    for reading alone.
+    for reading only.
     """
 
     index: int  # 0-based

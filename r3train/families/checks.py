@@ -17,7 +17,7 @@ _MTP_COUNTS = (
 )
 # families with a reason of their own
 REFUSED = {
-    "deepseek_v32": "its sparse attention runs on CUDA alone, in SGLang and in Megatron, and nobody"
+    "deepseek_v32": "its sparse attention runs on CUDA only, in SGLang and in Megatron, and nobody"
     " compared the two",
 }
 
@@ -47,7 +47,7 @@ def family_conflicts(hf: HfModelFacts) -> Iterator[str]:
         value = default if value is None else value
         if value != verified:
             yield (
-                f"{where}: {key} is {value!r}; {hf.model_type} was verified with {verified!r} alone,"
+                f"{where}: {key} is {value!r}; {hf.model_type} was verified with {verified!r} only,"
                 " and the actor would compute something else"
             )
     for key in ROPE_KEYS:

@@ -42,7 +42,7 @@ class Family:
     needs: Mapping[str, tuple[Any, Any]]
     """Key of config.json -> (its only verified value, the value that transformers takes for a missing key)."""
     rope_types: tuple[str, ...] = ()
-    """Kinds of scaled positions that were verified beside plain ones."""
+    """Kinds of scaled positions that were verified next to plain ones."""
     alone: Mapping[str, str] = field(default_factory=dict)
     """Sizes of the topology that must be 1, each with the reason."""
     whole_heads: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Megatron's configuration of a family's model, from config.json alone.
+"""Megatron's configuration of a family's model, from config.json only.
 
 These are fields of TransformerConfig, without those of a run (parallel sizes, dtypes), and what GPTModel asks for
 besides.  An activation is named by a word: this room imports no torch.
@@ -55,7 +55,7 @@ class Keys(dict[str, Any]):
 
     @property
     def rope(self) -> Keys:
-        """Rotary positions as transformers 5 saves them; releases have rope_scaling, and rope_theta beside it."""
+        """Rotary positions as transformers 5 saves them; releases have rope_scaling, and rope_theta next to it."""
         name = next((name for name in ROPE_KEYS if self.get(name)), ROPE_KEYS[0])
         content = self.get(name, {})
         if not isinstance(content, Mapping):
@@ -120,7 +120,7 @@ def gated_shared_expert(keys: Keys) -> Fields:
 
 
 def sigmoid_and_shared(keys: Keys, num_shared: int) -> Fields:
-    """Return the fields of experts chosen by sigmoids and biases, beside experts that every token has."""
+    """Return the fields of experts chosen by sigmoids and biases, next to experts that every token has."""
     return experts(
         keys,
         moe_router_pre_softmax=True,

@@ -1,7 +1,7 @@
 """Bookkeeping of groups that are in flight, waiting, too old or trained, and their saved state.
 
 Pure: no loop, no clock, no network.  A group is all samples of one prompt; group g is the g-th
-prompt drawn.  The staleness of a group at step s is s minus the oldest weight version that
+prompt sampled.  The staleness of a group at step s is s minus the oldest weight version that
 generated any of its tokens.  A version counts completed train steps, so the newest one at step s is
 s.
 """
@@ -20,7 +20,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.stitch import oldest_version
 from r3train.types import Prompt, Rechecked, RolloutSample, Scored
 
-OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was drawn
+OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was sampled
 
 # after so many dropped batches in a row for one step the run ends: the filter drops everything
 _MAX_DROPPED_BATCHES = 64

@@ -29,7 +29,7 @@ from r3train.types import Prompt, RolloutSample
 class Conversation:
     """One episode with an environment (an ``Episode``), within the limits of ``rollout``.
 
-    begin: makes the environment; it and the steps run in ``environments``.  reply: writes messages behind a
+    begin: makes the environment; it and the steps run in ``environments``.  reply: writes messages after a
     turn that ends with the given token; None without --apply-chat-template.
     """
 

@@ -27,7 +27,7 @@ Answer = tuple[RolloutSample, float | None]
 # makes what an answer enters for as long as its requests are in flight
 Room = Callable[[], AbstractAsyncContextManager[Any]]
 
-# sample ids of evaluations begin here: no rollout has them, so no seed is drawn twice
+# sample ids of evaluations begin here: no rollout has them, so no seed is sampled twice
 _FIRST_ID = 1 << 62
 # group ids below it are of evaluations
 _LAST_GROUP = -2

@@ -1,7 +1,7 @@
 """The producer makes rollouts while the actor trains, as many as the staleness limit allows.
 
 Generation is one event loop on a thread of its own.  The producer's state (buffer, tasks, requests
-in flight, weight version, counts, failure) is touched in that loop alone, so nothing is locked: the
+in flight, weight version, counts, failure) is touched in that loop only, so nothing is locked: the
 training thread posts calls into the loop and waits for their results.
 
     training thread                     the loop

@@ -1,8 +1,8 @@
 """Random samples rechecked by the servers, while these still hold the samples' weights.
 
-A sample is chosen before it is drawn.  When its answer is complete it goes back to its server as a
+A sample is chosen before it is sampled.  When its answer is complete it goes back to its server as a
 prompt, in the background: no request for tokens ever waits for it.  At a weight update it may go on
-while tokens are generated beside it, and on servers that stand idle for a share of the time, which is that
+while tokens are generated meanwhile, and on servers that stand idle for a share of the time, which is that
 of the samples.  What is not done by then is missed.  A request that an update freezes (in_place) ends with
 the rows of two versions, which nobody can compute again afterwards; its prompt is therefore rechecked
  when it is sent.
@@ -60,7 +60,7 @@ class Rechecking:
 
     Samples are numbered in blocks of ``rollout_batch_size`` groups, which are the rollouts unless
     groups are filtered.  Of each block at least one is chosen, by the block's number and the run's
-    seed; none without a share.  ``versions_stay``: servers can compute with an older version beside the newest.
+    seed; none without a share.  ``versions_stay``: servers can compute with an older version next to the newest.
     """
 
     rollout: RolloutSection
@@ -96,7 +96,7 @@ class Rechecking:
         sampling: SamplingParams,
         version: int,
     ) -> None:
-        """Measure the rounding of every server by samples drawn there and rechecked; before anything else."""
+        """Measure the rounding of every server by samples taken there and rechecked; before anything else."""
         self._backend = backend
         self._turn = asyncio.Semaphore(backend.num_servers)
         # the log-probs of a prefill are those of the whole vocabulary
@@ -105,7 +105,7 @@ class Rechecking:
         for server in range(backend.num_servers):
             for i in range(_NOISE_SAMPLES):
                 prompt = prompts[i % len(prompts)]
-                calls.append(self._drawn_twice(prompt, sampling, version, server, i))
+                calls.append(self._sampled_twice(prompt, sampling, version, server, i))
         for done in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(done, (EngineError, ValueError)):
                 logger.warning("the noise between decode and prefill was not measured: %s", done)
@@ -114,7 +114,7 @@ class Rechecking:
             else:
                 self._noise.append(done)
 
-    async def _drawn_twice(
+    async def _sampled_twice(
         self, prompt: Prompt, sampling: SamplingParams, version: int, server: int, number: int
     ) -> tuple[RolloutSample, Rechecked]:
         sample = stitch.begin(prompt, sample_id=NOISE_IDS + number, group_id=-1)

@@ -19,7 +19,7 @@ from r3train.types import Prompt, RolloutSample, missing_marker
 
 
 def begin(prompt: Prompt, *, sample_id: int, group_id: int) -> RolloutSample:
-    """Make a sample that holds its prompt alone, without rows."""
+    """Make a sample that holds its prompt only, without rows."""
     token_ids = np.asarray(prompt.token_ids, dtype=np.int32)
     length = len(token_ids)
     return RolloutSample(

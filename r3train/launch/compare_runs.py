@@ -92,7 +92,7 @@ def first_metric(
     """The first step, and its metric furthest out, at which two runs differ by more than noise; or "".
 
     noise: in units of the metric's median change from one step to the next in both runs, or of its mean
-    change where most steps change nothing.  Of a metric with fewer than four changes only a number beside
+    change where most steps change nothing.  Of a metric with fewer than four changes only a number next to
     none counts, unless noise is 0.  Times are not compared.
     """
     worst: tuple[int, float, str] | None = None

@@ -129,7 +129,7 @@ class Engines(RolloutFleet):
         self.publisher.reconnect()
 
     def keep_onloaded(self, *kinds: str) -> None:
-        """Let every server hold these kinds of memory alone: see ``EngineControl.keep_onloaded``."""
+        """Let every server hold these kinds of memory only: see ``EngineControl.keep_onloaded``."""
         self._supervisor.rest(True)
         self._control.keep_onloaded(*kinds)
         self._supervisor.rest(kinds != MEMORY)

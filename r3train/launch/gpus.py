@@ -64,7 +64,7 @@ def server_gpus(config: RunConfig, *, num_ranks: int, num_visible: int) -> list[
     elsewhere = config.rollout.rollout_external_engine_addrs
     if not elsewhere and config.has_engines and _number(flags, _NODES, 1) > 1:
         raise ValueError(
-            "sglang: nnodes: rank 0 starts servers on its own node alone; start one over several nodes with"
+            "sglang: nnodes: rank 0 starts servers on its own node only; start one over several nodes with"
             " r3train serve on each (docs/slurm.md), and name it with --rollout-external-engine-addrs"
         )
     if elsewhere or not config.has_engines or not _on_gpus(flags, num_visible):

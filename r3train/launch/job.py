@@ -50,7 +50,7 @@ class Job:
 
     @property
     def order(self) -> PromptOrder | MixedOrder:
-        """The order in which prompts are drawn."""
+        """The order of the prompts."""
         seed, data = self.config.rollout.rollout_seed, self.config.data
         weights = [file.weight for file in data.prompt_files]
         if None in weights:
@@ -135,7 +135,7 @@ def would_run(job: Job, world_size: int) -> list[str]:
 
 
 def eval_settings(job: Job, weights: Path | None = None) -> dict[str, str]:
-    """Fingerprint, by name, all that the answers of an evaluation set depend on beside its version.
+    """Fingerprint, by name, all that the answers of an evaluation set depend on, apart from its version.
 
     weights: the checkpoint that training began with; None: hf_checkpoint.
     """

@@ -23,7 +23,7 @@ Lack = tuple[str, str]
 SHARED_MEMORY = Path("/dev/shm")
 # a server ends within some seconds of its rank 0
 _PORT_FREED_S = 20.0
-# descriptors of rank 0 beside its requests' (166 were counted)
+# descriptors of rank 0 next to its requests' (166 were counted)
 _OTHER_FILES = 200
 
 

@@ -1,4 +1,4 @@
-"""Models beside the actor: a KL reference, and teachers, held by the ranks or served."""
+"""Models next to the actor: a KL reference, and teachers, held by the ranks or served."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class PreflightError(ConfigError):
     """The faults of a job: its text has one per line, ``faults`` holds (subject, line) of each.
 
     Subjects: configuration, key of the servers, server ADDRESS, checkpoint, tokenizer, teacher, prompts,
-    reward, run directory, checkpoints, machine.  ``warnings`` holds what was found beside the faults.
+    reward, run directory, checkpoints, machine.  ``warnings`` holds what was found apart from the faults.
     """
 
     def __init__(self, faults: list[tuple[str, str]], warnings: list[JobWarning]):
@@ -316,7 +316,7 @@ def _model_warnings(
     if config.checkpoint.save_hf is not None and lora.enabled and form != "merged" and known:
         reason = not_in_peft(lora, hf)
         if reason is not None:
-            text = f"--save-hf will be the merged checkpoint alone: {reason}"
+            text = f"--save-hf will be the merged checkpoint only: {reason}"
             yield JobWarning(
                 "configuration", text, "docs/lora.md says which targets PEFT reads whole"
             )
@@ -362,7 +362,7 @@ def check_export_directories(config: RunConfig) -> None:
     """Raise ValueError for the first export whose directory cannot be made, or holds something else."""
     for directory in config.checkpoint.hf_directories(config.rollout.num_rollout):
         check_export_directory(directory, config.model.hf_checkpoint)
-        # an export is written beside its place and renamed
+        # an export is written next to its place and renamed
         check_can_be_made(directory, "save_hf", beside=True)
 
 
@@ -384,7 +384,7 @@ def check_sinks(transformer_engine: str, config: RunConfig) -> None:
     """Raise ValueError where this Transformer Engine has no attention with gpt-oss's sinks.
 
     Source: ``get_attention_backend`` of 2.11 and 2.12: with sinks and packed sequences 2.11 leaves none, and
-    2.12 over context-parallel ranks the fused one alone, with all-to-all.
+    2.12 over context-parallel ranks the fused one only, with all-to-all.
     """
     if tuple(int(part) for part in transformer_engine.split(".")[:2]) < (2, 12):
         raise ValueError(

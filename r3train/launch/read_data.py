@@ -105,7 +105,7 @@ def read_eval_data(
 def _data_of(data: DataSection, dataset: EvalDataset) -> DataSection:
     """The settings of an evaluation set: of its prompts, none of which may be too long, and of its reward.
 
-    --group-rm is of --custom-rm-path alone; --reward-key is of the functions of the user.
+    --group-rm is of --custom-rm-path only; --reward-key is of the functions of the user.
     """
     own = dataset.model_dump(include=_OF_PROMPTS) | {"overlong_prompts": "error"}
     if dataset.rm_type is not None:

@@ -180,13 +180,13 @@ def _check_buffer(config: RunConfig, path: Path) -> None:
     if by_parts and holds_field(path, "reward_parts") is False:
         found = "without the parts of their rewards, and --advantage-estimator gdpo needs them"
         refuse(found, "with the estimator that the run had")
-    drawn, now = holds_field(path, "mask_counts"), config.rollout.replays_sampling_mask
-    if drawn is not None and drawn != now:
-        among = "the tokens that top-k kept" if drawn else "the whole vocabulary"
+    sampled, now = holds_field(path, "mask_counts"), config.rollout.replays_sampling_mask
+    if sampled is not None and sampled != now:
+        among = "the tokens that top-k kept" if sampled else "the whole vocabulary"
         found = (
             f"with log-probs among {among}, and --rollout-top-k is {config.rollout.rollout_top_k}"
         )
-        refuse(found, f"with --rollout-top-k {'above 1' if drawn else '-1'}")
+        refuse(found, f"with --rollout-top-k {'above 1' if sampled else '-1'}")
     sampled_at, now = _temperature(path), config.rollout.rollout_temperature
     if sampled_at is not None and sampled_at != now:
         found = f"with log-probs at temperature {sampled_at}, and --rollout-temperature is {now}"

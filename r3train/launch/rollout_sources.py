@@ -51,7 +51,7 @@ class Replayed(RolloutFleet):
         if config.learns_conversations:
             return Conversations(job.conversations, job.order, config.rollout.rollout_batch_size)
         assert config.checkpoint.replay_rollouts is not None
-        fine_tunes = config.algorithm.loss_type == "sft"  # on the tokens alone, at any temperature
+        fine_tunes = config.algorithm.loss_type == "sft"  # on the tokens only, at any temperature
         return DumpedRollouts(
             config.checkpoint.replay_rollouts,
             temperature=None if fine_tunes else config.rollout.rollout_temperature,

@@ -51,7 +51,7 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
         _refuse_links(save, "save")
         _claim(save, "save", claims)
     if (save_hf := config.checkpoint.save_hf) is not None:
-        # an export replaces its directory: the lock is beside the first part that exports name anew
+        # an export replaces its directory: the lock is next to the first part that exports name anew
         parts = (*reversed(save_hf.parents), save_hf)
         place = next((part for part in parts if ROLLOUT_ID in part.name), save_hf)
         _claim(place, "save_hf", claims, place.with_name(f".{place.name}{OWNER_FILE}"))
@@ -59,7 +59,7 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
 
 
 def _new_directory(path: Path) -> Path:
-    """Make a directory that nobody has, with a number behind its name where it is taken."""
+    """Make a directory that nobody has, with a number after its name where it is taken."""
     for number in itertools.count(1):
         new = path.with_name(path.name + (f"-{number}" if number > 1 else ""))
         try:
@@ -176,7 +176,7 @@ def start_stamp() -> str:
 def check_can_be_made(directory: Path, setting: str, *, beside: bool = False) -> None:
     """Raise ValueError unless ``directory`` or its nearest parent that exists can be written to.
 
-    beside: a parent must be, for the directory is put in its place by its name.
+    next to: a parent must be, for the directory is put in its place by its name.
     """
     places, there = (directory.absolute(), *directory.absolute().parents)[beside:], directory
     try:

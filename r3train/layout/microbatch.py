@@ -128,8 +128,8 @@ def _check_sampling_mask(sample: RolloutSample, needed: bool) -> None:
     if not needed:
         if counts is not None:
             raise ValueError(
-                f"{name} was drawn within a sampling mask, whose log-probs it has: train it with"
-                " --rollout-top-k as it was drawn"
+                f"{name} was sampled within a sampling mask, whose log-probs it has: train it with"
+                " --rollout-top-k as it was sampled"
             )
         return
     if counts is None or ids is None:
@@ -162,7 +162,7 @@ def row_versions(sample: RolloutSample, *, fresh_prefixes: bool = True) -> np.nd
 def rows_never_computed(sample: RolloutSample) -> int:
     """Count the rows of tokens that were no request's input: from the last generated token on.
 
-    Of a whole answer the last token alone; of an environment's tokens all that no answer followed.
+    Of a whole answer the last token only; of an environment's tokens all that no answer followed.
     """
     generated = np.flatnonzero(sample.weight_versions >= 0)
     return sample.num_tokens - (int(generated[-1]) if len(generated) else 0)

@@ -30,7 +30,7 @@ def round_up(n: int, multiple: int) -> int:
 def pack_layout(lengths: np.ndarray, *, cp_size: int, tp_size: int = 1) -> TokenLayout:
     """Lay samples end to end, padded so that every rank's share is whole.
 
-    lengths: int[B] tokens of each sample, each at least 1; B = 0 gives a pack of padding alone
+    lengths: int[B] tokens of each sample, each at least 1; B = 0 gives a pack of padding only
     (a rank that has no sample for a microbatch must still take part in it).
     Each sample is padded to a multiple of 2*cp (the zigzag needs 2*cp chunks); the pack to a
     multiple of 2*cp*tp, by a tail that is a pseudo-sequence of its own.  ``tp_size`` is 1 without
@@ -125,7 +125,7 @@ def runs_of(rows: np.ndarray) -> Runs:
     runs = []
     for begin, end in zip(bounds, bounds[1:]):
         row = int(rows[begin]) if begin < end else 0
-        if row == PADDING:  # -1, 0, 1, ... counts up too: the padding is its first row alone
+        if row == PADDING:  # -1, 0, 1, ... counts up too: the padding is its first row only
             runs.append((begin, begin + 1, PADDING))
             begin, row = begin + 1, 0
         if begin < end:

@@ -10,7 +10,7 @@
 
 Rank 0 waits for the groups of a rollout.  The other ranks wait for rank 0: every arrow between the
 two lines is a collective, and all ranks make them in the same order.  Generation waits in two cases
-alone: during a weight update (as --pause-generation-mode says), and when its buffer is full because
+only: during a weight update (as --pause-generation-mode says), and when its buffer is full because
 newer groups would be too stale (--max-weight-staleness).  Training waits for no group beyond those
 of its own rollout.
 
@@ -19,7 +19,7 @@ rollout n is complete.  The actor's comes back from the host, and leaves again a
 room for weights, new weights, and room for their KV cache, before anything is asked of them.
 
 Weight versions up to n generate rollout n, and training it makes version n+1, which the servers
-hold before rollout n+1 trains.  Rank 0 alone holds the engines, the display and the files.
+hold before rollout n+1 trains.  Only rank 0 holds the engines, the display and the files.
 """
 
 from __future__ import annotations

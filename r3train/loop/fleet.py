@@ -94,7 +94,7 @@ class RankZero:
         first = source.stats()
 
         def show(groups_done: int, stats: dict[str, Any]) -> None:
-            # of this wait alone: what was generated before it took none of its seconds
+            # of this wait only: what was generated before it took none of its seconds
             tokens = stats["generated_tokens"] - first["generated_tokens"]
             display.rollout_update(min(groups_done, batch_size), tokens)
 

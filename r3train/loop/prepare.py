@@ -1,6 +1,6 @@
 """A rollout made ready for all ranks: advantages, microbatches, and the totals its evidence must match.
 
-Pure, and done by rank 0 alone.
+Pure, and done by rank 0 only.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def step_expectation(
     if config.rollout.replays_sampling_mask:
         output_layer = hf.route_shape.output_layer
         kept = recorded_sampling_mask(samples, steps, topologies[0].dp_size, output_layer)
-        drawn = [s.sample.weight_versions[s.sample.mask_counts > 0] for s in samples]
-        masks_current = _rows_current(rollout_id, drawn, config, passes)
+        sampled = [s.sample.weight_versions[s.sample.mask_counts > 0] for s in samples]
+        masks_current = _rows_current(rollout_id, sampled, config, passes)
     of_all = recorded if kept is None else recorded.beside(kept)
     layers, whole = of_all.layers.tolist(), of_all.whole_rows.sum(axis=0)
     num_rows = sum(s.sample.num_tokens for s in samples)

@@ -15,7 +15,7 @@ class Recovery:
     """Each rank's part in a restart; ``engines`` is None on ranks other than 0.
 
     Without ``enabled`` it catches nothing and makes no collective.  ``fatal`` is an error that no
-    restart mends; rank 0 keeps it until all ranks come together for the next rollout.
+    restart fixes; rank 0 keeps it until all ranks come together for the next rollout.
     """
 
     def __init__(self, engines: RolloutFleet | None, *, enabled: bool):
@@ -25,7 +25,7 @@ class Recovery:
 
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
-        """The exceptions that a restart mends."""
+        """The exceptions that a restart fixes."""
         return LOST if self._enabled else ()
 
     def needed(self, failure: BaseException | None) -> bool:

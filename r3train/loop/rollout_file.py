@@ -107,7 +107,7 @@ def holds_field(path: Path, name: str) -> bool | None:
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts alone; raises ValueError naming the file if it is not one of samples."""
+    """The facts only; raises ValueError naming the file if it is not one of samples."""
     try:
         with safe_open(path, "numpy") as file:
             return dict(json.loads(file.metadata()["header"])["facts"])

@@ -14,7 +14,7 @@ from r3train.loop.stop import StopRequested, StopSignal
 
 
 def generate_only(config: RunConfig, run_dir: Path, rank_zero: RankZero, stop: StopSignal) -> None:
-    """Generate every rollout with the weights that the servers start with; on rank 0 alone."""
+    """Generate every rollout with the weights that the servers start with; on rank 0 only."""
     rollout, display = config.rollout, rank_zero.display
 
     def dump(rollout_id: int, groups) -> None:

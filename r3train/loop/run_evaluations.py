@@ -1,6 +1,6 @@
 """Evaluations of a run on rank 0: begun after a weight update, ended before the next one.
 
-An evaluation runs beside the training of the rollout that follows.  A set is written as a whole or not
+An evaluation runs during the training of the rollout that follows.  A set is written as a whole or not
 at all, so a crash loses the sets that were not complete, and nothing else.
 """
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class Evaluations:
     """Begins and ends the evaluations of a run; without ``sets`` it does nothing.
 
-    settings: a fingerprint for each set of all that its answers depend on, beside the weights.
+    settings: a fingerprint for each set of all that its answers depend on, apart from the weights.
     """
 
     sets: Sequence[EvalSet]

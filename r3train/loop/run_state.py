@@ -1,6 +1,6 @@
 """The run state saves checkpoints, heeds stops, counts bad steps and logs the trained prompts.
 
-The loop calls it between rollouts.  Methods that say so are collectives.  Rank 0 alone holds the
+The loop calls it between rollouts.  Methods that say so are collectives.  Only rank 0 holds the
 source and the files; they are None elsewhere.
 """
 

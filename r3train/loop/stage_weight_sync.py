@@ -1,6 +1,6 @@
 """Weights of later pipeline stages, broadcast to the servers by their stages' leaders.
 
-Each leader has a publisher and a group with the servers, as rank 0 has for the first stage.  Rank 0 alone
+Each leader has a publisher and a group with the servers, as rank 0 has for the first stage.  Rank 0 only
 speaks to the servers: it makes the leaders' calls, over the host group.  SGLang receives and loads one
 bucket at a time, so the leaders have their turns one after another, each with its first bucket at hand.
 

@@ -113,9 +113,9 @@ def _turn_metrics(samples: Sequence[RolloutSample]) -> dict[str, Any]:
     """Turns of each episode, and the tokens of its environment; of one sample a turn, the last tells."""
     episodes = [s for s in samples if s.is_last_step is not False]
     own = [s.weight_versions >= 0 for s in episodes]
-    # a turn begins with each token of the model behind one that is not
+    # a turn begins with each token of the model after one that is not
     turns = np.array([int(o[0]) + int((o[1:] & ~o[:-1]).sum()) for o in own])
-    # behind the first token of the model
+    # after the first token of the model
     observed = [int((~o[o.argmax() :]).sum()) if o.any() else 0 for o in own]
     return {
         "rollout/turns_mean": float(turns.mean()),

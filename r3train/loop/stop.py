@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
 _PASSED_ON_S = 2.0
-# behind the grace period the process has as long to end by itself, with an exit code of its own
+# after the grace period the process has as long to end by itself, with an exit code of its own
 _GUARD_S = 10.0
 _GUARD = Path(__file__).with_name("stop_guard.py")
 

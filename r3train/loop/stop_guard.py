@@ -7,7 +7,7 @@ rank.  It ends with the rank.
 A handler written in Python, a thread and faulthandler's watchdog all need the interpreter to begin with.  Code
 of the user that holds it (a regular expression that backtracks for years) keeps all three from running.
 
-Imports the standard library alone, and no module of this package.
+Imports the standard library only, and no module of this package.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def actor_log_probs(
     sample = stitch.begin(prompt, sample_id=0, group_id=0)
     text = TrainSample(sample, 0.0, np.zeros(len(token_ids), dtype=np.float32))
     mine = actor.topology
-    # data-parallel ranks other than 0 take part with a pack of padding alone
+    # data-parallel ranks other than 0 take part with a pack of padding only
     some = topologies[0]
     count = some.pp_size if some.vpp_size > 1 else 1
     slices = []

@@ -1,7 +1,7 @@
 """The live display of a run: phases, progress, one line per step, and the last message.
 
 On a terminal the progress of rollout and training moves at the bottom and the lines scroll above
-it.  Anywhere else (CI, a scheduler's log file) there are plain lines alone, unwrapped and without
+it.  Anywhere else (CI, a scheduler's log file) there are plain lines only, unwrapped and without
 control codes.  Ranks other than 0 pass ``enabled=False`` and print nothing.
 """
 
@@ -233,7 +233,7 @@ class Phase:
         return duration(self._clock() - self._began)
 
     def detail(self, text: str) -> None:
-        """Show ``text``, shortened to one line, beside the phase's name."""
+        """Show ``text``, shortened to one line, next to the phase's name."""
         self._detail = printable(" ".join(text.split()))
         self._heartbeat(f"{self._name} ({self.elapsed}): {self._detail}")
 
@@ -243,7 +243,7 @@ class Phase:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left at the pace of the last steps, on the line of the training alone.
+    """The time left at the pace of the last steps, on the line of the training only.
 
     Empty before the second step is done: the first one also pays for warming up.
     """

@@ -28,7 +28,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
 | perf/train_tflops_per_gpu, perf/mfu, perf/train_tokens_per_s_per_gpu | of perf/train_s (loop/throughput.py) |
 | perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
-| perf/rollout_s | seconds since the last step's batch with a request in flight; beside the others |
+| perf/rollout_s | seconds since the last step's batch with a request in flight; next to the others |
 | perf/eval_wait_s | seconds that training waited for an evaluation's end |
 
 An evaluation is of a weight version and not of a step, so it has a file of its own, ``eval/metrics.jsonl``,
@@ -90,7 +90,7 @@ class MetricsWriter:
         """Write one step: ``{"step": step, "time": seconds since 1970, **metrics}``.
 
         Values may be numbers, booleans, strings, None, and numpy or torch scalars; a number that is
-        not finite becomes the string "nan", "inf" or "-inf".  Trackers get the numbers alone.
+        not finite becomes the string "nan", "inf" or "-inf".  Trackers get the numbers only.
         Raises ValueError for any other value and for the keys "step" and "time", and OSError, which names
         the file, where the whole line cannot be written (a full disk): none of it is in the file then.
         """

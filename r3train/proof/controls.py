@@ -1,4 +1,4 @@
-"""Agreement: the trainer's own choice beside chance, and beside routes that are misaligned on purpose.
+"""Agreement: the trainer's own choice against chance, and against routes that are misaligned on purpose.
 
 Counted in the rollout's first forwards, before a step changes a weight.
 """
@@ -28,7 +28,7 @@ def beaten_by(values: Mapping[str, int]) -> tuple[str, str, str] | None:
     +1 or -1, and its standard error at most the root of that (McNemar's test).  10 standard errors
     are required, not 5, because the samples of a group repeat their prompt's rows.  A tenth of the
     rows is required too: in many rows a small difference is soon sure and means nothing.
-    Routes drawn at random are at chance, and so are their controls.
+    Routes sampled at random are at chance, and so are their controls.
     """
     rows = values["rows_replayed"] + values.get("rows_dropped", 0)
     equal = values["rows_equal"]

@@ -440,7 +440,7 @@ def _kept_agreement(
 
 
 def agreement_shares(layers: Sequence[Mapping[str, int]], shape: RouteShape) -> dict[str, float]:
-    """Shares of rows in the ``native`` place, beside chance and the misaligned controls.
+    """Shares of rows in the ``native`` place, against chance and the misaligned controls.
 
     layers: the counters there of each layer.
     ``current_...`` and ``stale_...`` are shares of the rows of the actor's own version and of the
@@ -477,7 +477,7 @@ def step_line(
 ) -> dict[str, Any]:
     """The line of ``evidence/steps.jsonl``: the verdict, and all that it was judged by.
 
-    A failed step has the fingerprints of each data-parallel rank beside it, to find its ranks.
+    A failed step has the fingerprints of each data-parallel rank next to it, to find its ranks.
     """
 
     def hexadecimal(fingerprints: dict[int, int]) -> dict[int, str]:

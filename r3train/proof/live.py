@@ -31,7 +31,7 @@ def prove_step(
     """Write this rank's records, add up all ranks' sums, judge them and write the verdict.
 
     A collective.  Records that may be summed are written after the judgement, which tells whether they are
-    right.  No verdict is written before the records of all ranks.  expectation: on rank 0 alone, which
+    right.  No verdict is written before the records of all ranks.  expectation: on rank 0 only, which
     alone has a verdict.  rechecked: comparisons with samples that were rechecked, None without any
     to expect; missed: see ``Sampling``.
     """

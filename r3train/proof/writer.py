@@ -1,8 +1,8 @@
 """R3 evidence of one rank: two log lines and one JSON record a router call, or a sum of right calls.
 
 The line shapes are a public contract: log scrapers look for them.  Those of a sum have the number of calls
-behind them.  A line of another shape says where a start begins: one that goes on with the log of a killed
-one may stand behind half a call.
+after them.  A line of another shape says where a start begins: one that goes on with the log of a killed
+one may stand after half a call.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class EvidenceWriter:
             rotated_files.close_part(self._path, steps, begin_anew)
 
     def write_recheck(self, records: Sequence[RecheckRecord]) -> None:
-        """Store the comparisons of one step (rank 0 alone)."""
+        """Store the comparisons of one step (rank 0 only)."""
         if self._rechecked is not None:
             with naming(Path(self._rechecked.name)):
                 for record in records:
@@ -119,7 +119,7 @@ class EvidenceWriter:
                 self._rechecked.flush()
 
     def write_step(self, verdict: dict) -> None:
-        """Store the step's verdict (rank 0 alone)."""
+        """Store the step's verdict (rank 0 only)."""
         if self._steps is not None:
             with naming(Path(self._steps.name)):
                 self._steps.write(json.dumps({"attempt": self._attempt, **verdict}) + "\n")

@@ -185,7 +185,7 @@ class RunReport:
     def rollout(self) -> dict[str, float]:
         """Seconds with a request in flight, and the rest of the steps; {} where not recorded.
 
-        Rollout runs beside training, so it is no part of ``times``.
+        Rollout runs next to training, so it is no part of ``times``.
         """
         seconds = {step: value for step, value in self.series(ROLLOUT_S) if value >= 0}
         if not seconds:
@@ -198,7 +198,7 @@ class RunReport:
 def load_run(path: Path, name: str, keys: Collection[str] = ()) -> RunReport:
     """Read a run directory.
 
-    keys: metrics that the caller draws, beside those of the times and the verdict.
+    keys: metrics that the caller draws, next to those of the times and the verdict.
     Raises ValueError where the run's metrics are missing or cannot be read.
     """
     notices: list[str] = []

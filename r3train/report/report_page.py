@@ -64,7 +64,7 @@ _PART_COLOURS = {
     "idle": "#64748b",
 }
 _VERDICTS = {PASSED: "passed", FAILED: "failed", NO_EVIDENCE: "without evidence"}
-# Half of a character beyond 16 bits, alone: no encoding has it.
+# Half of a character beyond 16 bits, only: no encoding has it.
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 

@@ -33,7 +33,7 @@ def last_box(text: str) -> str | None:
 
 
 def after_mark(text: str) -> str | None:
-    """The rest of the line behind the last ``####``, GSM8K's mark; None without one."""
+    """The rest of the line after the last ``####``, GSM8K's mark; None without one."""
     _, mark, rest = text.rpartition(_MARK)
     return rest.strip().split("\n")[0].strip() if mark else None
 
@@ -52,7 +52,7 @@ def last_number(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """The last box, else the text behind the last ``####``, else the last number; None without one.
+    """The last box, else the text after the last ``####``, else the last number; None without one.
 
     Reads the last 4,000 characters.
     """
@@ -72,5 +72,5 @@ def number_of(text: str) -> Decimal | None:
         return None
     try:
         return Decimal(written.replace(",", ""))
-    except InvalidOperation:  # a sign or a point alone
+    except InvalidOperation:  # a sign or a point only
         return None

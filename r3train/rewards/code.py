@@ -123,7 +123,7 @@ def run_program(
 ) -> str | None:
     """Run a Python program with ``given`` as its input, within the limits of docs/code_rewards.md.
 
-    Returns its output if it, and the tests behind it, came to their end in time, else None.
+    Returns its output if it, and the tests after it, came to their end in time, else None.
     """
     if timeout_s <= 0:
         return None

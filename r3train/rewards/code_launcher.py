@@ -8,7 +8,7 @@ when program, tests and what they left to atexit have run to their end.
 The first runs nothing of the model's.  It alone holds RESULT_FD, and writes to it when the second has said so
 and has ended with 0.  A program that ends its process before its tests therefore does not pass, and finds in
 its process nothing that makes it pass.  ``directory_bytes`` of the job is the size of the file system that the
-first makes for the working directory, or null.  Knows the standard library alone.
+first makes for the working directory, or null.  Knows the standard library only.
 """
 
 import atexit

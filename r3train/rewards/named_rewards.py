@@ -30,7 +30,7 @@ BOXED = "boxed_"
 
 
 class TextReward(Reward):
-    """A reward that looks at label and text alone and takes no time."""
+    """A reward that looks at label and text only and takes no time."""
 
     needs_label = True
 
@@ -144,7 +144,7 @@ def _takes(function: Any, count: int) -> bool:
 def get_reward(
     name: str, data: DataSection, judge_key: str | None = None, flag: str = "--rm-type"
 ) -> Reward:
-    """Return the reward registered as ``name``; ``boxed_`` before it scores the last box alone.
+    """Return the reward registered as ``name``; ``boxed_`` before it scores the last box only.
 
     Raises ValueError, naming the flag, for an unknown name.
     """

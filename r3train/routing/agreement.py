@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import comb, log
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # an audit of evidence needs ``chance_levels`` alone
+if TYPE_CHECKING:  # an audit of evidence needs ``chance_levels`` only
     import torch
 
 

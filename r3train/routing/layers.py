@@ -1,4 +1,4 @@
-"""The layers that each rank holds, by arithmetic alone.
+"""The layers that each rank holds, by arithmetic only.
 
 The trainer reads ``router.layer_number`` from the modules that it built.  This module computes the
 same map without a model: for start-up checks, for slices of models that do not fit on this machine,

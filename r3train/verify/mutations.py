@@ -580,7 +580,7 @@ def _scaled(original, chunks, num_tokens, factor, kwargs):
 
 @replaces(actor, "finalize_model_grads", "dp2", GRADIENTS)
 def local_token_normalisation(original, chunks, num_tokens=None, **kwargs):
-    """Gradients are divided by this rank's tokens alone."""
+    """Gradients are divided by this rank's tokens only."""
     local = float(num_tokens)
     _scaled(original, chunks, None, 1.0 / local, kwargs)
 
@@ -763,7 +763,7 @@ KEPT_TOKENS = "tests/oracle/test_sampling_mask.py"
 
 @replaces(microbatch, "take_ragged", caught_by=KEPT_TOKENS)
 def sampling_mask_of_the_next_row(original, counts, ids, rows):
-    """Every row has the sampling masks of the row behind it."""
+    """Every row has the sampling masks of the row after it."""
     return original(counts, ids, np.roll(rows, -1))
 
 
@@ -810,14 +810,14 @@ def adapter_gradients_not_finalised(original, chunks, *args, **kwargs):
 
 @changes_adapters
 def qkv_a_not_summed(adapter):
-    """A of query, key and value has the gradient of this rank's tokens alone."""
+    """A of query, key and value has the gradient of this rank's tokens only."""
     if adapter.query_groups:
         adapter.a.sequence_parallel = False
 
 
 @changes_adapters
 def o_proj_b_not_summed(adapter):
-    """B of the attention's output has the gradient of this rank's tokens alone."""
+    """B of the attention's output has the gradient of this rank's tokens only."""
     if not adapter.is_column and not adapter.is_expert:
         adapter.b0.sequence_parallel = False
 
@@ -895,7 +895,7 @@ def b_in_a_list(adapter):
 @mutation(caught_by=LORA)
 @contextmanager
 def norm_left_in_the_linear(config, hf):
-    """Transformer Engine's norm stays in the linear behind it: the adapter's input is not normed."""
+    """Transformer Engine's norm stays in the linear after it: the adapter's input is not normed."""
     fused = lora.te.TELayerNormColumnParallelLinear
     with patched(lora, "norms_apart", lambda original, layers: None):
         with mock.patch.object(lora, "_COLUMN", (*lora._COLUMN, fused)):

@@ -106,7 +106,7 @@ def _optimizer(name: str, parameters: list[Tensor]) -> torch.optim.Optimizer:
 
 
 def _update_expert_bias(weights: Weights, variant: ModelVariant, traces: list[SampleTrace]) -> None:
-    """Auxiliary-loss-free balancing: bias += rate * sign(mean load - load), real rows alone.
+    """Auxiliary-loss-free balancing: bias += rate * sign(mean load - load), real rows only.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """

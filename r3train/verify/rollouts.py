@@ -1,6 +1,6 @@
 """The one batch that every topology trains on, with routes that no router of the model would choose.
 
-Every token id occurs once in the batch (0 is padding's alone), so that the embedding in any row of
+Every token id occurs once in the batch (0 is padding's only), so that the embedding in any row of
 any rank says which sample and position it is, without believing a single index of the trainer.
 """
 

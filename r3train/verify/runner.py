@@ -1,4 +1,4 @@
-"""Run cases: one torchrun a world size, started again behind a case that takes it down."""
+"""Run cases: one torchrun a world size, started again after a case that takes it down."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from r3train.engine.server import free_port
 from r3train.verify.topologies import TOPOLOGIES
 
-EVIDENCE_RUN = "run"  # a case's run directory, beside its tables
+EVIDENCE_RUN = "run"  # a case's run directory, next to its tables
 _CASE_TIMEOUT_S = 240
 _START_TIMEOUT_S = 240
 

@@ -123,7 +123,7 @@ def to_json(v: Verification) -> str:
 
 
 def to_html(v: Verification) -> str:
-    """The terminal's tables as a page that needs nothing beside it."""
+    """The terminal's tables as a page that needs nothing next to it."""
     console = Console(record=True, file=io.StringIO(), width=160)
     print_report(v, console)
     return console.export_html(inline_styles=True)
@@ -152,7 +152,7 @@ _DOC_HEAD = """<!-- written by: r3train verify --mutations --bf16 --write-docs; 
 
 # Verification of replay
 
-One small batch with *given* routes, drawn from another router so that native routing would show, is
+One small batch with *given* routes, sampled from another router so that native routing would show, is
 run through the production actor in every topology, dealt, packed and scattered by the functions of the
 training loop. Each run is held against two oracles: (a) the same actor at world size 1, (b) a
 plain-PyTorch transformer in float64 that is told its routes and shares no code with the actor. The table

@@ -84,7 +84,7 @@ def run(run_dir: Path, *flags: str, timeout: float = 480, **how: Any) -> Job:
 
 
 def start(command: list[str], output: Path, **options: bool) -> psutil.Popen:
-    """A job that goes on beside the test; what it prints goes to a file."""
+    """A job that goes on next to the test; what it prints goes to a file."""
     with output.open("w") as out:
         return psutil.Popen(
             command,

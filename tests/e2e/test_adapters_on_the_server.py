@@ -34,7 +34,7 @@ STALENESS = 1
 
 
 def factors(model: Path, seed: int) -> dict[str, torch.Tensor]:
-    """An adapter with B drawn and not zero: its log-probs are far from the base's."""
+    """An adapter with B random and not zero: its log-probs are far from the base's."""
     hf, generator = read_hf_facts(model), torch.Generator().manual_seed(seed)
     tensors, found = load_file(model / "model.safetensors"), {}
     for name in sorted(LORA.targets(tensor_names(hf))):
@@ -62,7 +62,7 @@ def prompt(hf, seed: int, length: int) -> Prompt:
 
 
 # a family may be served when this passes: Family.adapters_served; glm4_moe has dense layers and a shared
-# expert beside routed ones, those behind it latent attention too
+# expert next to routed ones, those behind it latent attention too
 FAMILIES_SERVED = (
     *("qwen3_moe", "olmoe", "mixtral", "minimax_m2"),
     *("glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite"),
@@ -114,7 +114,7 @@ def test_versions_are_served_side_by_side_and_each_is_the_merged_model(family, t
             await asyncio.to_thread(publish, 0)
             running = asyncio.create_task(ask(0, 0, long))
             await asyncio.to_thread(wait_until_running, server.addr, 1)
-            await asyncio.to_thread(publish, 1)  # beside the running request
+            await asyncio.to_thread(publish, 1)  # next to the running request
             # one batch of two versions; the second of a text finds nothing of the first in the cache
             mixed = await asyncio.gather(*(ask(seed, v) for seed in (1, 2) for v in (0, 1)))
             assert not running.done()

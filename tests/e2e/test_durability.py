@@ -134,7 +134,7 @@ def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, 
     assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
 
 
-# sets whose answers show each setting: one is drawn, three are greedy, each for another reason
+# sets whose answers show each setting: one is sampled, three are greedy, each for another reason
 EVALUATION = """
 [eval]
 eval_interval = 3
@@ -146,13 +146,13 @@ eval_rm_type = "accepted_words"
 eval_input_key = "ask"
 eval_label_key = "words"
 datasets = [
-    {{name = "drawn", path = "{path}", metadata_key = "facts"}},
+    {{name = "sampled", path = "{path}", metadata_key = "facts"}},
     {{name = "cold", path = "{path}", n_samples_per_eval_prompt = 1, temperature = 0.0}},
     {{name = "narrow", path = "{path}", n_samples_per_eval_prompt = 1, top_p = 1e-6}},
     {{name = "short", path = "{path}", n_samples_per_eval_prompt = 1, top_k = 1, max_response_len = 3}},
 ]
 """
-EVAL_SETS = ("drawn", "cold", "narrow", "short")
+EVAL_SETS = ("sampled", "cold", "narrow", "short")
 
 
 def evaluation_recipe(directory: Path, prompts: Path) -> Path:
@@ -180,20 +180,22 @@ def shows_its_settings(rows: dict[str, list[dict]], version: int) -> None:
     assert {row["version"] for of_set in rows.values() for row in of_set} == {version}
     assert {name: len(of_set) for name, of_set in rows.items()} == {
         **dict.fromkeys(EVAL_SETS, 5),
-        "drawn": 15,
+        "sampled": 15,
     }
     words = {name: [row["answer"].split() for row in of_set] for name, of_set in rows.items()}
     assert words["cold"] == words["narrow"]
     # some tokens have no text, so three tokens may be fewer words
     assert words["short"] == [long[: len(s)] for s, long in zip(words["short"], words["cold"])]
     assert any(words["short"])
-    assert words["drawn"][::3] != words["drawn"][1::3] and words["drawn"][::3] != words["cold"]
+    assert (
+        words["sampled"][::3] != words["sampled"][1::3] and words["sampled"][::3] != words["cold"]
+    )
     lengths = {name: {row["response_len"] for row in of_set} for name, of_set in rows.items()}
-    assert max(lengths["drawn"]) == max(lengths["cold"]) == 5 and max(lengths["short"]) == 3
+    assert max(lengths["sampled"]) == max(lengths["cold"]) == 5 and max(lengths["short"]) == 3
     for name, of_set in rows.items():
         for row, answer in zip(of_set, words[name]):
             right = sum(word in row["label"] for word in answer)
-            assert row["reward"] == right / (10 if name == "drawn" else max(len(answer), 1))
+            assert row["reward"] == right / (10 if name == "sampled" else max(len(answer), 1))
             assert row["prompt"].startswith("name ")
 
 
@@ -236,14 +238,14 @@ def test_a_synchronous_greedy_run_that_is_killed_resumes_exactly_with_the_server
     steps = read_metrics(run_dir)
     jobs.same_numbers(whole.metrics(), steps, but=jobs.OF_THE_GAP)
     assert (tmp_path / "a" / WEIGHTS).read_bytes() == (tmp_path / "b" / WEIGHTS).read_bytes()
-    # nothing was evaluated twice, and every answer tells by which settings it was drawn
+    # nothing was evaluated twice, and every answer tells by which settings it was sampled
     assert [path.stat().st_mtime_ns for path in evaluated] == written
     lines = (run_dir / "eval" / "metrics.jsonl").read_text().splitlines()
     done = [(json.loads(line)["step"], json.loads(line)["name"]) for line in lines]
     assert sorted(done) == sorted((version, name) for version in (0, 3, 6) for name in EVAL_SETS)
     for version in (0, 3, 6):
         shows_its_settings(answers(run_dir, version), version)
-    assert "evaluation of drawn" in second.output and "(version 6)" in second.output
+    assert "evaluation of sampled" in second.output and "(version 6)" in second.output
     # the checkpoint that the run exported, on a server of the command's own, gives the same answers
     last = answers(run_dir, 6)
     again = r3train_eval(tmp_path / "b", recipe, tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""Families beside the demo's on real servers: served, replayed, trained, sent back."""
+"""Families next to the demo's on real servers: served, replayed, trained, sent back."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_a_checkpoint_of_adapters_is_converted_to_what_the_job_exported(merged_j
 
 @pytest.mark.slow
 def test_experts_of_one_tensor_a_layer_learn_and_are_served_and_saved_merged(tmp_path):
-    """gpt-oss: SGLang gets their tensors without the biases beside them."""
+    """gpt-oss: SGLang gets their tensors without the biases next to them."""
     build(tmp_path / "tiny", TinyOptions(family="gpt_oss"))
     model, saved = tmp_path / "tiny" / "model", tmp_path / "hf"
     job = jobs.run(

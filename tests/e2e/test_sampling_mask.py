@@ -38,13 +38,13 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
     samples = [
         s for n in range(2) for group in load_rollout(job.run_dir / "rollouts", n) for s, _ in group
     ]
-    drawn = sum(int(s.loss_mask.sum()) for s in samples)
+    sampled = sum(int(s.loss_mask.sum()) for s in samples)
     counts = [int(n) for s in samples for n in s.mask_counts[s.loss_mask]]
     assert min(counts) >= 1 and max(counts) <= 20 and len(set(counts)) > 3
     checked = CliRunner().invoke(main, ["check-evidence", str(job.run_dir), "--json"])
     (audit,) = json.loads(checked.stdout)["audits"]
     assert audit["verdict"] == "passed", audit["findings"]
-    assert audit["numbers"]["rows_of_sampling_mask"] == 3 * drawn  # in three passes
+    assert audit["numbers"]["rows_of_sampling_mask"] == 3 * sampled  # in three passes
 
 
 # tests/oracle/test_sampling_mask.py plants the same bug in ranks

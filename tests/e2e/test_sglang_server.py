@@ -103,14 +103,14 @@ def test_a_teachers_log_probs_equal_hf_with_and_without_a_cached_prompt(
     server, references, at_version_zero
 ):
     prompt, long = prompt_of(3, 60), SamplingParams(20, ignore_eos=True)
-    drawn = generate(server, [prompt] * 3, long)
+    sampled = generate(server, [prompt] * 3, long)
     # an environment's words between two answers
-    drawn[0] = replace(drawn[0], loss_mask=drawn[0].loss_mask & (np.arange(80) % 7 > 1))
+    sampled[0] = replace(sampled[0], loss_mask=sampled[0].loss_mask & (np.arange(80) % 7 > 1))
 
     async def scored():
         teacher = ServedTeacher(f"http://{server.addr}", max_concurrency=1)
         try:
-            return [await teacher(sample) for sample in drawn]
+            return [await teacher(sample) for sample in sampled]
         finally:
             await teacher.aclose()
 

@@ -223,4 +223,4 @@ def every_prompt_has_one_fate(job: jobs.Job, groups: int) -> None:
     trained = [o["group_id"] for o in outcomes if o["outcome"] == "trained"]
     assert len(trained) == len(set(trained)) == groups
     fates = [o["group_id"] for o in outcomes]
-    assert sorted(fates) == list(range(len(fates))), "every prompt drawn has one fate"
+    assert sorted(fates) == list(range(len(fates))), "every prompt sampled has one fate"

@@ -13,7 +13,7 @@ from tests.oracle.algorithm import NO_GRADIENT
 
 
 def loss(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
-    """PPO, and 0 beside it, whose gradient is NaN at some advantages: 0 times that of a root at 0."""
+    """PPO, and 0 next to it, whose gradient is NaN at some advantages: 0 times that of a root at 0."""
     own = ppo(rows, algorithm)
     low, high = NO_GRADIENT
     change = (rows.log_probs - rows.log_probs.detach()).square()

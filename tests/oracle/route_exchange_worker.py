@@ -1,4 +1,4 @@
-"""One rank of test_route_exchange: slices by way of route stores beside slices cut by rank 0.
+"""One rank of test_route_exchange: slices by way of route stores next to slices cut by rank 0.
 
     torchrun --nproc-per-node 4 -m tests.oracle.route_exchange_worker DIRECTORY [--corrupt]
 

@@ -511,7 +511,7 @@ class Jobs:
                 stderr=log,
             )
             try:
-                for job in jobs:  # the oracle computes beside them
+                for job in jobs:  # the oracle computes next to them
                     self.expected(job.variant, job.rule)
                 process.wait(timeout=700)
             finally:
@@ -651,7 +651,7 @@ def test_a_skipped_old_pass_changes_neither_weights_nor_metrics_nor_claims(jobs:
     passes = [{tuple(step["passes"]) for step in steps} for steps in evidence]
     assert passes == [{("ref_log_prob", "train")}, {("old_log_prob", "ref_log_prob", "train")}]
     for one, other in zip(*evidence, strict=True):
-        # the trainer's own choice beside the controls, in whichever forward is the first
+        # the trainer's own choice next to the controls, in whichever forward is the first
         assert one["agreement"] == other["agreement"] and one["agreement"]["control_token_plus"]
         assert one["passed"] and one["expected_fingerprints"] == other["expected_fingerprints"]
     for one, other in zip(*(read_metrics(j.directory / "run") for j in (skipped, made))):

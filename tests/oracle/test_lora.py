@@ -485,7 +485,7 @@ SLOW += [group for family in ("glm4_moe", "moonlight") for group in halves(famil
 @pytest.mark.parametrize(
     "world_size, cases",
     [
-        (2, [f"glm4_moe {topology}" for topology in QUICK]),  # a bias beside the adapter too
+        (2, [f"glm4_moe {topology}" for topology in QUICK]),  # a bias next to the adapter too
         (2, ["deepseek_v3 tp2ep2"]),  # latent attention, whose down projections every rank has
         *(pytest.param(*group, marks=pytest.mark.slow) for group in SLOW),
     ],

@@ -140,7 +140,7 @@ def load(
 ) -> dict[str, Any]:
     """The moments and steps of every topology of this size, resumed from each of its sources.
 
-    Beside them, by pair, how far a step of no learning rate moves a weight.
+    Next to them, by pair, how far a step of no learning rate moves a weight.
     """
     loaded, moved, hf = {}, {}, read_hf_facts(model)
     for name, fields in topologies_of(group, every).items():

@@ -103,7 +103,7 @@ def damaged_json(draw: random.Random, file: Path) -> None:
         file.write_text(json.dumps(damaged(draw, json.loads(file.read_text()))))
 
 
-# each kind damages the files of a directory, and returns flags and variables beside the usual ones
+# each kind damages the files of a directory, and returns flags and variables besides the usual ones
 Extra = tuple[list[str], dict[str, str]]
 
 

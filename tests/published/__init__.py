@@ -50,7 +50,7 @@ RECIPES = (
     Recipe("minimax_m2", "MiniMax-M2", 96, 80),
     Recipe("deepseek_v3", "DeepSeek-V3", 256, 80),
     Recipe("kimi_k2", "Kimi-K2-Instruct", 256, 80),
-    # beside their servers on one machine
+    # next to their servers on one machine
     Recipe("olmoe_1b_7b_one_node", "OLMoE-1B-7B", 4, 80),
     Recipe("moonlight_16b_a3b_one_node", "Moonlight-16B-A3B", 4, 80),
     Recipe("gpt_oss_20b_one_node", "gpt-oss-20b", 4, 80),

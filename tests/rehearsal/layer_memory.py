@@ -150,7 +150,7 @@ def install() -> None:
 
 
 def peak(layer: torch.nn.Module, rows: int, config: Any) -> int:
-    """Bytes at the peak beside the layer's weights and its input."""
+    """Bytes at the peak next to the layer's weights and its input."""
     shape = rows, 1, config.hidden_size
     hidden = torch.empty(shape, dtype=torch.bfloat16, device=META, requires_grad=True)
     account = Account()

@@ -124,7 +124,7 @@ def train(built: Any, config: RunConfig) -> None:
 
 
 def measure(recipe: Recipe, ranks: list[int], settings: dict[str, Any]) -> list[dict[str, int]]:
-    """Bytes that each rank holds between steps, and those that passes and the optimizer's step take beside."""
+    """Bytes that each rank holds between steps, and those that passes and the optimizer's step take next to."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / recipe.model
         write_config(directory, recipe.model)

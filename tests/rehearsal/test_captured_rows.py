@@ -103,7 +103,7 @@ def test_a_data_parallel_rank_keeps_the_rows_of_its_own_requests(graph):
     assert torch.equal(kept, chosen[:, start : start + 2].transpose(0, 1))
 
 
-NOT_MENDED = "SGLang has mended it: r3train/engine/refusals.py may let data-parallel attention pass"
+NOT_MENDED = "SGLang has fixed it: r3train/engine/refusals.py may let data-parallel attention pass"
 
 
 def test_in_a_graph_of_prefills_a_data_parallel_rank_keeps_rows_of_another_so_they_are_refused():

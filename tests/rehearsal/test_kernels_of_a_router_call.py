@@ -104,7 +104,7 @@ def router_of(layer_number: int, dispatcher: str = "alltoall") -> SimpleNamespac
 
 
 def kernels(check: bool, missing: bool, replay_pass: str, records: bool = True) -> Iterator[float]:
-    """Kernels a call beside the router's own: of the forwards, then of a train pass's recomputations."""
+    """Kernels a call next to the router's own: of the forwards, then of a train pass's recomputations."""
     manager = ranks_manager(check)
     manager.records = records
     routers = [router_of(n) for n in range(1, LAYERS + 1)]

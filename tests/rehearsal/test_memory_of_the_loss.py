@@ -1,4 +1,4 @@
-"""The loss of a recipe's longest microbatch fits beside the model: its logits are never copied whole."""
+"""The loss of a recipe's longest microbatch fits next to the model: its logits are never copied whole."""
 
 from __future__ import annotations
 

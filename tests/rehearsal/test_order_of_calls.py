@@ -85,7 +85,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         node.become(rank)
         assert train_async.run(SimpleNamespace(config=config), rank, tmp_path) == 1
     assert trained_on == [(i, torch.device("cuda", i), i) for i in range(NUM_RANKS)]
-    # the group of the device is made when the rank has its device; the host's group is beside it
+    # the group of the device is made when the rank has its device; the host's group is next to it
     assert node.joined == [
         g for i in range(NUM_RANKS) for g in (("nccl", i, "0"), ("gloo", i, "0"))
     ]

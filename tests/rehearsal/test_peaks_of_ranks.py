@@ -31,7 +31,7 @@ STAGED = {
     "recompute_method": "block",
 }
 INTERLEAVED = STAGED | {"virtual_pipeline_model_parallel_size": 2}
-# recipe, a rank of each stage that is counted, and settings beside the recipe's
+# recipe, a rank of each stage that is counted, and settings next to the recipe's
 CASES = (
     ("glm_4_5_air", (0, 48), {}),
     ("deepseek_v3", (224,), {}),

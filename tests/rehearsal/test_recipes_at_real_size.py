@@ -60,7 +60,7 @@ def _of_one(name: str) -> bool:
     return ".experts." in name and name.split(".experts.")[1].split(".")[0].isdigit()
 
 
-# ranks of stages beside the first, which has dense layers
+# ranks of stages next to the first, which has dense layers
 STAGES = {
     "glm_4_5_air": (16, 48),
     "mixtral_8x7b": (8,),

@@ -69,7 +69,7 @@ def token_advantages(
 ) -> list[list[np.ndarray]]:
     """Run the configured estimator: float32[T] for each sample of each group, 0 outside its mask.
 
-    token_rewards: what single tokens earn beside their episode's reward (--kl-coef), float64[T] for each
+    token_rewards: what single tokens earn next to their episode's reward (--kl-coef), float64[T] for each
     sample, 0 outside its mask.  An estimator that does not read them gets their sum in the episode's reward.
 
     With --loss-type sft there is none, and every advantage is 1.

@@ -27,7 +27,7 @@ def reinforce_plus_plus(
 ) -> list[list[np.ndarray]]:
     """Discount rewards from the last loss token back, ``sum of gamma^(s - t) r_s`` over s >= t; whiten.
 
-    r is R at a sample's last loss token, and beside it the token's own reward (--kl-coef).  ``s - t``
+    r is R at a sample's last loss token, and next to it the token's own reward (--kl-coef).  ``s - t``
     counts loss tokens.  Groups do not matter: one sample a prompt is enough.
     token_rewards: float64[T] for each sample, see ``token_advantages``.
     Source: arXiv 2501.03262, section 3.2.

@@ -226,7 +226,7 @@ class MegatronActor:
     def _finite(self, loss: float) -> bool:
         """Return True if the loss and every gradient on every rank are finite; a collective.
 
-        False too where a loss of the user's failed, on rows of padding alone for instance.
+        False too where a loss of the user's failed, on rows of padding only for instance.
         """
         finite = torch.tensor(math.isfinite(loss) and not self.loss_errors, device=self.device)
         for chunk in self.model.chunks:
@@ -268,7 +268,7 @@ class MegatronActor:
             teacher_log_probs,
             self._num_ages,
         )
-        # a user's backward pass is bounded in the main thread alone, where a CPU's runs by itself
+        # a user's backward pass is bounded in the main thread only, where a CPU's runs by itself
         in_main = torch.autograd.set_multithreading_enabled(self._guarded_loss is None)
         with in_main, self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)

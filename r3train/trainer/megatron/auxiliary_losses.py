@@ -26,7 +26,7 @@ from r3train.types import RankSlice, RankTopology
 
 
 def _token_counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
-    """Megatron's counts of a router's call, of one token where a pack holds padding alone.
+    """Megatron's counts of a router's call, of one token where a pack holds padding only.
 
     Megatron divides by them.  A data-parallel rank without a sample would make NaN of all gradients.
     """

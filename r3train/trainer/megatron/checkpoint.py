@@ -54,7 +54,7 @@ _ADAPTERS = "adapters"
 # torch's own switch; it wins over the caller's weights_only
 _WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
-# all that torch writes into .metadata, beside dtypes
+# all that torch writes into .metadata, next to dtypes
 _PLANS = {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"}
 _DESCRIPTIONS = {"BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"}
 _DESCRIPTIONS |= {
@@ -84,7 +84,7 @@ class CheckpointError(RuntimeError):
 
 
 def _model_state(actor: MegatronActor) -> dict[str, Any]:
-    """The model's sharded state; with LoRA that of the adapters alone, for the base never changes."""
+    """The model's sharded state; with LoRA that of the adapters only, for the base never changes."""
     if actor.lora.enabled:
         return {_ADAPTERS: lora.sharded_state(actor.model.chunks)}
     chunks = actor.model.unwrapped
@@ -409,7 +409,7 @@ def check_metadata(checkpoint: Path) -> None:
 
 @contextmanager
 def no_code_from_files() -> Iterator[None]:
-    """Have every torch.load take tensors and plain values alone, whatever its caller asks for.
+    """Have every torch.load take tensors and plain values only, whatever its caller asks for.
 
     Values of a checkpoint that are no tensors are pickles in its ``.distcp`` files, and torch's planner
     opens them with ``weights_only=False``.

@@ -77,7 +77,7 @@ def uses_transformer_engine(attention_backend: str, *, on_cuda: bool) -> bool:
     if attention_backend == "local" or (attention_backend == "auto" and not on_cuda):
         if on_cuda:
             raise ValueError(
-                "--attention-backend local: these layers run on a CPU alone, and a CUDA device is"
+                "--attention-backend local: these layers run on a CPU only, and a CUDA device is"
                 " here; take te, or hide the device (CUDA_VISIBLE_DEVICES=)"
             )
         return False
@@ -233,7 +233,7 @@ def _patch_moe() -> None:
     """
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # NameError in router_gating_linear without Transformer Engine (mended upstream in 0.19)
+    # NameError in router_gating_linear without Transformer Engine (fixed upstream in 0.19)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
     # all_to_all_single wants lists of ints; on a CPU the splits stay tensors

@@ -138,7 +138,7 @@ class PackedCoreAttention(MegatronModule):
             mask = torch.cat([bias.expand(-1, q.shape[1], -1, -1), sinks], -1)
             k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
         # sinks make it a mask with a gradient, which torch's faster kernel takes in passes without
-        # gradients alone: a step's first log-probs would not be those of the pass before, to the last bit
+        # gradients only: a step's first log-probs would not be those of the pass before, to the last bit
         kernels = sdpa_kernel(SDPBackend.MATH) if self.softmax_offset is not None else nullcontext()
         with kernels:
             out = F.scaled_dot_product_attention(

@@ -66,7 +66,7 @@ def to_rank_0(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the named tensors of all pipeline stages' leaders on rank 0, nothing elsewhere.
 
-    of_stage: those of this rank's stage, a collective of the stage; it yields on its leader alone.
+    of_stage: those of this rank's stage, a collective of the stage; it yields on its leader only.
     """
     if ps.get_pipeline_model_parallel_rank() > 0:
         for name, tensor in of_stage:
@@ -96,7 +96,7 @@ def _whole_parameters(
     value_of: Callable[[torch.Tensor], torch.Tensor],
     is_wanted: Callable[[torch.Tensor], bool],
 ) -> Iterator[tuple[Layout, list[str], int | None, torch.Tensor]]:
-    """Yield this stage's parameters, whole, on its leader alone: layout, names on disk, expert, tensor."""
+    """Yield this stage's parameters, whole, on its leader only: layout, names on disk, expert, tensor."""
     sends = ps.get_data_parallel_rank(with_context_parallel=True) == 0
     expert_sends = ps.get_expert_data_parallel_rank() == 0
     first_shard, leads = ps.get_expert_tensor_parallel_rank() == 0, is_leader()

@@ -38,7 +38,7 @@ class DeviceSlice:
     loss_weights: torch.Tensor  # float32[sequences]
     ages: torch.Tensor  # int64[n]
     packed: PackedSeqParams
-    kept: SamplingMask | None  # set where the labels were drawn within a sampling mask
+    kept: SamplingMask | None  # set where the labels were sampled within a sampling mask
     teacher_log_probs: torch.Tensor | None  # set where samples carry them
 
     @classmethod

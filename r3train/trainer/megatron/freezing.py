@@ -23,7 +23,7 @@ def check_freezing(config: RunConfig, hf: HfModelFacts) -> None:
     """Raise ValueError for a --freeze-params that no tensor of the checkpoint matches.
 
     With --save also for one that matches some experts of a layer: a checkpoint of Megatron has the
-    moments of a layer's experts as one tensor.  Reads the checkpoint's headers alone.
+    moments of a layer's experts as one tensor.  Reads the checkpoint's headers only.
     """
     patterns = config.trainer.freeze_params
     names = read_headers(hf.path) if patterns else {}
@@ -88,7 +88,7 @@ def freeze(config: RunConfig, weights: ModelWeights, chunks: Sequence[torch.nn.M
 def let_gradients_pass(chunk: torch.nn.Module) -> None:
     """Make the output of a frozen embedding require a gradient.
 
-    Megatron recomputes a layer only if its input requires one: behind a frozen embedding all layers of
+    Megatron recomputes a layer only if its input requires one: after a frozen embedding all layers of
     the stage would silently train on no gradient at all.
     """
     import torch

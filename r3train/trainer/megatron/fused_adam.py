@@ -33,7 +33,7 @@ def create_state(adam: Any) -> None:
 
 
 def _save_whole_weights(part: Any) -> None:
-    """Give checkpoints float32 weights: FusedAdam keeps the lower half of one, beside a bfloat16 weight.
+    """Give checkpoints float32 weights: FusedAdam keeps the lower half of one, next to a bfloat16 weight.
 
     Megatron saves those halves as if they were weights.  It cannot load them, and another optimizer takes them
     for weights.
@@ -66,7 +66,7 @@ def _save_whole_weights(part: Any) -> None:
 
 
 def _upper(weight: torch.Tensor) -> torch.Tensor:
-    """Bits of bfloat16 weights as float32; the half beside them counts from there, up or down."""
+    """Bits of bfloat16 weights as float32; the half next to them counts from there, up or down."""
     return weight.detach().view(torch.int16).to(torch.int32) << 16
 
 

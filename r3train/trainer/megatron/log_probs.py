@@ -2,7 +2,7 @@
 
 One row of a large vocabulary takes more memory than the row's whole layer.  So no float32 copy of all
 logits is made: a chunk of rows is converted, scaled and summed up, forward and again backward, and the
-gradient overwrites the logits.  Beside the logits, in the model's own dtype, there are never more than
+gradient overwrites the logits.  Next to the logits, in the model's own dtype, there are never more than
 three float32 tensors of one chunk.
 """
 
@@ -28,7 +28,7 @@ class Draw:
     labels: torch.Tensor  # int64[n]
     temperature: float  # SGLang divides the logits by it, and keeps tokens of what comes out
     kept: SamplingMask | None = None  # None: of the whole vocabulary
-    see_kept: SeeKept | None = None  # called once a chunk, in the forward alone
+    see_kept: SeeKept | None = None  # called once a chunk, in the forward only
     chunk_size: int = -1  # rows at a time; -1: all
 
     def chunks(self) -> Iterator[slice]:

@@ -331,7 +331,7 @@ def norms_apart(layers: Any) -> None:
 
 
 def drawn(seed: int) -> Factors:
-    """Return random A's and zero B's, from seed and name alone: equal in every topology."""
+    """Return random A's and zero B's, from seed and name only: equal in every topology."""
 
     def draw(name: str, shape: tuple[int, int]) -> torch.Tensor:
         if name.endswith(".lora_B"):
@@ -351,7 +351,7 @@ def adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Lora]:
 
 @contextmanager
 def switched_off(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Compute with the base alone."""
+    """Compute with the base only."""
     every = list(adapters(chunks))
     for adapter in every:
         adapter.enabled = False

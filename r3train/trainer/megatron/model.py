@@ -160,9 +160,9 @@ def _fuse_gradients(chunk: torch.nn.Module) -> None:
 def _mark_expert_parameters(chunk: torch.nn.Module, parallel: ParallelSection) -> None:
     """Make expert gradients reduce over the expert-data-parallel group if it is another, and count in the norm.
 
-    Megatron-Core 0.16.1 looks at EP alone.  With EP 1 and an expert TP other than TP it reduces expert
+    Megatron-Core 0.16.1 looks at EP only.  With EP 1 and an expert TP other than TP it reduces expert
     gradients over the dense group, which silently leaves out or mixes tokens.  Biases of experts have no
-    mark of tensor parallelism, so it counts them on the first tensor rank alone: the norms of the others would
+    mark of tensor parallelism, so it counts them on the first tensor rank only: the norms of the others would
     lack them, and with EP 1 tensor ranks would clip by different norms.
     """
     for name, p in chunk.named_parameters():

@@ -77,7 +77,7 @@ class OptimizerState:
     def match(self, checkpoint: Path) -> None:
         """Leave only tensors that the checkpoint has, under the names that it has them by.
 
-        Float32 weights that it does not have beside the model's are those of the model.
+        Float32 weights that it does not have next to the model's are those of the model.
         Raises ValueError if it lacks another tensor: another optimizer saved it.  So for these of Transformer
         Engine's Adam, which holds them itself and takes none from the model.
         """
@@ -95,14 +95,14 @@ class OptimizerState:
                     tensor.key = found[0]
                 elif name in saved and holds_main:
                     raise ValueError(
-                        f"{checkpoint}: has no float32 weights beside the model's, as"
+                        f"{checkpoint}: has no float32 weights next to the model's, as"
                         " optimizer_overrides.use_precision_aware_optimizer needs them: resume without"
                         " it, or --load-model-only takes the model alone"
                     )
                 elif name in saved:
                     self._own[number] = self.tensors.pop(number).data
                     continue
-            # one that is saved in parts (the sections of a delta net) has their names behind its own
+            # one that is saved in parts (the sections of a delta net) has their names after its own
             is_cut = isinstance(tensor, ShardedTensorFactory) and any(
                 name.startswith(f"{tensor.key}.") for name in saved
             )
@@ -123,7 +123,7 @@ class OptimizerState:
         saved: ``facts``, or the optimizer's own form in a checkpoint of before there were any.
         parameters: the model's, as they were loaded.
         """
-        # in float32 the sharded optimizer's weights are their memory: where the checkpoint has none beside
+        # in float32 the sharded optimizer's weights are their memory: where the checkpoint has none next to
         # the model's, the optimizer's empty ones are written there
         weights = [(p, p.detach().clone()) for p in parameters] if self._own else []
 

@@ -130,7 +130,7 @@ _NEEDS = {
     ),
     **dict.fromkeys((*OPTIMIZER_DTYPES, "store_param_remainders"), "use_precision_aware_optimizer"),
 }
-# those of a state on the device alone
+# those of a state on the device only
 _ON_DEVICE = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype", "store_param_remainders")
 
 

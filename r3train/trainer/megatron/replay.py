@@ -106,7 +106,7 @@ class StagedRoutes:
 
 
 class RouterReplay:
-    """The replay object of one router.  Megatron calls ``get_replay_topk`` alone."""
+    """The replay object of one router.  Megatron calls ``get_replay_topk`` only."""
 
     def __init__(
         self, manager: RoutingReplayManager, vp_stage: int, layer_number: int, gates: Gates

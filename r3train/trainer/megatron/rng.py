@@ -49,7 +49,7 @@ def load(directory: Path, rank: int) -> bool:
             facts = file.metadata()
         kind, position, has_gauss, gauss = json.loads(facts["numpy"])
         version, keys, gauss_next = json.loads(facts["python"])
-    except Exception as error:  # safetensors has its own exception, beside OSError
+    except Exception as error:  # safetensors has its own exception, next to OSError
         raise ValueError(f"{path}: cannot read the random state: {error}") from error
     if ("cuda" in tensors) != torch.cuda.is_available():
         return False

@@ -77,7 +77,7 @@ class SamplingMask:
         """
         first, size = shard_of(logits)
         local = self.ids - first
-        # one place behind the last takes the tokens of other shards: nothing waits for a count
+        # one place after the last takes the tokens of other shards: nothing waits for a count
         places = torch.where(
             (local >= 0) & (local < size), self.rows * size + local, logits.numel()
         )

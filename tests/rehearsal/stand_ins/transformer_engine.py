@@ -346,7 +346,7 @@ class DotProductAttention(torch.nn.Module):
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with moments and main weights of given dtypes: its states, its checks and what it holds during a step.
 
-    Of a bfloat16 weight it may keep the half of a float32 beside it, as Transformer Engine does: the bits of the
+    Of a bfloat16 weight it may keep the half of a float32 next to it, as Transformer Engine does: the bits of the
     two add up.  Moments of other dtypes are float32 for the time of a group's step, all of them at once.
     """
 

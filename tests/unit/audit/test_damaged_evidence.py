@@ -53,7 +53,7 @@ STEP_DAMAGES = [
     ({"world_size": 10**30}, "at `$.world_size`, got 1000"),
     ({"mismatch_threshold": "0.1"}, "Expected `float`, got `str`"),
     ({"failures": [{}]}, "missing required field `replay_pass`"),
-    ({"threshold_error": "x"}, "passed is true beside failures"),
+    ({"threshold_error": "x"}, "passed is true next to failures"),
     ({"counts": None}, "Expected `object`, got `null` - at `$.counts`"),
 ]
 RECORD_DAMAGES = [

@@ -1,4 +1,4 @@
-"""check-evidence --logs: the two line shapes, wherever they stand in a text, alone and beside a run."""
+"""check-evidence --logs: the two line shapes, wherever they stand in a text, alone and next to a run."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_lines_that_say_zero_rows_are_no_evidence(tmp_path):
     log = write_log(tmp_path / "a.log", [*calls(0, 3, **none), *calls(1, 3, **none)])
     result = check("--logs", log)
     assert result.exit_code == 3 and "not one row" in result.output
-    # and a rank without rows beside one that has them is not proved by the other
+    # and a rank without rows next to one that has them is not proved by the other
     log = write_log(tmp_path / "b.log", [*calls(0, 3), *calls(1, 3, **none)])
     found = audit_logs([log]).findings
     assert {f.ranks for f in found} == {(1,)} and found[0].got == "0"
@@ -152,7 +152,7 @@ def test_ranks_below_others_without_a_line_are_no_evidence_alone(tmp_path, ranks
     log = write_log(tmp_path / "a.log", [r for rank in ranks for r in calls(rank, 4)])
     result = check("--logs", log)
     text = " ".join(result.output.split())
-    assert result.exit_code == 3 and "judge the logs beside RUN_DIR" in text
+    assert result.exit_code == 3 and "judge the logs next to RUN_DIR" in text
     assert ("rank 2" if 0 in ranks else "ranks 0..1") in text
     # a definite failure is one all the same
     write_log(log, calls(3, 1, rows_mismatch=100), mode="a")
@@ -169,7 +169,7 @@ def test_ranks_with_unequal_calls_are_no_evidence_alone(tmp_path, rank, rows):
     result = check("--logs", log)
     text = " ".join(result.output.split())
     assert result.exit_code == 3 and "router calls differ between ranks" in text
-    assert "judge the logs beside RUN_DIR" in text
+    assert "judge the logs next to RUN_DIR" in text
     claims = audit_logs([log]).claims
     assert claims["covered"] == "no evidence" and claims["agreement"] == "passed"
     # equal numbers of calls in all, of which one rank recomputed

@@ -98,15 +98,15 @@ STEP_LINES = {
         "has not both stages",
     ),
     "calls of a layer without fingerprint": (more_layers, "or layers without fingerprint"),
-    "passed beside a failure": (put("failures", value=[FAILURE]), "passed is true beside"),
-    "passed beside a threshold's error": (put("threshold_error", value="x"), "passed is true"),
-    "passed beside an untrue sample": (
+    "passed next to a failure": (put("failures", value=[FAILURE]), "passed is true next to"),
+    "passed next to a threshold's error": (put("threshold_error", value="x"), "passed is true"),
+    "passed next to an untrue sample": (
         put(
             "sampling", value={"verdict": "failed", "parts": 1, "missed": 0, "failures": [FAILURE]}
         ),
-        "passed is true beside failures",
+        "passed is true next to failures",
     ),
-    "passed beside a true sample": (
+    "passed next to a true sample": (
         put("sampling", value={"verdict": "passed", "parts": 1, "missed": 0, "failures": []}),
         "",
     ),

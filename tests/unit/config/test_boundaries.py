@@ -1,4 +1,4 @@
-"""Rules and derived values at their edges: the last setting that passes beside the first that does not."""
+"""Rules and derived values at their edges: the last setting that passes next to the first that does not."""
 
 from __future__ import annotations
 
@@ -222,8 +222,8 @@ def test_an_evaluations_own_settings_come_before_the_runs():
     )
     assert [dataset.name for dataset in own.eval_sets] == ["a", "b"]
     for dataset in own.eval_sets:
-        drawn = (dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len)
-        assert drawn == (0.0, 0.25, 3, 7)
+        sampled = (dataset.temperature, dataset.top_p, dataset.top_k, dataset.max_response_len)
+        assert sampled == (0.0, 0.25, 3, 7)
         assert (dataset.input_key, dataset.label_key) == ("q", "a")
     runs = config(**names, rollout_temperature=0.5, rollout_max_response_len=9).eval_sets[0]
     assert (runs.temperature, runs.top_p, runs.top_k, runs.max_response_len) == (0.5, 1.0, -1, 9)

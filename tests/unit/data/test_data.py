@@ -1,4 +1,4 @@
-"""Prompts: what is read, what is refused and how, and the order they are drawn in."""
+"""Prompts: what is read, what is refused and how, and the order they are sampled in."""
 
 from __future__ import annotations
 
@@ -299,9 +299,9 @@ def test_weights_are_shares_of_what_is_drawn():
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_each_file_of_a_mixture_is_drawn_in_epochs_of_its_own(shuffle):
-    drawn = drawn_by(MixedOrder([5, 40], [1, 3], 1, shuffle), 0, 200)
-    first = [index for index in drawn if index < 5]
-    second = [index for index in drawn if index >= 5]
+    sampled = drawn_by(MixedOrder([5, 40], [1, 3], 1, shuffle), 0, 200)
+    first = [index for index in sampled if index < 5]
+    second = [index for index in sampled if index >= 5]
     for start in range(0, len(first) - 5, 5):
         assert sorted(first[start : start + 5]) == list(range(5))
     assert sorted(second[:40]) == list(range(5, 45))
@@ -313,9 +313,9 @@ def test_each_file_of_a_mixture_is_drawn_in_epochs_of_its_own(shuffle):
 def test_a_file_of_a_mixture_is_drawn_without_a_break_over_all_blocks(shuffle):
     """Weights hold within each 1,000 draws; a file goes on where it was, in its own order."""
     sizes, seed = [70, 2000], 5
-    drawn = drawn_by(MixedOrder(sizes, [1, 3], seed, shuffle), 0, 3000)
-    first = [index for index in drawn if index < 70]
-    second = [index - 70 for index in drawn if index >= 70]
+    sampled = drawn_by(MixedOrder(sizes, [1, 3], seed, shuffle), 0, 3000)
+    first = [index for index in sampled if index < 70]
+    second = [index - 70 for index in sampled if index >= 70]
     assert (len(first), len(second)) == (750, 2250)
     for size, own in zip(sizes, (first, second)):
         assert own == drawn_by(PromptOrder(size, seed, shuffle), 0, len(own))

@@ -119,12 +119,12 @@ async def probe(long: np.ndarray = LONG, **faults) -> list[Finding]:
     engine = Engine(**faults)
     async with engine.fake.running() as addr:
         expected = RouteShape(LAYERS, TOPK, EXPERTS)
-        drawn = await draw_situations(addr, expected, (SHORT, long), context=CONTEXT)
+        sampled = await draw_situations(addr, expected, (SHORT, long), context=CONTEXT)
     layers = range(1, LAYERS + 1)
-    actor = {what: log_probs(answer.token_ids) for what, answer in drawn.drawn.items()}
+    actor = {what: log_probs(answer.token_ids) for what, answer in sampled.sampled.items()}
     for what in faults.get("wrong_actor_in", ()):
         actor[what] = actor[what] - 0.25
-    return list(judge_answers({}, drawn, reference, actor, moe_layers=layers, tolerance=FLOAT32))
+    return list(judge_answers({}, sampled, reference, actor, moe_layers=layers, tolerance=FLOAT32))
 
 
 def wrong(findings: list[Finding]) -> list[str]:

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from r3train.doctor.engine_probe import Drawn
+from r3train.doctor.engine_probe import Sampled
 from r3train.doctor.finding import OK, PROBLEM, Finding
 from r3train.doctor.judgement import (
     BFLOAT16,
@@ -27,9 +27,9 @@ ROWS = PROMPT + ANSWER - 1
 SHAPES = {"8 experts, top 2": (4, 8, 2), "64 experts, top 6": (24, 64, 6)}
 
 
-def drawn(edges: tuple[int, ...] = (64, 128, 192, PROMPT)) -> Drawn:
+def sampled(edges: tuple[int, ...] = (64, 128, 192, PROMPT)) -> Sampled:
     ids = np.zeros(PROMPT + ANSWER, dtype=np.int32)
-    return Drawn(ids, PROMPT, np.zeros(ANSWER, dtype=np.float32), None, edges)
+    return Sampled(ids, PROMPT, np.zeros(ANSWER, dtype=np.float32), None, edges)
 
 
 def model(shape: str, seed: int = 0) -> np.ndarray:
@@ -45,7 +45,7 @@ def choice(logits: np.ndarray, shape: str) -> np.ndarray:
 
 
 def judged(got: np.ndarray, logits: np.ndarray, tolerance: Tolerance) -> Finding:
-    return judge_routes(got, logits, tolerance, "x", parts_of(drawn()))
+    return judge_routes(got, logits, tolerance, "x", parts_of(sampled()))
 
 
 each_shape = pytest.mark.parametrize("shape", SHAPES)
@@ -118,7 +118,7 @@ def test_a_late_layer_that_is_shifted_behind_near_ties_is_found(tolerance):
     assert judged(got, logits, tolerance).level == OK
     got[:, 20] = np.roll(got[:, 20], 1, axis=0)
     found = judged(got, logits, tolerance)
-    assert found.level == PROBLEM and "MoE layer 21 of 24 fits the tokens beside" in found.text
+    assert found.level == PROBLEM and "MoE layer 21 of 24 fits the tokens next to" in found.text
 
 
 def noisy_choice(logits: np.ndarray, shape: str, noise: float) -> np.ndarray:

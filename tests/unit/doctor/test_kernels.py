@@ -68,7 +68,7 @@ def engine(monkeypatch):
 
 
 def mapped(tmp_path: Path, *folders: str, names=("libcudnn.so.9", "libcudnn_graph.so.9.24.0")):
-    """A /proc/PID/maps in which files of cuDNN are mapped from these folders, beside others."""
+    """A /proc/PID/maps in which files of cuDNN are mapped from these folders, next to others."""
     lines = [
         "7f0000000000-7f0000001000 rw-p 00000000 00:00 0 ",
         "7f00-7f01 r-xp 0 08:01 7 /usr/x.so",

@@ -103,7 +103,7 @@ def test_an_expert_of_a_group_that_ties_with_a_chosen_one_is_near_a_tie():
     scores = _scores(torch.zeros(1, 4), bias, config, 1)[:, None].numpy()  # 0.9, 0.2, 0.6, 0.5
     gaps = [float(shortfall(np.full((1, 1, 1), e), scores)[0, 0]) for e in range(4)]
     assert gaps[0] == 0 and min(gaps[1:]) > 1
-    even = torch.tensor([0.1, -0.3, 0.1 - 1e-4, -0.3])  # 0.6 + 0.2 beside 0.5999 + 0.2
+    even = torch.tensor([0.1, -0.3, 0.1 - 1e-4, -0.3])  # 0.6 + 0.2 next to 0.5999 + 0.2
     scores = _scores(torch.zeros(1, 4), even, config, 1)[:, None].numpy()
     gaps = [float(shortfall(np.full((1, 1, 1), e), scores)[0, 0]) for e in range(4)]
     assert gaps[0] == 0 < gaps[2] < 2e-3 and gaps[1] > 1

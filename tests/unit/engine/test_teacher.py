@@ -101,7 +101,7 @@ def spoiled(change):
 async def test_a_teacher_that_fails_is_asked_again_and_then_named(handler, message, monkeypatch):
     monkeypatch.setattr("r3train.engine.teacher._PAUSE_S", 0.01)
     fake = Fake(handler)
-    # no EngineError: a restart of the run's local servers mends nothing
+    # no EngineError: a restart of the run's local servers fixes nothing
     with pytest.raises(RuntimeError, match=rf"teacher http://.*{message}.*\(try 3 of 3\)") as error:
         await ask(fake, lambda teacher: teacher(sample()))
     assert not isinstance(error.value, EngineError) and "sample 4" in str(error.value)

@@ -1,4 +1,4 @@
-"""An evaluation beside generation: one weight version, its share of the places, its numbers."""
+"""An evaluation next to generation: one weight version, its share of the places, its numbers."""
 
 import asyncio
 import time

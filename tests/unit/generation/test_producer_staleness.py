@@ -78,15 +78,15 @@ def test_no_trained_sample_is_older_than_allowed_with_slow_requests(
         stale_policy=policy,
     ) as producer:
         batches = train(producer, engine)
-        drawn = producer._buffer.next_group
+        sampled = producer._buffer.next_group
     histogram = staleness_histogram(batches)
     assert max(histogram) <= staleness and min(histogram) >= 0
     assert sum(histogram.values()) == STEPS * BATCH * SAMPLES
     if staleness:
         assert max(histogram) == staleness, "the bound is used, not just kept"
-    # every prompt that was drawn has exactly one fate, besides being generated again
+    # every prompt that was sampled has exactly one fate, besides being generated again
     fates = Counter(o.group_id for o in outcomes if o.outcome != "regenerated")
-    assert set(fates.values()) == {1} and sorted(fates) == list(range(drawn))
+    assert set(fates.values()) == {1} and sorted(fates) == list(range(sampled))
     trained = [o for o in outcomes if o.outcome == "trained"]
     assert len(trained) == STEPS * BATCH and all(o.staleness <= staleness for o in trained)
     assert {o.prompt_id for o in outcomes} == {f"prompts:{g}" for g in fates}

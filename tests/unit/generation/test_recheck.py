@@ -56,10 +56,10 @@ class Engine(SimulatedEngine):
 
     async def score_twice(self, request, server):
         self.held += len(self.asked)
-        drawn = await SimulatedEngine(length=lambda _: 4).generate(request)
-        tokens = np.concatenate([request.token_ids, drawn.token_ids])
+        sampled = await SimulatedEngine(length=lambda _: 4).generate(request)
+        tokens = np.concatenate([request.token_ids, sampled.token_ids])
         again = await Engine().recheck(stitched(request, tokens), "whole", server)
-        return drawn, again
+        return sampled, again
 
 
 def stitched(request, tokens):

@@ -108,7 +108,7 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
         "a pool of 8,192 tokens; 128 requests",
         "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
         "a rollout: generation ",
-        "generation and training beside one another",
+        "generation and training next to one another",
     ):
         assert text in found, found
     assert "estimated" not in start(tiny, "--dry-run").stdout
@@ -628,7 +628,7 @@ def test_places_that_are_written_late_are_tried_before_the_run(tiny, tmp_path):
 def test_an_export_is_refused_where_its_place_can_be_written_and_the_one_beside_it_cannot(
     tiny, tmp_path, monkeypatch
 ):
-    """It is written beside its place and renamed."""
+    """It is written next to its place and renamed."""
     tried = []
     monkeypatch.setattr(
         "r3train.launch.run_dir.tempfile.TemporaryFile",

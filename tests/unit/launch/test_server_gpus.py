@@ -1,4 +1,4 @@
-"""GPUs that servers take beside ranks and beside one another; no server is started, no GPU needed."""
+"""GPUs that servers take next to ranks and next to one another; no server is started, no GPU needed."""
 
 from __future__ import annotations
 

@@ -300,16 +300,16 @@ def test_conversations_are_drawn_by_the_rollouts_number_alone():
     order = PromptOrder(len(samples), seed=3)
     source = Conversations(samples, order, num_groups=3)
     first, second = source.next_batch(0), source.next_batch(1)
-    drawn = [sample for group in [*first, *second] for sample, reward in group if reward == 0]
-    assert [s.sample_id for s in drawn] == [s.group_id for s in drawn] == list(range(6))
-    texts = [s.token_ids.tolist() for s in drawn]
+    sampled = [sample for group in [*first, *second] for sample, reward in group if reward == 0]
+    assert [s.sample_id for s in sampled] == [s.group_id for s in sampled] == list(range(6))
+    texts = [s.token_ids.tolist() for s in sampled]
     assert texts == [samples[i].token_ids.tolist() for i in map(order.index, range(6))]
     (again,) = Conversations(samples, order, num_groups=3).next_batch(1)[:1]  # as after a resume
     assert again[0][0].sample_id == 3 and again[0][0].token_ids.tolist() == texts[3]
 
 
 class Writes:
-    """A checkpointer that writes what stands beside the tensors."""
+    """A checkpointer that writes what stands next to the tensors."""
 
     def __init__(self, directory):
         self.directory, self.saved_at = directory, []

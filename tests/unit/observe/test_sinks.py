@@ -114,7 +114,7 @@ def test_wandb_offline_holds_numbers_samples_and_settings_and_goes_on_after_a_re
     write_run(settings, tmp_path / "first", [0, 1])
     # another run directory, from a checkpoint before the last step
     write_run(settings, tmp_path / "second", [1, 2], tmp_path / "save/iter_0000001")
-    write_run(settings, tmp_path / "third", [0])  # a fresh start beside it
+    write_run(settings, tmp_path / "third", [0])  # a fresh start next to it
     (first,), (second,), (third,) = (
         offline_runs(tmp_path / name) for name in ("first", "second", "third")
     )

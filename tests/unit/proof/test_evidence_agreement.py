@@ -99,7 +99,7 @@ def test_a_difference_that_noise_or_few_rows_explain_does_not_fail():
 
 @pytest.mark.parametrize("num_experts, topk", [(8, 2), (4, 2), (2, 1), (64, 8)])
 def test_routes_that_no_router_chose_never_fail(num_experts, topk):
-    """As in a verification: routes drawn at random, so agreement and controls are all at chance."""
+    """As in a verification: routes sampled at random, so agreement and controls are all at chance."""
     chance = chance_levels(num_experts, topk)["equal"]
     generator = np.random.default_rng(0)
     for rows in (8, 40, 200, 1000, 16000):

@@ -409,7 +409,7 @@ def test_scores_of_a_pass_are_not_compared_with_a_later_ones(monkeypatch):
 
 
 def test_the_map_of_a_flex_dispatcher_is_that_of_its_largest_probabilities():
-    """A right map beside probabilities of other experts, to which rows are then sent."""
+    """A right map next to probabilities of other experts, to which rows are then sent."""
     s, calls = make_slice(0), Calls(0)
     routes, router = s.routes.copy(), calls.routers[3]
     found = []

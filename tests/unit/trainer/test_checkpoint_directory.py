@@ -219,7 +219,7 @@ def test_metadata_that_names_anything_but_torchs_descriptions_is_refused(content
 def test_a_checkpoint_whose_metadata_runs_code_in_torchs_own_reader_runs_none_here(
     tmp_path, capsys
 ):
-    """The attack: torch's description of a checkpoint, whole, with a call beside it."""
+    """The attack: torch's description of a checkpoint, whole, with a call next to it."""
     metadata = Metadata(state_dict_metadata={}, planner_data=Run())
     put_state(tmp_path, 3)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
@@ -287,7 +287,7 @@ def test_an_adam_that_holds_the_weights_itself_resumes_from_no_checkpoint_withou
     monkeypatch.setattr(dist_checkpointing, "load_tensors_metadata", lambda _: saved)
     match = lambda: OptimizerState(optimizer, {}, is_loading=True).match("saved")
     if of_engine and not on_host:
-        with pytest.raises(ValueError, match="^saved: has no float32 weights beside the model's"):
+        with pytest.raises(ValueError, match="^saved: has no float32 weights next to the model's"):
             match()
         saved.append(weights.key)
     match()

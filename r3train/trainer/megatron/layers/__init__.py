@@ -15,7 +15,7 @@ from r3train.trainer.megatron.layers.whole_width_norm import adapt_whole_width_n
 def as_megatron_has_them(
     layers: Any, weights: ModelWeights, first_layer: int, use_te: bool
 ) -> None:
-    """Leave the layers' specifications alone."""
+    """Leave the layers' specifications only."""
 
 
 # each changes the specifications of one chunk's layers (TransformerBlockSubmodules) in place; first_layer is

@@ -48,7 +48,7 @@ class PackedGatedDeltaNet(gdn.GatedDeltaNet):
         cp_comm_type: Any = None,
         **kwargs: Any,
     ):
-        gdn.HAVE_FLA = True  # asked for in the constructor alone
+        gdn.HAVE_FLA = True  # asked for in the constructor only
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **kwargs)
         for parameter in (self.A_log, self.dt_bias, self.conv1d.weight):
             parameter.partition_dim = 0
@@ -88,7 +88,7 @@ def adapt_gated_delta_net(
     """Put in the delta nets and the norms; refuse layers that nobody verified."""
     if use_te:
         raise ValueError(
-            "a model with linear attention was verified with --attention-backend local alone, on a CPU"
+            "a model with linear attention was verified with --attention-backend local only, on a CPU"
         )
     backend = LocalSpecProvider()
     delta_net = ModuleSpec(
