@@ -152,17 +152,29 @@ def with_holes_filled(batch: RolloutBatch, variant: ModelVariant) -> RolloutBatc
 
 
 def train_samples(batch: RolloutBatch, variant: ModelVariant) -> list[TrainSample]:
-    """The batch as the rollout side would hand it over, its routes through the wire format."""
+    """The batch as the rollout side would hand it over, its routes through the wire format.
+
+    Holes (-1) become ``missing`` afterwards, as after the rows that an engine computes for no token.
+    """
     samples = []
     for i, (start, length) in enumerate(zip(batch.starts.tolist(), batch.lengths.tolist())):
         rows = slice(start, start + length)
-        # as SGLang sends them: little-endian int32, -1 where nothing was recorded
+        # as SGLang sends them: little-endian int32.  It never sends a hole, so these are made afterwards
         recorded = batch.routes[start : start + length - 1].astype("<i4")
+        holes = recorded < 0
+        sent = np.where(
+            holes.any(-1, keepdims=True), np.arange(variant.topk, dtype="<i4"), recorded
+        )
         routed = wire.decode_routed_experts(
-            base64.b64encode(recorded.tobytes()),
+            base64.b64encode(sent.astype("<i4").tobytes()),
             variant.route_shape,
             num_tokens=length,
             sample=str(i),
+        )
+        routed = np.where(
+            holes.any(-1, keepdims=True),
+            np.where(holes, variant.route_shape.missing, recorded).astype(routed.dtype),
+            routed,
         )
         mask = np.arange(length) >= PROMPT_LEN
         # token-aligned: what belongs to the prediction of token t stands at t

@@ -125,7 +125,7 @@ CHANGES = {
         _AGGREGATION,
         *(
             '"token-mean": 1.0',
-            '"token-mean": num_tokens / (num_samples * num_loss_tokens.clip(1))',
+            '"token-mean": num_tokens / (num_episodes * num_loss_tokens.clip(1))',
         ),
         {"loss_aggregation": "token-mean"},
     ),
@@ -136,7 +136,7 @@ CHANGES = {
     ),
     "sample_sums_over_tokens": Change(
         _AGGREGATION,
-        *('-sum": num_tokens / num_samples', '-sum": 1.0'),
+        *('-sum": num_tokens / num_episodes', '-sum": 1.0'),
         {"loss_aggregation": "seq-mean-token-sum"},
     ),
     "constant_is_the_longest_answer": Change(

@@ -58,7 +58,7 @@ async def test_an_evaluation_stops_where_rollouts_do_and_has_the_runs_seed(tiny,
         assert result.exit_code == 0, result.output
     [asked], [elsewhere] = ([b["sampling_params"] for b in s.generated] for s in (server, other))
     own = read_hf_facts(tiny / "model").eos_token_ids
-    assert asked["stop_token_ids"] == [*own, 5, 6]
+    assert asked["stop_token_ids"] == [*own, 9, 5, 6], "9 is the test server's"
     assert asked["sampling_seed"] != elsewhere["sampling_seed"]
 
 
@@ -80,6 +80,7 @@ def test_an_evaluation_set_is_sampled_by_its_settings_and_the_runs_limits(tiny, 
         top_p=0.5,
         top_k=3,
         stop_token_ids=(*read_hf_facts(tiny / "model").eos_token_ids, 5),
+        may_stop_at=job.own_stops_of_servers,
         max_context_len=30,
         seed=11,
     )

@@ -28,7 +28,7 @@ def engines_of(directory: Path, faults: dict | None = None, replay: bool = True,
     }
     job = SimpleNamespace(
         config=config.model_copy(update=update),
-        hf=SimpleNamespace(route_shape=QWEN3),
+        hf=SimpleNamespace(route_shape=QWEN3, vocab_size=151_936),
         longest_prompt=2048,
     )
     display = RunDisplay(3, True, live=False, console=Console(file=io.StringIO()))
