@@ -23,7 +23,7 @@ def lora_conflicts(config: RunConfig) -> Iterator[str]:
             yield f"target_modules: {name} is unknown; known: {', '.join((ALL_LINEAR, *LINEARS))}"
     if config.trainer.freeze_moe_router or config.trainer.freeze_params:
         yield (
-            "--freeze-moe-router and --freeze-params have no effect with --lora-rank: adapters alone"
+            "--freeze-moe-router and --freeze-params have no effect with --lora-rank: only adapters"
             " are trained (--target-modules, --exclude-modules)"
         )
     if "moe_router_bias_update_rate" in overrides:

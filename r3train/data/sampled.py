@@ -47,7 +47,7 @@ def flaw(sample: RolloutSample, vocab_size: int) -> str | None:
         found = no_log_prob(sample.rollout_log_probs)
     if found is None and sample.mask_ids is not None:
         kept = outside_vocabulary(sample.mask_ids, vocab_size)
-        found = kept and f"kept {kept}"
+        found = kept and f"sampling mask: {kept}"
     if found is None and sample.teacher_log_probs is not None:
         scored = no_log_prob(sample.teacher_log_probs)
         found = scored and f"the teacher's {scored}"

@@ -99,7 +99,7 @@ def _version_conflicts(version_of, python: tuple[int, int], cuda: bool) -> Findi
         text = f"Python {python[0]}.{python[1]}, r3train runs on 3.11 and 3.12"
         yield problem("Python", text, "make PYTHON=python3.12 venv")
     elif cuda and python != (3, 12):
-        text = f"Python {python[0]}.{python[1]}: requirements/gpu.txt is a lock of 3.12 alone"
+        text = f"Python {python[0]}.{python[1]}: requirements/gpu.txt is a lock of 3.12 only"
         yield warning("Python", text, "an environment of Python 3.12 (docs/installation.md)")
     for name, (wanted, why) in PINNED.items():
         have = version_of(name) or "not installed"

@@ -211,7 +211,7 @@ def _check_versions(
         return
     got = np.unique(versions).tolist()
     if exact and got != [weight_version]:
-        raise ValueError(f"sample {name}: weight versions {got}, expected {weight_version} alone")
+        raise ValueError(f"sample {name}: weight versions {got}, expected {weight_version} only")
     if got[0] < weight_version or (np.diff(versions) < 0).any():
         raise ValueError(
             f"sample {name}: weight versions {got}, expected rising ones from {weight_version} on"
@@ -271,7 +271,7 @@ def _check_base(labels: np.ndarray, name: str) -> None:
     if (labels != 0).any():
         raise ValueError(
             f"sample {name}: the server's base has weight version {labels.max()}, expected 0: it was"
-            " updated, and --lora-serving adapter sends adapters alone"
+            " updated, and --lora-serving adapter sends adapters only"
         )
 
 

@@ -147,5 +147,5 @@ QWEN3_NEXT = Family(
     },
     rotary=part_of_heads_rotates,
     layers="gated_delta_net",
-    unfused_rope="this model was verified with Megatron's own layers alone",
+    unfused_rope="this model was verified with Megatron's own layers only",
 )

@@ -395,7 +395,7 @@ def check_sinks(transformer_engine: str, config: RunConfig) -> None:
     if config.parallel.context_parallel_size > 1 and exchange != "a2a":
         raise ValueError(
             f"gpt_oss: --context-parallel-size above 1 with cp_comm_type {exchange!r}: Transformer Engine has"
-            " attention with sinks over ranks for --transformer-override cp_comm_type=a2a alone"
+            " attention with sinks over ranks for --transformer-override cp_comm_type=a2a only"
         )
 
 

@@ -148,7 +148,7 @@ def check_tools(config: RunConfig, tokenizer: Any, tools: Sequence[dict[str, Any
         return
     name = f"--environment {config.rollout.environment}"
     if not config.data.apply_chat_template:
-        raise ValueError(f"{name} has tools, which the model sees with --apply-chat-template alone")
+        raise ValueError(f"{name} has tools, which the model sees with --apply-chat-template only")
     try:
         ChatTemplate(tokenizer, config.data, tools).check_tools()
     except ValueError as error:

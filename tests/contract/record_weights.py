@@ -1,6 +1,6 @@
 """Record what Megatron's ranks hold of a checkpoint: ``python tests/contract/record_weights.py``.
 
-With names of families it records these alone, with "fields" only ``fields.json``.  For every case there is
+With names of families it records these only, with "fields" only ``fields.json``.  For every case there is
 a file in ``weights/``: its config.json, its tensors' shapes, and of every parameter the tensors in it and a
 checksum of each rank's shard, in several topologies.  ``fields.json`` has Megatron's configuration of these
 and of the published models.  The weights are a formula of the tensor's name and place (``pattern``), so that a

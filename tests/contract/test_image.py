@@ -57,7 +57,7 @@ def test_the_build_purges_apts_cudnn_and_ends_where_another_is_left(
 
 
 def test_transformer_engine_looks_for_cudnn_where_pip_has_put_it():
-    """Its loader takes CUDNN_HOME first; the folder of the packages is known in the build alone."""
+    """Its loader takes CUDNN_HOME first; the folder of the packages is known in the build only."""
     (home,) = re.findall(r"^\s+CUDNN_HOME=(\S+)$", DOCKERFILE.read_text(), re.M)
     assert f'ln -s "$packages/nvidia/cudnn" {home} ' in command("rm -rf")
     installation = (ROOT / "docs/installation.md").read_text()

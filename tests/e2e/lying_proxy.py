@@ -273,7 +273,7 @@ def half(body: bytes, _answer: Answer) -> web.Response:
 
 @raw
 def garbage_behind(body: bytes, _answer: Answer) -> web.Response:
-    """Something behind the JSON."""
+    """Something after the JSON."""
     return web.Response(body=body + b"}")
 
 
@@ -297,7 +297,7 @@ def a_list(body: bytes, _answer: Answer) -> web.Response:
 
 @raw
 def ids_twice(body: bytes, _answer: Answer) -> web.Response:
-    """A key twice, the lie behind."""
+    """A key twice, the lie after."""
     return web.Response(body=body[:-1] + b', "output_ids": [3, 3, 3, 3, 3, 3, 3, 3, 3]}')
 
 
@@ -315,7 +315,7 @@ def truth_compressed(body: bytes, _answer: Answer) -> web.Response:
 
 @raw
 def endless(body: bytes, _answer: Answer) -> web.Response:
-    """The truth, and 8 MB of spaces behind it."""
+    """The truth, and 8 MB of spaces after it."""
     return web.Response(body=body + b" " * (8 << 20))
 
 

@@ -1,4 +1,4 @@
-"""``r3train doctor`` with one defect planted: behind a prefix-cache hit, rows are another token's.
+"""``r3train doctor`` with one defect planted: after a prefix-cache hit, rows are another token's.
 
 The server, its answers and the actor are real; the defect is put where the answer is read.
 """

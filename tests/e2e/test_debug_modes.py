@@ -1,4 +1,4 @@
-"""Generation alone, and training on its recording while servers generate, with traces of a rank."""
+"""Generation only, and training on its recording while servers generate, with traces of a rank."""
 
 from __future__ import annotations
 

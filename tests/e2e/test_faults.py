@@ -1,4 +1,4 @@
-"""A job ends with its cause, and leaves nothing behind."""
+"""A job ends with its cause, and leaves nothing after."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def two_rollouts(tmp_path, tiny_flags) -> tuple[str, ...]:
         ),
     ],
     ids=[
-        *("estimator", "estimator behind the reference", "loss on one rank", "loss hangs"),
+        *("estimator", "estimator after the reference", "loss on one rank", "loss hangs"),
         *("loss on one of the ranks of a sample", "backward of a loss"),
     ],
 )

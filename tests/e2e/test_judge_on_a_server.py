@@ -19,7 +19,7 @@ KEY = "the-key-of-the-judge"
 
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory):
-    """Address of a model that writes sevens and eights alone."""
+    """Address of a model that writes sevens and eights only."""
     directory = tmp_path_factory.mktemp("judge")
     (directory / "texts.jsonl").write_text('{"text": "Score: 7"}\n')
     texts = TrainedTokenizer(directory / "texts.jsonl", chat_template=True)

@@ -149,7 +149,7 @@ directory, parent = pathlib.Path(sys.argv[1]), os.getppid()
 (directory / "pid").write_text(f"{os.getpid()}\\n")
 while os.getppid() == parent:
     time.sleep(0.01)
-from r3train.loop.stop import StopSignal  # as late as in a job, behind its checks
+from r3train.loop.stop import StopSignal  # as late as in a job, after its checks
 
 with StopSignal(60, parent):
     (directory / "lived").write_text("")

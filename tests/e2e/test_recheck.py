@@ -74,7 +74,7 @@ def control(server, models):
 def audited(
     server, models, control, mode: str, num_rollout: int = 3
 ) -> tuple[list[RecheckRecord], list[RolloutSample], int]:
-    """Rollouts with every sample rechecked, and an update to other weights behind each.
+    """Rollouts with every sample rechecked, and an update to other weights after each.
 
     Returns the comparisons, the samples, and the number of samples that were missed.
     """
@@ -261,7 +261,7 @@ def test_a_server_that_holds_another_version_than_the_sample_is_found(server, mo
 def test_without_a_key_of_its_own_a_text_would_get_the_rows_that_are_cached(
     server, models, control
 ):
-    """Every chunk behind the first would be given the rows that it is to be compared with."""
+    """Every chunk after the first would be given the rows that it is to be compared with."""
     samples = draw(server, seeds=range(2))
     control.update_weights_from_disk(str(models[1]), weight_version=0, flush_cache=False)
     blind = again(server, samples, extra_key=None)

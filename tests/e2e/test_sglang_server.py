@@ -171,7 +171,7 @@ def test_the_servers_own_refusal_reaches_the_caller_with_the_sample(server):
 
 
 def test_a_wrong_version_label_is_noticed(server, at_version_zero):
-    with pytest.raises(ValueError, match=r"sample 0 .*weight versions \[0\], expected 3 alone"):
+    with pytest.raises(ValueError, match=r"sample 0 .*weight versions \[0\], expected 3 only"):
         generate(server, [prompt_of(0)], SamplingParams(4, stop_token_ids=(EOS,)), weight_version=3)
 
 

@@ -122,7 +122,7 @@ def spanning_samples(
     "mode, flush", [("in_place", True), ("abort", True), ("abort", False), ("retract", True)]
 )
 def test_each_row_is_of_the_forward_under_the_weights_of_its_token(mode, flush, server, models):
-    """Rows and log-probs; retract, which no replay goes with, has log-probs alone."""
+    """Rows and log-probs; retract, which no replay goes with, has log-probs only."""
     samples = spanning_samples(server, models, mode, flush, routes=mode != "retract")
     reference = MixedReference(models)
     spanned = 0

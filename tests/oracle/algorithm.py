@@ -759,7 +759,7 @@ def _joined(steps: Sequence[dict[str, tuple[float, float]]], which: str) -> dict
 
 
 def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, Any]:
-    """The metrics that follow from what was recorded alone; ages are those of generated tokens."""
+    """The metrics that follow from what was recorded only; ages are those of generated tokens."""
     rewards = [s.reward for group in groups for s in group]
     samples = [s for group in shaped(groups, rule) for s in group]
     mean = sum(rewards) / len(rewards)
@@ -792,7 +792,7 @@ def rollout_metrics(rollout_id: int, groups: Rollout, rule: Rule) -> dict[str, A
 
 
 def _generated(s: Sample) -> int:
-    """Tokens of the model's own: those with a weight version, or all behind the prompt where none has one."""
+    """Tokens of the model's own: those with a weight version, or all after the prompt where none has one."""
     versions = s.weight_versions[s.prompt_len :].tolist()
     return sum(version >= 0 for version in versions) or len(versions)
 

@@ -64,7 +64,7 @@ CHANGES = {
         {"advantage_estimator": "gdpo"},
     ),
     "whitened_without_the_mean": Change(
-        "algo.advantages.tools:whitened",
+        "algo.advantages.building_blocks:whitened",
         *("(own - mean) * scale", "own * scale"),
         {"advantage_estimator": "reinforce_plus_plus"},
     ),

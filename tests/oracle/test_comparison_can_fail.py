@@ -1,4 +1,4 @@
-"""The comparison itself: what it must notice, on outcomes made by the plain oracle alone."""
+"""The comparison itself: what it must notice, on outcomes made by the plain oracle only."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def replayed(directories: list[str], parallel: dict) -> dict[str, dict[str, Any]
     """Log-probs under random routes by row uid, and the policy loss's gradients; in a rank.
 
     By directory, with the names of tensors that differ from those on disk; the log-probs on the last
-    pipeline stage alone.
+    pipeline stage only.
     """
     from r3train.trainer.megatron.export import export_hf_weights
 

@@ -305,7 +305,7 @@ def test_sgd_and_a_save_before_the_first_step_resume_bit_for_bit_and_sgd_as_adam
 
 
 def model_alone(model: Path, directory: Path) -> dict[str, dict[str, Any]]:
-    """A checkpoint after two steps, its model loaded alone: how far it is then, and after a step of no rate."""
+    """A checkpoint after two steps, its model loaded only: how far it is then, and after a step of no rate."""
     from r3train.trainer.megatron.checkpoint import Checkpointer
 
     hf, out = read_hf_facts(model), {}

@@ -1,4 +1,4 @@
-"""The load-balancing loss under replay sees real rows alone, on ranks with padding and without.
+"""The load-balancing loss under replay sees real rows only, on ranks with padding and without.
 
 Two tensor-parallel ranks with sequence parallelism; the pack's padding all lies on the second.  The
 router's gradient, summed over both, is held against the loss's formula over the real rows.
@@ -60,7 +60,7 @@ def make_slice(rank: int) -> RankSlice:
 
 
 def router_gradient(rank: int, store: str, masked: bool, results) -> None:
-    """One rank: the gradient of the auxiliary loss alone, summed over ranks by rank 0."""
+    """One rank: the gradient of the auxiliary loss only, summed over ranks by rank 0."""
     torch.set_num_threads(1)
     from r3train.trainer.megatron.cpu_device import prepare_device
 

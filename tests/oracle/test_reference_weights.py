@@ -18,7 +18,7 @@ pytestmark = pytest.mark.ranks
 
 
 def run(actor_model: Path, reference_model: Path) -> dict[str, Any]:
-    """Log-probs with the reference's weights, of it alone and next to an actor; the actor's biases."""
+    """Log-probs with the reference's weights, of it only and next to an actor; the actor's biases."""
     hf, out = read_hf_facts(actor_model), {}
     batch = samples(hf, [(5, 9), (4, 12)])
     settings = dict(

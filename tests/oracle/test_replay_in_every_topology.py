@@ -30,7 +30,7 @@ LEAVE_NO_EVIDENCE = {
         "routes are a router's choice (tests/e2e/test_index_map_bugs.py)",
     ),
     "mtp_router_counted": "the evidence is the wrong router's, which replays as it should",
-    "cyclic_fill": "it changes filled slots alone, and no row of this batch holds an expert twice",
+    "cyclic_fill": "it changes filled slots only, and no row of this batch holds an expert twice",
 }
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]

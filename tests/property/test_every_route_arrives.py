@@ -1,6 +1,6 @@
 """Every real (sample, position, layer) reaches exactly one place, with its own route.
 
-Index arithmetic alone: no model, no ranks.  The routes encode where they belong, so anything
+Index arithmetic only: no model, no ranks.  The routes encode where they belong, so anything
 misplaced names itself.
 """
 

@@ -1,4 +1,4 @@
-"""``train_async.py`` on a stand-in for CUDA: every group but gloo's own serves the device alone.
+"""``train_async.py`` on a stand-in for CUDA: every group but gloo's own serves the device only.
 
     torchrun -m tests.rehearsal.device_alone REPORT [flags of train_async.py]
 

@@ -4,7 +4,7 @@
 
 MODEL is a checkpoint; experts are spread over the ranks.  The device is that of ``device_alone``.  A read of one of
 its tensors waits for all work before it, and so does a copy to the host that is not asked to go on next to it; what
-such a copy gave is read without waiting, behind the event that is waited for.  Those of the adaptations to a CPU are
+such a copy gave is read without waiting, after the event that is waited for.  Those of the adaptations to a CPU are
 not counted: they are not there on CUDA.  Writes REPORT.RANK.json.
 """
 

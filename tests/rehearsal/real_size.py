@@ -5,7 +5,7 @@
 ``build_model`` is production's.  It loads from tensors that have the checkpoint's names and
 shapes and no content; instead of a scatter, the part for this rank is held against its parameter.
 Layers are those that run on CUDA, of ``stand_ins/transformer_engine.py`` on PYTHONPATH.  KEY of config.json
-gets another NUMBER for the actor alone.
+gets another NUMBER for the actor only.
 
 The optimizer is production's too.  Its step is taken, so that all it makes is there; that of torch's AdamW on the
 host is left out for what it makes, its moments.
@@ -87,7 +87,7 @@ class Places(Account):
 
 
 def rehearse(recipe: Recipe, ranks: list[int], changes: dict[str, int]) -> list[dict[str, Any]]:
-    """Tensors that each rank loaded and numbers that it holds; without ``ranks``, the first rank's alone."""
+    """Tensors that each rank loaded and numbers that it holds; without ``ranks``, the first rank's only."""
     with tempfile.TemporaryDirectory() as scratch:
         directory = Path(scratch) / recipe.model
         write_config(directory, recipe.model)

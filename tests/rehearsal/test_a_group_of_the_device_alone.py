@@ -1,4 +1,4 @@
-"""A whole job whose default group serves the device alone, as NCCL's does, on two real ranks."""
+"""A whole job whose default group serves the device only, as NCCL's does, on two real ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The actor on Megatron's Transformer Engine specification, over plain torch, against its local one.
 
 ``stand_ins/transformer_engine.py`` takes the place of the package in verify's workers; all else is what
-runs on CUDA: grouped experts, norms fused into the linears behind them, packed attention.  Sequences that are cut
+runs on CUDA: grouped experts, norms fused into the linears after them, packed attention.  Sequences that are cut
 over ranks are in bfloat16: Transformer Engine has no attention to them in float32.
 """
 

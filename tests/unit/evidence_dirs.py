@@ -34,7 +34,7 @@ r3_mismatch_threshold = 0.02
 
 
 def record(step: int, rank: int, replay_pass: str, layer: int, **changes) -> ReplayEvidence:
-    """One correct call of a rank; its fingerprint depends on step, rank and layer alone."""
+    """One correct call of a rank; its fingerprint depends on step, rank and layer only."""
     values = dict(
         step=step,
         rank=rank,

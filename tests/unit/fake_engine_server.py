@@ -1,4 +1,4 @@
-"""A tiny HTTP server that answers as SGLang does, for what is about the client alone."""
+"""A tiny HTTP server that answers as SGLang does, for what is about the client only."""
 
 import contextlib
 

@@ -165,6 +165,7 @@ def test_the_platform_stands_aside_in_servers_of_others_that_can_do_without(monk
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     kernels = {"sgl_kernel": ModuleSpec("sgl_kernel", None)}
     monkeypatch.setattr(cpu_platform, "find_spec", kernels.get)
+    monkeypatch.setattr(cpu_platform, "in_our_server", False)
     assert cpu_platform.activate() is None
     monkeypatch.setattr(cpu_platform, "in_our_server", True)
     assert cpu_platform.activate() is not None

@@ -97,7 +97,7 @@ class OptimizerState:
                     raise ValueError(
                         f"{checkpoint}: has no float32 weights next to the model's, as"
                         " optimizer_overrides.use_precision_aware_optimizer needs them: resume without"
-                        " it, or --load-model-only takes the model alone"
+                        " it, or --load-model-only takes the model only"
                     )
                 elif name in saved:
                     self._own[number] = self.tensors.pop(number).data
@@ -109,7 +109,7 @@ class OptimizerState:
             if tensor.key not in saved and not is_cut:
                 raise ValueError(
                     f"{checkpoint}: has no {tensor.key}: it was saved with another optimizer,"
-                    " another model or other weights frozen; --load-model-only takes the model alone"
+                    " another model or other weights frozen; --load-model-only takes the model only"
                 )
 
     def restore(

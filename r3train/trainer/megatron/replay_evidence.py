@@ -190,7 +190,7 @@ class CallRecorder:
         if choice is not None:
             seen.experts, seen.own = choice.experts, choice.own
             if choice.dropped is not None:
-                seen.dropped = self._dropped(staged, choice, column, microbatch_id, stage)
+                seen.dropped = self._slots_dropped(staged, choice, column, microbatch_id, stage)
             if self._pass == "train":
                 seen.signatures = self._signatures_of(choice, microbatch_id, stage)
         self._calls.append(call)
@@ -274,7 +274,7 @@ class CallRecorder:
             differ = (first - again).abs().amax(2) > _RECOMPUTE_TOLERANCE * scale
             values["rows_recompute_differ"] = differ.sum(1)
 
-    def _dropped(
+    def _slots_dropped(
         self,
         staged: StagedRoutes,
         choice: Choice,

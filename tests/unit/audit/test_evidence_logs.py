@@ -1,4 +1,4 @@
-"""check-evidence --logs: the two line shapes, wherever they stand in a text, alone and next to a run."""
+"""check-evidence --logs: the two line shapes, wherever they stand in a text, only and next to a run."""
 
 from __future__ import annotations
 

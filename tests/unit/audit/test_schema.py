@@ -90,9 +90,9 @@ STEP_LINES = {
         kept_once,
         "expected_masks_current is missing",
     ),
-    "no ratio": (put("keep_score_ratio", value=...), "some are missing"),
-    "no current rows": (put("expected_rows_current", value=...), "some are missing"),
-    "a count too few": (put("counts", "dropped_off", value=...), "some are missing"),
+    "no ratio": (put("keep_score_ratio", value=...), "give all of them or none"),
+    "no current rows": (put("expected_rows_current", value=...), "give all of them or none"),
+    "a count too few": (put("counts", "dropped_off", value=...), "give all of them or none"),
     "a stage too few": (
         put("expected_calls", "train", "replay_backward", value=...),
         "has not both stages",
@@ -139,7 +139,7 @@ def test_a_verdict_that_contradicts_itself_is_refused(name, run):
 def test_a_record_tells_versions_or_does_not(name, run):
     record = json.loads(rank_file(run, 0).read_text().splitlines()[0])
     assert RECORDS.decode(json.dumps(record)).rows_current is not None
-    with pytest.raises(ValueError, match="of rows_current, .* some are missing"):
+    with pytest.raises(ValueError, match="rows_current, .*: give all of them or none"):
         RECORDS.decode(json.dumps({k: v for k, v in record.items() if k != name}))
     later = ("rows_current", "rows_dropped", "slots_dropped", "dropped_off")
     old = {k: v for k, v in record.items() if not k.startswith(later)}

@@ -231,7 +231,7 @@ def test_a_topology_that_does_not_fit_the_ranks_is_refused(message, world_size, 
         ),
         ("names a server twice", {"rollout_external_engine_addrs": ["h:1", "h:1"]}),
         (
-            "profile_step_end 3 is not behind profile_step_start 3",
+            "profile_step_end 3 is not after profile_step_start 3",
             {"use_pytorch_profiler": True, "profile_step_start": 3, "profile_step_end": 3},
         ),
         (

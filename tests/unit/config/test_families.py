@@ -57,7 +57,7 @@ def test_a_family_that_nobody_verified_is_refused_by_name_with_those_that_work(f
 
 def test_a_family_that_cannot_be_trained_is_refused_with_the_reason(own):
     change(own, model_type="deepseek_v32")
-    assert "sparse attention runs on CUDA alone" in refused(own)
+    assert "sparse attention runs on CUDA only" in refused(own)
 
 
 def test_a_model_of_text_and_images_is_refused_by_name_and_not_by_a_missing_key(own):

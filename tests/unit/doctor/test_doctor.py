@@ -361,7 +361,7 @@ def test_pinned_versions_are_fine_and_another_python_is_not():
     gpu = GOOD | {"torch": "2.14.1+cu130"}
     assert [f.level for f in machine.check_versions(gpu.get, (3, 12), True)] == [OK]
     (found,) = machine.check_versions(gpu.get, (3, 11), True)
-    assert (found.level, found.subject) == (WARNING, "Python") and "of 3.12 alone" in found.text
+    assert (found.level, found.subject) == (WARNING, "Python") and "of 3.12 only" in found.text
 
 
 ENTRY = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}

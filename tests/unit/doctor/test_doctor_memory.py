@@ -176,7 +176,7 @@ def test_adapters_of_experts_that_are_one_tensor_a_layer_are_counted_one_an_expe
 
 @pytest.mark.parametrize("prefix", ["model.layers.4.", "mtp.layers.0."])
 def test_layers_of_multi_token_prediction_are_neither_held_nor_adapted(prefix, tiny, tmp_path):
-    """Published checkpoints have them behind the model's own layers, or apart from these."""
+    """Published checkpoints have them after the model's own layers, or apart from these."""
     hf, lora = read_hf_facts(tiny / "model"), config_of(tiny, lora_rank=8).lora
     own = read_weights(hf, lora)
     directory = tmp_path / "model"

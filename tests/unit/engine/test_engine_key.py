@@ -27,7 +27,7 @@ from r3train.engine.flags import check_server_flags
 from r3train.engine.server import SGLangServer
 
 ROOT = Path(__file__).resolve().parents[3]
-KEY = "of-these-tests-alone"
+KEY = "of-these-tests-only"
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "node13", "10.0.0.7", "::"])

@@ -116,7 +116,7 @@ def test_more_tokens_than_asked_for_are_refused():
 
 
 def test_another_weight_version_than_the_one_published_is_refused():
-    with pytest.raises(ValueError, match=r"weight versions \[4, 5\], expected 5 alone"):
+    with pytest.raises(ValueError, match=r"weight versions \[4, 5\], expected 5 only"):
         read(GOOD, weight_version=5)
 
 

@@ -110,7 +110,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     # parallel layouts
     "EP above the ranks": (flags("--expert-model-parallel-size", "4"), "world size 2"),
     "CP above the ranks": (flags("--context-parallel-size", "4"), "world size 2"),
-    "sequence parallel alone": (
+    "sequence parallel only": (
         flags("--sequence-parallel"),
         "--tensor-model-parallel-size above 1",
     ),
@@ -196,7 +196,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "a reward without its server": (flags("--rm-type", "remote_rm"), "--rm-url"),
     "tools that no prompt shows": (
         rows({"input": "cat", "label": 3}, more=("--environment", TOOL)),
-        "with --apply-chat-template alone",
+        "with --apply-chat-template only",
     ),
     "a reward that Python does not find": (
         flags("--custom-rm-path", "not_to_be_found:share"),

@@ -184,7 +184,7 @@ def test_a_nodes_first_rank_alone_reads_the_data(tiny, tmp_path, monkeypatch):
     config = parse_train_flags([*data, *recipe], prog_name="train_async.py")
     with pytest.raises(ValueError, match="was trained on prompts of another content"):
         preflight(config, 2)
-    for name in ("data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
+    for name in ("read_data.load_prompts", "preflight.load_tokenizer", "preflight.check_trainable"):
         monkeypatch.setattr(f"r3train.launch.{name}", lambda *_, **__: 1 / 0)
     job = preflight(config, 2, for_node=False)
     assert job.prompts == [] and resume_point(job).start_rollout_id == 3 and run_facts(job) == {}
@@ -368,7 +368,7 @@ def test_attention_that_transformer_engine_lacks_on_a_cuda_device_is_refused(tin
             check_sinks("2.11.0", config)
         check_sinks("2.12.0", config)
         check_sinks("2.20.2+abc", config)
-    with pytest.raises(ValueError, match="'p2p'.*--transformer-override cp_comm_type=a2a alone"):
+    with pytest.raises(ValueError, match="'p2p'.*--transformer-override cp_comm_type=a2a only"):
         check_sinks("2.12.0", by_p2p)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -798,7 +798,7 @@ def test_a_run_resumes_with_adapters_or_without_as_it_began(run, rank, message, 
 def test_the_dry_run_says_which_adapters_peft_would_drop(tiny, tmp_path):
     saving = ("--dry-run", "--lora-rank", "4", "--save-hf", str(tmp_path / "hf"))
     build(tmp_path / "glm", TinyOptions(family="glm4_moe"))
-    said = "--save-hf will be the merged checkpoint alone: PEFT drops the adapter of model.layers.0"
+    said = "--save-hf will be the merged checkpoint only: PEFT drops the adapter of model.layers.0"
     result = start(tmp_path / "glm", *saving)
     assert result.exit_code == 0 and said in words(result), result.output
     assert "PEFT drops" not in words(start(tiny, *saving))

@@ -234,7 +234,7 @@ def test_of_a_server_over_several_nodes_the_first_alone_has_an_address(
 
 def test_rank_0_starts_no_server_over_several_nodes(node, started):
     node(gpus=8, ranks=4)
-    with pytest.raises(ValueError, match="nnodes: rank 0 starts servers on its own node alone"):
+    with pytest.raises(ValueError, match="nnodes: rank 0 starts servers on its own node only"):
         started(1, tp_size=8, nnodes=2)
 
 

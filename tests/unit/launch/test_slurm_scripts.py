@@ -184,7 +184,7 @@ def test_servers_over_two_nodes_each_meet_at_their_first_node(tmp_path):
         ({"NODES_PER_SERVER": "2"}, "GPUS_PER_SERVER must say how many GPUs it takes of each node"),
         (
             {"NODES_PER_SERVER": "2", "SERVERS_PER_NODE": "2", "GPUS_PER_SERVER": "4"},
-            "a server over 2 nodes has them alone",
+            "a server over 2 nodes has them to itself",
         ),
         ({"SERVERS_PER_NODE": "2"}, "SERVERS_PER_NODE is 2 on nodes of 8 GPUs: GPUS_PER_SERVER"),
         (

@@ -277,5 +277,5 @@ def test_a_sample_in_the_loss_without_its_sampling_mask_is_refused_by_name(chang
     place = {"cp_size": 1, "tp_size": 1, "route_shape": None}
     with pytest.raises(ValueError, match=rf"^sample 5 \(prompt prompt-5\).*{message}"):
         build_microbatch(0, [bad], sampling_mask=True, **place)
-    with pytest.raises(ValueError, match="sample 5 .* was drawn within a sampling mask"):
+    with pytest.raises(ValueError, match="sample 5 .* was sampled within a sampling mask"):
         build_microbatch(0, [good], **place)

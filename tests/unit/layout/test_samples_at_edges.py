@@ -76,7 +76,7 @@ def test_sampling_mask_that_do_not_fit_their_tokens_are_refused(counts, ids):
     good = sample_of([-1, 0, 0], mask_counts=array([0, 1, 1]), mask_ids=array([4, 5]))
     assert build_microbatch(0, [good], sampling_mask=True, **PLACE).mask_ids.tolist() == [4, 5]
     bad = sample_of([-1, 0, 0], mask_counts=array(counts), mask_ids=array(ids))
-    with pytest.raises(ValueError, match="sample 3 .* sampling masks"):
+    with pytest.raises(ValueError, match="sample 3 .* sampling mask"):
         build_microbatch(0, [bad], sampling_mask=True, **PLACE)
 
 

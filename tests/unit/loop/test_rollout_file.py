@@ -173,7 +173,7 @@ def test_a_replay_refuses_what_it_cannot_train_on(tmp_path):
         (lambda s: s.rollout_log_probs.__setitem__(1, np.nan), "log-prob 1 is nan"),
         (
             lambda s: s.mask_ids.__setitem__(0, 1000),
-            "token of a sampling mask 0 is 1000, expected 0 to 999",
+            "sampling mask: token 0 is 1000, expected 0 to 999",
         ),
     ],
 )

@@ -156,7 +156,7 @@ def call_of(expected, replay_pass: str, layer: int, num_calls: int) -> ReplayEvi
 @pytest.mark.parametrize("samples", ["trajectory", "turn"])
 @pytest.mark.parametrize("aborted", [False, True])
 def test_rows_that_no_server_computed_are_filled_and_pass(one_rank, tmp_path, samples, aborted):
-    """The last token's alone, and after an abort those of an environment's tokens without an answer."""
+    """The last token's only, and after an abort those of an environment's tokens without an answer."""
     played = play(Hiding(), samples, aborted)
     verdict, audit = proved(tmp_path, played)
     assert verdict.passed, verdict.failures

@@ -154,7 +154,7 @@ def test_a_second_ctrl_c_ends_the_process_at_once_and_one_that_torchrun_passes_o
 
 @pytest.mark.parametrize("saved", [False, True])
 def test_what_closes_after_the_loop_has_the_grace_period_too(saved):
-    """A run that has saved is not lost by what hangs behind: a batch job goes back into the queue at 0."""
+    """A run that has saved is not lost by what hangs after: a batch job goes back into the queue at 0."""
     child = os.fork()
     if child == 0:
         with StopSignal(grace_s=0.5) as stop:

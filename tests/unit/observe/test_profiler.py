@@ -42,7 +42,7 @@ def test_a_range_that_the_run_ends_in_is_written_all_the_same(tmp_path):
 
 
 def test_the_history_of_memory_is_kept_in_the_range_and_written_once(tmp_path, monkeypatch):
-    """CUDA's part of torch is stood in for: it records on a device alone."""
+    """CUDA's part of torch is stood in for: it records on a device only."""
     calls = []
     note = lambda what: lambda *of, **settings: calls.append((what, *of, *settings.items()))
     for what in ("_record_memory_history", "_dump_snapshot"):

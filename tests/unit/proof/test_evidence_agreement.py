@@ -24,7 +24,7 @@ def quiet(caplog):
 
 @pytest.fixture(params=["old_log_prob", "train"])
 def native(request, monkeypatch):
-    """True of the calls of a rollout's first forwards: of the old pass, or of the train pass alone."""
+    """True of the calls of a rollout's first forwards: of the old pass, or of the train pass only."""
     if request.param == "train":
         monkeypatch.setattr(evidence_dirs, "PASSES", ("train",))
     return lambda r: r.replay_pass == request.param

@@ -97,7 +97,7 @@ def test_a_late_start_sends_fewer_rows_and_counts_rows_from_the_sample():
 
 @pytest.mark.parametrize("topk, experts", [(2, 8), (3, 300), (8, 128), (8, 129), (4, 255)])
 def test_an_expert_twice_in_a_row_names_sample_row_and_layer(topk, experts):
-    """In any two slots, and in a row of zeros alone."""
+    """In any two slots, and in a row of zeros only."""
     rng = np.random.default_rng(1)
     ids = different(rng, experts, (9000, 3, topk))
     ids[8000] = different(rng, experts, (1, 3, topk))

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Config:
-    """The sections that planting looks at, alone."""
+    """The sections that planting looks at, only."""
 
     def __init__(self, bug: str | None = None, fault: str | None = None):
         self.replay = ReplaySection(plant_bug=bug)
