@@ -1,8 +1,8 @@
 """Whole jobs with every setting of the learning rule off its default, held against float64.
 
 Recorded rollouts go through ``train_async.py --replay-rollouts`` in several topologies: unequal lengths,
-holes in the loss mask, an empty answer, a group whose rewards are equal, routes that were never
-recorded, a KL reference that is another checkpoint.  The oracle (``algorithm.py``) shares no code with
+holes in the loss mask, an empty answer, a group whose rewards are equal, last tokens without
+rows, a KL reference that is another checkpoint.  The oracle (``algorithm.py``) shares no code with
 them.  Then each bug of the learning rule is planted, and the same comparison must find it.
 """
 
@@ -380,7 +380,7 @@ def record(
     weights: dict[str, torch.Tensor],
     generator: np.random.Generator,
 ) -> Rollout:
-    """Answers of 0 to 24 tokens with the holes that the engines and environments leave."""
+    """Answers of 0 to 24 tokens, some with an environment's words; their last tokens have no rows."""
     groups = []
     for group in range(GROUPS):
         samples = []
@@ -394,8 +394,8 @@ def record(
                 mask[prompt_len + 2 : prompt_len + 4] = False  # an environment's words
             scores = generator.random((length - 1, variant.num_layers, variant.num_experts))
             routes = np.argsort(scores, axis=-1)[..., : variant.topk]
-            routes[generator.random(routes.shape) < 0.03] = -1  # single slots
-            routes[generator.random(length - 1) < 0.05] = -1  # whole rows
+            if not answer:
+                routes[:] = -1  # aborted in the server's queue: no row was computed
             versions = np.where(mask, rollout_id, -1)
             if member == 0:  # the update came in the middle of this answer
                 versions[mask.nonzero()[0][:2]] = max(rollout_id - 1, 0)
