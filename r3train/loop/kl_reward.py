@@ -60,7 +60,7 @@ def add_kl_to_rewards(
         episodes = sum(s.sample.is_last_step is not False for s in samples)
         metrics = {
             "train/kl_in_reward": algorithm.kl_coef * float(found[1].sum()) / episodes,
-            "rollout/samples_with_advantage": sum(bool(np.any(s.advantages)) for s in samples),
+            "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         }
     advantages = scatter_arrays(of_ranks, np.float32)
     ends = np.cumsum([s.num_rows for step in steps for s in step])

@@ -92,6 +92,7 @@ def holds_field(path: Path, name: str) -> bool | None:
 
     Reads no routes.  Raises ValueError naming the file if it is not one of samples.
     """
+    name = _on_disk(name)
     try:
         require_regular(path)
         with safe_open(path, "numpy") as file:
@@ -143,7 +144,8 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     places = {name: place for place, name in enumerate(prompts)}
     for f in fields(RolloutSample):
         if f.name not in _NOT_IN_FILES:
-            _put(f.name, [getattr(sample, f.name) for sample, _ in samples], tensors, plain)
+            values = [getattr(sample, f.name) for sample, _ in samples]
+            _put(_on_disk(f.name), values, tensors, plain)
     tensors["reward"] = np.array([reward for _, reward in samples], dtype=np.float64)
     plain_prompts: dict[str, list[Any]] = {}
     for f in fields(Prompt):
@@ -152,6 +154,11 @@ def _encode(samples: Sequence[Scored]) -> tuple[dict[str, np.ndarray], dict[str,
     of_sample = [places[id(sample.prompt)] for sample, _ in samples]
     header = {"samples": plain, "prompts": plain_prompts, "prompt_of_sample": of_sample}
     return tensors, header
+
+
+def _on_disk(name: str) -> str:
+    """Return a field's name in files, which keep the names that earlier versions wrote."""
+    return {"mask_counts": "kept_counts", "mask_ids": "kept_ids"}.get(name, name)
 
 
 def _put(
@@ -187,7 +194,7 @@ def _rows(
     """The fields of each record, by name.  One with a default may be younger than the file, which lacks it."""
     columns = {}
     for f in fields(record):
-        name = prefix + f.name
+        name = prefix + _on_disk(f.name)
         is_younger = f.default is not MISSING and name not in plain and name not in tensors
         if f.name not in _NOT_IN_FILES and not is_younger:
             columns[f.name] = plain[name] if name in plain else _arrays(name, tensors)

@@ -74,7 +74,7 @@ def rollout_metrics(
         "rollout/reward_max": groups.max,
         **{f"rollout/reward_mean_{key}": mean for key, mean in zip(reward_keys, part_means)},
         "rollout/zero_variance_groups": groups.num_zero_variance,
-        "rollout/samples_with_advantage": sum(bool(np.any(s.advantages)) for s in samples),
+        "rollout/taught_samples": sum(bool(np.any(s.advantages)) for s in samples),
         "rollout/num_groups": groups.num_groups,
         "rollout/num_samples": len(samples),
         **{f"rollout/pass_at_{k}": share for k, share in groups.pass_at_k.items()},
@@ -170,7 +170,7 @@ def source_metrics(now: Mapping[str, Any], before: Mapping[str, Any]) -> dict[st
         "perf/rollout_idle_share": since("idle_s") / wall_s,
         "rollout/buffered_groups": now["buffered_groups"],
         "rollout/resumed": since("resumed_rollouts"),
-        "rollout/rechecked": since("recheck_tokens"),
+        "rollout/computed_again": since("recheck_tokens"),
         "rollout/retracted": since("retracted_answers"),
         **fates,
     }

@@ -12,7 +12,7 @@ Keys are grouped by a slash.  The plot and the console read these:
 | rollout/turns_mean, _max, rollout/observation_len_mean | with --environment, an episode: turns, tokens of the environment |
 | rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
 | rollout/zero_variance_groups | groups whose rewards are equal |
-| rollout/samples_with_advantage | samples with an advantage other than 0 |
+| rollout/taught_samples | samples with an advantage other than 0 |
 | rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
 | train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
 | train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
@@ -244,7 +244,7 @@ def summarise(records: list[Mapping[str, Any]]) -> dict[str, Any]:
 
 def nothing_learned(records: Sequence[Mapping[str, Any]]) -> str:
     """The reason, in words, where no reward of a run taught anything; "" where one did."""
-    _, taught = numbers(records, "rollout/samples_with_advantage")
+    _, taught = numbers(records, "rollout/taught_samples")
     if not taught or any(taught):
         return ""
     return (

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from r3train.config import RunConfig
 from r3train.launch import resume
@@ -16,7 +17,7 @@ from r3train.config.rollout_settings import RolloutSection
 from r3train.generation.buffer import GroupBuffer, ProducerState
 from r3train.loop import replay_source, rollout_file
 from r3train.loop.run_state import BUFFER_FILE
-from r3train.loop.rollout_file import read_samples, write_samples
+from r3train.loop.rollout_file import holds_field, read_samples, write_samples
 from r3train.trainer.megatron.saved_state import LATEST, STATE
 from r3train.types import Prompt, RolloutSample
 
@@ -408,3 +409,15 @@ def test_any_bit_of_the_header_counts_and_an_old_file_is_read(tmp_path):
     path.write_bytes(rollout_file.save(tensors, old | {"header": json.dumps(header)}))
     with pytest.raises(ValueError, match="checksum"):
         read_samples(path)
+
+
+def test_sampling_masks_keep_their_names_in_files_of_every_version(tmp_path):
+    """A file of an earlier version has its masks under these names: lost, they would be sampled anew."""
+    path = tmp_path / "s.safetensors"
+    write_samples(path, scored(), {})
+    with safe_open(path, "np") as file:
+        names = {name for name in file.keys() if "kept" in name or "mask_" in name}
+    assert names == {"kept_counts", "kept_counts.length", "kept_ids", "kept_ids.length"}
+    assert holds_field(path, "mask_counts") is True
+    back, before = [s for s, _ in read_samples(path)[0]], [s for s, _ in scored()]
+    assert [s.mask_ids.tolist() for s in back] == [s.mask_ids.tolist() for s in before]

@@ -104,10 +104,10 @@ def test_repetition_is_the_share_of_runs_of_four_that_came_before():
 
 def test_a_run_without_an_advantage_says_that_nothing_was_learned():
     equal = [metrics(scored([[1.0, 1.0], [0.0, 0.0]])) | {"step": n} for n in range(2)]
-    assert equal[0]["rollout/samples_with_advantage"] == 0
+    assert equal[0]["rollout/taught_samples"] == 0
     assert "no answer had an advantage in any step" in nothing_learned(equal)
     other = metrics(scored([[1.0, 1.0], [0.0, 1.0]])) | {"step": 2}
-    assert other["rollout/samples_with_advantage"] == 2
+    assert other["rollout/taught_samples"] == 2
     assert nothing_learned([*equal, other]) == ""
     assert (
         nothing_learned([{"step": 0, "train/loss": 1.0}]) == ""
