@@ -34,7 +34,10 @@ from r3train.config import RunConfig
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
 from r3train.launch.local_servers import build_server, _server_args
+from r3train.torchvision_stub import declare_torchvision_ops
 from tests.published import RECIPES, Recipe, write_config
+
+declare_torchvision_ops()  # before SGLang imports transformers
 
 MIB = 1 << 20
 # the arguments that the page and the tests look at
@@ -45,7 +48,7 @@ SHOWN = (
     *("flashinfer_allreduce_fusion_backend", "enable_return_routed_experts"),
 )
 # GPUs of a served server whose recipe names no command for it
-SERVED_GPUS = {"qwen3_30b_a3b": 2}
+SERVED_GPUS = {"qwen3_30b_a3b": 2, "qwen3_30b_a3b_two_nodes": 2}
 _KERNELS = frozenset(
     "sgl_kernel flashinfer deep_gemm deep_ep flash_mla triton_kernels cutlass humming quack tilelang"
     " flash_attn nvshmem sgl_flash_mla mooncake nvidia_cutlass".split()

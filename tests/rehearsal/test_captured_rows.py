@@ -12,8 +12,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from sglang.srt.layers import dp_attention
-from sglang.srt.state_capturer import base, routed_experts
+
+from r3train.torchvision_stub import declare_torchvision_ops
+
+declare_torchvision_ops()
+
+from sglang.srt.layers import dp_attention  # noqa: E402
+from sglang.srt.state_capturer import base, routed_experts  # noqa: E402
 
 LAYERS, TOP_K = 3, 2
 
