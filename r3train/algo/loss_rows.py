@@ -41,7 +41,7 @@ class LossRows:
     ref_log_probs: Tensor | None = None  # float[n], the reference's; None without kl_loss_coef
     teacher_log_probs: Tensor | None = None  # float[n], the teacher's; None without use_opd
     over_ranks: OverRanks = on_this_rank
-    # int64[n] in 0..num_ages-1, rollouts by which the weights that drew the row's token were after
+    # int64[n] in 0..num_ages-1, rollouts by which the weights that sampled the row's token were behind
     ages: Tensor | None = None
     num_ages: int = 1
 

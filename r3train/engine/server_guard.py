@@ -9,7 +9,7 @@ Why a process: PR_SET_PDEATHSIG follows the *thread* that forked, a trainer fork
 SIGKILL of the trainer runs no handler.  On Linux the guard is a child subreaper, so a helper that
 leaves the session (torch_shm_manager calls setsid) still ends up among its descendants.
 
-A guard that gets SIGKILL leaves files after, in the temporary directory and in /dev/shm.  The next one
+A guard that gets SIGKILL leaves files behind, in the temporary directory and in /dev/shm.  The next one
 removes those of its own user (``remove_leftovers``).
 
 Imports nothing heavy: it starts in a fraction of a second and holds a few megabytes.
@@ -42,7 +42,7 @@ _SIGHTINGS = 3
 _SCAN_S = 1.0
 _REPORT_GRACE_S = 3.0
 # Helpers remove shared memory once its users are gone, and end.  On an idle machine that takes no
-# time.  Helpers that are killed earlier leave semaphores after.
+# time.  Helpers that are killed earlier leave semaphores behind.
 _HELPER_GRACE_S = 10.0
 _HELPER_MARKS = ("resource_tracker", "torch_shm_manager")
 # SGLang renames its workers; the server cannot serve without any one of them.

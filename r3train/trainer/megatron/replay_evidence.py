@@ -1,7 +1,7 @@
 """Counts of every router call and of every application of sampling masks, made on the device and read once per step.
 
 Nothing here forces a device synchronisation: the calls of a microbatch are counted some layers at a
-time, each leaves one int64 vector after, and ``collect`` stacks them all and copies them to the host at once.
+time, each leaves one int64 vector, and ``collect`` stacks them all and copies them to the host at once.
 """
 
 from __future__ import annotations
