@@ -49,5 +49,6 @@ class GroupScorer:
         earlier = {place: before[0][0] for place, before in group.samples.items()}
         whole = dict(sorted((earlier | group.unscored).items()))
         rewards = await self.score_group(list(whole.values()))
+        places = {p: [scored(s, reward)] for (p, s), reward in zip(whole.items(), rewards)}
         group.samples.clear()
-        return {p: [scored(s, reward)] for (p, s), reward in zip(whole.items(), rewards)}
+        return places

@@ -60,16 +60,18 @@ def settle(
     """
     errors = _errors(trained, verdict)
     outcome = next((name for name in POLICIES if name in errors), "")
+    if reported := bool(outcome) and POLICIES[outcome].reports:
+        report()  # first: what counts the rollout may fail, for example on a full disk
     if not outcome or POLICIES[outcome].counts:
         errors |= _count(rollout_id, trained, run_state)
+        if trained.skipped_steps:
+            host_barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
         outcome = next((name for name in POLICIES if name in errors), "")
     if not outcome:
         return
     policy, error = POLICIES[outcome], errors[outcome]
-    if policy.reports:
+    if policy.reports and not reported:
         report()
-    if outcome == "not finite":
-        host_barrier()  # rank 0 has dumped the batch, with rows of the other ranks' stores
     if policy.resumes_after == 0:
         run_state.put_back()
     if policy.resumes_after is not None:

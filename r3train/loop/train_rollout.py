@@ -15,6 +15,7 @@ from r3train.loop.intake import Taken
 from r3train.loop.kl_reward import add_kl_to_rewards
 from r3train.loop.step_metrics import gap_warning, train_metrics
 from r3train.types import RankTopology
+from r3train.user_code import UserCodeFailed
 
 if TYPE_CHECKING:
     from r3train.trainer.megatron.actor import MegatronActor
@@ -27,8 +28,8 @@ class Trained:
     """The result of a rollout's training; the same on all ranks, but for ``metrics``.
 
     skipped_steps: optimizer steps whose loss or gradient was not finite; low_ess_steps: those that
-    --min-ess skipped; loss_error: of the user's loss, "" without one; weights_moved: False if it failed
-    before the first optimizer step.
+    --min-ess skipped; loss_error: of the user's loss or estimator, "" without one; weights_moved: False if it
+    failed before the first optimizer step.
     """
 
     metrics: dict[str, Any]
@@ -63,9 +64,12 @@ def train_rollout(
     metrics: dict[str, Any] = {"perf/log_prob_s": time.monotonic() - began}
     if algorithm.kl_coef:
         rank = actor.topology.rank
-        steps, paid = add_kl_to_rewards(
-            steps, taken.prepared, old, ref, algorithm, topologies, rank
-        )
+        try:
+            steps, paid = add_kl_to_rewards(
+                steps, taken.prepared, old, ref, algorithm, topologies, rank
+            )
+        except UserCodeFailed as failed:  # of the user's estimator, on all ranks
+            return Trained(metrics, loss_error=str(failed), weights_moved=False)
         metrics.update(paid)
     reports, error = [], ""
     for i, step in enumerate(steps):
