@@ -300,6 +300,7 @@ _THEIRS = {
         "--extra-index-url",
         "--no-build-isolation",
     ),
+    "--signals-to-handle",  # torchrun's
 }
 
 

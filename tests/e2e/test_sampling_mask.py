@@ -34,7 +34,7 @@ def test_log_probs_are_the_servers_own_and_every_kept_token_is_proved(tmp_path, 
     for m in metrics:
         assert m["r3/passed"] is True and m["r3_audit/passed"] is not False
         assert m["r3/num_calls"] == m["r3/num_calls_expected"]
-    assert metrics[0]["r3/agreement_mask_equal"] > 0.99
+    assert metrics[0]["r3/agreement_kept_equal"] > 0.99
     samples = [
         s for n in range(2) for group in load_rollout(job.run_dir / "rollouts", n) for s, _ in group
     ]
