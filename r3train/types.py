@@ -286,7 +286,7 @@ class MicroBatch:
     advantages: np.ndarray  # float32[F]
     row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
     row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
-    # int32[F], rollouts by which the weights that drew the label were after, else 0
+    # int32[F], rollouts by which the weights that sampled the label were behind, else 0
     ages: np.ndarray
     # uint8 or uint16 [f, L, K], end to end [F, L, K]: the samples' own arrays; None without R3
     routes: tuple[np.ndarray, ...] | None

@@ -208,7 +208,7 @@ def is_age_sum(name: str) -> bool:
 def age_metrics(sums: dict[str, float]) -> dict[str, float]:
     """Turn the sums over a rollout into means over the rows of each age; an age without rows has none.
 
-    ``loss_tokens_age_N`` stays the number of rows that weights N rollouts after drew; the last age holds those
+    ``loss_tokens_age_N`` stays the number of rows that weights N rollouts behind sampled; the last age holds those
     of older weights too.  In metrics of samples (``chi2_seq``, ``ppl_*``) a sample counts by its rows of that age.
     """
     out: dict[str, float] = {}

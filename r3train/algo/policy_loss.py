@@ -1,4 +1,4 @@
-"""The loss of a microbatch: a policy loss for each row, corrected, with KL and entropy next to it.
+"""The loss of a microbatch: a policy loss for each row, corrected, with KL and entropy added.
 
 Losses and metrics are sums over the masked rows: the trainer divides by the number of loss tokens
 of the whole step, over all microbatches and ranks, so that a token weighs the same wherever it was

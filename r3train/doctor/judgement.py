@@ -191,4 +191,4 @@ def _faults(
     for name, *place in places:
         control = min(shifted[*place].mean() for shifted in beside)
         if not gap[*place].mean() <= max(tolerance.route_mean, control / 2):
-            yield f"{name} the tokens next to nearly as well: shifted?"
+            yield f"{name} the neighbouring tokens nearly as well: shifted?"

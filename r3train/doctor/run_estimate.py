@@ -330,9 +330,7 @@ def _step_lines(
     if step.optimizer_s:
         parts += f", Adam on the host {step.optimizer_s:,.1f} s"
     if server is not None:
-        order = (
-            "one after the other" if rollout.max_weight_staleness == 0 else "next to one another"
-        )
+        order = "one after the other" if rollout.max_weight_staleness == 0 else "at the same time"
         parts = (
             f"generation {step.generation_s:,.1f} s, {parts}, weights {step.update_s:,.1f} s;"
             f" {step.total_s:,.1f} s, generation and training {order}"

@@ -2,7 +2,7 @@
 
 A sample is chosen before it is generated.  When its answer is complete it goes back to its server as a
 prompt, in the background: no request for tokens ever waits for it.  At a weight update it may go on
-while tokens are generated meanwhile, and on servers that stand idle for a share of the time, which is that
+while tokens are generated, and on servers that stand idle for a share of the time, which is that
 of the samples.  What is not done by then is missed.  A request that an update freezes (in_place) ends with
 the rows of two versions, which nobody can compute again afterwards; its prompt is therefore rechecked
  when it is sent.

@@ -18,7 +18,7 @@ class TrainSpeed:
 
     Model FLOPs of a forward pass over T tokens are 2 A T for A active parameters in matrices (those of an
     expert count by top-k over experts, the embedding not at all), and 2 T^2 a for each attention layer of
-    a values, causal.  A training step is three forwards (two after a frozen base), a log-prob pass is one;
+    a values, causal.  A training step is three forwards (two with a frozen base), a log-prob pass is one;
     what is recomputed to save memory does not count.
     ``forwards``: those of a rollout's training together, a backward as two.
     Source: A. Chowdhery et al., "PaLM", arXiv 2204.02311, appendix B.

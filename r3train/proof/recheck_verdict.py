@@ -3,7 +3,7 @@
 The other claims begin at the bytes that a server sent.  Here some samples are rechecked by a
 prefill under the same weights, and rows and log-probs are compared with those that were delivered.
 Prefill and decode round differently, so near a tie a router may choose another expert.  How often,
-is measured at the start of generation: samples sampled and rechecked at once.
+is measured at the start of generation: answers that are rechecked at once.
 
 A row differs if its set of experts does; of n rows in a layer ``limit(n, share)`` may differ, with
 the share that was measured in that layer.  Log-probs likewise: one differs if it is off by more than twice the 99th

@@ -118,7 +118,9 @@ def test_a_late_layer_that_is_shifted_behind_near_ties_is_found(tolerance):
     assert judged(got, logits, tolerance).level == OK
     got[:, 20] = np.roll(got[:, 20], 1, axis=0)
     found = judged(got, logits, tolerance)
-    assert found.level == PROBLEM and "MoE layer 21 of 24 fits the tokens next to" in found.text
+    assert (
+        found.level == PROBLEM and "MoE layer 21 of 24 fits the neighbouring tokens" in found.text
+    )
 
 
 def noisy_choice(logits: np.ndarray, shape: str, noise: float) -> np.ndarray:

@@ -108,7 +108,7 @@ def test_a_dry_run_estimates_every_rank_its_servers_and_a_step(tiny):
         "a pool of 8,192 tokens; 128 requests",
         "assumed: --sglang-tp-size; 0.30 of 37.3 GiB",
         "a rollout: generation ",
-        "generation and training next to one another",
+        "generation and training at the same time",
     ):
         assert text in found, found
     assert "estimated" not in start(tiny, "--dry-run").stdout
