@@ -190,20 +190,24 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _descendants() -> list[int]:
-    """Ids of the processes below this one that have not ended; those left by their parents are below it too."""
-    children: dict[int, list[int]] = {}
+    """Ids of the processes below this one that have not ended; those left by their parents are below it too.
+
+    A process whose main thread has ended reads as a zombie while its other threads still run, and
+    its children are still its own: the search goes on below it.
+    """
+    children: dict[int, list[tuple[int, bool]]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc") if sys.platform == "linux" else ()):
         try:
             with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
                 state, parent = file.read().rpartition(")")[2].split()[:2]
         except OSError:  # it has ended
             continue
-        if state not in "ZX":
-            children.setdefault(int(parent), []).append(int(pid))
+        children.setdefault(int(parent), []).append((int(pid), state not in "ZX"))
     found, new = [], [os.getpid()]
     while new:
-        new = [child for pid in new for child in children.get(pid, [])]
-        found += new
+        below = [child for pid in new for child in children.get(pid, [])]
+        found += [pid for pid, runs in below if runs]
+        new = [pid for pid, _ in below]
     return found
 
 

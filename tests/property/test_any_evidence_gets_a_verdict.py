@@ -7,7 +7,6 @@ of something else, and never a pass where the value cannot be right.
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,9 +38,7 @@ LATEST = ("rows_never_computed",)
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
-    logging.disable(logging.CRITICAL)
-    yield write_run(tmp_path_factory.mktemp("evidence") / "run", range(2), versions=True)
-    logging.disable(logging.NOTSET)
+    return write_run(tmp_path_factory.mktemp("evidence") / "run", range(2), versions=True)
 
 
 def paths(value: Any, so_far: tuple = ()) -> list[tuple]:

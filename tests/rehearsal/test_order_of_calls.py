@@ -19,6 +19,7 @@ from r3train.engine.server import SGLangServer
 from r3train.launch import engines
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import distribute
+from r3train.observe import logging_setup
 from r3train.trainer.megatron.cpu_device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
@@ -81,9 +82,21 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         sums_evidence=False,
         parallel=ParallelSection(),
     )
-    for rank in range(NUM_RANKS):
-        node.become(rank)
-        assert train_async.run(SimpleNamespace(config=config), rank, tmp_path) == 1
+    opened = []
+
+    def keep(*args, **kwargs):
+        opened.append(setup(*args, **kwargs))
+        return opened[-1]
+
+    setup = logging_setup.setup_logging
+    monkeypatch.setattr(logging_setup, "setup_logging", keep)
+    try:
+        for rank in range(NUM_RANKS):
+            node.become(rank)
+            assert train_async.run(SimpleNamespace(config=config), rank, tmp_path) == 1
+    finally:
+        for log in reversed(opened):  # this process goes on: its output and loggers are the tests'
+            log.close()
     assert trained_on == [(i, torch.device("cuda", i), i) for i in range(NUM_RANKS)]
     # the group of the device is made when the rank has its device; the host's group is next to it
     assert node.joined == [

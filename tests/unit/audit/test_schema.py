@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 
@@ -115,9 +114,7 @@ STEP_LINES = {
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    logging.disable(logging.CRITICAL)
-    yield write_run(tmp_path_factory.mktemp("run"), range(2), versions=True)
-    logging.disable(logging.NOTSET)
+    return write_run(tmp_path_factory.mktemp("run"), range(2), versions=True)
 
 
 @pytest.mark.parametrize("name", STEP_LINES)
@@ -156,9 +153,7 @@ def test_a_fingerprint_is_64_bits_in_hexadecimal(value, run):
 
 
 def test_blank_lines_are_left_out_and_the_error_names_the_line_and_the_value(tmp_path):
-    logging.disable(logging.CRITICAL)
     run = write_run(tmp_path, range(2), versions=True)
-    logging.disable(logging.NOTSET)
     path = rank_file(run, 1)
     lines = path.read_text().splitlines()
     path.write_text("\n \n" + "\n\n".join(lines) + "\n\t\n")

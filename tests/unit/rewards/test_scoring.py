@@ -6,6 +6,8 @@ Functions of a user run in a real process of their own, as in production.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,6 +18,7 @@ import pytest
 from tests.unit.reward_functions import PATH
 
 from r3train.config.data_settings import DataSection
+from r3train.rewards import worker
 from r3train.rewards.weighted_sum import scored as with_parts
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
@@ -182,6 +185,29 @@ def test_a_reward_that_hangs_is_killed_with_its_children(tmp_path):
     with pytest.raises(ValueError, match="took longer than reward_timeout_s 1 .sample 3"):
         scored(data, sample(number=3, metadata={"pids": pids}))
     assert not [pid for pid in map(int, pids.read_text().split()) if is_running(pid)]
+
+
+def test_children_of_a_process_whose_main_thread_has_ended_are_found(tmp_path):
+    """It reads as a zombie, and its other threads and its children still run."""
+    pids = tmp_path / "pids"
+    script = f"""
+import ctypes, subprocess, threading, time
+child = subprocess.Popen(["sleep", "600"])
+threading.Thread(target=time.sleep, args=(600,)).start()
+open({str(pids)!r}, "w").write(str(child.pid))
+ctypes.CDLL(None).pthread_exit(None)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script])
+    try:
+        wait_for(lambda: pids.exists() and pids.read_text() and not is_running(process.pid))
+        child = int(pids.read_text())
+        assert process.poll() is None and is_running(child)
+        assert child in worker._descendants()
+    finally:
+        process.kill()
+        process.wait()
+        if pids.exists():
+            os.kill(int(pids.read_text()), signal.SIGKILL)
 
 
 def test_the_process_of_a_reward_ends_with_an_owner_that_is_killed(tmp_path):
