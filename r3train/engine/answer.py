@@ -101,17 +101,9 @@ def read_answer(
     if output_len == 0 and finish_reason != "abort":
         raise ValueError(f"sample {name}: no output token, finish reason {finish_reason!r}")
     _check_end(meta["finish_reason"], output_ids, request, sent.ends_at)
-    entries = None if never_computed else meta.get("output_token_logprobs")
-    log_probs = _log_probs(entries, output_ids, name)
-    mask_counts = mask_ids = None
-    if request.sampling.mask_vocab is not None:
-        sampled = {} if output_len == 0 else meta
-        mask_counts, mask_ids = _sampling_mask(
-            sampled, output_ids, request.sampling.mask_vocab, name
-        )
-        among = _within_mask(sampled.get("output_token_sampling_logprobs", []), output_len, name)
-        _check_within_mask(among, log_probs, mask_counts, name)
-        log_probs = among
+    log_probs, mask_counts, mask_ids = _log_probs_and_mask(
+        {} if never_computed else meta, output_ids, request.sampling.mask_vocab, name
+    )
     versions = _versions(meta.get("weight_versions"), output_len, name)
     if of_adapter:
         _check_base(versions, name)
@@ -119,27 +111,19 @@ def read_answer(
     _check_versions(versions, request.weight_version, request.exact_version, name)
     _check_newest(versions, sent.newest_version, name)
     retractions = 0 if never_computed else _retractions(meta, routes is not None, name)
-    rows = None
-    if routes is not None:
+    start, rows = request.rows_start, None
+    if routes is not None and output_len:
+        payload = meta.get("routed_experts")
+        rows = _rows(payload, routes, input_len + output_len, start, name, decode)
+    elif routes is not None:
         # a request aborted in the queue was never computed: it has no token and may have no row
-        rows = (
-            _rows(
-                meta.get("routed_experts"),
-                routes,
-                input_len + output_len,
-                request.rows_start,
-                name,
-                decode,
-            )
-            if output_len
-            else np.zeros((0, *routes.row), dtype=routes.dtype)
-        )
+        rows = np.zeros((0, *routes.row), dtype=routes.dtype)
     return Segment(
         output_ids,
         log_probs,
         versions,
         rows,
-        request.rows_start,
+        start,
         finish_reason,
         retractions,
         mask_counts=mask_counts,
@@ -202,6 +186,24 @@ def input_log_probs(meta: Mapping[str, Any], token_ids: np.ndarray, name: str) -
         entries = [[e[0], sent[i] if e[1] == 0 else e[1]] for i, e in enumerate(entries)]
         entries[0][0] = 0.0
     return _log_probs(entries, np.asarray(token_ids), name)
+
+
+def _log_probs_and_mask(
+    meta: Mapping[str, Any], output_ids: np.ndarray, mask_vocab: int | None, name: str
+) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """Log-probs float32[T] of the output, and counts and ids of its sampling mask where one was asked for.
+
+    With a mask the log-probs are those within it.  meta: empty for a request that was never computed.
+    """
+    log_probs = _log_probs(meta.get("output_token_logprobs"), output_ids, name)
+    if mask_vocab is None:
+        return log_probs, None, None
+    sampled = meta if len(output_ids) else {}
+    counts, ids = _sampling_mask(sampled, output_ids, mask_vocab, name)
+    entries = sampled.get("output_token_sampling_logprobs", [])
+    within = _within_mask(entries, len(output_ids), name)
+    _check_within_mask(within, log_probs, counts, name)
+    return within, counts, ids
 
 
 def _check_versions(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -61,9 +62,11 @@ from r3train.rewards.code import isolation
 from r3train.rewards.scoring import Scorer
 from r3train.trainer.megatron.freezing import check_freezing
 from r3train.trainer.megatron.overrides import check_overrides
+from r3train.types import Prompt, RolloutSample
 
 T = TypeVar("T")
 
+SETTINGS = "configuration"  # subject of their faults
 # a server that others use too may take a while
 _ANSWER_S = 30.0
 
@@ -97,161 +100,264 @@ def preflight(
     where nothing will be written: another run in --run-dir is a warning then.
     Raises PreflightError with every fault that was found.
     """
-    faults: list[tuple[str, str]] = []
+    checks = _Checks(config, world_size, for_all_ranks, for_node, starts)
+    for check in (
+        checks.settings,
+        checks.servers,
+        checks.directories,
+        checks.machine,
+        checks.checkpoints,
+        checks.model,
+        checks.tokenizer_and_environment,
+        checks.prompts_fit,
+        checks.rewards,
+        checks.evaluation_sets,
+    ):
+        check()
+    return checks.job()
 
-    def attempt(subject: str, check: Callable[..., T], *arguments: Any) -> T | None:
+
+class _Checks:
+    """The checks of a job, in groups; a group uses what earlier ones have read.
+
+    What a group could not read stays None or empty, and what needs it is not checked.
+    """
+
+    def __init__(
+        self, config: RunConfig, world_size: int, for_all_ranks: bool, for_node: bool, starts: bool
+    ) -> None:
+        self.config, self.world_size = config, world_size
+        self.for_all_ranks, self.for_node, self.starts = for_all_ranks, for_node, starts
+        self.faults: list[tuple[str, str]] = []
+        self.warnings = list(_warnings(config))
+        self.hf: HfModelFacts | None = None
+        self.tokenizer: Any = None
+        self.environment: Any = None
+        self.tools: list[dict[str, Any]] = []
+        self.prompts: list[Prompt] = []
+        self.sizes: tuple[int, ...] = ()  # prompts per file
+        self.conversations: list[RolloutSample] = []
+        self.reward: Scorer | None = None
+        self.eval_data: list[EvalData] = []
+
+    def attempt(self, subject: str, check: Callable[..., T], *arguments: Any) -> T | None:
+        """Return what a check gives; None after a fault, which is kept under its subject."""
         try:
             return check(*arguments)
         except ConfigError as error:
-            faults.extend((subject, line) for line in str(error).splitlines())
+            self.faults.extend((subject, line) for line in str(error).splitlines())
         except ValueError as error:
-            faults.append((subject, " ".join(str(error).split())))
+            self.faults.append((subject, " ".join(str(error).split())))
         return None
 
-    data, model, settings = config.data, config.model.hf_checkpoint, "configuration"
-    warnings = list(_warnings(config))
-    attempt(settings, check_static, config, world_size)
-    attempt(settings, check_overrides, config)
-    attempt(
-        settings,
-        lambda: check_server_flags(
-            config.rollout.sglang,
-            replay=config.replay.use_rollout_routing_replay,
-            kept_top_k=config.rollout.kept_top_k,
-            adapters=config.serves_adapters,
-        ),
-    )
-    attempt(settings, check_layers_here, config)
-    attempt(settings, check_memory_history, config)
-    attempt(settings, check_trackers, config)
-    # refuses a key that HTTP cannot send
-    api_key = attempt("key of the servers", engine_api_key, os.environ)
-    if for_all_ranks and config.has_engines:
-        for address in config.rollout.rollout_external_engine_addrs:
-            attempt(f"server {address}", check_external_server, config, address, api_key)
-    attempt("run directory", check_can_be_made, config.run.run_dir or Path("runs"), "run_dir")
-    if config.checkpoint.dump_rollouts and config.run.run_dir is not None:
-        dumps = config.run.run_dir / "rollouts"
-        attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
-    if for_all_ranks and starts:
-        attempt("run directory", check_fresh, config, os.environ)
-        lacks = attempt("machine", check_node, config) or ()
-        warnings += [JobWarning("machine", *lack) for lack in lacks]
+    def warn(self, subject: str, text: str, remedy: str) -> None:
+        """Keep a warning."""
+        self.warnings.append(JobWarning(subject, text, remedy))
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward scores what is generated: environments and dumped rollouts have their own."""
+        return self.config.has_engines and self.config.rollout.environment is None
+
+    def settings(self) -> None:
+        """Check what the settings say, by themselves and for this machine."""
+        config, attempt = self.config, partial(self.attempt, SETTINGS)
+        attempt(check_static, config, self.world_size)
+        attempt(check_overrides, config)
+        flags = {
+            "replay": config.replay.use_rollout_routing_replay,
+            "kept_top_k": config.rollout.kept_top_k,
+            "adapters": config.serves_adapters,
+        }
+        attempt(partial(check_server_flags, config.rollout.sglang, **flags))
+        attempt(check_layers_here, config)
+        attempt(check_memory_history, config)
+        attempt(check_trackers, config)
+        attempt(check_algorithm, config.algorithm, config.rollout.n_samples_per_prompt)
+
+    def servers(self) -> None:
+        """Check the key that HTTP must carry, and ask the servers of others."""
+        api_key = self.attempt("key of the servers", engine_api_key, os.environ)
+        if self.for_all_ranks and self.config.has_engines:
+            for address in self.config.rollout.rollout_external_engine_addrs:
+                subject = f"server {address}"
+                self.attempt(subject, check_external_server, self.config, address, api_key)
+
+    def directories(self) -> None:
+        """Check that what will be written can be, and that no other run is in the way."""
+        config, checkpoint = self.config, self.config.checkpoint
+        run_dir = config.run.run_dir
+        self.attempt("run directory", check_can_be_made, run_dir or Path("runs"), "run_dir")
+        if checkpoint.dump_rollouts and run_dir is not None:
+            dumps = run_dir / "rollouts"
+            self.attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
+        if self.for_all_ranks and self.starts:
+            self.attempt("run directory", check_fresh, config, os.environ)
+        elif self.for_all_ranks:
+            try:
+                check_fresh(config, os.environ)
+            except ValueError as error:
+                self.warn("run directory", str(error), "a new start there is refused")
+        if checkpoint.save is not None:
+            self.attempt("checkpoints", check_can_be_made, checkpoint.save, "save")
+        if checkpoint.save_hf is not None:
+            self.attempt(SETTINGS, check_export_directories, config)
+
+    def machine(self) -> None:
+        """Check this node, where a job starts on it."""
+        if not (self.for_all_ranks and self.starts):
+            return
+        for lack in self.attempt("machine", check_node, self.config) or ():
+            self.warn("machine", *lack)
         num_ranks = torchruns_number("LOCAL_WORLD_SIZE", 0)  # unset: this is no node of the job
         if num_ranks and (lack := little_shared_memory(num_ranks)):
-            warnings.append(JobWarning("shared memory", *lack))
-    elif for_all_ranks:
-        try:
-            check_fresh(config, os.environ)
-        except ValueError as error:
-            remedy = "a new start there is refused"
-            warnings.append(JobWarning("run directory", str(error), remedy))
-    if config.checkpoint.save is not None:
-        attempt("checkpoints", check_can_be_made, config.checkpoint.save, "save")
-    if config.checkpoint.save_hf is not None:
-        attempt(settings, check_export_directories, config)
-    samples_per_prompt = config.rollout.n_samples_per_prompt
-    attempt(settings, check_algorithm, config.algorithm, samples_per_prompt)
-    if for_node:  # the ranks check the weights when they load them
-        others = (config.model.ref_load, config.model.opd_teacher_load)
-        for directory in (model, *filter(None, others)):
-            attempt("checkpoint", lambda: check_export(directory, weights=False))
-    hf = attempt("checkpoint", read_hf_facts, model)
-    tokenizer = attempt("tokenizer", load_tokenizer, model) if for_node and model.is_dir() else None
-    prompts = parts = conversations = None
-    if hf is not None:
-        attempt(settings, check_model, config, hf, world_size)
-        attempt(settings, check_freezing, config, hf)
+            self.warn("shared memory", *lack)
+
+    def checkpoints(self) -> None:
+        """Read the checkpoints' facts; the ranks check the weights when they load them."""
+        model = self.config.model
+        if self.for_node:
+            others = (model.ref_load, model.opd_teacher_load)
+            for directory in (model.hf_checkpoint, *filter(None, others)):
+                self.attempt("checkpoint", partial(check_export, directory, weights=False))
+        self.hf = self.attempt("checkpoint", read_hf_facts, model.hf_checkpoint)
+        if self.for_node and model.hf_checkpoint.is_dir():
+            self.tokenizer = self.attempt("tokenizer", load_tokenizer, model.hf_checkpoint)
+
+    def model(self) -> None:
+        """Check that this model can be trained with these settings."""
+        config, hf = self.config, self.hf
+        if hf is None:
+            return
+        self.attempt(SETTINGS, check_model, config, hf, self.world_size)
+        self.attempt(SETTINGS, check_freezing, config, hf)
         if hf.model_type == "gpt_oss" and visible_gpus():
             with suppress(PackageNotFoundError):  # which check_layers_here has said
-                attempt(settings, check_sinks, version("transformer_engine"), config)
-        attempt(settings, check_adapter, config.lora, hf)
-        # reads the headers of all weights, of which a large checkpoint has hundreds of files
-        names = attempt("checkpoint", check_trainable, hf) or () if for_node else ()
-        warnings += _model_warnings(config, hf, names)
-        if config.model.ref_load is not None and for_node:
-            attempt("checkpoint", check_other_model, "--ref-load", config.model.ref_load, hf)
-        teacher = config.model.opd_teacher_load if config.algorithm.holds_teacher else None
-        if teacher is not None and for_node:
-            attempt("checkpoint", check_teacher, teacher, hf, tokenizer)
-    environment, tools = None, []
-    if config.rollout.environment is not None:
-        environment = attempt(settings, get_environment, config.rollout.environment)
-        tools = get_tools(environment) if environment is not None else []
-    if tokenizer is not None:
-        attempt(settings, check_tools, config, tokenizer, tools)
+                self.attempt(SETTINGS, check_sinks, version("transformer_engine"), config)
+        self.attempt(SETTINGS, check_adapter, config.lora, hf)
+        names: Iterable[str] = ()
+        if self.for_node:
+            # reads the headers of all weights, of which a large checkpoint has hundreds of files
+            names = self.attempt("checkpoint", check_trainable, hf) or ()
+        self.warnings += _model_warnings(config, hf, names)
+        if not self.for_node:
+            return
+        if config.model.ref_load is not None:
+            directory = config.model.ref_load
+            self.attempt("checkpoint", check_other_model, "--ref-load", directory, hf)
+        teacher = config.model.opd_teacher_load
+        if teacher is not None and config.algorithm.holds_teacher:
+            self.attempt("checkpoint", check_teacher, teacher, hf, self.tokenizer)
+
+    def tokenizer_and_environment(self) -> None:
+        """Check the environment's tools and what the tokenizer must know; read the prompts."""
+        config, tokenizer, name = self.config, self.tokenizer, self.config.rollout.environment
+        if name is not None:
+            self.environment = self.attempt(SETTINGS, get_environment, name)
+            self.tools = [] if self.environment is None else get_tools(self.environment)
+        if tokenizer is None:
+            return
+        self.attempt(SETTINGS, check_tools, config, tokenizer, self.tools)
         for text in config.rollout.rollout_stop:
-            attempt(settings, stop_token, text, tokenizer)
-    if hf is not None and tokenizer is not None:
+            self.attempt(SETTINGS, stop_token, text, tokenizer)
+        if self.hf is None:
+            return
+        self.attempt("tokenizer", check_vocabulary, tokenizer, self.hf)
+        teacher = config.rollout.opd_teacher_url
+        if self.for_all_ranks and config.has_engines and teacher is not None:
+            self.attempt("teacher", check_served_teacher, config, tokenizer)
+        self._read_prompts()
+
+    def _read_prompts(self) -> None:
         dropped: list[str] = []
-        attempt("tokenizer", check_vocabulary, tokenizer, hf)
-        if for_all_ranks and config.has_engines and config.rollout.opd_teacher_url is not None:
-            attempt("teacher", check_served_teacher, config, tokenizer)
-        if config.learns_conversations:
-            found = attempt("prompts", read_conversations, config, hf, tokenizer, dropped.append)
-            if found is not None:
-                conversations = [conversation for part in found for conversation in part]
-                parts = [[conversation.prompt for conversation in part] for part in found]
+        arguments = (self.config, self.hf, self.tokenizer, dropped.append)
+        if self.config.learns_conversations:
+            found = self.attempt("prompts", read_conversations, *arguments) or []
+            self.conversations = [conversation for part in found for conversation in part]
+            parts = [[conversation.prompt for conversation in part] for part in found]
         else:
-            parts = attempt("prompts", read_prompts, config, hf, tokenizer, dropped.append, tools)
+            parts = self.attempt("prompts", read_prompts, *arguments, self.tools) or []
         for text in dropped:
             remedy = "raise the limit, or refuse such data with --overlong-prompts error"
-            warnings.append(JobWarning("prompts", text, remedy))
-        prompts = None if parts is None else [prompt for part in parts for prompt in part]
-    if conversations:
-        attempt(settings, check_longest_conversation, config, conversations)
-    elif prompts:
-        if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
-            text = f"no prompt has a label (key {data.label_key})"
-            remedy = "name its key with --label-key, if the reward needs one"
-            warnings.append(JobWarning("prompts", text, remedy))
-        longest = max(len(prompt.token_ids) for prompt in prompts)
-        attempt(settings, check_longest_sample, config, longest)
-    if prompts:
-        unknown = attempt("prompts", unknown_tokens, prompts, tokenizer.unk_token_id)
+            self.warn("prompts", text, remedy)
+        self.prompts = [prompt for part in parts for prompt in part]
+        self.sizes = tuple(map(len, parts))
+
+    def prompts_fit(self) -> None:
+        """Check the prompts against the settings, and begin an episode with the first one."""
+        config, prompts = self.config, self.prompts
+        if self.conversations:
+            self.attempt(SETTINGS, check_longest_conversation, config, self.conversations)
+        elif prompts:
+            if not config.reward_is_optional and all(prompt.label is None for prompt in prompts):
+                text = f"no prompt has a label (key {config.data.label_key})"
+                self.warn("prompts", text, "name its key with --label-key, if the reward needs one")
+            longest = max(len(prompt.token_ids) for prompt in prompts)
+            self.attempt(SETTINGS, check_longest_sample, config, longest)
+        if not prompts:
+            return
+        unknown = self.attempt("prompts", unknown_tokens, prompts, self.tokenizer.unk_token_id)
         if unknown is not None:
             remedy = "look at the first prompt as it is shown, and at the checkpoint's tokenizer"
-            warnings.append(JobWarning("prompts", unknown, remedy))
-    if prompts and environment is not None:
-        name = config.rollout.environment
-        attempt(settings, begin_environment, name, environment, prompts[0])  # it may refuse
-    judge_key, optional = os.environ.get(JUDGE_KEY), config.reward_is_optional
-    weights = config.algorithm.weight_of_key
-    reward = attempt(
-        "reward",
-        lambda: Scorer(data, judge_key=judge_key, optional=optional, weight_of_key=weights),
-    )
-    if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
-        attempt("reward", check_not_all_equal, prompts)
-    # an environment gives rewards of its own, and dumped rollouts have theirs
-    scores = config.has_engines and config.rollout.environment is None
-    if for_all_ranks and scores and prompts and reward is not None:
-        attempt("reward", reward.check, prompts)
-    eval_data: list[EvalData] = []
-    if hf is not None and tokenizer is not None:
-        for dataset in config.eval_sets:
-            found = attempt("prompts", read_eval_data, config, dataset, hf, tokenizer, tools)
+            self.warn("prompts", unknown, remedy)
+        if self.environment is not None:
+            name = config.rollout.environment
+            self.attempt(SETTINGS, begin_environment, name, self.environment, prompts[0])
+
+    def rewards(self) -> None:
+        """Make the reward, and let it look at the prompts."""
+        config, prompts, optional = self.config, self.prompts, self.config.reward_is_optional
+        options = {
+            "judge_key": os.environ.get(JUDGE_KEY),
+            "optional": optional,
+            "weight_of_key": config.algorithm.weight_of_key,
+        }
+        self.reward = self.attempt("reward", partial(Scorer, config.data, **options))
+        if optional and prompts and "zero_variance" in config.rollout.rollout_filter:
+            self.attempt("reward", check_not_all_equal, prompts)
+        if self.for_all_ranks and self.scores and prompts and self.reward is not None:
+            self.attempt("reward", self.reward.check, prompts)
+
+    def evaluation_sets(self) -> None:
+        """Read the evaluation's data, and let its rewards look at it."""
+        if self.hf is None or self.tokenizer is None:
+            return
+        arguments = (self.hf, self.tokenizer, self.tools)
+        for dataset in self.config.eval_sets:
+            found = self.attempt("prompts", read_eval_data, self.config, dataset, *arguments)
             if found is not None:
-                eval_data.append(found)
-                if for_all_ranks and scores:
-                    attempt("reward", check_rewards, found)
-    rewards = [made for made in (reward, *(data.reward for data in eval_data)) if made is not None]
-    warnings += _reward_warnings(rewards)
-    if faults:
-        for made in rewards:
-            made.close()
-        raise PreflightError(faults, warnings)
-    prompt_file = FileFingerprint.of(*(f.path for f in data.prompt_files)) if for_node else None
-    sizes = tuple(map(len, parts or ()))
-    job = Job(
-        *(config, hf, prompts or [], tokenizer, reward, prompt_file),
-        *(tuple(warnings), tuple(eval_data), sizes, tuple(conversations or ())),
-    )
-    attempt("checkpoints", resume_point, job)
-    if faults:
-        job.close()
-        raise PreflightError(faults, warnings)
-    return job
+                self.eval_data.append(found)
+                if self.for_all_ranks and self.scores:
+                    self.attempt("reward", check_rewards, found)
+
+    def job(self) -> Job:
+        """Return what was found; raises PreflightError with every fault."""
+        rewards = [self.reward, *(data.reward for data in self.eval_data)]
+        made = [reward for reward in rewards if reward is not None]
+        self.warnings += _reward_warnings(made)
+        self._raise_faults(made)
+        files = self.config.data.prompt_files if self.for_node else ()
+        job = Job(
+            config=self.config,
+            hf=self.hf,
+            prompts=self.prompts,
+            tokenizer=self.tokenizer,
+            reward=self.reward,
+            prompt_file=FileFingerprint.of(*(f.path for f in files)) if self.for_node else None,
+            warnings=tuple(self.warnings),
+            eval_data=tuple(self.eval_data),
+            sizes=self.sizes,
+            conversations=tuple(self.conversations),
+        )
+        self.attempt("checkpoints", resume_point, job)
+        self._raise_faults([job])
+        return job
+
+    def _raise_faults(self, opened: Iterable[Any]) -> None:
+        if self.faults:
+            for each in opened:
+                each.close()
+            raise PreflightError(self.faults, self.warnings)
 
 
 def preflight_evaluation(config: RunConfig) -> Job:
