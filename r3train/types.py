@@ -284,7 +284,7 @@ class MicroBatch:
     loss_mask: np.ndarray  # bool[F]
     rollout_log_probs: np.ndarray  # float32[F]
     advantages: np.ndarray  # float32[F]
-    row_uids: np.ndarray  # int64[F], see routing.fingerprint.token_uids
+    row_uids: np.ndarray  # int64[F], see ids.token_uids
     row_versions: np.ndarray  # int32[F], see layout.microbatch.row_versions
     # int32[F], rollouts by which the weights that sampled the label were behind, else 0
     ages: np.ndarray

@@ -7,7 +7,6 @@ and scored by the same rewards as those of a rollout, and end as rows, JSON-able
 from __future__ import annotations
 
 import asyncio
-import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from r3train.algo.reward_stats import pass_at_k
 from r3train.engine.backend import EngineError, RolloutBackend, SamplingParams
 from r3train.generation import stitch
 from r3train.generation.episode import Episode
+from r3train.ids import evaluation_group, evaluation_sample
 from r3train.types import Prompt, RolloutSample
 
 Row = dict[str, Any]
@@ -26,11 +26,6 @@ Row = dict[str, Any]
 Answer = tuple[RolloutSample, float | None]
 # makes what an answer enters for as long as its requests are in flight
 Room = Callable[[], AbstractAsyncContextManager[Any]]
-
-# sample ids of evaluations begin here: no rollout has them, so no seed is sampled twice
-_FIRST_ID = 1 << 62
-# group ids below it are of evaluations
-_LAST_GROUP = -2
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,14 +95,13 @@ async def _answer(
 ) -> tuple[list[RolloutSample], float | None]:
     """Play one episode; returns its samples and its own reward, None if it gave none."""
     prompt = asked.prompts[place]
-    base = _FIRST_ID | (zlib.crc32(asked.name.encode()) >> 2) << 32
-    sample_id = base + place * asked.num_samples + number
+    sample_id = evaluation_sample(asked.name, place * asked.num_samples + number)
 
     async def generate(
         resume_from: RolloutSample | None = None, turn_limit: int | None = None
     ) -> RolloutSample:
         sample = resume_from or stitch.begin(
-            prompt, sample_id=sample_id, group_id=_LAST_GROUP - place
+            prompt, sample_id=sample_id, group_id=evaluation_group(place)
         )
         while True:
             limit = stitch.shortest(turn_limit, asked.segment_len)

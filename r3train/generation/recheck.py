@@ -24,14 +24,13 @@ from r3train.engine.backend import EngineError, Request, RolloutBackend, Samplin
 from r3train.generation import stitch
 from r3train.generation.buffer import Group
 from r3train.generation.counts import Counts
+from r3train.ids import NO_GROUP, NOISE_SAMPLES
 from r3train.types import Prompt, Rechecked, RecheckPart, RecheckedRollout, RolloutSample
 
 logger = logging.getLogger(__name__)
 
 # samples of which each server's rounding is measured, and their tokens
 _NOISE_SAMPLES, _NOISE_TOKENS = 8, 64
-# their sample ids begin here, beyond those of rollouts, for seeds of their own
-NOISE_IDS = 1 << 40
 # at a weight update, and when a rollout is judged
 AWAITED_S = 5.0
 
@@ -117,7 +116,7 @@ class Rechecking:
     async def _sampled_twice(
         self, prompt: Prompt, sampling: SamplingParams, version: int, server: int, number: int
     ) -> tuple[RolloutSample, Rechecked]:
-        sample = stitch.begin(prompt, sample_id=NOISE_IDS + number, group_id=-1)
+        sample = stitch.begin(prompt, sample_id=NOISE_SAMPLES + number, group_id=NO_GROUP)
         request = stitch.next_request(sample, sampling, limit=_NOISE_TOKENS, weight_version=version)
         segment, again = await self._backend.score_twice(request, server)
         return stitch.extend(sample, segment), again

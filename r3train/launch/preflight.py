@@ -156,7 +156,7 @@ class _Checks:
 
     @property
     def scores(self) -> bool:
-        """Whether a reward scores what is generated: environments and dumped rollouts have their own."""
+        """True where a reward scores what is generated: environments and dumped rollouts have their own."""
         return self.config.has_engines and self.config.rollout.environment is None
 
     def settings(self) -> None:

@@ -16,7 +16,7 @@ from r3train.layout.rows import (
     take_routes,
     take_rows,
 )
-from r3train.routing.fingerprint import PADDING_UID, token_uids
+from r3train.ids import PADDING_UID, token_uids
 from r3train.types import (
     MicroBatch,
     RankSlice,

@@ -20,7 +20,7 @@ from r3train.layout.microbatch import shifted, token_rows
 from r3train.loop.prepare import Prepared, advantages_with_kl
 from r3train.loop.distribute import broadcast_json, gather_arrays, scatter_arrays
 from r3train.user_code import UserCodeFailed
-from r3train.routing.fingerprint import split_uids
+from r3train.ids import split_uids
 from r3train.types import MicroBatch, RankSlice, RankTopology, TrainSample
 
 

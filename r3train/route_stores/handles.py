@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from r3train.ids import HANDLE_ROW_BITS
 from r3train.types import RouteShape
-
-_ROW_BITS = 24
 
 
 class HandleShape(RouteShape):
@@ -41,8 +40,8 @@ class Run(NamedTuple):
 
 def issue(key: int, count: int) -> np.ndarray:
     """Make the handles of all rows under a key: uint64[count, 1, 1]."""
-    assert key > 0 and count < 1 << _ROW_BITS, (key, count)
-    first = np.uint64(key << _ROW_BITS)
+    assert key > 0 and count < 1 << HANDLE_ROW_BITS, (key, count)
+    first = np.uint64(key << HANDLE_ROW_BITS)
     return (first + np.arange(count, dtype=np.uint64)).reshape(-1, *HANDLES.row)
 
 
@@ -60,5 +59,5 @@ def runs(handles: np.ndarray) -> Iterator[Run]:
         if number == HANDLES.missing:
             yield Run(first, None, 0, end - first)
         else:
-            key, start = number >> _ROW_BITS, number & ((1 << _ROW_BITS) - 1)
+            key, start = number >> HANDLE_ROW_BITS, number & ((1 << HANDLE_ROW_BITS) - 1)
             yield Run(first, key, start, start + end - first)

@@ -14,10 +14,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from r3train.ids import PADDING_UID, token_uids
 from r3train.types import missing_marker
-
-PADDING_UID = -1
-_POSITION_BITS = 24
 
 # odd 64-bit constants; the finaliser is splitmix64's (Steele, Lea, Flood 2014)
 _UID = 0x9E3779B97F4A7C15
@@ -26,24 +24,6 @@ _EXPERT = 0x165667B19E3779F9
 _MIX1 = 0xBF58476D1CE4E5B9
 _MIX2 = 0x94D049BB133111EB
 _MASK64 = (1 << 64) - 1
-
-
-def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:
-    """int64[num_tokens] names of a sample's tokens: the sample id above 24 bits of position.
-
-    Raises ValueError where a position or the sample id does not fit.
-    """
-    if not 0 <= sample_id < 1 << (63 - _POSITION_BITS) or num_tokens > 1 << _POSITION_BITS:
-        raise ValueError(
-            f"sample {sample_id} with {num_tokens} tokens cannot be named: ids stay below 2^39, "
-            "tokens below 2^24"
-        )
-    return (sample_id << _POSITION_BITS) + np.arange(num_tokens, dtype=np.int64)
-
-
-def split_uids(uids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The sample ids and the positions of ``token_uids``, int64[n] each; not of padding."""
-    return uids >> _POSITION_BITS, uids & ((1 << _POSITION_BITS) - 1)
 
 
 def rollout_fingerprint(

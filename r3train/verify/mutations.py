@@ -38,7 +38,7 @@ from r3train.config.hf_facts import HfModelFacts
 from r3train.engine import adapters, client, publish, publish_disk, publish_memory
 from r3train.engine.backend import Request, Segment
 from r3train.generation import conversation
-from r3train.generation.recheck import NOISE_IDS
+from r3train.ids import is_of_rollout
 from r3train.hf_checkpoint import weight_files
 from r3train.layout import microbatch
 from r3train.loop import kl_reward, prepare, distribute, weight_probe
@@ -971,7 +971,7 @@ ANSWERS = "tests/e2e/test_recheck.py"
 
 def _of_a_rollout(request: Request) -> bool:
     """False for the draws that measure the noise: the server breaks after its start."""
-    return request.sample_id < NOISE_IDS
+    return is_of_rollout(request.sample_id)
 
 
 def _without_second_stage(segment: Segment) -> Segment:

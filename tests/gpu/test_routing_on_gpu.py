@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.routing.fingerprint import rollout_fingerprint, route_hashes, to_unsigned, token_uids
+from r3train.ids import token_uids
+from r3train.routing.fingerprint import rollout_fingerprint, route_hashes, to_unsigned
 from r3train.routing.padding import fill_missing
 
 pytestmark = [

@@ -22,7 +22,7 @@ from r3train.config.parallel_settings import ParallelSection
 from r3train.families import FAMILIES, tensor_names
 from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
-from r3train.routing.fingerprint import token_uids
+from r3train.ids import token_uids
 from r3train.tiny import random_model, save
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
 from r3train.torchvision_stub import declare_torchvision_ops

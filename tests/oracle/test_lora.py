@@ -22,7 +22,7 @@ from r3train.config.lora_settings import LoraSection
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
-from r3train.routing.fingerprint import token_uids
+from r3train.ids import token_uids
 from r3train.tiny_families import TINY_FAMILIES
 from tests.hf_reference import HfReference
 from tests.oracle import actors

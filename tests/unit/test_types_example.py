@@ -1,13 +1,26 @@
-"""The worked example at the head of types.py."""
+"""The worked examples at the head of types.py and ids.py."""
 
 from __future__ import annotations
 
 import doctest
 
-from r3train import types
+from r3train import ids, types
 
 
 def test_the_worked_example_of_the_records_is_true():
     outcome = doctest.testmod(types)
     assert outcome.attempted > 10
     assert outcome.failed == 0
+
+
+def test_the_examples_of_the_number_spaces_are_true():
+    outcome = doctest.testmod(ids)
+    assert (outcome.attempted, outcome.failed) == (2, 0)
+
+
+def test_no_sample_of_one_kind_has_the_id_of_another():
+    evaluation = ids.evaluation_sample("a set", 0)
+    assert ids.is_of_rollout(0) and ids.is_of_rollout((1 << 39) - 1)
+    assert not ids.is_of_rollout(ids.NOISE_SAMPLES) and not ids.is_of_rollout(evaluation)
+    assert ids.NOISE_SAMPLES + (1 << 39) < evaluation < evaluation + (1 << 32) < 1 << 63
+    assert ids.evaluation_group(0) < ids.NO_GROUP < 0

@@ -13,7 +13,7 @@ from r3train.algo.reward_stats import group_stats
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.loop.kl_reward import held_ratios, log_ratios
 from r3train.loop.prepare import advantages_with_kl, train_samples
-from r3train.routing.fingerprint import token_uids
+from r3train.ids import token_uids
 
 
 def trained(groups, max_response_len=8, **settings):

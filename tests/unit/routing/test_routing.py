@@ -12,12 +12,11 @@ from r3train.routing.agreement import (
     overlap_counts,
     shared_experts,
 )
+from r3train.ids import split_uids, token_uids
 from r3train.routing.fingerprint import (
     rollout_fingerprint,
     route_hashes,
-    split_uids,
     to_unsigned,
-    token_uids,
 )
 
 LAYERS = np.array([1, 2, 4])
