@@ -106,16 +106,18 @@ test-slow: dev  ## Run the tests that take minutes each
 test-long: dev bench-venv  ## Run the longest commands of docs/ unchanged (an hour and a half)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quiet -m long $(PYTEST_ARGS)
 
-lint: dev  ## Check style, layers and that docs/configuration.md is up to date
+lint: dev  ## Check style, layers and that docs/configuration.md and docs/metrics.md are up to date
 	$(BIN)/black --check .
 	$(BIN)/lint-imports
 	$(BIN)/python docs/write_configuration.py --check
+	$(BIN)/python docs/write_metrics.py --check
 
 format: dev  ## Format the code with black
 	$(BIN)/black .
 
-docs: dev  ## Write docs/configuration.md from the models in r3train/config
+docs: dev  ## Write docs/configuration.md and docs/metrics.md from the code
 	$(BIN)/python docs/write_configuration.py
+	$(BIN)/python docs/write_metrics.py
 
 verify: venv  ## Prove R3 over topologies, and that planted bugs are caught
 	OMP_NUM_THREADS=1 $(BIN)/r3train verify --mutations

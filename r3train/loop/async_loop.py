@@ -36,6 +36,7 @@ from r3train.host_group import host_barrier, rank_zero_alone
 from r3train.loop.device_turns import Colocated, Disaggregated
 from r3train.loop.distribute import gather_topologies
 from r3train.loop.fleet import RankZero
+from r3train.loop.memory_use import memory_metrics
 from r3train.loop.intake import Intake, Taken
 from r3train.loop.outcome import settle
 from r3train.loop.phase_clock import PhaseClock
@@ -170,6 +171,7 @@ class AsyncLoop:
         elif self.evidence is not None:
             metrics["r3/unchecked"] = True
         metrics.update(self._route_metrics())
+        metrics.update(memory_metrics(self.actor.device))
         if verdict is not None:
             metrics.update(replay_metrics(verdict))
         return trained, verdict, metrics

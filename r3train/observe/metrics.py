@@ -1,40 +1,8 @@
 """The numbers of a run, one JSON object per step, for people, plots and scripts.
 
-Keys are grouped by a slash.  The plot and the console read these:
-
-| key | meaning |
-|---|---|
-| rollout/reward_mean, reward_min, reward_max | over the samples of the step |
-| rollout/reward_mean_KEY | of each of --reward-keys |
-| rollout/pass_at_1, _2, _4, ... | of the step's groups, where rewards are within 0 and 1: a reward of 1 passes |
-| rollout/response_len_mean, _median, _max, rollout/tokens | tokens that the model generated, a sample; all |
-| rollout/inject_match | with --ci-inject-rollout-data-path: mean share of recorded tokens generated again |
-| rollout/turns_mean, _max, rollout/observation_len_mean | with --environment, an episode: turns, tokens of the environment |
-| rollout/truncated_share, rollout/repetition | answers cut at their longest length; repeated runs of 4 tokens |
-| rollout/zero_variance_groups | groups whose rewards are equal |
-| rollout/taught_samples | samples with an advantage other than 0 |
-| rollout/retracted, rollout/retracted_samples | answers retracted by a server; samples trained so |
-| train/loss, train/grad_norm, train/kl, train/entropy, train/clip_share | of the optimizer step |
-| train/log_prob_gap_mean, _max, _p999, _k1, _k3, _far_share | actor against engine, of a token |
-| train/loss_tokens_age_1, log_prob_gap_k1_age_1, ... | the same of tokens whose weights were so many rollouts old |
-| train/ess, chi2_token, chi2_seq, ppl_actor, ppl_rollout, ppl_ratio | the same as weights (algo/corrections.py) |
-| rollout/generation_s_mean, rollout/generation_s_max | seconds that a sample was waited for |
-| r3/passed | the step's verdict, true or false; absent when the check is off |
-| r3/unchecked | true where --r3-check-interval leaves the step out; absent otherwise |
-| r3/rows_current, r3/agreement_current_equal, ..._stale_equal | rows by weight version |
-| r3/drift_left, _gate_mass, _load_entropy, _dead_experts | mean over layers; with _layer_3: of layer 3 |
-| r3/rows_replayed, r3/rows_filled, r3/rows_mismatch, r3/agreement | counts; share of equal rows |
-| r3_audit/passed, /parts, /missed | samples rechecked: verdict, comparisons, samples missed |
-| perf/tokens_per_s, perf/step_s | throughput; wall time of the step |
-| perf/train_tflops_per_gpu, perf/mfu, perf/train_tokens_per_s_per_gpu | of perf/train_s (loop/throughput.py) |
-| perf/rollout_wait_s, perf/train_s, perf/publish_s | where the step's time went |
-| perf/rollout_s | seconds since the last step's batch with a request in flight; next to the others |
-| perf/eval_wait_s | seconds that training waited for an evaluation's end |
-
-An evaluation is of a weight version and not of a step, so it has a file of its own, ``eval/metrics.jsonl``,
-with one line for each set and version (``step`` is the version) and the keys eval/NAME/mean,
-standard_error, pass_at_1, _2, _4, ..., truncated_share, response_len_mean, response_len_max, num_prompts,
-num_samples.  Its rows are in ``eval/VERSION-NAME.jsonl``.
+``metric_table`` has every key with its unit and meaning, as docs/metrics.md shows them.  An evaluation is of a
+weight version and not of a step, so it has a file of its own, ``eval/metrics.jsonl``, with one line for each set
+and version (``step`` is the version).  Its rows are in ``eval/VERSION-NAME.jsonl``.
 """
 
 from __future__ import annotations

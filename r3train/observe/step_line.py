@@ -34,6 +34,7 @@ def step_text(metrics: Mapping[str, Any], num_rollout: int, width: int | None) -
         (5, _number(metrics, "len", "rollout/response_len_mean", "{:.0f}", pad=3)),
         (4, _number(metrics, "", "perf/tokens_per_s", "{:,.0f} tok/s", pad=11)),
         (6, _times(metrics)),
+        (7, _memory(metrics)),
     ]
     kept = [(rank, field) for rank, field in fields if field is not None]
     while width is not None and _length(kept) > width and max(rank for rank, _ in kept) > 0:
@@ -96,6 +97,13 @@ def _times(metrics: Mapping[str, Any]) -> Text | None:
     if not parts and "perf/step_s" in metrics:
         parts = [f"{metrics['perf/step_s']:.1f}"]
     return Text(f"{' '.join(parts)} s", style="dim") if parts else None
+
+
+def _memory(metrics: Mapping[str, Any]) -> Text | None:
+    for name, key in (("GPU", "perf/gpu_memory_peak_gb"), ("host", "perf/host_memory_gb")):
+        if key in metrics:
+            return Text(f"{name} {metrics[key]:.1f} GB", style="dim")
+    return None
 
 
 def _length(fields: list[tuple[int, Text]]) -> int:

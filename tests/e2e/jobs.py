@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 
 from r3train.engine.server import free_port
+from r3train.observe.metric_table import row_of
 
 ROOT = Path(__file__).resolve().parents[2]
 # At the demo's learning rate nine of 146 rows once shared no expert with the router's choice five steps later.
@@ -30,8 +31,12 @@ class Job:
     run_dir: Path
 
     def metrics(self) -> list[dict]:
-        lines = (self.run_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+        """The job's metrics; each must be one that docs/metrics.md names."""
+        found = (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        lines = [json.loads(line) for line in found]
+        unnamed = {key for line in lines for key in line if row_of(key) is None}
+        assert not unnamed - {"step", "time"}, f"not in r3train/observe/metric_table.py: {unnamed}"
+        return lines
 
     def logs(self) -> str:
         """All ranks' log files, not the server's."""
