@@ -129,7 +129,7 @@ if __name__ == "__main__":  # writers of torch_dist checkpoints import this file
         print("usage: torchrun -m benchmarks.chaos ORDERS [flags of train_async.py]")
         sys.exit()
     given = Path(sys.argv.pop(1))
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
     from train_async import main
 
     prepare_device()

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 DEVICE = prepare_device()
 

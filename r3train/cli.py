@@ -6,7 +6,7 @@ import importlib
 
 import click
 
-from r3train.torchvision_stub import declare_ops_for_imports
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 # name -> (module:function, one line of help); a module is imported when its command is called, so
 # that --help needs neither torch nor transformers

@@ -193,7 +193,7 @@ def save(model: Any, directory: Path, options: TinyOptions) -> None:
 
 def random_model(options: TinyOptions, **changes: Any) -> Any:
     """transformers' model of the options, float32; ``changes`` are keys of its configuration."""
-    from r3train.torchvision_stub import declare_torchvision_ops
+    from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
     declare_torchvision_ops()
     import torch

@@ -6,7 +6,7 @@ gc.disable()  # while all is imported
 
 from hypothesis import settings  # noqa: E402
 
-from r3train.torchvision_stub import declare_ops_for_imports  # noqa: E402
+from r3train.cpu.torchvision_stub import declare_ops_for_imports  # noqa: E402
 
 declare_ops_for_imports()  # tests import transformers as our processes do
 

@@ -44,7 +44,7 @@ def _loader(directory: Path) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast
-    from r3train.torchvision_stub import declare_torchvision_ops
+    from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
     declare_torchvision_ops()
     from transformers import AutoTokenizer

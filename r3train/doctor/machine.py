@@ -156,7 +156,7 @@ def check_transformer_engine(num_gpus: int) -> Findings:
     """Its part for torch, which is compiled where it is installed."""
     if not num_gpus:
         return
-    from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+    from r3train.cpu.device import uses_transformer_engine
 
     try:
         uses_transformer_engine("te", on_cuda=True)

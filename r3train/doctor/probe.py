@@ -113,7 +113,7 @@ def no_room(config: RunConfig, weights: Weights, gpu_bytes: int, host_bytes: int
 
 
 def _prepare_device() -> torch.device:
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     return prepare_device()
 

@@ -69,13 +69,13 @@ def main() -> None:
         sys.argv += ["--api-key", key]
     import torch
 
-    from r3train.engine import cpu_memory, cpu_platform
-    from r3train.torchvision_stub import declare_torchvision_ops
+    from r3train.cpu import memory_saver, platform
+    from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
-    cpu_platform.in_our_server = True
+    platform.in_our_server = True
     declare_torchvision_ops()
     if not torch.cuda.is_available():
-        sys.modules["torch_memory_saver"] = cpu_memory
+        sys.modules["torch_memory_saver"] = memory_saver
         # SGLang's dumper of tensors imports it where it is, for most of a second
         sys.modules["megatron"] = None
         fork_workers()

@@ -222,9 +222,9 @@ class SGLangServer:
                 "skip_server_warmup": True,  # /health generates a token too
             }
             if model_type == "gpt_oss":
-                args["attention_backend"] = "triton"  # engine/cpu_models.py has a plain twin
+                args["attention_backend"] = "triton"  # cpu/sglang_models.py has a plain twin
             if self.adapter_flags:
-                args["lora_backend"] = "torch_native"  # engine/cpu_lora.py has the rest
+                args["lora_backend"] = "torch_native"  # cpu/sglang_lora.py has the rest
         elif self.return_routed_experts and not self._names_experts_backend():
             args["moe_runner_backend"] = _EXPERTS_BACKEND
         if model_type in OF_TEXT_AND_IMAGES:

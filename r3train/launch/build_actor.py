@@ -1,6 +1,6 @@
 """Actor and run state of one rank, built from a checked job.
 
-Import this module after ``cpu_device.prepare_device()``: it imports megatron-core.
+Import this module after ``prepare_device()``: it imports megatron-core.
 """
 
 from __future__ import annotations

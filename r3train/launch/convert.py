@@ -51,7 +51,7 @@ def convert(checkpoint: Path, output: Path, flags: tuple[str, ...]) -> None:
     optimizer's float32 copy and the gradient buffers: about 10 bytes a trained parameter in bf16.  Under
     torchrun its ranks share them, as --tensor-model-parallel-size and its like say.
     """
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     device = prepare_device()
     from r3train.host_group import join_ranks

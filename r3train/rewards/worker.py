@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from r3train.user_code import import_user_code, quoted
-from r3train.torchvision_stub import declare_ops_for_imports
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 LENGTH = struct.Struct("!Q")
 # of one answer; the numbers of a group take a small part of it

@@ -23,7 +23,7 @@ from typing import Any
 if __name__ == "__main__":
     gc.disable()  # while all is imported
 
-from r3train.trainer.megatron.cpu_device import prepare_device  # noqa: E402
+from r3train.cpu.device import prepare_device  # noqa: E402
 
 warnings.filterwarnings("ignore")
 DEVICE = prepare_device()

@@ -53,7 +53,7 @@ def verify_command(
         raise click.UsageError("--rollout needs --from")
     import torch
 
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     # tiny tensors: threads cost more than they bring
     torch.set_num_threads(1)

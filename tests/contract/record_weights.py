@@ -38,7 +38,7 @@ from r3train.tiny import random_model, save  # noqa: E402
 from tests import published  # noqa: E402
 from tests.oracle import actors, test_families  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, in_ranks  # noqa: E402
-from r3train.trainer.megatron.cpu_device import prepare_device  # noqa: E402
+from r3train.cpu.device import prepare_device  # noqa: E402
 
 prepare_device()  # before Megatron is imported
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from r3train.engine import cpu_platform
+from r3train.cpu import platform as cpu_platform
 from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import SamplingParams
 from r3train.generation import stitch

@@ -11,7 +11,7 @@ import threading
 
 import psutil
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from tests.e2e.live_jobs import scheduler
 from train_async import main
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.types import Prompt, RouteShape
 
 NUM_LAYERS, TOPK, NUM_EXPERTS, VOCAB, EOS = 3, 2, 8, 512, 1

@@ -51,7 +51,7 @@ def flip(path: Path) -> Callable[[], None]:
 
 def load(checkpoint: Path, monkeypatch) -> None:
     """Load as the one rank of a group would; a file that passes is not loaded, for there is no actor."""
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     prepare_device()
     from r3train.trainer.megatron.checkpoint import load_checkpoint

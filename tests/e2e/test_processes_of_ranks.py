@@ -24,7 +24,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 def test_a_rank_starts_without_the_tracker_that_megatrons_inference_imports():
     code = """
 import sys
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 prepare_device()
 import r3train.launch.build_actor
 print("wandb" in sys.modules)
@@ -39,7 +39,7 @@ print(wandb.__name__)
 THREADS = """
 import os
 os.sched_getaffinity = lambda _: range(6)  # of a machine of six cores
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 prepare_device()
 import torch
 # one write: the ranks share a pipe, and the pieces of print() come between one another
@@ -61,7 +61,7 @@ def test_ranks_share_the_cores_unless_the_user_says_how_many_threads_each_takes(
 
 
 ONE_RANK = """
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 prepare_device()
 import torch, torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as buffers

@@ -28,7 +28,7 @@ from r3train.proof.recheck_verdict import (
     recheck_failures,
     RecheckRecord,
 )
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from r3train.types import Prompt, Rechecked, RolloutSample
 
 prepare_device()

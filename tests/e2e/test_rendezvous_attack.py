@@ -22,7 +22,7 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 RANK = """
 import pathlib, sys, time
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 prepare_device()
 from r3train.trainer.megatron import topology
 

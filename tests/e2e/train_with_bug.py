@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from train_async import main
 
 if __name__ == "__main__":

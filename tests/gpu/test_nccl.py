@@ -39,7 +39,7 @@ def one_rank() -> None:
     """Join as production does, sum, and compare; rank 0 prints the bandwidth."""
     from r3train.loop.distribute import broadcast_json
     from r3train.trainer.megatron import topology
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     device = prepare_device()
     topology.init_distributed("nccl", 5)

@@ -77,7 +77,7 @@ def rank_context() -> Any:
 def _rank(rank: int, world_size: int, scratch: str, function: Callable, arguments: tuple) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     torch.set_num_threads(1)
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     prepare_device()
     from r3train.host_group import host_barrier, join_ranks, leave_ranks

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

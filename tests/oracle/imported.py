@@ -4,12 +4,12 @@ import gc
 
 import torch
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 torch.set_num_threads(1)
 prepare_device()
 
-from r3train.torchvision_stub import declare_torchvision_ops  # noqa: E402
+from r3train.cpu.torchvision_stub import declare_torchvision_ops  # noqa: E402
 
 declare_torchvision_ops()
 

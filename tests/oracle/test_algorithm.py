@@ -30,7 +30,7 @@ from r3train.config.algorithm_settings import AlgorithmSection, Rejection
 from r3train.engine.server import free_port
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from r3train.types import Prompt, RolloutSample
 from r3train.verify.model_zoo import VARIANTS, VOCAB_SIZE, ModelVariant, write_checkpoint
 from tests.oracle.algorithm import (

@@ -62,7 +62,7 @@ def make_slice(rank: int) -> RankSlice:
 def router_gradient(rank: int, store: str, masked: bool, results) -> None:
     """One rank: the gradient of the auxiliary loss only, summed over ranks by rank 0."""
     torch.set_num_threads(1)
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     device = prepare_device()
     import torch.distributed as dist

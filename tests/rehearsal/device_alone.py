@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from r3train.trainer.megatron import cpu_device
+from r3train.cpu import device as cpu_device
 from train_async import main
 
 DEVICE = torch.device("cpu", 0)

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from r3train.algo.losses.policy_losses import configured_loss
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

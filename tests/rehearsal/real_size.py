@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from r3train.config import RunConfig  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
-from r3train.torchvision_stub import declare_torchvision_ops  # noqa: E402
+from r3train.cpu.torchvision_stub import declare_torchvision_ops  # noqa: E402
 from tests.published import RECIPES, Recipe, shapes_of, write_config  # noqa: E402
 from tests.rehearsal.loss_memory import Account  # noqa: E402
 

@@ -18,7 +18,7 @@ from r3train import host_group
 from r3train.loop.async_loop import AsyncLoop
 from r3train.loop.run_evaluations import Evaluations
 from r3train.loop.replay_source import Conversations
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 declare_torchvision_ops()
 

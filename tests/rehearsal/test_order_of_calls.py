@@ -20,7 +20,7 @@ from r3train.launch import engines
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import distribute
 from r3train.observe import logging_setup
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 

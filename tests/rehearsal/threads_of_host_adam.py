@@ -17,7 +17,7 @@ import torch
 
 os.sched_getaffinity = lambda _: range(6)  # of a machine of six cores
 
-from r3train.trainer.megatron.cpu_device import prepare_device  # noqa: E402
+from r3train.cpu.device import prepare_device  # noqa: E402
 
 prepare_device()
 

@@ -41,7 +41,7 @@ def of_a_server(environment: dict[str, str], tmp_path: Path, monkeypatch) -> str
 
 def of_a_rank(environment: dict[str, str], _tmp_path: Path, _monkeypatch) -> str:
     """Prepare the device as a rank does; return the words that its process prints."""
-    code = "from r3train.trainer.megatron.cpu_device import prepare_device; prepare_device()\n"
+    code = "from r3train.cpu.device import prepare_device; prepare_device()\n"
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code + HEADERS],
         env=os.environ | environment,

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.rewards.test_scoring import sample, scored, settings
 
 from r3train import torchrun_start
-from r3train.engine import cpu_platform
+from r3train.cpu import platform as cpu_platform
 from r3train.engine.server import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,7 +97,7 @@ def test_ops_are_declared_only_where_torchvisions_own_extension_does_not_load(
     content = {"loads": Path(_ctypes.__file__).read_bytes(), None: None}.get(extension, b"no ELF")
     code = """
 import sys, torch
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 for _ in range(2):
     declare_torchvision_ops()
 print(hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
@@ -111,7 +111,7 @@ print(hasattr(torch.ops.torchvision, "nms"), "torchvision" in sys.modules)
 def test_ops_are_declared_as_torchvision_is_looked_for_and_torch_not_before():
     code = """
 import sys
-from r3train.torchvision_stub import declare_ops_for_imports
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 declare_ops_for_imports(); declare_ops_for_imports()
 import importlib.util
 assert importlib.util.find_spec("torchvision") is not None  # as transformers asks

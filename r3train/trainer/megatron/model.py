@@ -30,7 +30,7 @@ from r3train.families import FAMILIES, weights_of
 from r3train.families.family import model_arguments
 from r3train.families.weights import ModelWeights
 from r3train.trainer.megatron import hf_weights, lora, rotary
-from r3train.trainer.megatron.cpu_device import uses_transformer_engine
+from r3train.cpu.device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
 from r3train.trainer.megatron.layers import ADAPTATIONS
 from r3train.trainer.megatron.transformer import build_transformer_config
@@ -279,7 +279,7 @@ def _build_chunk(
         config, use_transformer_engine=use_te, normalization="RMSNorm", vp_stage=vp_stage
     )
     if not use_te:
-        from r3train.trainer.megatron.cpu_packed_attention import PackedCoreAttention
+        from r3train.cpu.packed_attention import PackedCoreAttention
 
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = PackedCoreAttention

@@ -275,7 +275,7 @@ class DotProductAttention(torch.nn.Module):
         softmax_type: str = "vanilla",
     ):
         super().__init__()
-        from r3train.trainer.megatron.cpu_packed_attention import PackedCoreAttention
+        from r3train.cpu.packed_attention import PackedCoreAttention
 
         groups = SimpleNamespace(cp=cp_group)
         self.channels = kv_channels if isinstance(kv_channels, tuple) else (kv_channels,) * 2

@@ -15,7 +15,7 @@ from r3train.families import FAMILIES
 from r3train.families.checks import family_conflicts
 from r3train.families.family import model_arguments, transformer_fields
 from r3train.families.transformer import DEFAULTS
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 PUBLISHED = Path(__file__).parents[2] / "published"
 

@@ -379,7 +379,7 @@ def test_every_field_of_the_measured_megatron_has_exactly_one_place(fields):
 
 
 def test_megatrons_source_tells_its_fields():
-    from r3train.trainer.megatron.cpu_device import prepare_device
+    from r3train.cpu.device import prepare_device
 
     prepare_device()
     from megatron.core.optimizer import OptimizerConfig

@@ -22,7 +22,7 @@ from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.judge import SAMPLING_MASK, StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3train.routing.fingerprint import rollout_fingerprint
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 from r3train.types import RankSlice, ReplayEvidence, missing_marker
 
 prepare_device()

@@ -4,7 +4,7 @@ One process stands for all ranks, and the state is a file; what is in a checkpoi
 ``tests/e2e/test_durability.py``.
 """
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

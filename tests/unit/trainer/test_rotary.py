@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 
@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import (  # noqa: E402
     linear_with_grad_accumulation_and_async_allreduce as linear,
 )
 
-from r3train.trainer.megatron import cpu_products  # noqa: E402
+from r3train.cpu import products as cpu_products  # noqa: E402
 
 BEFORE = torch.backends.mkldnn.matmul.fp32_precision
 pytestmark = pytest.mark.skipif(

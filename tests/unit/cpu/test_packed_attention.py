@@ -1,6 +1,6 @@
 """The attention of machines without Transformer Engine."""
 
-from r3train.trainer.megatron.cpu_device import prepare_device
+from r3train.cpu.device import prepare_device
 
 prepare_device()
 
@@ -12,7 +12,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer import TransformerConfig  # noqa: E402
 
-from r3train.trainer.megatron.cpu_packed_attention import PackedCoreAttention  # noqa: E402
+from r3train.cpu.packed_attention import PackedCoreAttention  # noqa: E402
 
 LENGTHS = (9, 17, 4)
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 # set by launch_server; its workers are forks of it
 in_our_server = False
@@ -28,4 +28,4 @@ def activate() -> str | None:
     if not in_our_server and find_spec("sgl_kernel") is not None:
         return None
     declare_torchvision_ops()
-    return "r3train.engine.cpu_platform_class.TorchCpuPlatform"
+    return "r3train.cpu.platform_class.TorchCpuPlatform"

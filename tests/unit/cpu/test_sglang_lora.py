@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from r3train.engine.cpu_lora import _add_to_queries, _add_to_values
+from r3train.cpu.sglang_lora import _add_to_queries, _add_to_values
 
 HEADS, NOPE, VALUE, LATENT, RANK = 4, 6, 5, 12, 3
 

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 
 def torch_native_backend(runner: Any) -> Any:
     """Make SGLang's torch_native attention, after the model and before its first forward."""
-    from r3train.engine import cpu_memory
-    from r3train.engine.cpu_batched_attention import BatchedAttention
+    from r3train.cpu import memory_saver
+    from r3train.cpu.batched_attention import BatchedAttention
 
-    cpu_memory.runner = runner
+    memory_saver.runner = runner
     _gated_shared_expert()
     _norm_over_all_heads()
     _gated_delta_net()
@@ -33,9 +33,9 @@ def sinks_backend(runner: Any) -> Any:
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
     from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
-    from r3train.engine import cpu_memory
+    from r3train.cpu import memory_saver
 
-    cpu_memory.runner = runner
+    memory_saver.runner = runner
 
     class WithSinks(TorchNativeAttnBackend):
         """softmax(QK^T)V of one sequence after another; a sink is one more key, its value zeros."""

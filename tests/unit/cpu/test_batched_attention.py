@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from r3train.torchvision_stub import declare_torchvision_ops
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 declare_torchvision_ops()
 
@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.torch_native_backend import (  # noqa: E402
     TorchNativeAttnBackend,
 )
 
-from r3train.engine.cpu_batched_attention import BatchedAttention, alike  # noqa: E402
+from r3train.cpu.batched_attention import BatchedAttention, alike  # noqa: E402
 
 SLOTS, LONGEST = 4000, 128
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from r3train.cuda_environment import set_kernel_cache, set_rank_defaults
-from r3train.torchvision_stub import declare_ops_for_imports
-from r3train.trainer.megatron.cpu_products import is_large, rows_times, summed_over_rows
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.cpu.products import is_large, rows_times, summed_over_rows
 
 _installed = False
 

@@ -57,8 +57,8 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
-        from r3train.engine.cpu_lora import serve_adapters
-        from r3train.engine.cpu_models import sinks_backend, torch_native_backend
+        from r3train.cpu.sglang_lora import serve_adapters
+        from r3train.cpu.sglang_models import sinks_backend, torch_native_backend
 
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
         register_attention_backend("torch_native")(torch_native_backend)
