@@ -21,11 +21,11 @@ import click
 
 from r3train.config import RunConfig
 from r3train.config.options import train_options, usage_errors
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.data.prompts import shown
 from r3train.launch.gpus import server_gpus_here, torchruns_number
 from r3train.launch.local_servers import start_servers
 from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
-from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 if TYPE_CHECKING:
     from r3train.engine.server import SGLangServer
@@ -87,10 +87,10 @@ def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServe
     run_dir: the run's directory, on rank 0.  servers: those that it has started.
     """
     began = time.monotonic()
+    from r3train.cpu.device import prepare_device
     from r3train.loop.stop import StopSignal
     from r3train.observe.console import RunDisplay
     from r3train.observe.logging_setup import setup_logging
-    from r3train.cpu.device import prepare_device
 
     config, log = job.config, None
     live = None if config.run.progress else False

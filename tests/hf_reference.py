@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
-from r3train.hf_checkpoint import read_transformers_config
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
+from r3train.hf_checkpoint import read_transformers_config
 
 
 class HfReference:

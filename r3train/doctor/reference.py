@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.doctor.judgement import Expected, Reference
 from r3train.hf_checkpoint import read_transformers_config
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 if TYPE_CHECKING:
     import torch

@@ -31,8 +31,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from r3train.user_code import import_user_code, quoted
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
+from r3train.user_code import import_user_code, quoted
 
 LENGTH = struct.Struct("!Q")
 # of one answer; the numbers of a group take a small part of it

@@ -11,9 +11,9 @@ import torch
 from r3train.cpu import platform as cpu_platform
 from r3train.engine.answer import Sent, read_answer
 from r3train.engine.backend import SamplingParams
+from r3train.engine.publish import flatten
 from r3train.generation import stitch
 from r3train.types import Prompt, RouteShape
-from r3train.engine.publish import flatten
 
 RECORD = json.loads((Path(__file__).parent / "payloads" / "generate.json").read_text())
 ANSWERS = RECORD["answers"]

@@ -37,9 +37,9 @@ def test_a_sum_over_all_gpus_is_right_and_its_bandwidth_is_told(settings):
 
 def one_rank() -> None:
     """Join as production does, sum, and compare; rank 0 prints the bandwidth."""
+    from r3train.cpu.device import prepare_device
     from r3train.loop.distribute import broadcast_json
     from r3train.trainer.megatron import topology
-    from r3train.cpu.device import prepare_device
 
     device = prepare_device()
     topology.init_distributed("nccl", 5)

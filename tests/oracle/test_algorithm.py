@@ -27,10 +27,10 @@ from safetensors.torch import load_file, save_file
 from r3train.algo.advantages.estimators import ADVANTAGES
 from r3train.algo.losses.policy_losses import POLICY_LOSSES
 from r3train.config.algorithm_settings import AlgorithmSection, Rejection
+from r3train.cpu.device import prepare_device
 from r3train.engine.server import free_port
 from r3train.loop.replay_source import dump_rollout
 from r3train.observe.metrics import read_metrics
-from r3train.cpu.device import prepare_device
 from r3train.types import Prompt, RolloutSample
 from r3train.verify.model_zoo import VARIANTS, VOCAB_SIZE, ModelVariant, write_checkpoint
 from tests.oracle.algorithm import (

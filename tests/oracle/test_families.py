@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.parallel_settings import ParallelSection
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES, tensor_names
 from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.ids import token_uids
 from r3train.tiny import random_model, save
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of

@@ -11,11 +11,11 @@ import torch
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import not_in_peft, write_adapter
 from r3train.tiny_families import TINY_FAMILIES
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
 from tests.oracle.test_families import make, text

@@ -13,9 +13,9 @@ from math import prod
 from pathlib import Path
 
 from r3train.config.hf_facts import read_hf_facts
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import tensor_names
 from r3train.hf_checkpoint import read_transformers_config
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"

@@ -31,10 +31,10 @@ from unittest.mock import MagicMock, patch
 import torch
 
 from r3train.config import RunConfig
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.engine.server import SGLangServer
 from r3train.launch.gpus import served_gpus
 from r3train.launch.local_servers import build_server, _server_args
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.published import RECIPES, Recipe, write_config
 
 declare_torchvision_ops()  # before SGLang imports transformers

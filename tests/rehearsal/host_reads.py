@@ -31,22 +31,23 @@ from megatron.core.models.common.embeddings import rope_utils  # noqa: E402
 from megatron.core.transformer.moe import moe_layer  # noqa: E402
 
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
-from r3train.host_group import join_ranks  # noqa: E402
 from r3train.cpu import device as cpu_device  # noqa: E402
+from r3train.host_group import join_ranks  # noqa: E402
+from r3train.patches import torch_without_cuda  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, samples, slices_of  # noqa: E402
 
 # of a tensor of the device; the first two are copies
 READS = ("to", "cpu", "tolist", "item", "__bool__", "numpy", "__int__", "__float__", "nonzero")
 # not "/r3train/": a checkout of that name has the tests in it
 WATCHED = ("/megatron/core/", f"{Path(cpu_device.__file__).parents[1]}/")
-CPU_ALONE = f"{Path(cpu_device.__file__).parent}/"
+CPU_ALONE = tuple(f"{Path(m.__file__).parent}/" for m in (cpu_device, torch_without_cuda))
 
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
     """Count the waits in the block by the file that asks."""
     found: Counter[str] = Counter()
-    event = cpu_device._Event
+    event = torch_without_cuda.Event
     real = {name: (torch.Tensor, getattr(torch.Tensor, name)) for name in READS}
     real["synchronize"] = event, event.synchronize
 

@@ -15,10 +15,10 @@ from typing import Any
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from r3train import host_group
-from r3train.loop.async_loop import AsyncLoop
-from r3train.loop.run_evaluations import Evaluations
-from r3train.loop.replay_source import Conversations
 from r3train.cpu.device import prepare_device
+from r3train.loop.async_loop import AsyncLoop
+from r3train.loop.replay_source import Conversations
+from r3train.loop.run_evaluations import Evaluations
 
 prepare_device()
 

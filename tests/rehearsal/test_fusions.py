@@ -10,8 +10,8 @@ from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.config.sources import ConfigError
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.cpu.device import prepare_device
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.published import RECIPES, Recipe, write_config
 
 prepare_device()

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 import train_async
 from r3train.config.parallel_settings import ParallelSection
+from r3train.cpu.device import prepare_device
+from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.doctor.doctor_command import gpus_here
 from r3train.engine import publish
 from r3train.engine.server import SGLangServer
 from r3train.launch import engines
-from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
 from r3train.loop import distribute
 from r3train.observe import logging_setup
-from r3train.cpu.device import prepare_device
 
 prepare_device()  # adapts Megatron to this CPU before the stubs claim a device
 

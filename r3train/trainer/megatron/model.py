@@ -26,11 +26,11 @@ from r3train.config import RunConfig
 from r3train.config.hf_facts import HfModelFacts
 from r3train.config.model_settings import TE_KERNELS
 from r3train.config.parallel_settings import ParallelSection
+from r3train.cpu.device import uses_transformer_engine
 from r3train.families import FAMILIES, weights_of
 from r3train.families.family import model_arguments
 from r3train.families.weights import ModelWeights
 from r3train.trainer.megatron import hf_weights, lora, rotary
-from r3train.cpu.device import uses_transformer_engine
 from r3train.trainer.megatron.freezing import freeze
 from r3train.trainer.megatron.layers import ADAPTATIONS
 from r3train.trainer.megatron.transformer import build_transformer_config

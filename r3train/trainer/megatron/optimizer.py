@@ -9,8 +9,8 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from r3train.config import RunConfig
-from r3train.trainer.megatron import fused_adam
 from r3train.cpu.device import own_threads
+from r3train.trainer.megatron import fused_adam
 from r3train.trainer.megatron.overrides import OPTIMIZER_DTYPES
 
 _DTYPES = {

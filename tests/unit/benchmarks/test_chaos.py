@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import soak
 from benchmarks.chaos import DROP_ROWS, FULL_DISK, RETRACTED, Planned, obeying, read_plan, retract
+from r3train.cpu.device import prepare_device
 from r3train.engine.client import DirectTransport
 from r3train.loop import prompt_log
-from r3train.cpu.device import prepare_device
 from tests.unit.config.test_config import config
 
 prepare_device()

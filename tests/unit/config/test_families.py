@@ -16,12 +16,12 @@ from safetensors.torch import save_file as save_torch
 
 from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES, sent_together, tensor_shapes
 from r3train.families.checks import check_family, untrained_parts
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
 from r3train.tiny_families import TINY_FAMILIES, TinyOptions
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start

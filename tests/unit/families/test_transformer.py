@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from r3train.config.hf_facts import HfModelFacts, read_hf_facts
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES
 from r3train.families.checks import family_conflicts
 from r3train.families.family import model_arguments, transformer_fields
 from r3train.families.transformer import DEFAULTS
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
 PUBLISHED = Path(__file__).parents[2] / "published"
 

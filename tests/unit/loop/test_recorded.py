@@ -14,16 +14,16 @@ from tests.unit.hf_model import facts
 from tests.unit.simulated_engine import ROUTES, SimulatedEngine, prompt_for, rollout_section
 
 from r3train.config import RunConfig
+from r3train.cpu.device import prepare_device
 from r3train.engine.backend import SamplingParams
 from r3train.environments.environment import StepResult
 from r3train.generation import conversation, stitch
+from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.layout.microbatch import slice_microbatch
 from r3train.loop.prepare import data_rank_of_samples, prepare, record_samples
 from r3train.loop.rollout_file import read_samples, write_samples
 from r3train.proof.judge import SAMPLING_MASK, StepTotals, judge
 from r3train.routing.fingerprint import route_hashes, to_unsigned
-from r3train.cpu.device import prepare_device
-from r3train.generation.environment_loop import EnvironmentLoop
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 prepare_device()

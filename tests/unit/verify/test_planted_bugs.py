@@ -14,8 +14,8 @@ import pytest
 from r3train.config.fault_settings import FaultsSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.replay_settings import ReplaySection
-from r3train.layout import microbatch
 from r3train.cpu.device import prepare_device
+from r3train.layout import microbatch
 from r3train.loop.route_transport import planted_in_routes
 from r3train.types import TrainSample
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
