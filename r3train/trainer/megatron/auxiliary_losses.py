@@ -22,7 +22,10 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 
+from r3train.patches import patch
 from r3train.types import RankSlice, RankTopology
+
+_WEIGHT = "auxiliary losses would weigh rows / loss tokens times what was configured"
 
 
 def _token_counts(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any, Any]:
@@ -57,10 +60,24 @@ class AuxiliaryLosses:
         self._routers = [
             r for r in routers if r.is_aux_loss_enabled() or r.config.moe_z_loss_coeff is not None
         ]
-        router_module.get_tokens_per_expert_and_token_count = _token_counts
+        patch(
+            router_module,
+            "get_tokens_per_expert_and_token_count",
+            _token_counts,
+            expects="(routing_map, reduce_group, topk=None, with_padding_mask=False)",
+            why="a count of 0 tokens makes NaN of all gradients",
+        )
         for router in self._routers:
-            router.attach_and_log_load_balancing_loss = self._attach
-            router.apply_z_loss = partial(self._begin_call, router)
+            patch(
+                router,
+                "attach_and_log_load_balancing_loss",
+                self._attach,
+                expects="(activation, aux_loss_coeff, aux_loss, aux_loss_name, reduce_group,"
+                " reduce_group_has_dp=False, valid_token_count=None)",
+                why=_WEIGHT,
+            )
+            z_loss, expects = partial(self._begin_call, router), "(logits, padding_mask=None)"
+            patch(router, "apply_z_loss", z_loss, expects=expects, why=_WEIGHT)
 
     def begin_step(self, slices: Sequence[RankSlice]) -> None:
         """Count the step's rows and loss tokens; a collective of the pipeline stage."""
@@ -85,10 +102,7 @@ class AuxiliaryLosses:
         reduce_group_has_dp: bool = False,
         valid_token_count: int | torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attach this rank's share of a load-balancing loss to its router's probabilities.
-
-        Source of the signature: megatron-core 0.16.1 TopKRouter.attach_and_log_load_balancing_loss.
-        """
+        """Attach this rank's share of a load-balancing loss to its router's probabilities."""
         # valid_token_count is of no use: this rank's rows, or its group's where there is a mask
         rows = self._rows.clone()
         dist.all_reduce(rows, group=reduce_group)  # of the microbatch, on all ranks that share it

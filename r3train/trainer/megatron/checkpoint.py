@@ -31,6 +31,7 @@ from r3train.checksums import checksums
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.files import require_regular
 from r3train.host_group import host_barrier, rank_zero_alone
+from r3train.patches import patch
 from r3train.trainer.megatron import lora, rng
 from r3train.trainer.megatron.actor import MegatronActor
 from r3train.trainer.megatron.checked_files import check_together
@@ -137,7 +138,8 @@ class Checkpointer:
         self._actor = actor
         self._settings = settings
         self._directory = settings.save
-        filesystem_async._results_queue = WriteResults()
+        why = "it starts a process at every rank's first save, which outlives a killed rank"
+        patch(filesystem_async, "_results_queue", WriteResults(), expects="NoneType", why=why)
         # the persistent caller hangs with gloo (megatron-core 0.16.1); the forking one does not
         self._queue = AsyncCallsQueue(persistent=False)
         self._writing: Path | None = None

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from r3train.patches import patch
+
 # parameters whose moments are in float32 at once, while a step computes
 _AT_ONCE = 1 << 27
 
 
 def mend(part: MegatronOptimizer) -> None:
-    """Mend one of the optimizers that Megatron wraps; one that is no FusedAdam stays as it is."""
+    """Change one of the optimizers that Megatron wraps; one that is no FusedAdam stays as it is."""
     adam = part.optimizer
     if getattr(adam, "store_param_remainders", False):
         _save_whole_weights(part)
@@ -61,8 +63,12 @@ def _save_whole_weights(part: Any) -> None:
             states = states | {"param": half}
         write(p, states)
 
-    part._get_main_param_and_optimizer_states = read_whole
-    part._set_main_param_and_optimizer_states = write_halves
+    for name, replacement, expects in (
+        ("_get_main_param_and_optimizer_states", read_whole, "(model_param)"),
+        ("_set_main_param_and_optimizer_states", write_halves, "(model_param, tensors)"),
+    ):
+        why = "Megatron saves the lower halves of weights as if they were weights"
+        patch(part, name, replacement, expects=expects, why=why)
 
 
 def _upper(weight: torch.Tensor) -> torch.Tensor:
@@ -87,7 +93,8 @@ def _step_in_parts(adam: Any) -> None:
             if group["params"]:
                 group["step"] = group.get("step", 0) + 1
 
-    adam.step = of_parts
+    why = "it makes float32 of all moments of a group at once"
+    patch(adam, "step", of_parts, expects="(closure=None, grad_scaler=None)", why=why)
 
 
 def _parts(params: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

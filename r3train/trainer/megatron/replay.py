@@ -25,6 +25,7 @@ import torch
 from megatron.core.tensor_parallel.random import is_checkpointing
 from megatron.core.transformer.moe.router import TopKRouter
 
+from r3train.patches import patch
 from r3train.routing.padding import fill_missing, dropped_slots, padding_routes
 from r3train.trainer.megatron.replay_evidence import CallRecorder, Choice, Gates
 from r3train.trainer.megatron.route_drift import RouteDrift
@@ -271,7 +272,13 @@ class RoutingReplayManager:
                 )
                 router.register_forward_pre_hook(self._mask_padding, with_kwargs=True)
                 if router.enable_expert_bias:
-                    router._apply_expert_bias = _RowMaskedExpertBias(router)
+                    patch(
+                        router,
+                        "_apply_expert_bias",
+                        _RowMaskedExpertBias(router),
+                        expects="(routing_map, padding_mask=None)",
+                        why="it masks a map [m, E] with a mask [m]",
+                    )
                 if self._recorder is not None:
                     router.register_forward_hook(self._record_call)
                 self._routers.append((vp_stage, router))

@@ -9,30 +9,24 @@ Source: megatron-core 0.16.1, ``models/common/embeddings/rope_utils.py``.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
 
-_PARAMETERS = (
-    *("t", "cu_seqlens", "freqs", "rotary_interleaved", "multi_latent_attention", "mscale"),
-    "cp_group",
-)
+from r3train.patches import patch
 
 
 def install() -> None:
-    """Let Megatron rotate packed sequences by ``rotate_packed``; a second call does nothing.
-
-    Raises RuntimeError if Megatron's function is not the one that this one stands for.
-    """
-    found = tuple(inspect.signature(rope_utils._apply_rotary_pos_emb_thd).parameters)
-    if found != _PARAMETERS:
-        raise RuntimeError(
-            f"megatron-core's _apply_rotary_pos_emb_thd takes {', '.join(found)}; r3train replaces that of"
-            f" 0.16.1, which takes {', '.join(_PARAMETERS)}: install requirements/constraints.txt's version"
-        )
-    rope_utils._apply_rotary_pos_emb_thd = rotate_packed
+    """Let Megatron rotate packed sequences by ``rotate_packed``; raises as ``patch`` does."""
+    patch(
+        rope_utils,
+        "_apply_rotary_pos_emb_thd",
+        rotate_packed,
+        expects="(t, cu_seqlens, freqs, rotary_interleaved=False, multi_latent_attention=False, mscale=1.0,"
+        " cp_group=None)",
+        why="it waits for the device in every layer",
+    )
 
 
 def rotate_packed(

@@ -12,6 +12,7 @@ from megatron.core.ssm import gated_delta_net as gdn
 from megatron.core.transformer.spec_utils import ModuleSpec
 
 from r3train.families.weights import ModelWeights
+from r3train.patches import patch
 
 
 class ZeroCenteredNorm(torch.nn.Module):
@@ -48,7 +49,6 @@ class PackedGatedDeltaNet(gdn.GatedDeltaNet):
         cp_comm_type: Any = None,
         **kwargs: Any,
     ):
-        gdn.HAVE_FLA = True  # asked for in the constructor only
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **kwargs)
         for parameter in (self.A_log, self.dt_bias, self.conv1d.weight):
             parameter.partition_dim = 0
@@ -90,6 +90,8 @@ def adapt_gated_delta_net(
         raise ValueError(
             "a model with linear attention was verified with --attention-backend local only, on a CPU"
         )
+    why = "the constructor wants a library of triton kernels, which its plain torch does without"
+    patch(gdn, "HAVE_FLA", True, expects="bool", why=why)
     backend = LocalSpecProvider()
     delta_net = ModuleSpec(
         module=PackedGatedDeltaNet,

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.core.transformer import multi_latent_attention as mla
 
 from r3train.families.weights import ModelWeights
+from r3train.patches import patch
 
 
 def adapt_latent_attention(
@@ -20,7 +21,8 @@ def adapt_latent_attention(
     if use_te:
         return
     if not isinstance(mla.TELinear, type):  # a stand-in without Transformer Engine, of no class
-        mla.HAVE_TE = False
+        why = "it says that Transformer Engine is there where a stand-in of no class is"
+        patch(mla, "HAVE_TE", False, expects="bool", why=why)
     for layer in layers.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.linear_q_down_proj = attention.linear_kv_down_proj = mla.Linear
