@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
+from r3train.patches import expect
+
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:
     """Group requests so that padding to the longest of a group at most doubles the group's tokens.
@@ -105,6 +107,15 @@ class Decoding:
             scale=scaling,
         )
         return out.reshape(num, heads, -1)
+
+
+expect(
+    TorchNativeAttnBackend,
+    "_run_sdpa_forward_decode",
+    expects="(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None,"
+    " scaling=None, enable_gqa=False, causal=False, is_cross_attn=False, sliding_window_size=None)",
+    why="it loops over the requests",
+)
 
 
 class BatchedAttention(TorchNativeAttnBackend):

@@ -6,11 +6,9 @@ its device.  Without CUDA it replaces the few CUDA calls of megatron-core 0.16.1
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +16,7 @@ import torch
 from r3train.cpu import products
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 from r3train.cuda_environment import set_kernel_cache, set_rank_defaults
-from r3train.patches import note, patched
+from r3train.patches import patched, without_module
 
 _installed = False
 
@@ -105,22 +103,8 @@ def _install() -> None:
             expects="(model=None, ...)",
             why="megatron.core.jit binds it at import: slow, and it needs a C++ compiler",
         ),
-        _without("wandb"),
+        without_module("wandb", "Megatron imports it for logs of its own, which takes long"),
     ):
         import megatron.core  # noqa: F401
     megatron_without_cuda.install()
     products.install()
-
-
-@contextlib.contextmanager
-def _without(name: str) -> Iterator[None]:
-    """Let nobody import a module within the block, unless it is imported already."""
-    if name in sys.modules:
-        yield
-        return
-    note(f"sys.modules[{name!r}]", "Megatron imports it for logs of its own, which takes long")
-    sys.modules[name] = None
-    try:
-        yield
-    finally:
-        del sys.modules[name]

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
+from typing import Any
 
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities
+
+from r3train.cpu import memory_saver
+from r3train.patches import note, patch
 
 
 def _alloc_host(
@@ -28,12 +33,51 @@ def _allow_latent_attention() -> None:
         AttnForwardMethod,
     )
 
+    note(
+        "SGLang's latent attention by torch_native", "it would get whole keys, and reads the cache"
+    )
     AttentionBackendRegistry.register("torch_native", lambda attn, batch: AttnForwardMethod.MLA)
 
     def get_rope_cpu(*arguments):  # noqa: ANN002 - SGLang's own call signature, the device last
         return factory.get_rope(*arguments[:8])
 
-    factory.get_rope_cpu = get_rope_cpu
+    expects = (
+        "(head_size, rotary_dim, max_position, base, is_neox_style=True, rope_scaling=None, dtype=None,"
+        " partial_rotary_factor=1.0, device=None)"
+    )
+    why = "on a CPU it knows DeepSeek's yarn only"
+    patch(factory, "get_rope_cpu", get_rope_cpu, expects=expects, why=why)
+
+
+def _torch_native(runner: Any) -> Any:
+    """Make SGLang's attention, after the model and before its first forward.
+
+    It puts in the families' twins of what models compile: to import these earlier would run in a circle, as the
+    platform is made while SGLang's runner is being imported.
+    """
+    from r3train.cpu.batched_attention import BatchedAttention
+
+    memory_saver.runner = runner
+    serve_families()
+    return BatchedAttention(runner)
+
+
+def serve_families() -> None:
+    """Put in every family's plain twins of what SGLang compiles, ``serve_on_cpu`` in its file."""
+    from r3train.families import FAMILIES
+
+    for name in FAMILIES:
+        family = import_module(f"r3train.families.{name}")
+        if hasattr(family, "serve_on_cpu"):
+            family.serve_on_cpu()
+
+
+def _with_sinks(runner: Any) -> Any:
+    """Make an attention with sinks in triton's name: SGLang serves gpt-oss by backends of a list only."""
+    from r3train.families.gpt_oss import attention_with_sinks
+
+    memory_saver.runner = runner
+    return attention_with_sinks(runner)
 
 
 class TorchCpuPlatform(CpuSRTPlatform):
@@ -58,11 +102,12 @@ class TorchCpuPlatform(CpuSRTPlatform):
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 
         from r3train.cpu.sglang_lora import serve_adapters
-        from r3train.cpu.sglang_models import sinks_backend, torch_native_backend
 
+        note("SGLang's memory for hosts", "its own pins memory through CUDA")
         ALLOC_MEMORY_FUNCS["cpu"] = _alloc_host
-        register_attention_backend("torch_native")(torch_native_backend)
-        register_attention_backend("triton")(sinks_backend)
+        for name, make in (("torch_native", _torch_native), ("triton", _with_sinks)):
+            note(f"SGLang's attention {name}", "it loops over requests, or is a triton kernel")
+            register_attention_backend(name)(make)
         _allow_latent_attention()
         # this is called in the middle of imports, and before SGLang's own settings can be asked for
         if "--enable-lora" in sys.argv:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from r3train.patches import BUILTIN, patch
+
 
 class _PlainTorch:
     """``torch`` for a module that pins host memory: on a CPU there is nothing to pin it for."""
@@ -32,15 +34,48 @@ def serve_adapters() -> None:
     from sglang.srt.lora import deepseek_mla_correction, layers, lora_manager
     from sglang.srt.lora.backend import torch_backend
 
-    layers.torch = torch_backend.torch = _PlainTorch()
-    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    why = "it pins host memory, which wants a device"
+    patch(layers, "torch", _PlainTorch(), expects="module", why=why)
+    patch(torch_backend, "torch", _PlainTorch(), expects="module", why=why)
+    patch(torch.Tensor, "pin_memory", lambda self, *_, **__: self, expects=BUILTIN, why=why)
+    experts = _experts(layers)
+    for module in (layers, lora_manager):
+        patch(
+            module,
+            "FusedMoEWithLoRA",
+            experts,
+            expects="(base_layer, lora_backend, *, experts_shared_outer_loras=False, max_lora_rank=None)",
+            why="adapters of routed experts are triton kernels",
+        )
     backend = torch_backend.TorchNativeLoRABackend
-    # a triton kernel fills a table of tokens; the experts below read the batch's segments instead
-    backend._add_moe_lora_info = lambda self, forward_batch, info: info
-    backend.init_cuda_graph_moe_buffers = lambda self, *_, **__: None
-    layers.FusedMoEWithLoRA = lora_manager.FusedMoEWithLoRA = _experts(layers)
-    deepseek_mla_correction.apply_q_correction = _add_to_queries
-    deepseek_mla_correction.apply_v_correction = _add_to_values
+    for owner, name, replacement, expects in (
+        # a triton kernel fills a table of tokens; the experts above read the batch's segments instead
+        (
+            backend,
+            "_add_moe_lora_info",
+            lambda self, forward_batch, info: info,
+            "(self, forward_batch, batch_info)",
+        ),
+        (
+            backend,
+            "init_cuda_graph_moe_buffers",
+            lambda self, *_, **__: None,
+            "(self, max_bs, max_loras, compute_dtype, moe_layer, *, prefill=False)",
+        ),
+        (
+            deepseek_mla_correction,
+            "apply_q_correction",
+            _add_to_queries,
+            "(attn_module, q_nope, q_nope_out)",
+        ),
+        (
+            deepseek_mla_correction,
+            "apply_v_correction",
+            _add_to_values,
+            "(attn_module, attn_output, attn_bmm_flat)",
+        ),
+    ):
+        patch(owner, name, replacement, expects=expects, why="it is a triton kernel")
 
 
 def _add_to_queries(attention: Any, q: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
+from r3train.patches import note
+
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
@@ -58,6 +60,10 @@ def declare_ops_for_imports() -> None:
     not imported before.
     """
     if not any(isinstance(finder, _BeforeTorchvision) for finder in sys.meta_path):
+        note(
+            "sys.meta_path",
+            "torchvision's build for CUDA cannot be imported next to torch's for a CPU",
+        )
         sys.meta_path.insert(0, _BeforeTorchvision())
 
 

@@ -21,6 +21,7 @@ import runpy
 import sys
 
 from r3train.engine.key import ENGINE_KEY_VARIABLE
+from r3train.patches import note, patch, stand_in
 
 _HIDDEN = "***"
 
@@ -39,6 +40,7 @@ def hide_in_logs(secret: str) -> None:
             record.msg, record.args = message.replace(secret, _HIDDEN), None
         return record
 
+    note("logging's record factory", "SGLang writes its key to its log")
     logging.setLogRecordFactory(record_without)
 
 
@@ -58,7 +60,13 @@ def fork_workers() -> None:
         gc.enable()
         set_start_method("fork", force)
 
-    multiprocessing.set_start_method = set_fork
+    patch(
+        multiprocessing,
+        "set_start_method",
+        set_fork,
+        expects="(method, force=False)",
+        why="SGLang's workers would import everything once more",
+    )
 
 
 def main() -> None:
@@ -75,9 +83,8 @@ def main() -> None:
     platform.in_our_server = True
     declare_torchvision_ops()
     if not torch.cuda.is_available():
-        sys.modules["torch_memory_saver"] = memory_saver
-        # SGLang's dumper of tensors imports it where it is, for most of a second
-        sys.modules["megatron"] = None
+        stand_in("torch_memory_saver", memory_saver, "it releases CUDA's memory only")
+        stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
         fork_workers()
     # as __main__ under its own name: spawned workers import it by that name
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)

@@ -222,7 +222,7 @@ class SGLangServer:
                 "skip_server_warmup": True,  # /health generates a token too
             }
             if model_type == "gpt_oss":
-                args["attention_backend"] = "triton"  # cpu/sglang_models.py has a plain twin
+                args["attention_backend"] = "triton"  # families/gpt_oss.py has a plain twin
             if self.adapter_flags:
                 args["lora_backend"] = "torch_native"  # cpu/sglang_lora.py has the rest
         elif self.return_routed_experts and not self._names_experts_backend():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from r3train.families.family import Config, Family
 from r3train.families.rows import (
@@ -103,3 +104,62 @@ GPT_OSS = Family(
         " model's queries and keys grow, and every log-prob would be another"
     ),
 )
+
+
+def attention_with_sinks(runner: Any) -> Any:
+    """Make SGLang's attention with sinks and windows of plain torch, for a server on a CPU."""
+    import torch
+    import torch.nn.functional as F
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    class WithSinks(TorchNativeAttnBackend):
+        """softmax(QK^T)V of one sequence after another; a sink is one more key, its value zeros."""
+
+        def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+            lengths = forward_batch.extend_seq_lens.tolist()
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, lengths)
+
+        def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, sinks=None):
+            lengths = [1] * len(forward_batch.seq_lens)
+            return self._attend(q, k, v, layer, forward_batch, save_kv_cache, sinks, lengths)
+
+        def _attend(self, q, k, v, layer, batch, save_kv_cache, sinks, lengths):
+            """q: [n, heads * d], the last ``lengths`` tokens of each sequence."""
+            pool, outputs = self.token_to_kv_pool, []
+            if save_kv_cache and k is not None:
+                where = KVWriteLoc(batch.out_cache_loc, self.swa_out_cache_loc)
+                pool.set_kv_buffer(layer, where, k, v)
+            keys, values = (
+                get(layer.layer_id) for get in (pool.get_key_buffer, pool.get_value_buffer)
+            )
+            window = layer.sliding_window_size
+            windowed = window is not None and window > -1
+            queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim).split(lengths)
+            for i, own in enumerate(queries):
+                total = int(batch.seq_lens[i])
+                slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices[i], :total]
+                if windowed and self.use_sliding_window_kv_pool:
+                    slots = pool.translate_loc_from_full_to_swa(slots)
+                at, seen = torch.arange(total - len(own), total)[:, None], torch.arange(total)
+                allowed = seen <= at
+                if windowed:
+                    allowed &= seen >= at - window
+                mask = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, -torch.inf)
+                key, value = (x[slots].to(q.dtype).movedim(0, 1) for x in (keys, values))
+                if sinks is not None:
+                    sink = sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(own), 1)
+                    mask = torch.cat([mask.expand(len(sink), -1, -1), sink], -1)
+                    key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+                out = F.scaled_dot_product_attention(
+                    own.movedim(0, 1)[None],
+                    key[None],
+                    value[None],
+                    attn_mask=mask,
+                    scale=layer.scaling,
+                    enable_gqa=len(key) != layer.tp_q_head_num,
+                )
+                outputs.append(out[0].movedim(0, 1).flatten(1))
+            return torch.cat(outputs)
+
+    return WithSinks(runner)

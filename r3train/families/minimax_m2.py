@@ -74,3 +74,21 @@ MINIMAX_M2 = Family(
     lora=True,
     adapters_served=True,
 )
+
+
+def serve_on_cpu() -> None:
+    """Normalise queries and keys over all heads of one rank, which SGLang does in a triton kernel."""
+    import torch.nn.functional as F
+    from sglang.srt.models.minimax_m2 import MiniMaxM2QKRMSNorm
+
+    from r3train.patches import patch
+
+    def forward(self, q, k):
+        assert self._world_size == 1, "a CPU server has no tensor parallelism"
+        return tuple(
+            F.rms_norm(x.float(), x.shape[-1:], eps=self._eps).to(x.dtype) * norm.weight
+            for x, norm in ((q, self._q_norm), (k, self._k_norm))
+        )
+
+    why = "it is a triton kernel"
+    patch(MiniMaxM2QKRMSNorm, "forward", forward, expects="(self, q, k)", why=why)

@@ -46,3 +46,24 @@ QWEN2_MOE = Family(
     lora=True,
     served_sparse=True,
 )
+
+
+def serve_on_cpu() -> None:
+    """Put the shared expert's output [T, hidden] under its gate, also of Qwen3-Next and Qwen3.5."""
+    import torch
+    from sglang.srt.models import qwen2_moe
+
+    from r3train.patches import patch
+
+    def gated(hidden_states, gate_weight, shared_output):
+        return torch.sigmoid(hidden_states @ gate_weight.reshape(-1, 1)) * shared_output
+
+    def add_gated(hidden_states, gate_weight, shared_output, final_hidden_states):
+        final_hidden_states += gated(hidden_states, gate_weight, shared_output)
+
+    given = "hidden_states, gate_weight, shared_output"
+    for name, replacement, expects in (
+        ("fused_gate_sigmoid_mul", gated, f"({given})"),
+        ("fused_gate_sigmoid_mul_add", add_gated, f"({given}, final_hidden_states)"),
+    ):
+        patch(qwen2_moe, name, replacement, expects=expects, why="it is a triton kernel")

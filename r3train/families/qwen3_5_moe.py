@@ -51,3 +51,29 @@ QWEN3_5_MOE = replace(
     },
     conflicts=_conflicts,
 )
+
+
+def serve_on_cpu() -> None:
+    """Take the input projections apart, and put attention's output under its gate."""
+    import torch
+    from sglang.srt.models import qwen3_5
+
+    from r3train.patches import patch
+
+    def unpack(*args):
+        return tuple(x.contiguous() for x in qwen3_5.qwen3_5_gdn_prefill_projection_views(*args))
+
+    def gated(x, gate, inplace=False):
+        out = x * torch.sigmoid(gate.reshape(x.shape).float()).to(x.dtype)
+        return x.copy_(out) if inplace else out
+
+    sizes = "num_heads_qk, num_heads_v, head_qk, head_v"
+    for name, replacement, expects in (
+        (
+            "fused_qkvzba_split_reshape_cat_contiguous",
+            unpack,
+            f"(mixed_qkvz, mixed_ba, {sizes})",
+        ),
+        ("fused_sigmoid_mul", gated, "(attn_output, gate, inplace=False, quant=False)"),
+    ):
+        patch(qwen3_5, name, replacement, expects=expects, why="it is a triton kernel")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from r3train.families.family import SILU, Config, Family, linear_layers
 from r3train.families.qwen2_moe import qwen2_moe
@@ -149,3 +150,82 @@ QWEN3_NEXT = Family(
     layers="gated_delta_net",
     unfused_rope="this model was verified with Megatron's own layers only",
 )
+
+
+def serve_on_cpu() -> None:
+    """Compute linear attention token by token, also of Qwen3.5: convolution, gates, recurrence, norm."""
+    import torch.nn.functional as F
+    from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+    from sglang.srt.models import qwen3_next
+
+    from r3train.patches import patch
+
+    def norm(self, x, z=None, *_, **__):
+        y = F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps)
+        return (y if z is None else y * F.silu(z.float())).to(x.dtype)
+
+    def extend(self, layer, forward_batch, mixed_qkv, a, b, **_):
+        lengths = forward_batch.extend_seq_lens.tolist()
+        fresh = (forward_batch.extend_prefix_lens == 0).tolist()
+        return _delta_rule(self, layer, mixed_qkv, a, b, lengths, fresh)
+
+    def decode(self, layer, forward_batch, mixed_qkv, a, b, **_):
+        n = len(forward_batch.seq_lens)
+        return _delta_rule(self, layer, mixed_qkv, a, b, [1] * n, [False] * n)
+
+    why = "its plain way takes in_proj apart, another one is a triton kernel"
+    patch(qwen3_next, "_is_cpu", True, expects="bool", why=why)
+    residual = "residual=None, prenorm=False, residual_in_fp32=False"
+    attention = "(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)"
+    for owner, name, replacement, expects in (
+        (layernorm_gated.RMSNorm, "forward", norm, "(self, x, z=None)"),
+        (fused_norm_gate.FusedRMSNormGated, "forward", norm, f"(self, x, g, {residual})"),
+        (GDNAttnBackend, "forward_extend", extend, attention),
+        (GDNAttnBackend, "forward_decode", decode, attention),
+    ):
+        patch(owner, name, replacement, expects=expects, why="it is a triton kernel")
+
+
+def _delta_rule(
+    backend: Any,
+    layer: Any,
+    mixed_qkv: Any,
+    a: Any,
+    b: Any,
+    lengths: list[int],
+    fresh: list[bool],
+) -> Any:
+    """Return the output of the batch's sequences, [1, n, heads, head_dim]; moves their states in the cache."""
+    import torch
+    import torch.nn.functional as F
+
+    cache = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+    windows, states = cache.conv[0], cache.temporal
+    weight = layer.conv_weights.reshape(mixed_qkv.shape[-1], 1, -1)
+    slots = backend.forward_metadata.mamba_cache_indices.tolist()
+    out = []
+    start = 0
+    for slot, n, is_fresh in zip(slots, lengths, fresh):
+        rows = slice(start, start + n)
+        start += n
+        if is_fresh:
+            windows[slot], states[slot] = 0, 0
+        x = torch.cat([windows[slot].to(mixed_qkv.dtype), mixed_qkv[rows].T], -1)
+        windows[slot] = x[:, -windows.shape[-1] :]
+        x = F.silu(F.conv1d(x[None], weight, layer.bias, groups=len(x))[0]).T.float()
+        q, k, v = x.split([layer.q_dim, layer.k_dim, layer.v_dim], -1)
+        q, k = (y.view(n, -1, layer.head_k_dim) for y in (q, k))
+        q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(layer.num_v_heads // layer.num_k_heads, 1) for y in (q, k))
+        q, v = q * layer.head_k_dim**-0.5, v.view(n, layer.num_v_heads, -1)
+        decay = (-layer.A_log.float().exp() * F.softplus(a[rows].float() + layer.dt_bias)).exp()
+        beta = b[rows].float().sigmoid()
+        state = states[slot].float()  # [heads, v, k], as SGLang's pool has it
+        for t in range(n):
+            state = state * decay[t, :, None, None]
+            delta = (v[t] - (state * k[t][:, None]).sum(-1)) * beta[t, :, None]
+            state = state + delta[..., None] * k[t][:, None]
+            out.append((state * q[t][:, None]).sum(-1))
+        states[slot] = state.to(states.dtype)
+    return torch.stack(out)[None].to(mixed_qkv.dtype)

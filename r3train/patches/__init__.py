@@ -7,6 +7,7 @@ Megatron-Core or SGLang ends in one line and not in other numbers.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,14 +62,8 @@ def patch(owner: Any, name: str, replacement: Any, *, expects: str | None, why: 
         found = described(getattr(owner, name, _MISSING))
     # of an object nothing is kept: it may be a model
     kept = (own, replacement) if isinstance(owner, (ModuleType, type)) else ()
-    made = Patch(place, why, expects, found, *kept)
-    if _refuses and not made.fits:
-        raise RuntimeError(
-            f"{place} is {found}, and r3train replaces one that is {expects} ({why}): install the versions of"
-            " requirements/constraints.txt"
-        )
+    _check(Patch(place, why, expects, found, *kept))
     setattr(owner, name, replacement)
-    _patches[place] = made
 
 
 def undo(owner: Any, name: str) -> None:
@@ -90,6 +85,41 @@ def patched(
         yield
     finally:
         undo(owner, name)
+
+
+def expect(owner: Any, name: str, *, expects: str, why: str) -> None:
+    """Check and list a private method that a class of ours overrides; raises as ``patch`` does."""
+    _check(
+        Patch(f"{_named(owner)}.{name}", why, expects, described(getattr(owner, name, _MISSING)))
+    )
+
+
+def _check(made: Patch) -> None:
+    if _refuses and not made.fits:
+        raise RuntimeError(
+            f"{made.place} is {made.found}, and r3train replaces one that is {made.expects} ({made.why}): install"
+            " the versions of requirements/constraints.txt"
+        )
+    _patches[made.place] = made
+
+
+def stand_in(name: str, module: ModuleType | None, why: str) -> None:
+    """Let imports of a module find another one, or none."""
+    note(f"sys.modules[{name!r}]", why)
+    sys.modules[name] = module
+
+
+@contextmanager
+def without_module(name: str, why: str) -> Iterator[None]:
+    """Let nobody import a module within the block, unless it is imported already."""
+    if name in sys.modules:
+        yield
+        return
+    stand_in(name, None, why)
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def note(place: str, why: str) -> None:
