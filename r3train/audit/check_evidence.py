@@ -31,13 +31,7 @@ _CLAIM_WORDS = {
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path), required=False)
-@click.option(
-    "--logs",
-    multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A log file with R3 lines; repeatable. Judged next to RUN_DIR, or alone without it.",
-)
+@click.argument("run_dir", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as one JSON object.")
 @click.option(
     "--markdown",
@@ -63,8 +57,7 @@ _CLAIM_WORDS = {
     help="A failure at a step that a later start trained again is a note, and does not fail.",
 )
 def check_evidence(
-    run_dir: Path | None,
-    logs: tuple[Path, ...],
+    run_dir: Path,
     as_json: bool,
     markdown: Path | None,
     threshold: float | None,
@@ -76,59 +69,36 @@ def check_evidence(
     Exit code: 0 passed, 1 failed (what and where is said), 3 no evidence, 2 wrong usage.
     """
     from r3train.audit.audit_run import audit_run
-    from r3train.audit.log_lines import audit_logs
 
     if threshold is not None and math.isnan(threshold):  # click's range lets it through
         raise click.BadParameter("nan is no share", param_hint="--r3-mismatch-threshold")
-    if run_dir is None and not logs:
-        raise click.UsageError("give a RUN_DIR, or log files with --logs")
-    if run_dir is None and (min_steps or accept_superseded_failures):
-        raise click.UsageError("--min-steps and --accept-superseded-failures judge a RUN_DIR")
-    audits: list[Audit] = []
     try:
-        if run_dir is not None:
-            audits.append(
-                audit_run(
-                    run_dir,
-                    threshold=threshold,
-                    min_steps=min_steps or 0,
-                    accept_superseded=accept_superseded_failures,
-                )
-            )
-        if logs:
-            run = audits[0].numbers if audits else {}
-            limit = run.get("mismatch_threshold") if threshold is None else threshold
-            accepted = run.get("superseded_failures", ()) if accept_superseded_failures else ()
-            audits.append(
-                audit_logs(
-                    logs,
-                    threshold=0.01 if limit is None else limit,
-                    run=run,
-                    threshold_replaced=threshold is not None,
-                    accepted_steps=accepted,
-                )
-            )
+        audit = audit_run(
+            run_dir,
+            threshold=threshold,
+            min_steps=min_steps or 0,
+            accept_superseded=accept_superseded_failures,
+        )
     except ValueError as error:
         raise click.UsageError(plain(str(error))) from None
-    verdict = max((a.verdict for a in audits), key=["passed", "no evidence", "failed"].index)
     to_stdout = str(markdown) == "-"
     printed = []
     if as_json:
-        out = {"verdict": verdict, "audits": [audit.to_json() for audit in audits]}
+        out = {"verdict": audit.verdict, "audits": [audit.to_json()]}
         printed.append(json.dumps(out, indent=2))
-    summary = "\n".join(map(_markdown_of, audits))
+    summary = _markdown_of(audit)
     if to_stdout:
         printed.append(summary.removesuffix("\n"))
     # a failure to write must not cost the verdict, nor be taken for one
     try:
         where = "standard output"
-        click.echo("\n".join(printed or map(_text_of, audits)))
+        click.echo("\n".join(printed or [_text_of(audit)]))
         if markdown is not None and not to_stdout:
             where = str(markdown)
             markdown.write_text(summary, encoding="utf-8")
     except OSError as error:
         raise click.UsageError(f"{plain(where)}: cannot write: {error.strerror}") from None
-    sys.exit(EXIT_CODES[verdict])
+    sys.exit(EXIT_CODES[audit.verdict])
 
 
 def headline(audit: Audit) -> str:
@@ -138,9 +108,7 @@ def headline(audit: Audit) -> str:
         return f"no evidence: {audit.reason}"
     if audit.verdict == "failed":
         return f"failed: {_amount(audit.num_findings, 'finding')}"
-    if "steps" in n:
-        return f"passed: {_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
-    return f"passed: {_amount(n['checks'], 'R3 check line')}"
+    return f"passed: {_amount(n['steps'], 'step')}, {_amount(n['num_calls'], 'router call')}"
 
 
 def claim_facts(audit: Audit) -> dict[str, str]:
@@ -148,13 +116,6 @@ def claim_facts(audit: Audit) -> dict[str, str]:
     n, a = audit.numbers, audit.agreement
     if not n:
         return dict.fromkeys(_CLAIM_WORDS, "")
-    if "steps" not in n:
-        return {
-            "applied": "log lines hold no fingerprints",
-            "covered": f"{n['num_calls']} replayed calls on {_amount(n['ranks'], 'rank')}",
-            "agreement": f"{n['rows_mismatch']} of {n['rows_checked']} rows share no expert",
-            RECHECK: "log lines hold no samples",
-        }
     replayed = f"{n['rows_replayed']} rows replayed, fingerprints re-added over "
     facts = {
         "applied": replayed

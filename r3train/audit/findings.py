@@ -65,7 +65,7 @@ class AuditedStep:
 
 @dataclass
 class Audit:
-    """The verdict on a run directory, or on log files, with the facts that it rests on.
+    """The verdict on a run directory, with the facts that it rests on.
 
     findings: the first 1000 of ``num_findings``.  steps: in their order; empty where the caller did
     not ask for them.

@@ -1,8 +1,7 @@
 """R3 evidence of one rank: two log lines and one JSON record a router call, or a sum of right calls.
 
 The line shapes are a public contract: log scrapers look for them.  Those of a sum have the number of calls
-after them.  A line of another shape says where a start begins: one that goes on with the log of a killed
-one may stand after half a call.
+after them.
 """
 
 from __future__ import annotations
@@ -52,11 +51,6 @@ def evidence_lines(record: ReplayEvidence, *, is_sum: bool = False) -> tuple[str
     )
 
 
-def start_line(rank: int) -> str:
-    """A rank's log line before its first call."""
-    return f"R3 evidence: a start of rank {rank}"
-
-
 class EvidenceWriter:
     """Appends a rank's records; exists only while the R3 check is on.
 
@@ -80,7 +74,6 @@ class EvidenceWriter:
             self._steps, self._rechecked = (
                 _opened(run_dir / EVIDENCE_DIR / name) for name in (STEPS_FILE, RECHECK_FILE)
             )
-        logger.info(start_line(rank))
 
     def write(self, records: Sequence[ReplayEvidence], *, as_sums: bool = False) -> None:
         """Log and store the records of one step, or their sums, then flush."""

@@ -19,9 +19,7 @@ from hypothesis import strategies as st
 
 from r3train.cli import main
 from r3train.audit import check_evidence
-from r3train.audit.log_lines import audit_logs
-from r3train.proof.writer import start_line
-from tests.unit.evidence_dirs import records_of, STAMP, write_log, write_run
+from tests.unit.evidence_dirs import write_run
 
 CODES = {"passed": 0, "failed": 1, "no evidence": 3}
 GONE = object()
@@ -148,22 +146,3 @@ def test_torn_and_foreign_lines_get_a_verdict(good, data, garbage):
     at = data.draw(st.integers(0, len(content) - 1))
     path.write_bytes(content[:at] + garbage + content[at + data.draw(st.integers(0, 900)) :])
     audit_of(run)
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_a_log_that_a_kill_ended_anywhere_passes_alone_and_before_a_resume(tmp_path_factory, data):
-    run = write_run(tmp_path_factory.mktemp("killed") / "run", range(1), ranks=1)
-    log = write_log(run / "rank_0.log", records_of(0, 0))
-    content = log.read_bytes()
-    first = content.index(b"\n", content.index(b"R3 check")) + 1  # one whole call at least
-    at = data.draw(st.integers(first, len(content)))
-    log.write_bytes(content[:at])
-    assert audit_logs([log]).verdict == "passed"
-    write_run(run, range(1), ranks=1, attempt="2026-01-02")
-    with log.open("ab") as file:
-        file.write(f"{STAMP} rank 0 WARNING py.warnings: another start\n".encode())
-        file.write(f"{STAMP} rank 0 INFO x: {start_line(0)}\n".encode() + content)
-    assert audit_logs([log]).verdict == "passed", content[at - 60 : at]
-    result = CliRunner().invoke(main, ["check-evidence", str(run), "--logs", str(log)])
-    assert result.exit_code == 0, (content[at - 60 : at], result.output)

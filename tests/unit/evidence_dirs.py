@@ -1,4 +1,4 @@
-"""Run directories with evidence, and logs, as a run writes them: small, and to be damaged by tests."""
+"""Run directories with evidence as a run writes them: small, and to be damaged by tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from r3train.proof.judge import (
 )
 from r3train.proof.recheck_verdict import judge_recheck, Noise, RecheckRecord
 from r3train.observe.metrics import MetricsWriter
-from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
+from r3train.proof.writer import EvidenceWriter, rank_file
 from r3train.types import is_checked, ReplayEvidence, RouteShape
 
 PASSES = ("old_log_prob", "train")
@@ -219,29 +219,3 @@ def edit(run_dir: Path, rank: int, change: Callable[[list[dict]], list[dict]]) -
     path = rank_file(run_dir, rank)
     records = change([json.loads(line) for line in path.read_text().splitlines()])
     path.write_text("".join(json.dumps(r) + "\n" for r in records))
-
-
-STAMP = "2026-01-01 00:00:00,000"
-
-
-def write_log(path: Path, records, *, mode: str = "w") -> Path:
-    """Write the two lines of every call as a rank's log has them, among other text."""
-    with path.open(mode) as file:
-        for r in records:
-            for line in evidence_lines(r):
-                file.write(f"{STAMP} rank {r.rank} INFO r3train.proof.writer: {line}\n")
-            file.write("something else R3 \n")
-    return path
-
-
-def log_flags(tmp_path: Path, ranks, steps=range(3)) -> list:
-    """--logs of a log file per rank, with all lines of a run of ``write_run``."""
-    flags = []
-    for rank in ranks:
-        records = [r for step in steps for r in records_of(step, rank)]
-        flags += ["--logs", write_log(tmp_path / f"rank_{rank}.log", records)]
-    return flags
-
-
-def calls(rank: int, count: int, **changes) -> list[ReplayEvidence]:
-    return [record(step, rank, "train", 1, **changes) for step in range(count)]

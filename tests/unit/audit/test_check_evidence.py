@@ -266,7 +266,6 @@ def test_a_run_without_one_recorded_row_is_no_evidence(tmp_path):
 def test_wrong_usage_has_a_code_of_its_own(tmp_path):
     assert check().exit_code == 2
     assert check(tmp_path / "nowhere").exit_code == 2
-    assert check(tmp_path, "--logs", tmp_path / "nowhere.log").exit_code == 2
 
 
 def test_markdown_for_a_pull_request_names_the_place(tmp_path):
@@ -356,7 +355,6 @@ def test_few_of_the_planned_steps_are_told_and_can_be_asked_for(tmp_path):
     assert result.exit_code == 1 and "is 3, expected 4 at least" in result.output
     config.write_text(config.read_text().replace("500", "3"))
     assert not audit_run(run).notes
-    assert check("--logs", config, "--min-steps", "4").exit_code == 2
 
 
 @pytest.mark.parametrize("line", ["garbage", '{"step": "1"}', '{"step": -1}', '{"loss": 1}'])

@@ -289,7 +289,3 @@ def test_what_a_damaged_record_says_reaches_neither_terminal_nor_table_as_a_comm
         columns = row.replace(r"\|", "").count("|") - 1
         assert columns == (3 if rows.index(row) < 5 else 4), row
         assert "<img>" not in row.replace(r"\<", "")
-    logs = tmp_path / "a.log"
-    logs.write_bytes(b"AssertionError: R3 mismatch tokens \x1b[31m|red\n")
-    for flags in ((), ("--markdown", "-")):
-        assert "\x1b" not in check("--logs", logs, *flags).output

@@ -79,7 +79,6 @@ def test_a_superseded_failure_that_is_accepted_is_a_note_that_names_it(tmp_path)
     run = write_run(tmp_path / "other")
     write_run(run, attempt=SECOND, change=one_wrong(1))
     assert check(run, ACCEPT).exit_code == 1
-    assert check("--logs", rank_file(run, 0), ACCEPT).exit_code == 2
 
 
 def test_a_verdict_of_a_superseded_step_fails_without_the_records_that_led_to_it(tmp_path):

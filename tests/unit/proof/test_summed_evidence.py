@@ -17,8 +17,7 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.audit.audit_run import audit_run
 from r3train.proof.judge import judge, StepTotals, sums_of
 from r3train.proof.live import prove_step
-from r3train.audit.log_lines import audit_logs
-from r3train.proof.writer import evidence_lines, EvidenceWriter, rank_file
+from r3train.proof.writer import EvidenceWriter, rank_file
 from tests.unit.evidence_dirs import (
     edit,
     expectation_of,
@@ -26,7 +25,6 @@ from tests.unit.evidence_dirs import (
     record,
     records_of,
     SHAPE,
-    STAMP,
     with_versions,
     write_run,
 )
@@ -223,33 +221,6 @@ def test_a_run_that_was_resumed_with_the_other_setting_passes(first, tmp_path, c
     assert audit.verdict == "passed" and audit.numbers["num_calls"] == 5 * 2 * 3 * CELLS
     edit(run, 0, lambda rs: rs[1:])
     assert audit_run(run).verdict == "failed"
-
-
-# -- log lines -----------------------------------------------------------------------------------
-
-
-def summed_log(path: Path, rank: int, *calls: int) -> Path:
-    """A log with one sum of each of these numbers of calls, and one call by itself."""
-    lines = []
-    for n in calls:
-        r = record(0, rank, "train", 1)
-        r = replace(r, num_calls=n, num_rows=n * r.num_rows, replay_idx_sum=n * r.replay_idx_sum)
-        lines += evidence_lines(r, is_sum=True)
-    lines += evidence_lines(record(1, rank, "train", 1))
-    path.write_text("".join(f"{STAMP} rank {rank} INFO x: {line}\n" for line in lines))
-    return path
-
-
-def test_log_lines_of_sums_count_their_calls(tmp_path):
-    logs = [summed_log(tmp_path / f"{rank}.log", rank, 3, 5) for rank in (0, 1)]
-    compressed = tmp_path / "1.log.gz"
-    compressed.write_bytes(gzip.compress(logs[1].read_bytes()))
-    audit = audit_logs([logs[0], compressed])
-    assert audit.verdict == "passed"
-    assert audit.numbers["num_calls"] == 2 * 9 and audit.numbers["checks"] == 2 * 3
-    text = logs[0].read_text()
-    logs[0].write_text(text.replace("%), calls=5", "%), calls=4"))
-    assert "lack a wrapper or a check line" in audit_logs(logs).findings[0].what
 
 
 # -- parts ---------------------------------------------------------------------------------------
