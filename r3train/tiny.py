@@ -24,7 +24,8 @@ from click.core import ParameterSource
 from r3train.config.data_settings import PromptFile
 from r3train.data.prompts import read_records
 from r3train.environments.calculator import calculator_prompts, calculator_words
-from r3train.tiny_families import SIZES, TINY_FAMILIES, TinyOptions, shared
+from r3train.families import TINY_NAMES, tiny_model_of
+from r3train.families.tiny_options import SIZES, TinyOptions, shared
 
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<unk>")
 CATEGORIES = {
@@ -93,7 +94,7 @@ def build(
     with other options.
     """
     _check(options, tokenizer)
-    version = TINY_FAMILIES[options.family].recipe_version
+    version = tiny_model_of(options).recipe_version
     record = {"recipe_version": version, **asdict(options)} | _OF_WORDS
     if tokenizer is not None:
         record |= tokenizer.record()
@@ -143,8 +144,8 @@ def _check(options: TinyOptions, tokenizer: TrainedTokenizer | None) -> None:
         least, of = len(SPECIAL_TOKENS) + 256, "the {} of bytes and special tokens"
     if options.vocab_size < least:
         raise ValueError(f"vocab_size {options.vocab_size} is below {of.format(least)}")
-    if options.family not in TINY_FAMILIES:
-        raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_FAMILIES)}")
+    if options.family not in TINY_NAMES:
+        raise ValueError(f"unknown family {options.family!r}, there are {', '.join(TINY_NAMES)}")
     if options.family != "qwen3_moe" and not options.num_experts:
         raise ValueError(
             f"num_experts 0: {options.family} has experts, a dense model is of qwen3_moe"
@@ -181,7 +182,7 @@ def _save_model(directory: Path, options: TinyOptions) -> None:
 
 def save(model: Any, directory: Path, options: TinyOptions) -> None:
     """Save a model with the names and configuration keys that the family's published checkpoints have."""
-    family = TINY_FAMILIES[options.family]
+    family = tiny_model_of(options)
     # transformers would part the experts, which published models of text and images hold together
     model.save_pretrained(directory, save_original_format=family.vision is None)
     if family.published:
@@ -205,18 +206,15 @@ def random_model(options: TinyOptions, **changes: Any) -> Any:
         "pad_token_id": SPECIAL_TOKENS.index("<pad>"),
         "eos_token_id": SPECIAL_TOKENS.index("<eos>"),
     }
-    family = TINY_FAMILIES[options.family]
-    kind, sizes = family.kind, family.sizes(options)
-    if not options.num_experts:
-        kind, sizes = "Qwen3", {"head_dim": options.head_dim}
-    keys, of = shared(options) | tokens | sizes | changes, "ForCausalLM"
+    family = tiny_model_of(options)
+    keys, of = shared(options) | tokens | family.sizes(options) | changes, "ForCausalLM"
     if family.vision is not None:
         keys = {"text_config": keys, "vision_config": family.vision(options)}
         of = "ForConditionalGeneration"
-    config = getattr(transformers, f"{kind}Config")(**keys)
+    config = getattr(transformers, f"{family.kind}Config")(**keys)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = getattr(transformers, f"{kind}{of}")(config)
+        model = getattr(transformers, f"{family.kind}{of}")(config)
         # transformers sets the padding row to 0, and a random policy does write <pad>.  The gradient
         # of an RMSNorm at 0 is 1 / sqrt(eps), a thousand times that of other rows.
         torch.nn.init.normal_(model.get_input_embeddings().weight, std=options.initializer_range)
@@ -316,7 +314,7 @@ def _option(field: dataclasses.Field) -> click.Option:
     return click.Option([flag], help=_HELP.get(field.name), **settings)
 
 
-_CHOICES = {"family": TINY_FAMILIES, "dtype": ("float32", "bfloat16"), "task": TASKS}
+_CHOICES = {"family": TINY_NAMES, "dtype": ("float32", "bfloat16"), "task": TASKS}
 _HELP = {
     "family": "Architecture of the model.",
     "num_experts": "Experts per layer; 0 makes a dense Qwen3.",

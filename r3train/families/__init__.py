@@ -1,50 +1,45 @@
 """Model families whose numbers were compared with transformers; every other one is refused by name.
 
-A family is one file here, its line in ``FAMILIES``, and a case in tests/oracle/test_families.py.  The file says
-what config.json must have and which weights there are (``weights``, ``rows``); names, shapes, loading and export
+A family is one file here, found by its name.  It says what config.json must have, which weights there are
+(``weights``, ``rows``) and what its tiny model is; names, shapes, loading, export and the cases of the tests
 follow from that.  Never imports torch: the doctor and a dry run read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Set
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
-from r3train.families.deepseek_v2 import DEEPSEEK_V2
-from r3train.families.deepseek_v3 import DEEPSEEK_V3
 from r3train.families.family import Family, model_weights
-from r3train.families.glm4_moe import GLM4_MOE
-from r3train.families.glm4_moe_lite import GLM4_MOE_LITE
-from r3train.families.gpt_oss import GPT_OSS
-from r3train.families.kimi_k2 import KIMI_K2
-from r3train.families.minimax_m2 import MINIMAX_M2
-from r3train.families.mixtral import MIXTRAL
-from r3train.families.olmoe import OLMOE
-from r3train.families.qwen2_moe import QWEN2_MOE
-from r3train.families.qwen3 import QWEN3
-from r3train.families.qwen3_5_moe import QWEN3_5_MOE
-from r3train.families.qwen3_moe import QWEN3_MOE
-from r3train.families.qwen3_next import QWEN3_NEXT
+from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.weights import ModelWeights, Shape
 
-# config.json's model_type -> the family
-FAMILIES: dict[str, Family] = {
-    "deepseek_v2": DEEPSEEK_V2,
-    "deepseek_v3": DEEPSEEK_V3,
-    "glm4_moe": GLM4_MOE,
-    "glm4_moe_lite": GLM4_MOE_LITE,
-    "gpt_oss": GPT_OSS,
-    "kimi_k2": KIMI_K2,
-    "minimax_m2": MINIMAX_M2,
-    "mixtral": MIXTRAL,
-    "olmoe": OLMOE,
-    "qwen2_moe": QWEN2_MOE,
-    "qwen3": QWEN3,
-    "qwen3_5_moe": QWEN3_5_MOE,
-    "qwen3_moe": QWEN3_MOE,
-    "qwen3_next": QWEN3_NEXT,
+# modules of this room that are no family
+_SHARED = ("checks", "family", "rows", "tiny_options", "transformer", "weights")
+
+
+def _registered() -> dict[str, Family]:
+    """Return every family by its file's name: config.json's model_type, and in capitals its record."""
+    names = sorted({module.name for module in iter_modules(__path__)} - set(_SHARED))
+    return {name: getattr(import_module(f"{__name__}.{name}"), name.upper()) for name in names}
+
+
+FAMILIES = _registered()
+# a family may have several
+TINY_MODELS: dict[str, TinyModel] = {
+    name: model for family in FAMILIES.values() for name, model in family.tiny.items()
 }
+_DENSE = "qwen3"
+# those with experts, by which they are asked for
+TINY_NAMES = tuple(name for name in TINY_MODELS if name != _DENSE)
+
+
+def tiny_model_of(options: TinyOptions) -> TinyModel:
+    """Return what the options make; without experts that is a dense Qwen3."""
+    return TINY_MODELS[options.family if options.num_experts else _DENSE]
 
 
 def weights_of(hf: HfModelFacts) -> ModelWeights:

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from r3train.families.deepseek_v3 import DEEPSEEK_V3, LATENT_ATTENTION, deepseek_v3
+from r3train.families.deepseek_v3 import (
+    DEEPSEEK_V3,
+    LATENT_ATTENTION,
+    TINY_YARN,
+    deepseek_v3,
+    tiny_moonlight,
+)
 from r3train.families.family import SILU
 from r3train.families.rows import DENSE_MLP, SHARED_EXPERTS, experts, router
+from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import Table
 
@@ -15,6 +23,12 @@ def _transformer(keys: Keys) -> Fields:
     """Return DeepSeek-V3's fields with gates over all experts, not normalised again."""
     gates = {"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}
     return deepseek_v3(keys) | gates
+
+
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    """Return the keys of Moonlight with yarn, and the gates of a softmax."""
+    gates = dict(norm_topk_prob=False, routed_scaling_factor=1.0, topk_method="greedy")
+    return tiny_moonlight(o, rope_parameters=TINY_YARN, **gates)
 
 
 DEEPSEEK_V2 = replace(
@@ -32,4 +46,9 @@ DEEPSEEK_V2 = replace(
     transformer=_transformer,
     defaults={"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
     adapters_served=False,
+    tiny={
+        "deepseek_v2": TinyModel(
+            "DeepseekV2", _tiny, {"scoring_func": "softmax", "moe_layer_freq": 1}
+        )
+    },
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from r3train.families.family import SILU, Config, Family
 from r3train.families.rows import (
@@ -20,6 +21,7 @@ from r3train.families.rows import (
     vector,
     whole,
 )
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys, sigmoid_and_shared
 from r3train.families.weights import Table
 
@@ -128,6 +130,45 @@ def deepseek_v3(keys: Keys) -> Fields:
     return FUSED_AND_PERSISTENT | shared | fields
 
 
+TINY_YARN = {
+    **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
+    **{"mscale": 1.0, "mscale_all_dim": 1.0},
+    **{"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128},
+}
+ONE_GROUP = {"n_group": 1, "topk_group": 1}
+# published, and not saved by transformers
+SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+
+
+def tiny_latent(o: TinyOptions, **more: Any) -> dict[str, Any]:
+    """Return the keys of latent attention and shared experts, the first layer dense."""
+    sizes = with_experts(o, "n_routed_experts", norm_topk_prob=True, num_mtp_layers=0)
+    return sizes | {
+        "num_key_value_heads": o.num_heads,
+        "kv_lora_rank": 2 * o.head_dim,
+        "qk_nope_head_dim": o.head_dim,
+        "qk_rope_head_dim": o.head_dim // 2,
+        "v_head_dim": o.head_dim,
+        "q_lora_rank": o.head_dim + o.head_dim // 2,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        **more,
+    }
+
+
+def tiny_moonlight(o: TinyOptions, **more: Any) -> dict[str, Any]:
+    """Return the keys with queries as they are, plain positions, one group, two shared experts."""
+    own = dict(q_lora_rank=None, n_shared_experts=2, routed_scaling_factor=2.446)
+    return tiny_latent(o) | ONE_GROUP | own | more
+
+
+def tiny_deepseek_v3(o: TinyOptions) -> dict[str, Any]:
+    """Return the keys with compressed queries, yarn, groups of experts."""
+    in_groups = o.topk % 2 == 0 and o.num_experts % o.topk == 0 and o.topk < o.num_experts
+    groups = {"n_group": o.topk, "topk_group": o.topk // 2} if in_groups else ONE_GROUP
+    return tiny_latent(o, routed_scaling_factor=2.5, rope_parameters=TINY_YARN, **groups)
+
+
 DEEPSEEK_V3 = Family(
     Table(
         (
@@ -154,4 +195,8 @@ DEEPSEEK_V3 = Family(
     lora=True,
     adapters_served=True,
     peft_fuses_experts=True,
+    tiny={
+        "moonlight": TinyModel("DeepseekV3", tiny_moonlight, SIGMOID),
+        "deepseek_v3": TinyModel("DeepseekV3", tiny_deepseek_v3, SIGMOID),
+    },
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from r3train.config.hf_facts import HfModelFacts, load_model_config
+from r3train.families.tiny_options import TinyModel
 from r3train.families.transformer import (
     DEFAULTS,
     Fields,
@@ -41,6 +42,8 @@ class Family:
     """TransformerConfig's fields beyond those of every family; of latent attention MLATransformerConfig's."""
     needs: Mapping[str, tuple[Any, Any]]
     """Key of config.json -> (its only verified value, the value that transformers takes for a missing key)."""
+    tiny: Mapping[str, TinyModel]
+    """Its tiny models by name: the tests and ``r3train make-tiny-model`` take them."""
     rope_types: tuple[str, ...] = ()
     """Kinds of scaled positions that were verified next to plain ones."""
     alone: Mapping[str, str] = field(default_factory=dict)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from r3train.families.family import SILU, Family
 from r3train.families.rows import (
     DENSE_MLP,
@@ -15,6 +17,7 @@ from r3train.families.rows import (
     qkv,
     router,
 )
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import (
     FUSED_AND_PERSISTENT,
     Fields,
@@ -30,6 +33,21 @@ def _transformer(keys: Keys) -> Fields:
         FUSED_AND_PERSISTENT
         | sigmoid_and_shared(keys, 1)
         | {"qk_layernorm": keys["use_qk_norm"], "add_qkv_bias": True}
+    )
+
+
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    return with_experts(
+        o,
+        "n_routed_experts",
+        head_dim=o.head_dim,
+        n_shared_experts=1,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=True,
+        attention_bias=True,
+        use_qk_norm=True,
+        partial_rotary_factor=0.5,
     )
 
 
@@ -58,4 +76,5 @@ GLM4_MOE = Family(
     lora=True,
     adapters_served=True,
     peft_fuses_experts=True,
+    tiny={"glm4_moe": TinyModel("Glm4Moe", _tiny)},
 )

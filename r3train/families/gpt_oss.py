@@ -16,6 +16,7 @@ from r3train.families.rows import (
     router,
     vector,
 )
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_local_experts
 from r3train.families.transformer import Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
@@ -65,6 +66,15 @@ def _yarn(keys: Keys) -> Fields:
 
 _LAYOUT = dict(alternate=True, transposed=True, lora=True)
 
+
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    rope = {
+        **{"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False},
+        **{"beta_fast": 32.0, "beta_slow": 1.0, "original_max_position_embeddings": 128},
+    }
+    return with_local_experts(o, head_dim=o.head_dim, sliding_window=8, rope_parameters=rope)
+
+
 GPT_OSS = Family(
     Table(
         (
@@ -103,6 +113,7 @@ GPT_OSS = Family(
         "for packed sequences Megatron's fused kernel leaves out the factor of yarn by which this"
         " model's queries and keys grow, and every log-prob would be another"
     ),
+    tiny={"gpt_oss": TinyModel("GptOss", _tiny, recipe_version=2)},
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from r3train.families.family import SILU, Config, Family
 from r3train.families.rows import (
@@ -14,6 +15,7 @@ from r3train.families.rows import (
     expert_bias,
     router,
 )
+from r3train.families.tiny_options import HALF_ROTATED, TinyModel, TinyOptions, with_local_experts
 from r3train.families.transformer import (
     FUSED,
     Fields,
@@ -46,6 +48,11 @@ def _transformer(keys: Keys) -> Fields:
     )
 
 
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    rotary = {"rotary_dim": o.head_dim // 2, "rope_parameters": dict(HALF_ROTATED)}
+    return with_local_experts(o, head_dim=o.head_dim, **rotary)
+
+
 MINIMAX_M2 = Family(
     Table(
         (
@@ -73,6 +80,16 @@ MINIMAX_M2 = Family(
     layers="whole_width_norm",
     lora=True,
     adapters_served=True,
+    tiny={
+        "minimax_m2": TinyModel(
+            "MiniMaxM2",
+            _tiny,
+            {
+                **{"scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True},
+                **{"qk_norm_type": "per_layer", "rope_theta": 10000.0},
+            },
+        )
+    },
 )
 
 

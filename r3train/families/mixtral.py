@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from r3train.families.family import SILU, Family
 from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, W123, router
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_local_experts
 from r3train.families.transformer import FUSED, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
 
 def _transformer(keys: Keys) -> Fields:
     return FUSED | experts_of(keys, "intermediate_size")
+
+
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    return with_local_experts(o, head_dim=None)  # published so
 
 
 MIXTRAL = Family(
@@ -22,4 +29,5 @@ MIXTRAL = Family(
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
     lora=True,
     adapters_served=True,
+    tiny={"mixtral": TinyModel("Mixtral", _tiny)},
 )

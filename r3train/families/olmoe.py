@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from r3train.families.family import SILU, Config, Family
 from r3train.families.rows import HEADS, INPUT_NORM, MLP_NORM, WIDE_NORMS, experts, router
+from r3train.families.tiny_options import TinyModel, TinyOptions
 from r3train.families.transformer import FUSED, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
@@ -22,6 +24,16 @@ def _conflicts(config: Config) -> Iterator[str]:
 def _transformer(keys: Keys) -> Fields:
     gates = {"moe_router_pre_softmax": not keys["norm_topk_prob"]}
     return FUSED | experts_of(keys, "intermediate_size", **gates)
+
+
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    return {
+        "num_key_value_heads": o.num_heads,
+        "intermediate_size": o.moe_intermediate_size,
+        "num_experts": o.num_experts,
+        "num_experts_per_tok": o.topk,
+        "norm_topk_prob": False,
+    }
 
 
 OLMOE = Family(
@@ -43,4 +55,5 @@ OLMOE = Family(
     layers="whole_width_norm",
     lora=True,
     adapters_served=True,
+    tiny={"olmoe": TinyModel("Olmoe", _tiny)},
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from r3train.families.family import SILU, Family
 from r3train.families.rows import (
     DENSE_MLP,
@@ -13,6 +15,7 @@ from r3train.families.rows import (
     qkv,
     router,
 )
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import (
     FUSED_AND_PERSISTENT,
     Fields,
@@ -33,6 +36,11 @@ def qwen2_moe(keys: Keys) -> Fields:
     )
 
 
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    shared = o.moe_intermediate_size * 3 // 2
+    return with_experts(o, shared_expert_intermediate_size=shared, norm_topk_prob=False)
+
+
 QWEN2_MOE = Family(
     Table(
         (
@@ -45,6 +53,7 @@ QWEN2_MOE = Family(
     defaults={"norm_topk_prob": False},
     lora=True,
     served_sparse=True,
+    tiny={"qwen2_moe": TinyModel("Qwen2Moe", _tiny)},
 )
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from r3train.families.family import Config
-from r3train.families.qwen3_next import HYBRID, QWEN3_NEXT, delta_net, hybrid, hybrid_conflicts
+from r3train.families.qwen3_next import (
+    FULL_EVERY_FOURTH,
+    HYBRID,
+    QWEN3_NEXT,
+    delta_net,
+    hybrid,
+    hybrid_conflicts,
+    tiny_hybrid,
+)
 from r3train.families.rows import fused_experts
+from r3train.families.tiny_options import HALF_ROTATED, TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys
 from r3train.families.weights import DiskTensor, Table
 
@@ -33,6 +43,18 @@ def _transformer(keys: Keys) -> Fields:
     return hybrid(keys) | {"ffn_hidden_size": keys["moe_intermediate_size"]}
 
 
+def _tiny(o: TinyOptions) -> dict[str, Any]:
+    pairs = o.head_dim // 4  # half of a head is rotated, by pairs of numbers
+    sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    rope = HALF_ROTATED | {"mrope_section": sections, "mrope_interleaved": True}
+    return tiny_hybrid(o) | {"rope_parameters": rope}
+
+
+def _vision(o: TinyOptions) -> dict[str, Any]:
+    sizes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    return sizes | {"out_hidden_size": o.hidden_size, "num_position_embeddings": 16}
+
+
 QWEN3_5_MOE = replace(
     QWEN3_NEXT,
     weights=Table(
@@ -50,6 +72,11 @@ QWEN3_5_MOE = replace(
         "tie_word_embeddings": (False, False),
     },
     conflicts=_conflicts,
+    tiny={
+        "qwen3_5_moe": TinyModel(
+            "Qwen3_5Moe", _tiny, FULL_EVERY_FOURTH, vision=_vision, recipe_version=2
+        )
+    },
 )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from r3train.families.qwen3 import QWEN3
 from r3train.families.rows import experts, router
+from r3train.families.tiny_options import TinyModel, TinyOptions, with_experts
 from r3train.families.transformer import FUSED_AND_PERSISTENT, Fields, Keys, experts as experts_of
 from r3train.families.weights import Table
 
@@ -16,6 +18,12 @@ def _transformer(keys: Keys) -> Fields:
     return FUSED_AND_PERSISTENT | {"qk_layernorm": True} | experts_of(keys, **gates)
 
 
+def tiny_qwen3_moe(o: TinyOptions) -> dict[str, Any]:
+    """Return the keys of Qwen3-MoE; a hybrid model adds to them."""
+    more = dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+    return with_experts(o, head_dim=o.head_dim, **more)
+
+
 QWEN3_MOE = replace(
     QWEN3,
     weights=Table((*QWEN3.weights.of_layer, router(), *experts())),
@@ -23,4 +31,5 @@ QWEN3_MOE = replace(
     defaults={"norm_topk_prob": False},
     adapters_served=True,
     served_sparse=True,
+    tiny={"qwen3_moe": TinyModel("Qwen3Moe", tiny_qwen3_moe)},
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 from r3train.families.family import SILU, Config, Family, linear_layers
 from r3train.families.qwen2_moe import qwen2_moe
+from r3train.families.qwen3_moe import tiny_qwen3_moe
 from r3train.families.rows import (
     ATTENTION,
     DENSE_MLP,
@@ -21,6 +22,7 @@ from r3train.families.rows import (
     row,
     vector,
 )
+from r3train.families.tiny_options import HALF_ROTATED, TinyModel, TinyOptions
 from r3train.families.transformer import Fields, Keys, part_of_heads_rotates
 from r3train.families.weights import DiskTensor, Table, Weight
 
@@ -122,6 +124,25 @@ def hybrid(keys: Keys) -> Fields:
     )
 
 
+# published, and not saved by transformers
+FULL_EVERY_FOURTH = {"full_attention_interval": 4, "partial_rotary_factor": 0.5}
+
+
+def tiny_hybrid(o: TinyOptions) -> dict[str, Any]:
+    """Return the keys of layers of two kinds, with Qwen2-MoE's experts."""
+    layers = range(1, o.num_layers + 1)
+    return tiny_qwen3_moe(o) | {
+        "shared_expert_intermediate_size": o.moe_intermediate_size,
+        "linear_num_key_heads": o.num_kv_heads,
+        "linear_num_value_heads": 2 * o.num_kv_heads,
+        "linear_key_head_dim": o.head_dim,
+        "linear_value_head_dim": o.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": dict(HALF_ROTATED),
+        "layer_types": ["linear_attention" if i % 4 else "full_attention" for i in layers],
+    }
+
+
 QWEN3_NEXT = Family(
     Table(
         (
@@ -149,6 +170,7 @@ QWEN3_NEXT = Family(
     rotary=part_of_heads_rotates,
     layers="gated_delta_net",
     unfused_rope="this model was verified with Megatron's own layers only",
+    tiny={"qwen3_next": TinyModel("Qwen3Next", tiny_hybrid, FULL_EVERY_FOURTH, recipe_version=2)},
 )
 
 

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.families import tensor_shapes
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions, shared
+from r3train.families import TINY_MODELS, tensor_shapes
+from r3train.families.tiny_options import TinyOptions, shared
 from r3train.types import RouteShape
 
 VOCAB_SIZE = 512
@@ -103,7 +103,7 @@ def hf_config(v: ModelVariant) -> dict[str, Any]:
         moe_intermediate_size=v.expert_intermediate,
         vocab_size=VOCAB_SIZE,
     )
-    family = TINY_FAMILIES[v.family]
+    family = TINY_MODELS[v.family]
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if v.family == "qwen3_moe":
         own = {"mlp_only_layers": list(v.dense_layers), "router_aux_loss_coef": 0.0}

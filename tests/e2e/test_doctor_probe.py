@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from r3train.tiny import build
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.families import TINY_NAMES
+from r3train.families.tiny_options import TinyOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +37,7 @@ def situations(findings: list[dict]) -> set[str]:
     return {f["text"].split(":")[0] for f in findings if f["subject"] == "SGLang probe"}
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", TINY_NAMES)
 def test_server_and_actor_of_every_family_are_judged_and_found_right(family, tmp_path):
     # every fourth layer of a hybrid model has another attention
     build(tmp_path / "tiny", TinyOptions(family=family, num_layers=4))

@@ -15,7 +15,13 @@ from safetensors.torch import load_file, save_file
 
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
-from r3train.families import FAMILIES, has_fused_experts, sent_together, tensor_names
+from r3train.families import (
+    FAMILIES,
+    TINY_NAMES,
+    has_fused_experts,
+    sent_together,
+    tensor_names,
+)
 from r3train.engine.backend import SamplingParams
 from r3train.engine.client import SGLangClient
 from r3train.engine.control import EngineControl
@@ -24,7 +30,7 @@ from r3train.engine.publish_disk import DiskPublisher
 from r3train.engine.server import SGLangServer
 from r3train.hf_checkpoint import copy_all_but_weights, write_shards
 from r3train.tiny import build
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.families.tiny_options import TinyOptions
 from r3train.types import Prompt, RolloutSample
 from tests import whole_samples
 from tests.e2e import jobs
@@ -46,7 +52,7 @@ WAYS = {
 FAST_JOB = ("kimi_k2", "broadcast, ep2")
 JOBS = [
     pytest.param(*job, marks=() if job == FAST_JOB else pytest.mark.slow)
-    for job in product(TINY_FAMILIES, WAYS)
+    for job in product(TINY_NAMES, WAYS)
 ]
 
 
@@ -120,7 +126,7 @@ def trainer_group(tmp_path):
 
 # where every push is tested, test_sglang_server.py does this with the demo's family
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", TINY_NAMES)
 def test_a_server_gives_the_log_probs_and_routes_of_transformers_also_after_updates(
     family, tmp_path, trainer_group
 ):

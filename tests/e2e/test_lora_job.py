@@ -21,7 +21,7 @@ from r3train.hf_checkpoint import MARKER, read_headers
 from r3train.observe.metrics import eval_rows_path
 from r3train.peft_files import CONFIG, packed_name, TENSORS
 from r3train.tiny import build
-from r3train.tiny_families import TinyOptions
+from r3train.families.tiny_options import TinyOptions
 from tests.e2e import jobs
 from tests.e2e.accounts import all_trained_once, dumped_samples
 from tests.e2e.live_jobs import output, running, scheduler, wait_for

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.gpu_smoke import STEPS
 from r3train.tiny import build
-from r3train.tiny_families import SIZES, TinyOptions
+from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.e2e.jobs import run
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]

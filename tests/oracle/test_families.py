@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from r3train.config.checkpoint_settings import CheckpointSection
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.parallel_settings import ParallelSection
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import FAMILIES, tensor_names
+from r3train.families import FAMILIES, TINY_MODELS, TINY_NAMES, Family, tensor_names
 from r3train.families.checks import topology_conflicts
 from r3train.hf_checkpoint import is_trained, read_headers
 from r3train.ids import token_uids
 from r3train.tiny import random_model, save
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.families.tiny_options import TinyOptions
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
@@ -40,8 +40,7 @@ OTHER_YARN = dict(
 OTHER_YARN |= dict(beta_fast=1.0, beta_slow=0.25, original_max_position_embeddings=64)
 # name, which begins with the family -> keys of its configuration that differ from the tiny model's
 CASES = {
-    "qwen3": {},
-    **dict.fromkeys(TINY_FAMILIES, {}),
+    **dict.fromkeys(TINY_MODELS, {}),
     "qwen3_moe without normalised gates": dict(norm_topk_prob=False),
     "qwen2_moe with normalised gates": dict(norm_topk_prob=True),
     "glm4_moe without qk norms, a quarter rotated": dict(
@@ -74,13 +73,18 @@ def text() -> np.ndarray:
     return np.random.default_rng(0).integers(2, SMALL.vocab_size, TOKENS).astype(np.int32)
 
 
+def family_of(name: str) -> Family:
+    """The family of a tiny model, or of a case."""
+    return next(f for f in FAMILIES.values() if name.split()[0] in f.tiny)
+
+
 def options_of(name: str) -> TinyOptions:
     family = name.split()[0]
-    if family == "qwen3":
+    if family not in TINY_NAMES:
         return replace(SMALL, num_experts=0)
-    if family in ("qwen3_next", "qwen3_5_moe"):  # the fourth layer has another attention
-        return replace(SMALL, num_layers=4, family=family)
-    return replace(SMALL, family=family)
+    # in a hybrid model the fourth layer has another attention
+    kinds = TINY_MODELS[family].published.get("full_attention_interval", 0)
+    return replace(SMALL, num_layers=max(SMALL.num_layers, kinds), family=family)
 
 
 def make(directory: Path, name: str, **changes: Any) -> np.ndarray:
@@ -160,7 +164,6 @@ TOPOLOGIES = {
 }
 TE = "TP2 TE"  # with Transformer Engine's layers, on plain torch
 TOPOLOGIES[TE] = 2, TOPOLOGIES["TP2"][1] | dict(attention_backend="te")
-LOCAL_ALONE = ("qwen3_next", "qwen3_5_moe")
 STAND_INS = Path(__file__).parents[1] / "rehearsal/stand_ins"
 # what the delta rule's decay is made of: an exponent of sums over many tokens, of less precision
 DECAY = ("A_log", "dt_bias", "in_proj_a.", "in_proj_ba.")
@@ -170,7 +173,8 @@ FAST = "TP2"
 
 def is_taken(checkpoint: Path, parallel: dict) -> bool:
     """Return whether a run takes the model in the topology."""
-    if "attention_backend" in parallel and read_hf_facts(checkpoint).model_type in LOCAL_ALONE:
+    family = FAMILIES[read_hf_facts(checkpoint).model_type]
+    if "attention_backend" in parallel and family.layers == "gated_delta_net":
         return False
     fields = {k: v for k, v in parallel.items() if k in ParallelSection.model_fields}
     return not list(topology_conflicts(read_hf_facts(checkpoint), ParallelSection(**fields)))
@@ -357,7 +361,7 @@ def test_the_page_has_every_family_in_every_topology_that_is_taken(tmp_path):
     said = {
         cells[0].strip("| `"): cells[2].partition(";")[0] for cells in of_users if len(cells) == 5
     }
-    for name in TINY_FAMILIES:
+    for name in TINY_NAMES:
         topologies = ", ".join(t for t in TOPOLOGIES if (name, t) in taken)
         assert said[read_hf_facts(tmp_path / name).model_type] == topologies, name
 
@@ -458,8 +462,14 @@ def test_what_a_familys_file_corrects_shows_where_it_is_left_out(forced, tmp_pat
 
 # -- Megatron's checkpoints ------------------------------------------------------------------------
 
-# families with modules of ours, or with whole ones in the place of sharded ones
-OWN_MODULES = ["olmoe", "deepseek_v3", "minimax_m2", "gpt_oss", "qwen3_next", "qwen3_5_moe"]
+# of the families with modules of ours, or with whole ones in the place of sharded ones, one of each table
+OWN_MODULES = list(
+    {
+        (family_of(name).layers, id(family_of(name).weights)): name
+        for name in TINY_NAMES
+        if family_of(name).layers
+    }.values()
+)
 
 
 def weights_of(directories: list[str], saved: str, parallel: dict, resume: bool):

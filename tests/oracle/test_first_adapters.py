@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from r3train.tiny import random_model, save
-from r3train.tiny_families import TinyOptions
+from r3train.families.tiny_options import TinyOptions
 from tests.oracle.actors import actor_of, configuration, in_ranks
 
 

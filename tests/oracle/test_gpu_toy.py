@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from r3train.tiny import random_model, save
-from r3train.tiny_families import SIZES, TinyOptions
+from r3train.families.tiny_options import SIZES, TinyOptions
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks
 

@@ -19,15 +19,14 @@ from safetensors.torch import load_file, save_file
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
-from r3train.families import FAMILIES
+from r3train.families import FAMILIES, TINY_NAMES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import write_adapter
 from r3train.ids import token_uids
-from r3train.tiny_families import TINY_FAMILIES
 from tests.hf_reference import HfReference
 from tests.oracle import actors
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
-from tests.oracle.test_families import make
+from tests.oracle.test_families import family_of, make
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
@@ -40,7 +39,7 @@ LR = 0.05
 # architecture with whole queries
 LAYERS = 4
 DENSE = "qwen3"
-SPARSE = [name for name in TINY_FAMILIES if name == "moonlight" or FAMILIES[name].lora]
+SPARSE = [name for name in TINY_NAMES if family_of(name).lora]
 HELD = [DENSE, *SPARSE]
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)

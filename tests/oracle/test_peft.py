@@ -11,21 +11,18 @@ import torch
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_headers
 from r3train.peft_files import not_in_peft, write_adapter
-from r3train.tiny_families import TINY_FAMILIES
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.hf_reference import HfReference
 from tests.oracle.actors import actor_of, configuration, in_ranks, samples, slices_of
-from tests.oracle.test_families import make, text
-from tests.oracle.test_lora import drawn
+from tests.oracle.test_families import family_of, make, text
+from tests.oracle.test_lora import SPARSE, drawn
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
 
 LENGTHS = [(3, 9), (5, 14)]
 ATTENTION = dict(exclude_modules=["mlp", "block_sparse_moe"])
-SPARSE = [name for name in TINY_FAMILIES if name == "moonlight" or FAMILIES[name].lora]
 
 
 def trained(directory: str, cases: list[tuple[str, dict, dict]]) -> dict[str, torch.Tensor]:
@@ -102,7 +99,7 @@ def test_peft_gives_the_trainers_log_probs_exactly_where_it_drops_no_tensors(tmp
     families = [family for family in SPARSE if family != "gpt_oss"]
     cases = [(family, lora(), {}) for family in families]
     for family in families:
-        if TINY_FAMILIES[family].kind.startswith(("Qwen2", "Deepseek", "Glm4")):
+        if any("shared" in w.name for w in family_of(family).weights.of_layer):
             cases.append((f"{family} without experts", lora(exclude_modules=["experts"]), {}))
     found = gaps(tmp_path, 1, cases)
     for name, targets, _ in cases:

@@ -22,7 +22,7 @@ from r3train.peft_files import (
     write_adapter,
 )
 from r3train.tiny import build
-from r3train.tiny_families import TinyOptions
+from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 
 LORA = dict(lora_rank=4, lora_alpha=8.0, target_modules=["gate_proj", "up_proj", "down_proj"])

@@ -16,12 +16,12 @@ from safetensors.torch import save_file as save_torch
 
 from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import FAMILIES, sent_together, tensor_shapes
+from r3train.families import FAMILIES, TINY_NAMES, sent_together, tensor_shapes
 from r3train.families.checks import check_family, untrained_parts
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.families.tiny_options import TinyOptions
+from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
@@ -286,7 +286,7 @@ def test_a_setting_of_one_family_that_was_not_verified_is_refused(family, keys, 
     assert message in refused(of(family, **keys))
 
 
-@pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name != "qwen3_moe"])
+@pytest.mark.parametrize("family", [name for name in TINY_NAMES if name != "qwen3_moe"])
 def test_a_tiny_model_of_every_family_passes_the_dry_run(family, of):
     result = start(of(family), "--dry-run")
     assert result.exit_code == 0, result.output
@@ -358,7 +358,7 @@ def test_a_tensor_that_is_missing_is_refused(own):
     assert "model.layers.3.mlp.experts.7.up_proj.weight: missing" in refused(own)
 
 
-@pytest.mark.parametrize("family", TINY_FAMILIES)
+@pytest.mark.parametrize("family", TINY_NAMES)
 def test_the_shapes_by_config_json_are_those_that_transformers_writes(family, of):
     hf = read_hf_facts(of(family) / "model")
     kinds = read_headers(hf.path).items()

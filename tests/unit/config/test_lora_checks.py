@@ -11,7 +11,7 @@ from r3train.config.hf_facts import read_hf_facts
 from r3train.config.lora_settings import LoraSection
 from r3train.families import tensor_names
 from r3train.tiny import build
-from r3train.tiny_families import TinyOptions
+from r3train.families.tiny_options import TinyOptions
 from r3train.verify.model_zoo import VARIANTS, write_checkpoint
 from tests.unit.config.test_config import config
 

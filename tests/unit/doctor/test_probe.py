@@ -15,7 +15,8 @@ from r3train.doctor.judgement import FLOAT32, judge_routes, shortfall
 from r3train.doctor.model_checks import Weights, read_weights
 from r3train.doctor.reference import _scores, load_reference
 from r3train.tiny import build
-from r3train.tiny_families import TINY_FAMILIES, TinyOptions
+from r3train.families import TINY_NAMES
+from r3train.families.tiny_options import TinyOptions
 from tests.hf_reference import HfReference
 from tests.unit.doctor_setups import config_of
 
@@ -70,7 +71,7 @@ def test_nothing_is_built_for_a_model_without_room(tiny, monkeypatch):
     assert probe.no_room(config_of(tiny), weights, 80 * GIB, 8 * GIB) is None
 
 
-FAMILIES = [name for name in TINY_FAMILIES if name != "kimi_k2"]  # deepseek_v3 with one group
+FAMILIES = [name for name in TINY_NAMES if name != "kimi_k2"]  # deepseek_v3 with one group
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,7 +13,8 @@ import train_async
 from r3train import tiny
 from r3train.cli import main
 from r3train.config.hf_facts import read_hf_facts
-from r3train.tiny_families import SIZES, TINY_FAMILIES, TinyOptions
+from r3train.families import TINY_MODELS
+from r3train.families.tiny_options import SIZES, TinyOptions
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,7 +49,7 @@ def test_a_trained_tokenizer_has_its_own_number_of_tokens(monkeypatch, tmp_path)
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
 def test_latent_attention_has_heads_as_published_models_have_them(family):
-    sizes = TINY_FAMILIES[family].sizes(replace(TinyOptions(family=family), **SIZES["gpu"]))
+    sizes = TINY_MODELS[family].sizes(replace(TinyOptions(family=family), **SIZES["gpu"]))
     heads = [sizes[f"{name}_head_dim"] for name in ("qk_nope", "qk_rope", "v")]
     assert heads == [128, 64, 128]
 
