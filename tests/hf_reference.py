@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from r3train.config.hf_facts import OF_TEXT_AND_IMAGES
+from r3train.config.hf_facts import OF_TEXT_AND_IMAGES, read_hf_facts
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.hf_checkpoint import read_transformers_config
 
 
 class HfReference:
-    """A checkpoint's model, with one hook on every layer's experts."""
+    """A checkpoint's model, with its own forward of every router, in which experts can be given."""
 
     def __init__(self, directory: Path):
         declare_torchvision_ops()
         from transformers import AutoModelForCausalLM
 
         config = read_transformers_config(directory)
+        self._num_experts = read_hf_facts(directory).num_experts
         self._of_text_and_images = config.model_type in OF_TEXT_AND_IMAGES
         self.model = AutoModelForCausalLM.from_pretrained(
             directory, config=config, dtype=torch.float32
@@ -29,37 +34,28 @@ class HfReference:
         self._given: np.ndarray | None = None  # int[T, L, K]
         self._chosen: dict[int, torch.Tensor] = {}
         for name, module in self.model.named_modules():
-            if type(module).__name__.endswith("Experts"):
-                layer = int(re.search(r"layers\.(\d+)\.", name)[1])
-                block = self.model.get_submodule(name.rpartition(".")[0])
-                router = getattr(block, "router", None) or block.gate
-                biased = any(hasattr(m, "e_score_correction_bias") for m in (router, block))
-                module.register_forward_pre_hook(self._hook(layer, router, biased))
+            if type(module).__name__.endswith("Router"):
+                module.forward = self._forced(
+                    int(re.search(r"layers\.(\d+)\.", name)[1]), module.forward
+                )
 
-    def _hook(self, layer: int, router: torch.nn.Module, biased: bool):
-        config = self.model.config
+    def _forced(self, layer: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a router's forward whose last choice, of experts, is the given one: gates are transformers' own."""
+        topk = torch.topk
 
-        def hook(module, given):
-            hidden, index, weights = given
-            self._chosen[layer] = index.reshape(-1, index.shape[-1])
-            if self._given is None:
-                return None
-            chosen = torch.from_numpy(self._given[:, layer].astype(np.int64))
-            bias = getattr(router, "bias", None)  # gpt-oss
-            logits = torch.nn.functional.linear(
-                hidden.reshape(-1, hidden.shape[-1]), router.weight, bias
-            )
-            if biased:  # so has every family whose gates are sigmoids
-                gates = logits.sigmoid().gather(1, chosen)
-                gates = gates / gates.sum(-1, keepdim=True)
-                gates = gates * getattr(config, "routed_scaling_factor", 1.0)
-            elif getattr(config, "norm_topk_prob", True):
-                gates = logits.gather(1, chosen).softmax(-1)
-            else:
-                gates = logits.softmax(-1).gather(1, chosen)
-            return hidden, chosen.view(index.shape), gates.view(weights.shape)
+        def choose(scores: torch.Tensor, k: int, *args: Any, **kwargs: Any) -> Any:
+            experts = torch.from_numpy(self._given[:, layer].astype(np.int64))
+            if scores.shape[-1] != self._num_experts:  # groups of experts
+                return topk(scores, k, *args, **kwargs)
+            return torch.return_types.topk((scores.gather(-1, experts), experts))
 
-        return hook
+        def forced(*args: Any, **kwargs: Any) -> Any:
+            with nullcontext() if self._given is None else mock.patch.object(torch, "topk", choose):
+                out = forward(*args, **kwargs)
+            self._chosen[layer] = out[2].reshape(-1, out[2].shape[-1])
+            return out
+
+        return forced
 
     def log_probs(self, tokens: np.ndarray, routes: np.ndarray | None = None) -> torch.Tensor:
         """Log-prob of each token but the first, float32[T-1]; ``routes``: int[T-1, L, K]."""
