@@ -23,7 +23,7 @@ _SHARED = ("checks", "family", "rows", "tiny_options", "transformer", "weights")
 
 def _registered() -> dict[str, Family]:
     """Return every family by its file's name: config.json's model_type, and in capitals its record."""
-    names = sorted({module.name for module in iter_modules(__path__)} - set(_SHARED))
+    names = sorted({m.name for m in iter_modules(__path__) if not m.ispkg} - set(_SHARED))
     return {name: getattr(import_module(f"{__name__}.{name}"), name.upper()) for name in names}
 
 

@@ -160,7 +160,8 @@ def fused_experts(
     )
 
 
-def _shared(at: str, rows: Size) -> tuple[Weight, ...]:
+def shared_experts(at: str, rows: Size) -> tuple[Weight, ...]:
+    """The experts that every token has, as one MLP of so many rows."""
     return (
         gate_up(
             "mlp.shared_experts.linear_fc1.weight",
@@ -173,8 +174,8 @@ def _shared(at: str, rows: Size) -> tuple[Weight, ...]:
     )
 
 
-SHARED_EXPERTS = _shared("mlp.shared_experts", "shared*expert")
+SHARED_EXPERTS = shared_experts("mlp.shared_experts", "shared*expert")
 GATED_SHARED_EXPERT = (
-    *_shared("mlp.shared_expert", "shared_expert"),
+    *shared_experts("mlp.shared_expert", "shared_expert"),
     whole("mlp.shared_experts.gate_weight", "mlp.shared_expert_gate.weight", 1, layers=_SPARSE),
 )

@@ -13,15 +13,12 @@ from math import prod
 from pathlib import Path
 
 from r3train.config.hf_facts import read_hf_facts
-from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from r3train.families import tensor_names
+from r3train.families import FAMILIES
 from r3train.hf_checkpoint import read_transformers_config
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parents[1] / "configs"
 _BFLOAT16_BYTES = 2
-# halves of the tensor in which transformers holds gate and up of all experts
-_GATE_AND_UP = ("gate_proj", "up_proj", "w1", "w3")
 
 
 @dataclass(frozen=True)
@@ -65,28 +62,25 @@ RECIPES = (
 
 
 def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that the checkpoint of ``directory``/config.json has, by name."""
+    """Return the shape of every tensor that the checkpoint of ``directory``/config.json has, by name.
+
+    As transformers saves them under the hub's names, but for a model of text and images: of its language
+    model the hub has the experts together, as transformers holds them.
+    """
     declare_torchvision_ops()
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_transformers_config(directory))
-    whole = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    names = sorted(tensor_names(read_hf_facts(directory)))
-    return {name: _shape(name.replace(".language_model", ""), whole) for name in names}
-
-
-def _shape(name: str, whole: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    name = name.replace("block_sparse_moe", "mlp")
-    if name in whole:
-        return whole[name]
-    prefix, _, rest = name.partition(".experts.")
-    experts = prefix + ".experts"
-    if rest.split(".")[1] in _GATE_AND_UP:
-        _, both, width = whole[f"{experts}.gate_up_proj"]
-        return both // 2, width
-    return whole[f"{experts}.down_proj"][1:]
+    tensors, prefix = (
+        model.state_dict(),
+        FAMILIES[read_hf_facts(directory).model_type].weights.prefix,
+    )
+    if prefix == "model":
+        tensors = revert_weight_conversion(model, tensors)
+    return {name.replace("model", prefix, 1): tuple(t.shape) for name, t in tensors.items()}
 
 
 def write_config(directory: Path, model: str) -> None:
