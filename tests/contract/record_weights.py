@@ -33,9 +33,9 @@ from safetensors.torch import save_file  # noqa: E402
 from r3train.config.hf_facts import read_hf_facts  # noqa: E402
 from r3train.families import FAMILIES  # noqa: E402
 from r3train.families.family import model_arguments  # noqa: E402
+from r3train.families.published import PUBLISHED  # noqa: E402
 from r3train.hf_checkpoint import read_header  # noqa: E402
 from r3train.tiny import random_model, save  # noqa: E402
-from tests import published  # noqa: E402
 from tests.oracle import actors, test_families  # noqa: E402
 from tests.oracle.actors import actor_of, configuration, in_ranks  # noqa: E402
 from r3train.cpu.device import prepare_device  # noqa: E402
@@ -176,8 +176,8 @@ def configs() -> dict[str, dict[str, Any]]:
     """Return the config.json of every recorded case and of every published model."""
     recorded = {file.stem: json.loads(file.read_text()) for file in sorted(WEIGHTS.glob("*.json"))}
     found = {name: record["config"] for name, record in recorded.items() if name != "fields"}
-    files = sorted(published.HERE.glob("*.json"))
-    return found | {file.stem: json.loads(file.read_text()) for file in files}
+    files = sorted(PUBLISHED.glob("*/config.json"))
+    return found | {file.parent.name: json.loads(file.read_text()) for file in files}
 
 
 def record_fields(scratch: Path) -> None:

@@ -1,7 +1,7 @@
 """Checkpoints of published models as far as their headers: config.json, and every tensor as a hole.
 
-NAME.json holds the keys of a published configuration, written by us.  Shapes come from transformers'
-own model on the meta device, not from the code under test.
+Configurations are the package's (``families.published``).  Shapes come from transformers' own model on the meta
+device, not from the code under test.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from pathlib import Path
 
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import FAMILIES
+from r3train.families.published import PUBLISHED
 from r3train.hf_checkpoint import read_transformers_config
 
-HERE = Path(__file__).parent
-CONFIGS = HERE.parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 _BFLOAT16_BYTES = 2
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe in configs/, its model in this folder, and the GPUs that its head names."""
+    """A recipe in configs/, its published model, and the GPUs that its head names."""
 
     file: str
     model: str
@@ -86,7 +86,7 @@ def shapes_of(directory: Path) -> dict[str, tuple[int, ...]]:
 def write_config(directory: Path, model: str) -> None:
     """Make the directory with the model's config.json in it."""
     directory.mkdir(parents=True)
-    (directory / "config.json").write_text((HERE / f"{model}.json").read_text())
+    (directory / "config.json").write_text((PUBLISHED / model / "config.json").read_text())
 
 
 def write_checkpoint(directory: Path, model: str) -> None:

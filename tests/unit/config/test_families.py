@@ -18,11 +18,12 @@ from r3train.config.cross_checks import check_model
 from r3train.config.hf_facts import read_hf_facts
 from r3train.families import FAMILIES, TINY_NAMES, sent_together, tensor_shapes
 from r3train.families.checks import check_family, untrained_parts
+from r3train.families.published import published_names
 from r3train.hf_checkpoint import copy_all_but_weights, is_trained, read_headers
 from r3train.tiny import build
 from r3train.families.tiny_options import TinyOptions
 from r3train.cpu.torchvision_stub import declare_torchvision_ops
-from tests.published import HERE, shapes_of, write_checkpoint, write_config
+from tests.published import shapes_of, write_checkpoint, write_config
 from tests.unit.config.test_config import config
 from tests.unit.launch.test_preflight import start
 
@@ -115,7 +116,7 @@ PARAMETERS = {
 }
 
 
-@pytest.mark.parametrize("model", sorted(file.stem for file in HERE.glob("*.json")))
+@pytest.mark.parametrize("model", published_names())
 def test_a_published_configuration_is_taken_and_has_the_shapes_of_transformers(model, tmp_path):
     write_config(tmp_path / model, model)
     hf = read_hf_facts(tmp_path / model)

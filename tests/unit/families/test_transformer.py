@@ -15,14 +15,13 @@ from r3train.cpu.torchvision_stub import declare_torchvision_ops
 from r3train.families import FAMILIES
 from r3train.families.checks import family_conflicts
 from r3train.families.family import model_arguments, transformer_fields
+from r3train.families.published import PUBLISHED
 from r3train.families.transformer import DEFAULTS
-
-PUBLISHED = Path(__file__).parents[2] / "published"
 
 
 def published(directory: Path, model: str, **changes: Any) -> HfModelFacts:
     """Write a published config.json with keys that are changed, or left out where they are ``...``."""
-    config = json.loads((PUBLISHED / f"{model}.json").read_text()) | changes
+    config = json.loads((PUBLISHED / model / "config.json").read_text()) | changes
     config = {key: value for key, value in config.items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config))
     return read_hf_facts(directory)
