@@ -34,7 +34,7 @@ class Case:
     checkpoint: str
     rollouts: str
     output: str
-    mutation: str | None = None
+    mutation: str | None = None  # its address
     last_phase: int = 5
     bf16: bool = False
     order_seed: int | None = None

@@ -57,7 +57,7 @@ from r3train.trainer.megatron.export import export_hf_weights  # noqa: E402
 from r3train.trainer.megatron.topology import init_distributed, shutdown  # noqa: E402
 from r3train.types import RankSlice  # noqa: E402
 from r3train.verify.model_zoo import VARIANTS  # noqa: E402
-from r3train.verify.mutations import MUTATIONS  # noqa: E402
+from r3train.verify.mutations import planted_at  # noqa: E402
 from r3train.verify.oracle import ADAM, ALGORITHM, BIAS, SGD, TEMPERATURE  # noqa: E402
 from r3train.verify.rollouts import RolloutBatch, train_samples  # noqa: E402
 from r3train.verify.runner import EVIDENCE_RUN, Case  # noqa: E402
@@ -77,7 +77,7 @@ class CaseRun:
         self.batch = RolloutBatch.load(Path(case.rollouts))
         self.output = Path(case.output)
         self.hf = read_hf_facts(case.checkpoint)
-        self.mutation = MUTATIONS[case.mutation] if case.mutation else None
+        self.mutation = planted_at(case.mutation) if case.mutation else None
         self.plant: Plant | None = None
 
     def run(self) -> None:

@@ -154,7 +154,7 @@ class Verifier:
             self._plan(t.name, t)
         for m in mutations:
             topology = TOPOLOGIES[m.topology]
-            self._plan(f"mutation-{m.name}", topology, mutation=m.name, last_phase=m.last_phase)
+            self._plan(f"mutation-{m.name}", topology, mutation=m.address, last_phase=m.last_phase)
         for seed in NOISE_SEEDS:
             self._plan(f"noise-{seed}", TOPOLOGIES["one"], order_seed=seed)
         self._report(f"{len(self._cases)} cases; the plain-PyTorch oracle is ready")

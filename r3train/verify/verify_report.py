@@ -148,7 +148,7 @@ def _markdown_table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [lines[0], "|" + "---|" * len(header), *lines[1:]]
 
 
-_DOC_HEAD = """<!-- written by: r3train verify --mutations --bf16 --write-docs; do not edit -->
+_DOC_HEAD = """<!-- written by: python -m tests.oracle.verify_planted --mutations --bf16 --write-docs; do not edit -->
 
 # Verification of replay
 
@@ -175,6 +175,10 @@ it names by ten times. The learning rule's settings are held in whole jobs, and 
 
     r3train verify --topology tp2ep2 --topology cp2     # these
     r3train verify --from RUN --ci                      # with a rollout that a run of yours dumped
-    r3train verify --ci --mutations                     # what continuous integration runs
-    r3train verify --mutations --bf16 --write-docs      # everything, and this page
+    r3train verify --mutations                          # all, and the bugs of --plant-bug that replay can show
+
+With the bugs of tests/oracle/planted.py too, in a checkout:
+
+    python -m tests.oracle.verify_planted --ci --mutations                  # what continuous integration runs
+    python -m tests.oracle.verify_planted --mutations --bf16 --write-docs   # everything, and this page
 """

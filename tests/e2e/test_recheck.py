@@ -32,7 +32,7 @@ from r3train.cpu.device import prepare_device
 from r3train.types import Prompt, Rechecked, RolloutSample
 
 prepare_device()
-from r3train.verify.mutations import MUTATIONS, planted_by  # noqa: E402
+from tests.oracle.planted import MUTATIONS, planted_by  # noqa: E402
 
 pytestmark = pytest.mark.e2e
 LAYERS = range(1, NUM_LAYERS + 1)

@@ -1,4 +1,4 @@
-"""``train_async.py`` with one of ``r3train verify``'s bugs planted in every rank.
+"""``train_async.py`` with a bug of tests/oracle/planted.py planted in every rank.
 
     torchrun -m tests.e2e.train_with_bug BUG [flags of train_async.py]
 
@@ -14,7 +14,7 @@ from train_async import main
 
 if __name__ == "__main__":
     prepare_device()
-    from r3train.verify.mutations import MUTATIONS
+    from tests.oracle.planted import MUTATIONS
 
     bug = MUTATIONS[sys.argv.pop(1)]
     with bug.patch(None, None):  # these look at no configuration

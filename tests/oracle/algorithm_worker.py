@@ -24,7 +24,7 @@ import torch  # noqa: E402
 
 import train_async  # noqa: E402
 from r3train.trainer.megatron import topology  # noqa: E402
-from r3train.verify.mutations import MUTATIONS  # noqa: E402
+from tests.oracle.planted import MUTATIONS  # noqa: E402
 from r3train.verify.topology_worker import leave_model_parallel  # noqa: E402
 
 

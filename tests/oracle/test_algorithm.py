@@ -46,7 +46,7 @@ from tests.oracle.algorithm import (
 from tests.oracle import rule_pairs
 
 prepare_device()
-from r3train.verify.mutations import planted_by  # noqa: E402
+from tests.oracle.planted import planted_by  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 GROUPS, GROUP_SIZE, ROLLOUTS = 4, 3, 2

@@ -129,7 +129,7 @@ def beginning(directory: Path, family: str) -> dict[str, Any]:
 def drawn_ones(directory: Path, family: str) -> Iterator[None]:
     """Begin with the drawn adapters also where no PEFT directory can hold them."""
     from r3train.trainer.megatron import lora
-    from r3train.verify.mutations import patched
+    from tests.oracle.planted import patched
 
     if family != "gpt_oss":
         yield
@@ -142,7 +142,7 @@ def drawn_ones(directory: Path, family: str) -> Iterator[None]:
 def trained(directory: Path, cases: list[tuple[str, str | None]]) -> dict[str, Any]:
     """The outcome of each case (family and topology, planted bug), whole on rank 0; in a rank."""
     from r3train.trainer.megatron import model
-    from r3train.verify.mutations import MUTATIONS, patched
+    from tests.oracle.planted import MUTATIONS, patched
 
     found: dict[str, Any] = {}
     for case, bug in cases:
@@ -650,7 +650,7 @@ def test_every_planted_bug_is_caught_by_name(world_size, layers, request, tmp_pa
 
 
 def test_every_bug_of_adapters_is_planted_here():
-    from r3train.verify.mutations import planted_by
+    from tests.oracle.planted import planted_by
 
     mine = {bug.name for bug in planted_by("tests/oracle/test_lora.py")}
     assert mine <= {*CAUGHT, *ELSEWHERE} and {*ELSEWHERE} <= mine
@@ -663,7 +663,7 @@ def experts_alone(directory: Path, bug: str | None) -> dict[str, Any]:
 
     No layer's first part has an adapter: nothing before the experts wants a gradient by itself.
     """
-    from r3train.verify.mutations import MUTATIONS
+    from tests.oracle.planted import MUTATIONS
 
     found: dict[str, Any] = {}
     for name in ("one", "recompute", "recompute_moe"):
@@ -717,7 +717,7 @@ def test_a_step_whose_tokens_are_all_clipped_has_no_gradient_and_is_no_error(wor
 def begun(directory: Path, bug: str | None) -> dict[str, Any]:
     """Random adapters in each topology of this size: whole, and are replicas equal; in a rank."""
     from r3train.trainer.megatron import lora
-    from r3train.verify.mutations import MUTATIONS
+    from tests.oracle.planted import MUTATIONS
 
     out = {}
     for name in ("one",) if torch.distributed.get_world_size() == 1 else ("tp2ep2", "tp2etp2"):
@@ -845,7 +845,7 @@ def saved_and_resumed(directory: Path, bug: str | None) -> bool:
     """Save after a step and resume in the same topology: are the factors the same? In a rank."""
     from r3train.config.checkpoint_settings import CheckpointSection
     from r3train.trainer.megatron.checkpoint import Checkpointer
-    from r3train.verify.mutations import MUTATIONS
+    from tests.oracle.planted import MUTATIONS
 
     config = adam(directory, "glm4_moe", **TOPOLOGIES[2]["tp2etp2"])
     place = directory / f"saved {bug}"
@@ -871,7 +871,7 @@ def refusal(directory: Path, bug: str | None) -> str:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     from r3train.trainer.megatron import lora
-    from r3train.verify.mutations import MUTATIONS
+    from tests.oracle.planted import MUTATIONS
 
     config = settings(directory, "glm4_moe", **TOPOLOGIES[2]["tp2etp2"])
     with MUTATIONS[bug or "null"].planted(config, None), actor_of(config) as actor:

@@ -54,7 +54,7 @@ def cases(checkpoint: Path, scratch: Path) -> dict[str, Any]:
     from r3train.loop.distribute import broadcast_json, gather_topologies
     from r3train.proof.live import prove_step
     from r3train.proof.writer import EvidenceWriter
-    from r3train.verify.mutations import planted_by
+    from tests.oracle.planted import planted_by
 
     hf, out = read_hf_facts(checkpoint), {}
     bugs = {bug.name: bug for bug in planted_by("tests/oracle/test_sampling_mask.py")}

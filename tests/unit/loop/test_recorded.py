@@ -27,7 +27,7 @@ from r3train.routing.fingerprint import route_hashes, to_unsigned
 from r3train.types import RankSlice, RankTopology, RolloutSample, TrainSample
 
 prepare_device()
-from r3train.verify.mutations import MUTATIONS  # noqa: E402
+from tests.oracle.planted import MUTATIONS  # noqa: E402
 
 LAYERS = (1, 2)
 HF = facts(

@@ -24,7 +24,8 @@ from r3train.verify.topologies import TOPOLOGIES
 
 prepare_device()
 from r3train.trainer.megatron.checkpoint import Checkpointer  # noqa: E402
-from r3train.verify.mutations import FAULTS, MUTATIONS, planted_by, planted_in_job  # noqa: E402
+from r3train.verify.mutations import FAULTS, planted_at, planted_in_job  # noqa: E402
+from tests.oracle.planted import MUTATIONS, planted_by  # noqa: E402
 
 VARIANT = VARIANTS["dense6"]
 ROOT = Path(__file__).parents[3]
@@ -52,8 +53,9 @@ def names_of(section: type, field: str) -> set[str]:
     return {n for arg in get_args(section.model_fields[field].annotation) for n in get_args(arg)}
 
 
-def test_every_name_that_a_job_may_ask_for_is_planted_here():
-    assert names_of(ReplaySection, "plant_bug") <= set(MUTATIONS)
+def test_the_package_has_the_bugs_that_a_job_may_ask_for_and_no_other():
+    packaged = {bug.name for bug in MUTATIONS.values() if bug.module.startswith("r3train.")}
+    assert packaged == {*names_of(ReplaySection, "plant_bug"), "null"}
     assert names_of(FaultsSection, "plant_fault") == set(FAULTS)
 
 
@@ -141,6 +143,10 @@ def test_every_bug_is_planted_where_it_says_and_changes_routes_or_code(bug, tmp_
         assert (plant is None) == (bug.spoil is None)
         if plant is not None:
             assert changed(samples, plant(0, samples)).any()
+
+
+def test_a_bug_is_found_at_its_address():
+    assert all(planted_at(bug.address) is bug for bug in MUTATIONS.values())
 
 
 def test_a_bug_is_verifys_or_names_the_test_that_plants_it():

@@ -1,0 +1,17 @@
+"""``r3train verify`` with the bugs of ``tests/oracle/planted.py`` next to its own.
+
+    python -m tests.oracle.verify_planted [flags of r3train verify]
+"""
+
+from __future__ import annotations
+
+from r3train.torchvision_stub import declare_ops_for_imports
+from r3train.trainer.megatron.cpu_device import prepare_device
+
+if __name__ == "__main__":
+    declare_ops_for_imports()
+    prepare_device()
+    import tests.oracle.planted  # noqa: F401 - it registers its bugs
+    from r3train.verify.verify_command import verify_command
+
+    verify_command()
