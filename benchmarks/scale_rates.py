@@ -33,7 +33,7 @@ def measure() -> Rates:
     """The production code's rates, on one core: medians of several rounds."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import numpy as np
-    import orjson
+    import msgspec
 
     from r3train.layout.microbatch import build_microbatch, slice_microbatch
     from r3train.loop.distribute import pack_records, unpack_records
@@ -46,8 +46,8 @@ def measure() -> Rates:
     rows = tokens - 1
     payload = route_payload(rows, layers, topk, experts).decode()
     beside = {"output_token_logprobs": [[-0.5 - i / tokens, i, None] for i in range(tokens)]}
-    answer = orjson.dumps({"meta_info": {"routed_experts": payload, **beside}})
-    light = orjson.dumps({"meta_info": beside})
+    answer = msgspec.json.encode({"meta_info": {"routed_experts": payload, **beside}})
+    light = msgspec.json.encode({"meta_info": beside})
     size = rows * layers * topk
 
     def decode() -> np.ndarray:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
-import orjson
+import msgspec
 
 from r3train.engine.backend import (
     AnswerCutShort,
@@ -208,7 +208,7 @@ class SGLangHTTP:
         data = None
         headers = None
         if method != "GET":
-            data = orjson.dumps(body or {}, option=orjson.OPT_SERIALIZE_NUMPY)
+            data = msgspec.json.encode(body or {})
             headers = {"Content-Type": "application/json"}
         async with self._open_session().request(
             method, url, data=data, headers=headers, allow_redirects=False
@@ -238,7 +238,7 @@ class SGLangHTTP:
                 answer = await asyncio.to_thread(parse_answer, raw)
             else:
                 answer = parse_answer(raw)
-        except orjson.JSONDecodeError:
+        except ValueError:
             answer = raw.decode("utf-8", errors="replace").strip()
         if status >= 400 or (isinstance(answer, dict) and answer.get("success") is False):
             hint = ""
@@ -311,7 +311,7 @@ def parse_answer(raw: bytes) -> Any:
     look for escapes, which base64 has none of.  So the string is cut out, and the small rest is
     parsed.  The same text inside another string has escaped quotes and is not found; other JSON (the
     field twice, or elsewhere) is parsed as a whole.
-    Raises orjson.JSONDecodeError.
+    Raises ValueError for what is no JSON, which has no NaN.
     """
     for key in _ROUTES_KEYS:
         at = raw.find(key)
@@ -322,10 +322,17 @@ def parse_answer(raw: bytes) -> Any:
         # a string with a backslash is no base64: parsed as JSON, and refused by the decoder
         if end < 0 or raw.find(key, end) >= 0 or raw.find(b"\\", start, end) >= 0:
             break
-        answer = orjson.loads(b"".join((raw[:start], raw[end:])))
+        answer = _decoded(b"".join((raw[:start], raw[end:])))
         meta = answer.get("meta_info") if isinstance(answer, dict) else None
         if not isinstance(meta, dict) or meta.get(_ROUTES) != "":
             break
         meta[_ROUTES] = memoryview(raw)[start:end]
         return answer
-    return orjson.loads(raw)
+    return _decoded(raw)
+
+
+def _decoded(raw: bytes) -> Any:
+    try:
+        return msgspec.json.decode(raw)
+    except RecursionError:
+        raise ValueError("JSON of too many levels") from None

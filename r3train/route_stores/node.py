@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
-import orjson
 from aiohttp import web
 
 from r3train.engine.answer import ROUTE_PAYLOADS
@@ -123,7 +123,7 @@ class RouteNode:
         return self._engines[place]
 
     async def _generate(self, request: web.Request) -> web.Response:
-        ask = orjson.loads(await request.read())
+        ask = msgspec.json.decode(await request.read())
         return await _outcome(self._answer(ask))
 
     async def _answer(self, ask: dict[str, Any]) -> Any:
@@ -156,12 +156,12 @@ class RouteNode:
         return answer
 
     async def _reach(self, request: web.Request) -> web.Response:
-        ask = orjson.loads(await request.read())
+        ask = msgspec.json.decode(await request.read())
         call = self._engine(ask).call(0, "/model_info", method="GET", what=ask["what"])
         return await _outcome(call)
 
     async def _rows(self, request: web.Request) -> web.StreamResponse:
-        parts = orjson.loads(await request.read())
+        parts = msgspec.json.decode(await request.read())
         try:
             found = [self.store.rows(*part) for part in parts]
         except RouteStoreError as error:
@@ -217,7 +217,7 @@ class RouteNode:
 
     async def _fetch_from(self, store: int, wanted: Sequence[_Wanted]) -> None:
         url = self._urls[store]
-        body = orjson.dumps([part for part, _ in wanted])
+        body = msgspec.json.encode([part for part, _ in wanted])
         expected = sum(place.nbytes for _, place in wanted)
         try:
             async with self._session.post(
@@ -272,4 +272,4 @@ async def _outcome(call: Awaitable[Any]) -> web.Response:
         reply = {"error": kind, "message": str(error)}
         if isinstance(error, EngineBusy):
             reply["retry_after_s"] = error.retry_after_s
-    return web.Response(body=orjson.dumps(reply), content_type="application/json")
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json")

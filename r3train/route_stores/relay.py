@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import aiohttp
+import msgspec
 import numpy as np
-import orjson
 
 from r3train.engine.backend import EngineBusy, EngineError, Request
 from r3train.engine.http import SGLangHTTP
@@ -139,7 +139,7 @@ class RouteRelay:
         try:
             async with self._session.post(
                 self._urls[store] + path,
-                data=orjson.dumps(ask, option=orjson.OPT_SERIALIZE_NUMPY),
+                data=msgspec.json.encode(ask),
                 allow_redirects=False,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=10.0),
             ) as response:
@@ -149,7 +149,7 @@ class RouteRelay:
         if response.status != 200:
             text = raw.decode(errors="replace")[:500]
             raise store_failed(store, self._urls[store], f"{response.status}: {text}")
-        return orjson.loads(raw)
+        return msgspec.json.decode(raw)
 
     async def aclose(self) -> None:
         if self._session is not None:

@@ -5,7 +5,6 @@ import json
 import warnings
 
 import numpy as np
-import orjson
 import pytest
 
 from r3train.engine.answer import Sent, read_answer, read_recheck
@@ -90,7 +89,7 @@ LIES = {
     "a huge id": ({}, [9, 2147483647, 4], "output token 1 is 2147483647"),
     "an id of 40 bits": ({}, [9, 1 << 40, 4], "output token 1 is 1099511627776"),
     "an id of 63 bits": ({}, [9, (1 << 63) - 1, 4], "output token 1 is"),
-    "an id of 80 bits": ({}, [9, 1 << 80, 4], "output_ids is no list of token ids"),
+    "an id of 80 bits": ({}, [9, 1 << 80, 4], "a damaged answer: OverflowError"),
     "an id below 0": ({}, [9, -100, 4], "output token 1 is -100"),
     "true as an id": ({}, [9, True, 4], "output_ids is no list of token ids"),
     "a fraction as an id": ({}, [9, 11.0, 4], "output_ids is no list of token ids"),
@@ -360,7 +359,7 @@ def test_a_recheck_that_does_not_fit_is_refused(changes, message):
 @pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity"])
 def test_literals_that_json_does_not_have_are_no_answer(text):
     raw = json.dumps({"meta_info": {"x": 1}}).replace("1", text).encode()
-    with pytest.raises(orjson.JSONDecodeError):
+    with pytest.raises(ValueError):
         parse_answer(raw)
-    with pytest.raises(orjson.JSONDecodeError):
+    with pytest.raises(ValueError):
         parse_answer(b'{"meta_info": {}} and more')

@@ -2,7 +2,6 @@
 
 import json
 
-import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,7 +31,7 @@ def test_an_answer_is_what_json_says_with_its_routes_left_in_place(text, payload
     got = parse_answer(raw)
     if isinstance(got["meta_info"]["routed_experts"], memoryview):
         got = whole(got)
-    assert got == orjson.loads(raw)
+    assert got == json.loads(raw)
 
 
 def test_the_payload_is_not_copied():
@@ -53,10 +52,10 @@ def test_the_payload_is_not_copied():
     ],
 )
 def test_an_answer_of_another_form_is_parsed_as_any_json_is(raw):
-    assert parse_answer(raw) == orjson.loads(raw)
+    assert parse_answer(raw) == json.loads(raw)
 
 
 @pytest.mark.parametrize("raw", [b'{"meta_info":{"routed_experts":"AAA', b"", b"no json"])
 def test_what_is_cut_short_is_no_json(raw):
-    with pytest.raises(orjson.JSONDecodeError):
+    with pytest.raises(ValueError):
         parse_answer(raw)
