@@ -7,6 +7,8 @@ import json
 import logging
 import re
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -34,8 +36,35 @@ class _HttpReward(Reward):
         self._headers = {"Accept-Encoding": "identity"}
         if key:
             self._headers["Authorization"] = f"Bearer {key}"
+        self._session: aiohttp.ClientSession | None = None
+        self._calls = 0  # that use it
+
+    @asynccontextmanager
+    async def _connections(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """The session of all calls that run at once: the first opens it, and the last closes it."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                headers=self._headers,
+                auto_decompress=False,
+            )
+        self._calls += 1
+        try:
+            yield self._session
+        finally:
+            self._calls -= 1
+            if self._calls == 0:
+                session, self._session = self._session, None
+                await session.close()
 
     async def _post(self, sample: RolloutSample, body: dict[str, Any]) -> Any:
+        """Return the answer to a sample's body, as ``_answer`` does."""
+        async with self._connections() as session:
+            return await self._answer(session, sample, body)
+
+    async def _answer(
+        self, session: aiohttp.ClientSession, sample: RolloutSample, body: dict[str, Any]
+    ) -> Any:
         """Post JSON until it is answered; returns the answer's JSON.
 
         Tries again with growing pauses after a lost connection, a status above 499, 408 or 429.
@@ -48,25 +77,22 @@ class _HttpReward(Reward):
             tries += 1
             try:
                 limit = aiohttp.ClientTimeout(total=left)
-                async with aiohttp.ClientSession(
-                    timeout=limit, headers=self._headers, auto_decompress=False
-                ) as session:
-                    async with session.post(
-                        self._url, json=body, allow_redirects=False
-                    ) as response:
-                        raw = await _body(response)
-                        if response.status == 200:
-                            return json.loads(raw)
-                        text = raw.decode(errors="replace")[:_QUOTED]
-                        failure = f"status {response.status}: {text}"
-                        if 300 <= response.status < 400:
-                            target = response.headers.get("Location", "nowhere")[:_QUOTED]
-                            failure = (
-                                f"status {response.status}, a redirect to {target!r}, which is not"
-                                " followed"
-                            )
-                        if response.status < 500 and response.status not in (408, 429):
-                            break
+                async with session.post(
+                    self._url, json=body, allow_redirects=False, timeout=limit
+                ) as response:
+                    raw = await _body(response)
+                    if response.status == 200:
+                        return json.loads(raw)
+                    text = raw.decode(errors="replace")[:_QUOTED]
+                    failure = f"status {response.status}: {text}"
+                    if 300 <= response.status < 400:
+                        target = response.headers.get("Location", "nowhere")[:_QUOTED]
+                        failure = (
+                            f"status {response.status}, a redirect to {target!r}, which is not"
+                            " followed"
+                        )
+                    if response.status < 500 and response.status not in (408, 429):
+                        break
             except TimeoutError:
                 failure = "no answer"
             except (aiohttp.ClientError, OSError) as error:

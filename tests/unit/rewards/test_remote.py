@@ -78,6 +78,31 @@ async def test_512_answers_that_take_a_second_come_at_once():
     assert asyncio.get_running_loop().time() - began < 20
 
 
+async def test_calls_that_run_at_once_share_connections_which_end_with_the_last_of_them():
+    connections, may_end = set(), asyncio.Event()
+
+    async def handler(request):
+        connections.add(request.transport)
+        if (await request.json())["response"] == "waits":
+            await may_end.wait()
+        return web.json_response(1.0)
+
+    async with serving(handler) as address:
+        scorer = Scorer(settings(rm_url=f"http://{address}", reward_timeout_s=30.0, **REMOTE))
+        waits = asyncio.create_task(scorer(sample("waits")))
+        while not connections:
+            await asyncio.sleep(0.01)
+        for _ in range(3):
+            await scorer(sample("does not"))
+        assert len(connections) == 2
+        assert not any(transport.is_closing() for transport in connections)
+        may_end.set()
+        await waits
+        async with asyncio.timeout(20):
+            while not all(transport.is_closing() for transport in connections):
+                await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "answer, message",
     [
