@@ -8,7 +8,7 @@ from typing import Any
 
 from r3train.environments.environment import Environment
 from r3train.environments.calculator import Calculator
-from r3train.user_code import USER_CODE_START_S, find_user_code, running_user_code
+from r3train.user_code import find_user_code, running_user_code
 from r3train.types import Prompt
 
 ENVIRONMENTS: dict[str, type[Environment]] = {"calculator": Calculator}
@@ -45,9 +45,7 @@ def get_environment(name: str) -> type[Environment]:
 
 def begin_environment(name: str, environment: type[Environment], prompt: Prompt) -> Environment:
     """Make an episode's environment; raises ValueError naming both, whatever its class raises."""
-    with running_user_code(
-        f"prompt {prompt.prompt_id}: --environment {name}", limit_s=USER_CODE_START_S
-    ):
+    with running_user_code(f"prompt {prompt.prompt_id}: --environment {name}"):
         return environment(prompt)
 
 

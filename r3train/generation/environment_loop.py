@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from r3train.user_code import exit_held, quoted
+from r3train.user_code import quoted
 
 _BLOCKS = "blocks the event loop; await what takes long, or run it in a thread"
 
@@ -44,20 +44,19 @@ class EnvironmentLoop:
             tell(begun.set)
             tell(ends, await _outcome(call, what))
 
-        with exit_held():
-            running = asyncio.run_coroutine_threadsafe(run(), self._loop)
-            try:
-                await self._begin_of(begun, what, limit_s)
-                async with asyncio.timeout(limit_s) as bound:
-                    value, error = await answer
-            except TimeoutError:
-                if not bound.expired():
-                    raise
-                late = f"{what} took longer than --environment-timeout-s {limit_s:g}"
-                blocks = f": it {_BLOCKS}" if self._holder() == what else ""
-                raise ValueError(late + blocks) from None
-            finally:
-                running.cancel()
+        running = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        try:
+            await self._begin_of(begun, what, limit_s)
+            async with asyncio.timeout(limit_s) as bound:
+                value, error = await answer
+        except TimeoutError:
+            if not bound.expired():
+                raise
+            late = f"{what} took longer than --environment-timeout-s {limit_s:g}"
+            blocks = f": it {_BLOCKS}" if self._holder() == what else ""
+            raise ValueError(late + blocks) from None
+        finally:
+            running.cancel()
         if error is not None:
             if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
                 raise error  # the rollout itself is cancelled

@@ -11,11 +11,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -23,16 +20,12 @@ import torch.distributed as dist
 
 from r3train.engine.server_guard import signal_when_parent_ends
 from r3train.host_group import host_group, note_stop
-from r3train.user_code import really_exit
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 # within it torchrun has passed a SIGINT on to ranks that the terminal has sent it to as well
 _PASSED_ON_S = 2.0
-# after the grace period the process has as long to end by itself, with an exit code of its own
-_GUARD_S = 10.0
-_GUARD = Path(__file__).with_name("stop_guard.py")
 
 
 class StopRequested(Exception):
@@ -46,7 +39,6 @@ class StopSignal:
     a second SIGINT.  A SIGHUP that was ignored at the start (nohup) stays ignored.
     ``grace_s`` seconds after the signal the process ends, whatever it is doing, and also after this has
     closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
-    Where code that holds the interpreter keeps it from that, ``stop_guard`` kills it 10 s later.
     """
 
     def __init__(self, grace_s: float, parent: int | None = None):
@@ -57,8 +49,6 @@ class StopSignal:
         self.saved = False
         self._timer: threading.Timer | None = None
         self._before: dict[int, object] = {}
-        self._guard: subprocess.Popen | None = None
-        self._to_guard: int | None = None  # the C-level handler writes signals to it
         # slurm/ranks.sh makes torchrun ignore SIGTERM, and its children inherit that
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -75,32 +65,12 @@ class StopSignal:
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._on_signal)
-        self._start_guard()
         return self
 
     def __exit__(self, *_exc: object) -> None:
         # the grace period goes on: closing servers, rewards and threads may hang too
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._received is None:
-            self._leave_guard()
-            self._guard.wait()
-
-    def _start_guard(self) -> None:
-        read, self._to_guard = os.pipe()
-        os.set_blocking(self._to_guard, False)
-        command = [sys.executable, "-I", "-S", str(_GUARD), str(os.getpid())]
-        command += [str(self._grace_s + _GUARD_S), *(str(int(number)) for number in SIGNALS)]
-        self._guard = subprocess.Popen(command, stdin=read, start_new_session=True)
-        os.close(read)
-        signal.set_wakeup_fd(self._to_guard, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=self._leave_guard)  # its signals are not the rank's
-
-    def _leave_guard(self) -> None:
-        if self._to_guard is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._to_guard)
-            self._to_guard = None
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -111,12 +81,12 @@ class StopSignal:
             self._timer.daemon = True
             self._timer.start()
         elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:
-            really_exit(128 + number)
+            os._exit(128 + number)
 
     def _give_up(self) -> None:
         name = signal.Signals(self._received).name
         logger.error("%s: not done within signal_grace_s %g: leaving", name, self._grace_s)
-        really_exit(0 if self.saved else 1)
+        os._exit(0 if self.saved else 1)
 
     @property
     def received(self) -> str | None:

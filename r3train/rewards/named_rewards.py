@@ -9,7 +9,6 @@ from typing import Any
 
 from r3train.config.data_settings import DataSection
 from r3train.user_code import (
-    USER_CODE_START_S,
     find_user_code,
     running_user_code,
     import_user_code,
@@ -122,7 +121,7 @@ class CustomReward:
         own = getattr(self._function, "check", None)
         if own is None:
             return
-        with running_user_code(f"reward {self.name}", limit_s=USER_CODE_START_S):
+        with running_user_code(f"reward {self.name}"):
             own(prompts)
 
     def close(self) -> None:

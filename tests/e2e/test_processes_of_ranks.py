@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -173,47 +172,3 @@ def test_a_rank_whose_torchrun_is_killed_before_it_has_anything_to_save_ends(tmp
     for process in left:
         process.kill()
     assert not left and not (tmp_path / "lived").exists()
-
-
-HELD_RANK = """
-import os, pathlib, re, sys, time
-import r3train.loop.stop as stop
-
-directory, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-stop._GUARD_S = 1.0
-with stop.StopSignal(1.0) as told:
-    (directory / f"pid{rank}").write_text(f"{os.getpid()} {told._guard.pid}\\n")
-    if rank == "1":
-        re.match("(a+)+$", "a" * 64 + "b")  # years, in which nothing of Python runs
-    time.sleep(600)  # a collective, which the other rank never joins
-"""
-
-
-def test_ranks_that_are_told_to_stop_all_end_though_one_holds_its_interpreter(tmp_path):
-    """As Slurm does, the signal goes to every process of the step: torchrun, ranks and their guards."""
-    (tmp_path / "rank.py").write_text(HELD_RANK)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--master-port"]
-    launcher += [str(free_port("127.0.0.1")), "--nproc-per-node", "2"]
-    script = (
-        f'trap "" TERM; exec {shlex.join([*launcher, str(tmp_path / "rank.py"), str(tmp_path)])}'
-    )
-    torchrun = subprocess.Popen(  # slurm/ranks.sh has torchrun ignore it too
-        ["bash", "-c", script], env=ENVIRONMENT, cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    pids = [tmp_path / "pid0", tmp_path / "pid1"]
-    try:
-        while not all(pid.exists() and pid.read_text().endswith("\n") for pid in pids):
-            assert torchrun.poll() is None
-            time.sleep(0.05)
-        told = [psutil.Process(int(number)) for pid in pids for number in pid.read_text().split()]
-        time.sleep(1.0)  # until the interpreter is held
-        for process in told:
-            process.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(told, timeout=30)
-        for process in left:
-            process.kill()
-        assert not left
-        assert torchrun.wait(60) == 1
-    finally:
-        torchrun.kill()
-        torchrun.wait()

@@ -108,40 +108,6 @@ def _exit(prompts):
 one.check = _exit
 
 
-def waits(prompt, text, ids):
-    return 1.0
-
-
-def _wait(prompts):
-    time.sleep(60)
-
-
-waits.check = _wait
-
-
-def holds(prompt, text, ids):
-    return 1.0
-
-
-def _hold_the_interpreter(prompts):
-    0 in itertools.repeat(1)  # for ever, and asks for no signal
-
-
-holds.check = _hold_the_interpreter
-
-
-def loss_leaves(rows, algorithm):
-    os._exit(0)
-
-
-class Waits:
-    def __init__(self, prompt):
-        time.sleep(60)
-
-    async def step(self, turn):
-        pass
-
-
 class Fails:
     def __init__(self, prompt):
         raise KeyError("gold")

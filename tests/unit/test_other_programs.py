@@ -137,7 +137,7 @@ def test_a_reward_imports_models_of_transformers():
 
 DECLARED = {"declare_torchvision_ops", "declare_ops_for_imports", "prepare_device"}
 # the standard library alone, and what runs nothing of anybody's
-WITHOUT = {"engine/server_guard.py", "loop/stop_guard.py", "rewards/code_launcher.py"}
+WITHOUT = {"engine/server_guard.py", "rewards/code_launcher.py"}
 
 
 def programs() -> list[Path]:
@@ -149,7 +149,7 @@ def programs() -> list[Path]:
 
 
 def test_every_process_of_ours_declares_the_ops():
-    assert len(programs()) >= 8
+    assert len(programs()) >= 7
     for path in programs():
         tree = ast.parse(path.read_text())
         calls = {

@@ -17,7 +17,7 @@ from r3train.algo.advantages.rloo import rloo
 from r3train.algo.advantages.building_blocks import whitened
 from r3train.algo.trajectories import episode_places
 from r3train.config.algorithm_settings import AlgorithmSection
-from r3train.user_code import USER_CODE_STEP_S, find_user_code, running_user_code, require_function
+from r3train.user_code import call_within, find_user_code, running_user_code, require_function
 from r3train.types import RolloutSample
 
 # (groups, rewards, algorithm) -> float[T] for each sample of each group.
@@ -38,6 +38,7 @@ ADVANTAGES: dict[str, AdvantageEstimator] = {
     "rloo": rloo,
 }
 _FLAG = "--advantage-estimator"
+_LIMIT_S = 1800.0  # the other ranks wait for it, as long as rank 0 is alive
 
 
 def get_advantage_estimator(name: str) -> AdvantageEstimator:
@@ -90,8 +91,8 @@ def token_advantages(
         for group, own, of_group in zip(groups, whole, token_rewards, strict=True):
             np.add.at(own, episode_places(group), [tokens.sum() for tokens in of_group])
         given = (groups, whole, algorithm)
-    with running_user_code(f"{_FLAG} {name}", limit_s=USER_CODE_STEP_S):
-        found = estimator(*given)
+    with running_user_code(f"{_FLAG} {name}"):
+        found = call_within(_LIMIT_S, lambda: estimator(*given))
         is_list = isinstance(found, (list, tuple))
         got = [len(own) for own in found] if is_list else type(found).__name__
     expected = [len(group) for group in groups]

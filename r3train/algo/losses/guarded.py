@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +14,7 @@ from r3train.algo.losses.policy_losses import FLAG
 from r3train.algo.policy_loss import rows_without_values
 from r3train.algo.loss_rows import LossRows, RowLoss, on_this_rank
 from r3train.config.algorithm_settings import AlgorithmSection
-from r3train.user_code import UserCodeFailed, clock_stopped, running_user_code
+from r3train.user_code import UserCodeFailed, running_user_code
 
 
 class GuardedLoss:
@@ -28,8 +26,7 @@ class GuardedLoss:
     Context-parallel ranks hold parts of the same samples, and wait for one another in ``sample_sum``.
     Before each of those, and once at the end, they say whether one of them has failed.
 
-    loss: of ``configured_loss``; metrics: of ``metric_names``; limit_s: the longest that its calls in a
-    step may take together.
+    loss: of ``configured_loss``; metrics: of ``metric_names``.
     """
 
     def __init__(
@@ -37,7 +34,6 @@ class GuardedLoss:
         loss: Callable[..., RowLoss],
         algorithm: AlgorithmSection,
         metrics: Sequence[Sequence[str]],
-        limit_s: float,
     ):
         self.errors: list[str] = []  # what it raised on this rank
         self._loss = loss
@@ -45,12 +41,7 @@ class GuardedLoss:
         on_trial = loss(rows_without_values(algorithm), algorithm)
         self._own = on_trial.sums.keys(), on_trial.maxima.keys()
         self._metrics = [[m for m in names if m != "num_tokens"] for names in metrics]
-        self._limit_s = self._left_s = limit_s
         self._failed = False  # here, or on a rank with the same samples
-
-    def begin_step(self) -> None:
-        """Give the loss the whole limit again."""
-        self._left_s = self._limit_s
 
     def __call__(self, rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
         is_cut = rows.over_ranks is not on_this_rank
@@ -61,10 +52,9 @@ class GuardedLoss:
             return bool(rows.over_ranks(flag, "max")) if is_cut else here
 
         def over_ranks(values: Tensor, operation: str) -> Tensor:
-            with self._waiting():
-                self._failed = self._failed or one_failed(False)
-                if not self._failed:
-                    return rows.over_ranks(values, operation)
+            self._failed = self._failed or one_failed(False)
+            if not self._failed:
+                return rows.over_ranks(values, operation)
             raise UserCodeFailed("it failed on another rank that holds rows of these samples")
 
         if self._failed:
@@ -77,8 +67,7 @@ class GuardedLoss:
         if is_cut:
             own = replace(own, over_ranks=over_ranks)
         try:
-            with self._timed():
-                found = self._loss(own, algorithm, limit_s=self._left_s)
+            found = self._loss(own, algorithm)
             with running_user_code(f"{FLAG} {self._name}"):
                 self._check(found)
         except UserCodeFailed as error:
@@ -110,8 +99,7 @@ class GuardedLoss:
         def gradients(of_loss: Tensor) -> list[Tensor | None]:
             wanted = [leaf for leaf in leaves if leaf.requires_grad]
             try:
-                what = f"{FLAG} {self._name}: its backward pass"
-                with self._timed(), running_user_code(what, limit_s=self._left_s):
+                with running_user_code(f"{FLAG} {self._name}: its backward pass"):
                     found = torch.autograd.grad(loss, wanted, of_loss, allow_unused=True)
             except UserCodeFailed as error:
                 self.errors.append(str(error))
@@ -124,22 +112,6 @@ class GuardedLoss:
     def _nothing(self, rows: LossRows) -> RowLoss:
         nan = rows.log_probs.detach().new_full((), math.nan)
         return RowLoss(rows.log_probs * math.nan, *(dict.fromkeys(m, nan) for m in self._metrics))
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Wait for other ranks inside the loss: it is not the loss that takes this time."""
-        began = time.monotonic()
-        with clock_stopped():
-            yield
-        self._left_s += time.monotonic() - began  # which ``_timed`` subtracts
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            yield
-        finally:  # 0 would be no limit
-            self._left_s = max(self._left_s - (time.monotonic() - began), 0.001)
 
 
 class _OwnBackward(torch.autograd.Function):

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from r3train.config.algorithm_settings import AlgorithmSection
 from r3train.user_code import (
-    USER_CODE_START_S,
     find_user_code,
     running_user_code,
     import_user_code,
@@ -48,7 +47,7 @@ def is_users(algorithm: AlgorithmSection) -> bool:
 def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     """The loss of a row: that of ``policy_loss``, or the cross-entropy with ``--loss-type sft``.
 
-    Whatever a loss by import path raises names it, and so does its ``limit_s``, the longest that it may take.
+    Whatever a loss by import path raises names it.
     """
     if algorithm.loss_type == "sft":
         from r3train.algo.losses.sft import sft
@@ -59,8 +58,8 @@ def configured_loss(algorithm: AlgorithmSection) -> PolicyLoss:
     if not is_users(algorithm):
         return policy_loss
 
-    def named(rows: LossRows, algorithm: AlgorithmSection, limit_s: float | None = None) -> RowLoss:
-        with running_user_code(f"{FLAG} {name}", limit_s=limit_s):
+    def named(rows: LossRows, algorithm: AlgorithmSection) -> RowLoss:
+        with running_user_code(f"{FLAG} {name}"):
             found = policy_loss(rows, algorithm)
             if found.loss.shape != rows.mask.shape:
                 got, expected = list(found.loss.shape), list(rows.mask.shape)
@@ -85,7 +84,7 @@ def check_policy_loss(algorithm: AlgorithmSection) -> None:
 
     policy_loss = get_policy_loss(name)
     rows = rows_without_values(algorithm)
-    with running_user_code(f"{FLAG} {name}: on rows of a meta device", limit_s=USER_CODE_START_S):
+    with running_user_code(f"{FLAG} {name}: on rows of a meta device"):
         found = policy_loss(rows, algorithm)
     if not isinstance(found, RowLoss):
         raise ValueError(f"{FLAG} {name}: returned {type(found).__name__}, expected a RowLoss")

@@ -60,11 +60,7 @@ class MegatronActor:
         self._metric_names = metric_names(loss, config.algorithm, self._num_ages)
         self._guarded_loss: GuardedLoss | None = None  # code of the user
         if is_users(config.algorithm):
-            # one that hangs on one rank is named before the others give that rank up
-            limit_s = 0.8 * 60 * config.parallel.distributed_timeout_minutes
-            loss = self._guarded_loss = GuardedLoss(
-                loss, config.algorithm, self._metric_names, limit_s
-            )
+            loss = self._guarded_loss = GuardedLoss(loss, config.algorithm, self._metric_names)
         self._policy_loss = loss
         self.maxima = self._metric_names[
             1
@@ -186,8 +182,6 @@ class MegatronActor:
         do below ``min_ess``, and ``low_ess_steps`` is 1.
         """
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if self._guarded_loss is not None:
-            self._guarded_loss.begin_step()
         # Megatron moves the expert biases at the end of the backward pass
         biases = [(bias, bias.clone()) for bias in self._expert_biases()]
         results = self.backward(
@@ -268,9 +262,7 @@ class MegatronActor:
             teacher_log_probs,
             self._num_ages,
         )
-        # a user's backward pass is bounded in the main thread only, where a CPU's runs by itself
-        in_main = torch.autograd.set_multithreading_enabled(self._guarded_loss is None)
-        with in_main, self._pass("train", slices, weight_version, native=old_log_probs is None):
+        with self._pass("train", slices, weight_version, native=old_log_probs is None):
             return self._run_schedule(step, slices, forward_only=False)
 
     def _run_schedule(self, step, slices: Sequence[RankSlice], *, forward_only: bool) -> list[dict]:

@@ -1,7 +1,6 @@
 """Advantage estimators, through the function that the loop calls."""
 
 import math
-import os
 import sys
 import time
 
@@ -118,15 +117,8 @@ def exits(groups, rewards, algorithm):
     sys.exit(0)
 
 
-def leaves(groups, rewards, algorithm):
-    os._exit(0)
-
-
 def waits(groups, rewards, algorithm):
-    try:
-        time.sleep(20)
-    except Exception:
-        return rewards
+    time.sleep(20)
 
 
 def words(groups, rewards, algorithm):
@@ -166,7 +158,6 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
         ("not_finite", "not_finite: sample 0 got an advantage that is not finite"),
         ("fails", "^--advantage-estimator .*:fails: raised KeyError: 'gold'$"),
         ("exits", "^--advantage-estimator .*:exits: raised SystemExit: 0$"),
-        ("leaves", r"^--advantage-estimator .*:leaves: raised SystemExit: os._exit\(0\)$"),
         (
             "waits",
             "^--advantage-estimator .*:waits: it took longer than 0.2 s$",
@@ -177,7 +168,7 @@ def test_masked_tokens_get_zero_whatever_the_estimator_says():
 )
 def test_an_estimator_that_misbehaves_is_named_with_what_it_did(name, message, monkeypatch):
     if name == "waits":
-        monkeypatch.setattr("r3train.algo.advantages.estimators.USER_CODE_STEP_S", 0.2)
+        monkeypatch.setattr("r3train.algo.advantages.estimators._LIMIT_S", 0.2)
     with pytest.raises(ValueError, match=message):
         train_samples(
             scored([[1.0, 0.0]]), AlgorithmSection(advantage_estimator=f"{HERE}:{name}"), 8

@@ -1,6 +1,5 @@
 import math
 import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -553,10 +552,10 @@ def test_a_loss_that_exits_on_values_is_named_and_ends_no_process_with_0():
         microbatch_loss(configured_loss(algorithm), rows, algorithm)
 
 
-def held(name, limit_s=60.0):
+def held(name):
     algorithm = AlgorithmSection(policy_loss=f"{HERE}:{name}", entropy_coef=0.01)
     loss = configured_loss(algorithm)
-    return GuardedLoss(loss, algorithm, metric_names(loss, algorithm), limit_s), algorithm
+    return GuardedLoss(loss, algorithm, metric_names(loss, algorithm)), algorithm
 
 
 def with_entropy(rows, algorithm):
@@ -623,42 +622,6 @@ def test_a_users_loss_that_returns_other_things_on_values_than_on_trial_is_named
     out = microbatch_loss(loss, loss_rows(leaf(-1.0), vector(-1.0), vector(1.0)), algorithm)
     assert out.loss.isnan()
     assert loss.errors[0].startswith(f"--policy-loss {HERE}:{name}: {message}")
-
-
-def asks_its_neighbours(rows, algorithm):
-    rows.sample_sum(rows.log_probs)
-    return ppo(rows, algorithm)
-
-
-def test_a_users_loss_is_not_to_blame_for_the_time_that_it_waits_for_other_ranks():
-    loss, algorithm = held("asks_its_neighbours", limit_s=0.5)
-
-    def slow(values, operation):
-        time.sleep(0.4 * (operation == "max"))  # the question whether one has failed, twice
-        return values
-
-    rows = loss_rows(leaf(-1.0), vector(-1.0), vector(1.0))
-    found = loss(replace(rows, over_ranks=slow), algorithm)
-    assert not loss.errors and not found.loss.isnan().any()
-    loss(replace(rows, over_ranks=slow), algorithm)
-    assert not loss.errors
-
-
-def takes_half_a_second(rows, algorithm):
-    time.sleep(0.5 * (rows.log_probs.device.type != "meta"))
-    return ppo(rows, algorithm)
-
-
-def test_the_calls_of_a_users_loss_in_one_step_have_one_limit():
-    loss, algorithm = held("takes_half_a_second", limit_s=1.3)
-    rows = loss_rows(leaf(-1.0), vector(-1.0), vector(1.0))
-    for _ in range(2):
-        loss.begin_step()
-        loss(rows, algorithm)
-        loss(rows, algorithm)
-        assert not loss.errors
-    loss(rows, algorithm)
-    assert "it took longer than" in loss.errors[0]
 
 
 @pytest.mark.parametrize(
