@@ -98,8 +98,8 @@ from msgspec import Meta
 class Prompt:
     """One line of the prompt data, tokenised."""
 
-    prompt_id: str
-    index: int  # 0-based line in the file: ids are the same in every run
+    prompt_id: str  # FILE:N, the N-th line of the file, from 1
+    index: int  # of the same line, from 0
     text: str
     token_ids: np.ndarray  # int32[P]
     label: Any  # JSON value that the reward compares the answer with

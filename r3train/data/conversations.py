@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
-from r3train.data.prompts import ChatTemplate, read_records, Record, require_messages, required
+from r3train.data.prompts import (
+    ChatTemplate,
+    prompt_id,
+    read_records,
+    Record,
+    require_messages,
+    required,
+)
 from r3train.types import Prompt, RolloutSample
 
 
@@ -78,7 +85,7 @@ def load_conversations(
                 sample_id=record.index,
                 group_id=record.index,
                 prompt=Prompt(
-                    prompt_id=f"{file.path.name}:{record.index}",
+                    prompt_id=prompt_id(file.path.name, record.index),
                     index=record.index,
                     text=text[: spans[0][0]],
                     token_ids=token_ids[:prompt_len],

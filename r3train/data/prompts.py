@@ -28,7 +28,10 @@ _RESULT = "r3train-stands-in-for-a-result"
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row: its place (for errors), its 0-based number, and its content."""
+    """One line or row: its place (for errors), its 0-based number, and its content.
+
+    ``where`` is FILE:N of a line, as editors take it, and "FILE row N" of a row; both count from 1.
+    """
 
     where: str
     index: int
@@ -70,7 +73,7 @@ def load_prompts(
             )
         prompts.append(
             Prompt(
-                prompt_id=f"{file.path.name}:{record.index}",
+                prompt_id=prompt_id(file.path.name, record.index),
                 index=record.index,
                 text=text,
                 token_ids=np.asarray(tokens, dtype=np.int32),
@@ -89,6 +92,11 @@ def load_prompts(
     if not prompts:
         raise ValueError(f"{file.path}: holds no prompts")
     return prompts
+
+
+def prompt_id(name: str, index: int) -> str:
+    """The id of the prompt in a file's row ``index``, counted from 0: FILE:N, the N-th line from 1."""
+    return f"{name}:{index + 1}"
 
 
 def _tokenized(
@@ -177,17 +185,15 @@ def _jsonl_records(path: Path) -> Iterator[Record]:
                 content = json.loads(line)
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{path} line {number}: not UTF-8 at byte {error.start + 1} of the line"
+                    f"{path}:{number}: not UTF-8 at byte {error.start + 1} of the line"
                 ) from None
             except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"{path} line {number} column {error.colno}: not JSON: {error.msg}"
-                ) from None
+                raise ValueError(f"{path}:{number}:{error.colno}: not JSON: {error.msg}") from None
             if not isinstance(content, dict):
                 raise ValueError(
-                    f"{path} line {number}: expected a JSON object, got {type(content).__name__}"
+                    f"{path}:{number}: expected a JSON object, got {type(content).__name__}"
                 )
-            yield Record(f"{path} line {number}", index, content)
+            yield Record(f"{path}:{number}", index, content)
 
 
 def _parquet_records(path: Path) -> Iterator[Record]:

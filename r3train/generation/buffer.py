@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ from r3train.generation.stitch import oldest_version
 from r3train.types import Prompt, Rechecked, RolloutSample, Scored
 
 OUTCOMES_FILE = "outcomes.jsonl"  # one line, an ``Outcome``, for each prompt that was sampled
+
+_LINES_FROM = "lines_from"  # among a saved buffer's facts; without it prompt ids count lines from 0
 
 # after so many dropped batches in a row for one step the run ends: the filter drops everything
 _MAX_DROPPED_BATCHES = 64
@@ -66,7 +68,7 @@ class ProducerState:
     samples: the finished ones.  facts: JSON-able, ``next_step``, ``next_group`` (the prompt
     cursor) and ``groups``, each with its ``group_id``, ``prompt_id``, ``attempt`` and ``places``
     [[place, samples], ...], whose samples stand in ``samples`` in that order.  A missing
-    place is generated again.
+    place is generated again.  ``lines_from`` is the number of a file's first line in prompt ids.
     """
 
     samples: list[Scored]
@@ -274,12 +276,14 @@ class GroupBuffer:
                 }
             )
         facts = {"next_step": self.next_rollout, "next_group": self.next_group, "groups": groups}
+        facts[_LINES_FROM] = 1
         return ProducerState(samples, facts)
 
     def restore(self, state: ProducerState) -> list[Group]:
         """Fill a new buffer from a saved state; return the incomplete groups, in order of group id.
 
-        Raises ValueError if the state is of another rollout or its prompts have changed.
+        Samples get the prompts of now.  Raises ValueError if the state is of another rollout or its prompts
+        have changed.
         """
         facts = state.facts
         if facts["next_step"] != self.next_rollout:
@@ -291,14 +295,20 @@ class GroupBuffer:
         start = 0
         for saved in facts["groups"]:
             prompt = self._prompt_for(saved["group_id"])
-            if prompt.prompt_id != saved["prompt_id"]:
+            saved_id = (
+                saved["prompt_id"] if _LINES_FROM in facts else _next_line(saved["prompt_id"])
+            )
+            if prompt.prompt_id != saved_id:
                 raise ValueError(
-                    f"group {saved['group_id']} is of prompt {saved['prompt_id']} in the saved "
+                    f"group {saved['group_id']} is of prompt {saved_id} in the saved "
                     f"buffer, and of {prompt.prompt_id} now"
                 )
             group = Group(saved["group_id"], prompt, saved["attempt"])
             for place, count in saved["places"]:
-                group.samples[place] = list(state.samples[start : start + count])
+                of_place = state.samples[start : start + count]
+                group.samples[place] = [
+                    (replace(sample, prompt=prompt), r) for sample, r in of_place
+                ]
                 start += count
             group.started_version = _oldest(group)
             self._groups[group.group_id] = group
@@ -308,6 +318,12 @@ class GroupBuffer:
                 f"the saved buffer holds {len(state.samples)} samples, {start} have a group"
             )
         return [group for group in self._groups.values() if not group.complete]
+
+
+def _next_line(prompt_id: str) -> str:
+    """Return FILE:N+1 for FILE:N."""
+    file, _, number = prompt_id.rpartition(":")
+    return f"{file}:{int(number) + 1}"
 
 
 def _oldest(group: Group) -> int | None:

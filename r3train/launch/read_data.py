@@ -15,7 +15,7 @@ from r3train.config.evaluation_settings import EvalDataset
 from r3train.config.hf_facts import HfModelFacts
 from r3train.data.conversations import load_conversations
 from r3train.data.file_fingerprint import FileFingerprint
-from r3train.data.prompts import ChatTemplate, load_prompts
+from r3train.data.prompts import ChatTemplate, load_prompts, prompt_id
 from r3train.launch.job import EvalData, stop_token_ids
 from r3train.rewards.scoring import Scorer
 from r3train.types import Prompt, RolloutSample
@@ -44,7 +44,7 @@ def read_prompts(
     if len({file.path.name for file in files}) < len({file.path for file in files}):
         found = [
             [
-                dataclasses.replace(prompt, prompt_id=f"{file.path}:{prompt.index}")
+                dataclasses.replace(prompt, prompt_id=prompt_id(str(file.path), prompt.index))
                 for prompt in part
             ]
             for file, part in zip(files, found)

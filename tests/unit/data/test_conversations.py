@@ -58,7 +58,7 @@ def test_conversations_that_are_too_long_are_dropped_and_counted(tmp_path):
     short = [says("user", "cat"), says("assistant", "cat")]
     long, told = [says("user", "cat"), says("assistant", "cat " * 9)], []
     (one,) = load(tmp_path, long, short, longest=5, told=told)
-    assert one.prompt.prompt_id == "talk.jsonl:1"
+    assert one.prompt.prompt_id == "talk.jsonl:2"
     (text,) = told
     assert "dropped 1 of 2 conversations" in text and "rollout_max_response_len" in text
     with pytest.raises(ValueError, match="nothing is left without 1 of 1 conversations"):
@@ -85,23 +85,23 @@ def test_the_assistants_words_and_ends_are_trained_wherever_they_stand(tmp_path)
         "<system> dog <end> <user> cat dog <end> <assistant>".split()
     )
     assert one.prompt_len == len(one.prompt.token_ids) == int(np.flatnonzero(one.loss_mask)[0])
-    assert one.prompt.prompt_id == "talk.jsonl:0" and one.text.startswith("cat cat <end>")
+    assert one.prompt.prompt_id == "talk.jsonl:1" and one.text.startswith("cat cat <end>")
     assert not one.rollout_log_probs.any() and (one.weight_versions == -1).all()
 
 
 @pytest.mark.parametrize(
     "message, line, template",
     [
-        ("line 1: no message of role assistant", [says("user", "cat")], TEMPLATE),
-        ("line 1: key messages must be a list of messages", "cat", TEMPLATE),
+        ("jsonl:1: no message of role assistant", [says("user", "cat")], TEMPLATE),
+        ("jsonl:1: key messages must be a list of messages", "cat", TEMPLATE),
         ("no chat template", [says("user", "cat"), says("assistant", "dog")], None),
         (
-            "line 1: the chat template fails",
+            "jsonl:1: the chat template fails",
             [says("user", "cat"), says("assistant", "dog")],
             "{{ raise_exception('no') }}",
         ),
         (
-            "line 1: the chat template renders message 2 otherwise",
+            "jsonl:1: the chat template renders message 2 otherwise",
             [says("user", "cat"), says("assistant", "dog")] * 2,
             FORGETFUL,
         ),
@@ -133,7 +133,7 @@ def test_a_conversation_that_no_microbatch_holds_is_named(tmp_path):
     made = config(loss_type="sft", max_tokens_per_gpu=5, context_parallel_size=2)
     check_longest_conversation(made, [short, long])
     made = config(loss_type="sft", max_tokens_per_gpu=9)
-    with pytest.raises(ValueError, match="talk.jsonl:1: the conversation has 10 tokens, .* = 9$"):
+    with pytest.raises(ValueError, match="talk.jsonl:2: the conversation has 10 tokens, .* = 9$"):
         check_longest_conversation(made, [short, long])
 
 
@@ -146,7 +146,7 @@ def test_a_template_whose_opening_is_not_that_of_the_answer_is_refused(tmp_path)
     """The words that ask for an answer must begin the answer, or its place would not be known."""
     asks = TEMPLATE.replace("<assistant> {% endif %}", "<assistant> hm {% endif %}")
     talk = [says("user", "cat"), says("assistant", "dog")]
-    with pytest.raises(ValueError, match="line 1: the chat template renders message 2 otherwise"):
+    with pytest.raises(ValueError, match="jsonl:1: the chat template renders message 2 otherwise"):
         load(tmp_path, talk, template=asks)
     (one,) = load(tmp_path, talk)
     assert one.prompt.text == "<user> cat <end> <assistant> " and one.text == "dog <end> "

@@ -48,7 +48,7 @@ LINE = {"input": "name some animals", "label": ["cat"]}
 def test_a_line_becomes_a_prompt(tmp_path):
     metadata = {"num_words": 8}
     prompts = load(jsonl(tmp_path, LINE, {**LINE, "input": "hi", "metadata": metadata}))
-    assert [prompt.prompt_id for prompt in prompts] == ["prompts.jsonl:0", "prompts.jsonl:1"]
+    assert [prompt.prompt_id for prompt in prompts] == ["prompts.jsonl:1", "prompts.jsonl:2"]
     assert prompts[0].text == "name some animals" and prompts[0].label == ["cat"]
     assert prompts[0].token_ids.dtype == np.int32
     assert prompts[0].token_ids.tolist() == [4, 4, 7]
@@ -83,7 +83,7 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tmp_path):
     assert [(p.text, p.label, p.metadata) for p in ours] == [
         (p.text, p.label, p.metadata) for p in theirs
     ]
-    assert [p.prompt_id for p in ours] == ["p.parquet:0", "p.parquet:1", "p.parquet:2"]
+    assert [p.prompt_id for p in ours] == ["p.parquet:1", "p.parquet:2", "p.parquet:3"]
 
 
 def test_a_parquet_row_is_named(tmp_path):
@@ -99,31 +99,31 @@ def test_a_parquet_row_is_named(tmp_path):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        ('{"input": "a" "label": 1}', r"line 2 column 15: not JSON"),
-        ("not json", r"line 2 column 1: not JSON"),
-        ("[1]", r"line 2: expected a JSON object, got list"),
-        ({"label": 1, "other": 2}, r"line 2: key input is missing; keys there: label, other"),
-        ({}, r"line 2: key input is missing; keys there: none"),
-        ({"input": "", "label": 1}, r"line 2: key input: the prompt is empty"),
-        ({"input": " \n", "label": 1}, r"line 2: key input: the prompt is empty"),
-        ({"input": 7, "label": 1}, r"line 2: key input must be text, got int"),
-        ({"input": [], "label": 1}, r"line 2: key input must be text, got list"),
-        ({**LINE, "metadata": 3}, r"line 2: key metadata must be an object, got int"),
+        ('{"input": "a" "label": 1}', r"jsonl:2:15: not JSON"),
+        ("not json", r"jsonl:2:1: not JSON"),
+        ("[1]", r"jsonl:2: expected a JSON object, got list"),
+        ({"label": 1, "other": 2}, r"jsonl:2: key input is missing; keys there: label, other"),
+        ({}, r"jsonl:2: key input is missing; keys there: none"),
+        ({"input": "", "label": 1}, r"jsonl:2: key input: the prompt is empty"),
+        ({"input": " \n", "label": 1}, r"jsonl:2: key input: the prompt is empty"),
+        ({"input": 7, "label": 1}, r"jsonl:2: key input must be text, got int"),
+        ({"input": [], "label": 1}, r"jsonl:2: key input must be text, got list"),
+        ({**LINE, "metadata": 3}, r"jsonl:2: key metadata must be an object, got int"),
         (
             {"input": "one two three four", "label": 1},
-            r"line 2: the prompt has 4 tokens, at most 3 fit \(the limit's name\)",
+            r"jsonl:2: the prompt has 4 tokens, at most 3 fit \(the limit's name\)",
         ),
     ],
 )
 def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, bad, message):
     path = jsonl(tmp_path, LINE, bad)
-    with pytest.raises(ValueError, match=r"prompts\.jsonl " + message):
+    with pytest.raises(ValueError, match=r"prompts\." + message):
         load(path, limit=(3, "the limit's name"), overlong_prompts="error")
 
 
 @pytest.mark.parametrize("bad", [[], 7, [{"role": "user"}], ["hi"]])
 def test_bad_chat_messages_are_named(tmp_path, bad):
-    with pytest.raises(ValueError, match=r"line 1: key input"):
+    with pytest.raises(ValueError, match=r"jsonl:1: key input"):
         load(jsonl(tmp_path, {"input": bad, "label": 1}), apply_chat_template=True)
 
 
@@ -162,8 +162,8 @@ def test_a_key_with_a_dot_goes_into_tables_as_verls_files_need_it(tmp_path, kind
 def test_rows_pick_lines_by_their_number_and_leave_it_to_them(tmp_path):
     path = jsonl(tmp_path, *({"input": f"{n} x"} for n in range(6)))
     assert [p.prompt_id for p in load(path, rows=(2, 4))] == [
-        "prompts.jsonl:2",
         "prompts.jsonl:3",
+        "prompts.jsonl:4",
     ]
     assert [p.index for p in load(path, rows=(4, None))] == [4, 5]
 
@@ -192,7 +192,7 @@ def test_the_chat_template_gets_its_variables_and_the_tools_of_a_row(tmp_path):
     assert texts[0] == texts[1]
     assert texts[0].endswith(f"thinking=False tools={json.dumps(tools)}")
     assert texts[2] == texts[3] and texts[2].endswith("tools=null")
-    with pytest.raises(ValueError, match="line 1: key tools must be a list of tools, got dict"):
+    with pytest.raises(ValueError, match="jsonl:1: key tools must be a list of tools, got dict"):
         load(jsonl(tmp_path, {**LINE, "tools": {}}), **options)
 
 
@@ -219,7 +219,7 @@ def test_a_chat_template_that_fails_names_the_line(tmp_path):
         def apply_chat_template(self, *args, **options):
             raise RuntimeError("no such role")
 
-    with pytest.raises(ValueError, match="line 1: the chat template fails: no such role"):
+    with pytest.raises(ValueError, match="jsonl:1: the chat template fails: no such role"):
         load(jsonl(tmp_path, LINE), Broken(), apply_chat_template=True)
 
 
@@ -229,12 +229,12 @@ def test_a_chat_template_that_fails_names_the_line(tmp_path):
         (
             "p.jsonl",
             json.dumps(LINE).encode() + b'\n{"input": "\xff"}\n',
-            "line 2: not UTF-8 at byte 12",
+            "jsonl:2: not UTF-8 at byte 12",
         ),
         (
             "p.jsonl",
             json.dumps(LINE).encode() + b'\n{"input": "a \\ud800"}\n',
-            r"line 2: character 3 of the prompt is '\\ud800', half of a surrogate pair",
+            r"jsonl:2: character 3 of the prompt is '\\ud800', half of a surrogate pair",
         ),
         ("p.jsonl", b"", r"p\.jsonl: holds no prompts"),
         ("p.jsonl", b"\n\n", r"p\.jsonl: holds no prompts"),

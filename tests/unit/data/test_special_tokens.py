@@ -41,5 +41,5 @@ def test_half_of_a_surrogate_pair_is_refused_with_its_line(chat, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"input": "cat \\ud800", "label": 1}\n')
     data = DataSection(prompt_data=str(path), apply_chat_template=chat)
-    with pytest.raises(ValueError, match="line 1: character .* half of a surrogate pair"):
+    with pytest.raises(ValueError, match="jsonl:1: character .* half of a surrogate pair"):
         load_prompts(PromptFile(path), data, tokenizer(), (10, "limit"))

@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[Path], object] | dict, str, str, str]] = {
         "prompts",
         "the chat template fails",
     ),
-    "bad prompt": (bad_prompt, PROBLEM, "prompts", "line 2"),
+    "bad prompt": (bad_prompt, PROBLEM, "prompts", "jsonl:2"),
     "unknown reward": ({"rm_type": "nothing"}, PROBLEM, "reward", "nothing"),
     "no R3": ({"use_rollout_routing_replay": False}, WARNING, "model", "experts without R3"),
     "unknown server flag": ({"sglang": {"foo": 3}}, PROBLEM, "configuration", "--sglang-foo: "),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from r3train.generation.buffer import GroupBuffer
+from r3train.generation.buffer import GroupBuffer, ProducerState
 from tests.unit.generation.test_group_buffer import (
     buffer_of,
     complete,
@@ -99,12 +101,37 @@ def test_a_saved_buffer_of_other_prompts_or_another_step_is_refused():
         buffer_of(limits(), start_rollout=1).restore(state)
     other = GroupBuffer(limits(), lambda group: prompt(group + 1), start_rollout=2)
     with pytest.raises(
-        ValueError, match="group 2 is of prompt p:2 in the saved buffer, and of p:3"
+        ValueError, match="group 2 is of prompt p:3 in the saved buffer, and of p:4"
     ):
         other.restore(state)
     state.samples.append((sample(2, (0,)), 1.0))
     with pytest.raises(ValueError, match="holds 1 samples, 0 have a group"):
         buffer_of(limits(), start_rollout=2).restore(state)
+
+
+def test_a_buffer_that_counted_lines_from_0_goes_on_with_the_same_prompts():
+    """Its facts as they were written before ids counted lines from 1."""
+    old = replace(sample(3, (1,)), prompt=replace(prompt(3), prompt_id="p:3"))
+    facts = {
+        "next_step": 1,
+        "next_group": 4,
+        "groups": [
+            {"group_id": 2, "prompt_id": "p:2", "attempt": 0, "places": []},
+            {"group_id": 3, "prompt_id": "p:3", "attempt": 1, "places": [[1, 1]]},
+        ],
+    }
+    back = buffer_of(limits(), start_rollout=1)
+    groups = back.restore(ProducerState([(old, 1.0)], facts))
+    assert [(g.group_id, g.prompt.prompt_id) for g in groups] == [(2, "p:3"), (3, "p:4")]
+    assert groups[1].samples[1][0][0].prompt.prompt_id == "p:4"  # as logs will name it
+    again = {**back.snapshot().facts, "next_step": 1}
+    assert [g["prompt_id"] for g in again["groups"]] == ["p:3", "p:4"]
+    buffer_of(limits(), start_rollout=1).restore(ProducerState([(old, 1.0)], again))
+    facts["groups"][0]["prompt_id"] = "p:3"
+    with pytest.raises(
+        ValueError, match="group 2 is of prompt p:4 in the saved buffer, and of p:3"
+    ):
+        buffer_of(limits(), start_rollout=1).restore(ProducerState([(old, 1.0)], facts))
 
 
 def test_samples_stand_in_the_order_of_their_places_whichever_ended_first():

@@ -12,7 +12,7 @@ from tests.unit.simulated_engine import rollout_section
 
 
 def prompt(group: int) -> Prompt:
-    return Prompt(f"p:{group}", group, "", np.array([1], np.int32), None)
+    return Prompt(f"p:{group + 1}", group, "", np.array([1], np.int32), None)
 
 
 def sample(group: int, versions, finish_reason: str = "stop") -> RolloutSample:
@@ -178,10 +178,10 @@ def test_every_prompt_has_one_account():
     buffer.close()
     log = [(o.group_id, o.outcome, o.prompt_id) for o in buffer.drain_log()]
     assert log == [
-        (0, "dropped_zero_variance", "p:0"),
-        (1, "trained", "p:1"),
-        (2, "trained", "p:2"),
-        (3, "unused", "p:3"),
-        (4, "unused", "p:4"),
+        (0, "dropped_zero_variance", "p:1"),
+        (1, "trained", "p:2"),
+        (2, "trained", "p:3"),
+        (3, "unused", "p:4"),
+        (4, "unused", "p:5"),
     ]
     assert buffer.drain_log() == []

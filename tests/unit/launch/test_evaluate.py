@@ -63,7 +63,7 @@ async def test_every_set_is_asked_with_its_sampling_and_written(tiny, tmp_path):
         assert asked["max_new_tokens"] == 4 and body["return_routed_experts"] is False
     rows = [json.loads(x) for x in (tmp_path / "run/eval/0000007-b.jsonl").read_text().splitlines()]
     assert [(row["prompt_id"], row["sample"]) for row in rows] == [
-        (f"a.jsonl:{prompt}", sample) for prompt in range(3) for sample in range(2)
+        (f"a.jsonl:{prompt}", sample) for prompt in (1, 2, 3) for sample in range(2)
     ]
     lines = read_evaluations(tmp_path / "run")
     assert [(line["step"], line["name"]) for line in lines] == [(7, "a"), (7, "b")]

@@ -170,7 +170,10 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     ),
     # prompts
     "no prompts": (flags("--prompt-data", "missing.jsonl"), "missing.jsonl: no such prompt file"),
-    "a line that is no JSON": (text("p.jsonl", "{no", "--prompt-data", "FILE"), "p.jsonl line 1"),
+    "a line that is no JSON": (
+        text("p.jsonl", "{no", "--prompt-data", "FILE"),
+        "p.jsonl:1:2: not JSON",
+    ),
     "a key that is not there": (flags("--input-key", "prompt.text"), "key prompt.text is missing"),
     "an empty prompt": (rows({"input": "", "label": "x"}), "the prompt is empty"),
     "messages without a template": (
@@ -181,7 +184,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     "words of another tokenizer": (rows({"input": "zzz", "label": ["a"]}), "unknown token"),
     "prompts that are too long": (
         rows({"input": "cat " * 600, "label": ["cat"]}, more=("--overlong-prompts", "error")),
-        "line 1: the prompt has 600 tokens",
+        "jsonl:1: the prompt has 600 tokens",
     ),
     "a prompt that is read twice": (twice, "is read twice"),
     # rewards and environments
@@ -218,7 +221,7 @@ MISTAKES: dict[str, tuple[Make, str]] = {
     ),
     "an environment that fails": (
         flags("--environment", f"{GUEST}Fails"),
-        f"prompts.jsonl:0: --environment {GUEST}Fails: raised KeyError: 'gold'",
+        f"prompts.jsonl:1: --environment {GUEST}Fails: raised KeyError: 'gold'",
     ),
     "an environment whose error has no text": (
         flags("--environment", f"{GUEST}FailsMutely"),

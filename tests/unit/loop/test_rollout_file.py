@@ -196,6 +196,7 @@ def test_a_waiting_sample_that_no_model_drew_is_left_out_by_name_and_its_place_g
     facts = {
         "next_step": 0,
         "next_group": 2,
+        "lines_from": 1,
         "groups": [
             {"group_id": 0, "prompt_id": "p0", "attempt": 0, "places": [[0, 1], [1, 1]]},
             {"group_id": 1, "prompt_id": "p1", "attempt": 2, "places": [[0, 2]]},
