@@ -9,6 +9,7 @@
 | group id | an evaluation's prompt | ``evaluation_group``: -2 and below |
 | group id | a text of no group | ``NO_GROUP`` |
 | token uid | a token of a rollout's sample | ``token_uids``: sample id above 24 bits of position |
+| prompt id | a line of a file | ``prompt_id``: FILE:N, the N-th line, from 1 |
 | route handle | a row that a store keeps | ``HANDLE_ROW_BITS`` of row below the key |
 
 A sample's id gives the seed that it is sampled with, so no two kinds of samples share one.
@@ -48,6 +49,11 @@ def evaluation_sample(set_name: str, number: int) -> int:
 def evaluation_group(prompt: int) -> int:
     """Group id of an evaluation set's prompt, counted from 0."""
     return _LAST_EVALUATION_GROUP - prompt
+
+
+def prompt_id(file: str, index: int) -> str:
+    """Id of the prompt in a file's line or row ``index``, which counts from 0."""
+    return f"{file}:{index + 1}"
 
 
 def token_uids(sample_id: int, num_tokens: int) -> np.ndarray:

@@ -10,12 +10,12 @@ import numpy as np
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.data.prompts import (
     ChatTemplate,
-    prompt_id,
     read_records,
     Record,
     require_messages,
     required,
 )
+from r3train.ids import prompt_id
 from r3train.types import Prompt, RolloutSample
 
 

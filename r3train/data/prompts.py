@@ -13,6 +13,7 @@ import numpy as np
 
 from r3train.config.data_settings import DataSection, PromptFile
 from r3train.config.files import require_regular
+from r3train.ids import prompt_id
 from r3train.types import Prompt
 
 if TYPE_CHECKING:
@@ -92,11 +93,6 @@ def load_prompts(
     if not prompts:
         raise ValueError(f"{file.path}: holds no prompts")
     return prompts
-
-
-def prompt_id(name: str, index: int) -> str:
-    """The id of the prompt in a file's row ``index``, counted from 0: FILE:N, the N-th line from 1."""
-    return f"{name}:{index + 1}"
 
 
 def _tokenized(

@@ -55,7 +55,7 @@ from r3train.launch.other_models import (
     check_trainable,
 )
 from r3train.launch.resume import resume_point
-from r3train.launch.run_dir import check_can_be_made, check_fresh
+from r3train.launch.run_dir import check_can_be_made, taken_directories
 from r3train.observe.sinks import check_trackers
 from r3train.peft_files import check_adapter, not_in_peft
 from r3train.rewards.code import isolation
@@ -191,17 +191,19 @@ class _Checks:
         if checkpoint.dump_rollouts and run_dir is not None:
             dumps = run_dir / "rollouts"
             self.attempt("run directory", check_can_be_made, dumps, "dump_rollouts")
-        if self.for_all_ranks and self.starts:
-            self.attempt("run directory", check_fresh, config, os.environ)
-        elif self.for_all_ranks:
-            try:
-                check_fresh(config, os.environ)
-            except ValueError as error:
-                self.warn("run directory", str(error), "a new start there is refused")
+        if self.for_all_ranks:
+            self.attempt("checkpoints", self._taken)
         if checkpoint.save is not None:
             self.attempt("checkpoints", check_can_be_made, checkpoint.save, "save")
         if checkpoint.save_hf is not None:
             self.attempt(SETTINGS, check_export_directories, config)
+
+    def _taken(self) -> None:
+        for subject, text in taken_directories(self.config, os.environ):
+            if self.starts:
+                self.faults.append((subject, text))
+            else:
+                self.warn(subject, text, "a new start there is refused")
 
     def machine(self) -> None:
         """Check this node, where a job starts on it."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import fcntl
 import itertools
+import json
 import os
 import resource
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,14 +21,28 @@ from r3train.config import RunConfig
 from r3train.config.checkpoint_settings import ROLLOUT_ID
 from r3train.config.files import require_own_files, require_regular, write_atomically
 from r3train.config.sources import ConfigError
+from r3train.data.json_lines import append_lines, read_lines
+from r3train.hf_checkpoint import MARKER
+from r3train.loop import prompt_log
+from r3train.observe.metrics import EVAL_METRICS_FILE, METRICS_FILE, SAMPLES_FILE
+from r3train.trainer.megatron.saved_state import (
+    LATEST,
+    RUN_DIR,
+    SAVE_DIR,
+    checkpoints,
+    latest_checkpoint,
+    read_state,
+)
 
-CONFIG_FILE, METRICS_FILE = "config.toml", "metrics.jsonl"
+CONFIG_FILE = "config.toml"
 # says who writes here; a lock on it is held while a job does
 OWNER_FILE = ".owner"
 # open files that a process may have at least, where its hard limit allows that
 _FILES = 65536
 # directories of a run in which it opens files by name
-_WRITTEN_IN = ("logs", "evidence", "eval", "rollouts", "bad_steps")
+_WRITTEN_IN = ("logs", "evidence", "eval", "rollouts", "bad_steps", "superseded", "superseded/eval")
+# its lines of steps that a resumed run trains again go there; evidence has a start's name in each line
+_SUPERSEDED = "superseded"
 # prompts, answers, labels, logs and weights are nobody else's: give a directory of another mode to share
 _PRIVATE = 0o700
 
@@ -35,10 +50,14 @@ _PRIVATE = 0o700
 def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
     """Make the run's directory; lock it and those of checkpoints and exports, for rank 0; returns the first.
 
+    A start that goes on from a checkpoint of --save goes on in the run directory of it, unless --run-dir names
+    another one; lines of steps that come again are moved away there.
     claims: holds the locks; they end with the process too, however it ends.
     Raises ConfigError if another job holds one.
     """
-    run_dir = config.run.run_dir
+    own = own_checkpoint(config)
+    state = {} if own is None else read_state(own)
+    run_dir = config.run.run_dir or _run_dir_of(state, config)
     if run_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         run_dir = _new_directory(Path("runs") / f"{stamp}-{config.run.run_name}")
@@ -55,7 +74,50 @@ def claim_directories(config: RunConfig, claims: ExitStack) -> Path:
         parts = (*reversed(save_hf.parents), save_hf)
         place = next((part for part in parts if ROLLOUT_ID in part.name), save_hf)
         _claim(place, "save_hf", claims, place.with_name(f".{place.name}{OWNER_FILE}"))
+    if own is not None:
+        for name in (METRICS_FILE, SAMPLES_FILE, prompt_log.FILE):
+            _set_aside(run_dir, name, state["num_rollouts"])
+        # the step of an evaluation is a weight version, and that of the checkpoint stays
+        _set_aside(run_dir, EVAL_METRICS_FILE, state["num_rollouts"] + 1)
     return run_dir
+
+
+def own_checkpoint(config: RunConfig) -> Path | None:
+    """Return the checkpoint of --save that a start goes on from; None for any other start."""
+    settings = config.checkpoint
+    if settings.save is None or not (settings.save / LATEST).is_file():
+        return None
+    loads = settings.load is not None and not settings.load_model_only
+    goes_on = loads and settings.load.resolve() == settings.save.resolve()
+    return latest_checkpoint(settings.save) if settings.auto_resume or goes_on else None
+
+
+def _run_dir_of(state: Mapping[str, Any], config: RunConfig) -> Path | None:
+    """The run directory of the run that saved a checkpoint in --save; None where it is unknown, or gone.
+
+    Copied checkpoints are of another run than theirs.
+    """
+    run_dir, save = state.get(RUN_DIR), state.get(SAVE_DIR)
+    if run_dir is None or save != str(config.checkpoint.save.resolve()):
+        return None
+    path, here = Path(run_dir), Path.cwd()
+    if not all((path / name).is_file() for name in (OWNER_FILE, CONFIG_FILE, METRICS_FILE)):
+        return None
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _set_aside(run_dir: Path, name: str, first_step: int) -> None:
+    """Move a file's lines of steps from ``first_step`` on to ``superseded/``: these steps come again."""
+    path = run_dir / name
+    if not path.is_file():
+        return
+    kept, again = [], []
+    for record in read_lines(path):
+        (again if record.get("step", -1) >= first_step else kept).append(record)
+    if again:  # a kill between the two writes leaves lines in both files, and loses none
+        _make((run_dir / _SUPERSEDED / name).parent)
+        append_lines(run_dir / _SUPERSEDED / name, again)
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _new_directory(path: Path) -> Path:
@@ -150,22 +212,40 @@ def _keep_earlier(path: Path, text: str) -> None:
             return  # a start that failed before it wrote its own may have kept it
 
 
-def check_fresh(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """Raise ValueError where a run that resumes nothing would append to the files of another one.
+def taken_directories(config: RunConfig, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (subject, complaint) for each directory of another run that this one would write to.
 
     A start of torchrun's --max-restarts goes on with the files of the start before.  Over several nodes
     torchrun counts a restart only on the node whose ranks failed: --auto-resume serves there.
     """
-    checkpoint, run_dir = config.checkpoint, config.run.run_dir
-    resumes = checkpoint.auto_resume or (checkpoint.load and not checkpoint.load_model_only)
-    if run_dir is None or resumes or environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+    checkpoint, run_dir, save = config.checkpoint, config.run.run_dir, config.checkpoint.save
+    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         return
-    metrics = run_dir / METRICS_FILE
-    if metrics.is_file() and metrics.stat().st_size:
-        raise ValueError(
+    resumes = checkpoint.auto_resume or (checkpoint.load and not checkpoint.load_model_only)
+    metrics = None if run_dir is None else run_dir / METRICS_FILE
+    if metrics and not resumes and metrics.is_file() and metrics.stat().st_size:
+        yield "run directory", (
             f"{run_dir}: holds a run already ({METRICS_FILE}): resume it (--auto-resume, --load), or"
             " give this one another --run-dir"
         )
+    saved = [] if save is None or checkpoint.auto_resume else checkpoints(save)
+    if saved and own_checkpoint(config) is None:
+        yield "checkpoints", (
+            f"{save}: holds checkpoints of another run ({saved[0].name} to {saved[-1].name}): go on from"
+            " them (--auto-resume), or give this run another --save"
+        )
+    exports = (
+        []
+        if checkpoint.save_hf is None or resumes
+        else checkpoint.hf_directories(config.rollout.num_rollout)
+    )
+    for directory in exports:
+        if (directory / MARKER).is_file():
+            yield "checkpoints", (
+                f"{directory}: holds the export of another run: give this one another --save-hf, or remove"
+                " that"
+            )
+            return
 
 
 def start_stamp() -> str:

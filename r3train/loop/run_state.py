@@ -19,6 +19,7 @@ from r3train.loop import prompt_log
 from r3train.loop.replay_source import InjectedRollouts, dump_rollout
 from r3train.loop.rollout_file import BUFFER_FILE, HAS_BUFFER, TEMPERATURE, write_samples
 from r3train.loop.stop import StopRequested, StopSignal
+from r3train.trainer.megatron.saved_state import RUN_DIR
 from r3train.types import RolloutSample, Scored
 
 if TYPE_CHECKING:
@@ -160,7 +161,7 @@ class RunState:
         """Save a checkpoint that resumes at ``next_rollout_id`` (--save); a collective."""
         if self.checkpointer is None:
             return
-        write_extra, facts = None, {"run": self.run_facts}
+        write_extra, facts = None, {"run": self.run_facts, RUN_DIR: str(self.run_dir.resolve())}
         if self._source is not None:
             state = self._source.snapshot()
             facts = {**facts, HAS_BUFFER: state is not None}

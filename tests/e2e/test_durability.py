@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,10 +15,12 @@ import numpy as np
 import psutil
 import pytest
 
+from r3train.audit.audit_run import audit_run
 from r3train.engine.control import EngineControl
 from r3train.observe.metrics import read_metrics
 from r3train.loop.run_state import BUFFER_FILE
 from r3train.loop.rollout_file import read_samples
+from r3train.trainer.megatron.saved_state import LATEST
 from tests.e2e import jobs
 from tests.e2e.accounts import (
     audited,
@@ -132,6 +135,34 @@ def test_three_steps_a_kill_and_three_steps_are_six_bit_for_bit(tmp_path, base, 
     jobs.same_numbers(replayed.metrics()[3:], resumed.metrics())
     whole = replayed.run_dir.parent / "hf" / WEIGHTS
     assert (tmp_path / "hf" / WEIGHTS).read_bytes() == whole.read_bytes()
+
+
+def test_a_resumed_run_is_one_run_with_one_curve_and_one_evidence(tmp_path, base, replay, replayed):
+    """Of five steps the last two are lost with the checkpoint after them; one of them comes again."""
+    first = jobs.run(
+        *(tmp_path / "run", *base, *replay, "--num-rollout", "5"),
+        *("--save", str(tmp_path / "ck"), "--save-interval", "3"),
+    )
+    assert first.code == 0, first.output
+    (tmp_path / "ck" / LATEST).write_text("3\n")
+    flags = (*base, *replay, "--num-rollout", "4", "--save", str(tmp_path / "ck"), "--auto-resume")
+    command = jobs.command(tmp_path / "run", *flags)
+    at = command.index("--run-dir")
+    del command[at : at + 2]
+    before = {path.name for path in (jobs.ROOT / "runs").glob("*")}
+    job = jobs.start(command, tmp_path / "out.txt")
+    assert job.wait(timeout=300) == 0, (tmp_path / "out.txt").read_text()
+    assert {path.name for path in (jobs.ROOT / "runs").glob("*")} == before
+    assert [m["step"] for m in first.metrics()] == [0, 1, 2, 3]
+    jobs.same_numbers(replayed.metrics()[:4], first.metrics())
+    lost = jobs.Job(0, "", first.run_dir / "superseded").metrics()
+    assert [m["step"] for m in lost] == [3, 4]
+    assert re.search(
+        r"steps +4\b", (tmp_path / "out.txt").read_text()
+    ), "the summary is of all steps"
+    audit = audit_run(first.run_dir)
+    assert audit.verdict == "passed", audit.findings
+    assert any("steps 3 were trained again" in note for note in audit.notes)
 
 
 # sets whose answers show each setting: one is sampled, three are greedy, each for another reason

@@ -40,6 +40,7 @@ from r3train.trainer.megatron.saved_state import (
     BUFFER,
     CHECKSUMS,
     LATEST,
+    SAVE_DIR,
     STATE,
     checkpoints,
     name_aside,
@@ -269,6 +270,7 @@ def _write_state(
         "num_rollouts": next_rollout_id,
         "weight_version": next_rollout_id,
         "topology": _sizes(actor),
+        SAVE_DIR: str(directory.parent.resolve()),
     }
     (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
 

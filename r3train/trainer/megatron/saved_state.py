@@ -18,6 +18,7 @@ LATEST = "latest_checkpointed_iteration.txt"
 STATE = "trainer_state.json"
 BUFFER = "buffer.safetensors"  # samples that wait to be trained, with a checksum of its own
 CHECKSUMS = "checksums.json"  # of all other files of a checkpoint
+RUN_DIR, SAVE_DIR = "run_dir", "save_dir"  # in the state: where the run and its checkpoints are
 _NAME = re.compile(r"iter_\d{7}")
 # file name of a checkpoint's rollout: seven digits
 _MOST_ROLLOUTS = 10**7 - 1
@@ -97,5 +98,7 @@ def read_state(checkpoint: Path) -> Mapping[str, Any]:
     expect("topology", "a table of sizes", right)
     run = state.get("run", {})
     expect("run", "a table", isinstance(run, dict))
+    for key in (RUN_DIR, SAVE_DIR):
+        expect(key, "a path", isinstance(state.get(key, ""), str))
     expect("has_buffer", "true or false", isinstance(state.get("has_buffer", False), bool))
     return state
