@@ -18,7 +18,7 @@ HEAD = """# Configuration
 
 <!-- Written by docs/write_configuration.py (`make docs`) from r3train/config. Do not edit. -->
 
-A run is described by one TOML file and any flags: `train_async.py --config FILE.toml --flag ...`.
+A run is described by one TOML file and any flags: `r3train train --config FILE.toml --flag ...`.
 A field is a flag with dashes for underscores (`num_rollout`, `--num-rollout`), and flags win over
 the file. The heading of a section names its TOML table. A switch is turned off with `--no-` before
 its name. `none` unsets a field that may be unset. A list takes several values, commas or both.

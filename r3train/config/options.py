@@ -99,7 +99,7 @@ class TrainCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a group of flags for each section, in the order of RunConfig."""
-        general = [("--config FILE.toml", "Recipe to read first; flags win over it.")]
+        general = [("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")]
         general.append(("--help", "Show this message and exit."))
         _write_group(formatter, "General", general)
         for section, info in RunConfig.model_fields.items():
@@ -138,7 +138,7 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
             config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
         return function(config)
 
-    config_option = click.Option(["--config", "config_file"], metavar="FILE.toml")
+    config_option = click.Option(["--config", "config_file"], metavar="RECIPE")
     options = [config_option, *(_option(place) for place in places(RunConfig).values())]
     return TrainCommand(
         name=function.__name__.replace("_", "-"),

@@ -17,6 +17,7 @@ from r3train.config.fault_settings import FaultsSection
 from r3train.config.lora_settings import LoraSection
 from r3train.config.model_settings import ModelSection
 from r3train.config.parallel_settings import ParallelSection
+from r3train.config.recipes import recipe_path
 from r3train.config.replay_settings import ReplaySection
 from r3train.config.rollout_settings import RolloutSection
 from r3train.config.section import Section
@@ -37,7 +38,7 @@ class RunSection(Section):
     dry_run: bool = False
     """Check everything, print the resolved configuration and what a run would do, and stop."""
     world_size: int | None = Field(default=None, ge=1)
-    """Number of ranks for a --dry-run without torchrun; a run has as many as torchrun starts."""
+    """Number of ranks of all nodes that r3train train starts, or that a --dry-run counts."""
     estimate: bool = False
     """With --dry-run: print memory of every rank and server and seconds of a step, estimated (docs/gpu.md)."""
     gpu_memory_gb: float | None = Field(default=None, gt=0)
@@ -76,8 +77,8 @@ class RunSection(Section):
             )
         if started is None and not self.dry_run:
             raise ValueError(
-                f"--world-size {self.world_size} starts no ranks: it is for --dry-run; torchrun"
-                " --nproc-per-node starts them"
+                f"--world-size {self.world_size} starts no ranks here: r3train train or torchrun"
+                " --nproc-per-node does"
             )
         return self.world_size
 
@@ -282,10 +283,12 @@ class RunConfig(Section):
     ) -> RunConfig:
         """Merge a TOML file, flags by field name and the environment; flags win over the file.
 
+        file: its path, or the bare name of a recipe of the package.
         The environment sets r3_mismatch_threshold only, and only if neither flag nor file does.
         Raises ConfigError (a ValueError) naming flag, file and key of every bad value.
         """
-        return sources.merge(cls, file=file, flags=flags or {}, environ=environ or {})
+        path = None if file is None else recipe_path(file)
+        return sources.merge(cls, file=path, flags=flags or {}, environ=environ or {})
 
     @classmethod
     def from_toml(cls, path: Path | str, overrides: Mapping[str, Any] | None = None) -> RunConfig:

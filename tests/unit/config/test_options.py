@@ -204,7 +204,7 @@ def test_transformer_overrides_take_names_and_typed_values():
         ("--transformer-override moe", "expected NAME=VALUE, got 'moe'"),
         ("--optimizer-override moe", "--optimizer-override: expected NAME=VALUE, got 'moe'"),
         ("stray", "unexpected extra argument (stray)"),
-        ("--config nowhere.toml", "nowhere.toml: cannot read the configuration"),
+        ("--config nowhere.toml", "nowhere.toml: no such file, and no recipe of this name"),
     ],
 )
 def test_a_wrong_flag_ends_with_code_2_and_says_what_is_wrong(words, message):

@@ -81,7 +81,7 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
     assert "# 2 ranks, data-parallel size 2" in result.stdout
     assert "unless you do: NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, CUDA_DEV" in result.stdout
     refused = start(tiny, "--world-size", "2", world_size=None)
-    assert refused.exit_code == 2 and "starts no ranks: it is for --dry-run" in words(refused)
+    assert refused.exit_code == 2 and "starts no ranks here: r3train train" in words(refused)
     refused = start(tiny, "--dry-run", "--world-size", "4")
     assert refused.exit_code == 2 and "torchrun has started 2 ranks" in words(refused)
 

@@ -1,0 +1,42 @@
+"""Recipes: TOML files of whole runs, found by path or by bare name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from r3train.config.sources import ConfigError, nearest
+
+# configs/ of a checkout, which a wheel carries
+RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+
+
+def recipe_path(name_or_path: str | Path) -> Path:
+    """Return the TOML file of a recipe; raises ConfigError where there is none.
+
+    A file of this path comes first, then the package's recipe of this name.
+    """
+    given = Path(name_or_path)
+    if given.exists():  # not a regular file only: a shell's <(...) is a pipe
+        return given
+    recipe = RECIPES / f"{given}.toml"
+    if recipe.parent == RECIPES and recipe.is_file():
+        return recipe
+    raise ConfigError(
+        f"{given}: no such file, and no recipe of this name (r3train recipes lists them)."
+        f"{nearest(str(given), recipe_names())}"
+    )
+
+
+def recipe_names() -> list[str]:
+    """Return the bare names of all recipes, sorted."""
+    return sorted(file.stem for file in RECIPES.glob("*.toml"))
+
+
+def recipe_line(name: str) -> str:
+    """Return the first sentence of a recipe's leading comment."""
+    words = []
+    for line in (RECIPES / f"{name}.toml").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("# "):
+            break
+        words += line[1:].split()
+    return " ".join(words).split(". ")[0].rstrip(".").split(" torchrun ")[0].split(" r3train ")[0]
