@@ -1,4 +1,4 @@
-"""The ``r3train`` console command: small tools next to train_async.py."""
+"""The ``r3train`` console command."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import importlib
 
 import click
 
+from r3train.config.recipes import recipe_line, recipe_names
 from r3train.cpu.torchvision_stub import declare_ops_for_imports
 
 # name -> (module:function, one line of help); a module is imported when its command is called, so
 # that --help needs neither torch nor transformers
 SUBCOMMANDS = {
+    "train": (
+        "r3train.launch.start_ranks:train_command",
+        "Train: start the ranks of this machine.",
+    ),
+    "recipes": (
+        "r3train.cli:recipes",
+        "List the recipes that --config knows by name.",
+    ),
     "make-tiny-model": (
         "r3train.tiny:make_tiny_model",
         "Write a tiny random Qwen3-MoE checkpoint and a task that it can learn.",
@@ -70,8 +79,15 @@ class LazyGroup(click.Group):
 @click.group(cls=LazyGroup)
 @click.version_option(package_name="r3train")
 def main() -> None:
-    """Tools next to train_async.py."""
+    """Train mixture-of-experts models by reinforcement, with rollout routing replay, and prove it."""
     declare_ops_for_imports()
+
+
+@click.command()
+def recipes() -> None:
+    """List the recipes that --config knows by name, with one line each."""
+    for name in recipe_names():
+        click.echo(f"{name:28s}{recipe_line(name)}")
 
 
 if __name__ == "__main__":

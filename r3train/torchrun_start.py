@@ -1,28 +1,30 @@
-"""Keep torchrun from following a mistake in the settings with its own traceback.
+"""Keep torchrun from following the words of our ranks with its own traceback.
 
-A rank says in one line what is wrong and exits with 2.  torchrun then shows forty lines of its own, in which
-nothing is about the mistake.
+A rank says what has ended it, a mistake in the settings in one line and exit code 2, an error of the run in a
+panel.  torchrun then shows forty lines of its own, in which nothing is about the cause.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-_PROGRAM, _USAGE_ERROR = Path(__file__).parents[1] / "train_async.py", 2
+_PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.train"
+_USAGE_ERROR = 2
 
 
 def rendezvous_handler() -> Any:
-    """Leave mistakes to the ranks; return a maker of rendezvous handlers that makes none.
+    """Leave errors to the ranks; return a maker of rendezvous handlers that makes none.
 
     torchrun, and no other import of torch, calls it where r3train is installed (entry point
     ``torchrun.handlers``, which is for rendezvous of other packages).  If the package is gone, torchrun
     warns and goes on.
     """
-    leave_mistakes_to_the_ranks()
+    leave_errors_to_the_ranks()
     return _no_rendezvous
 
 
@@ -30,8 +32,8 @@ def _no_rendezvous(_parameters: Any) -> Any:
     raise ValueError("--rdzv-backend r3train: there is no such rendezvous")
 
 
-def leave_mistakes_to_the_ranks() -> None:
-    """In the process of a torchrun that starts our ``train_async.py``, show no traceback where a rank's 2 ended it.
+def leave_errors_to_the_ranks() -> None:
+    """In the process of a torchrun that starts our ``train_async.py``, show no traceback where ranks have ended.
 
     Any other process is left as it is, also the torchrun of another project's ``train_async.py``.
     """
@@ -43,16 +45,42 @@ def leave_mistakes_to_the_ranks() -> None:
     def hook(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        first = getattr(error, "get_first_failure", None)
-        if first is None or first()[1].exitcode != _USAGE_ERROR:
+        if hasattr(error, "get_first_failure"):
+            line = unspoken(error)
+        elif hasattr(error, "sigval"):
+            line = f"torchrun was stopped by {error.sigval.name}"
+        else:
             shown(kind, error, traceback)
+            return
+        if line:
+            sys.stderr.write(f"{line}\n")
 
     sys.excepthook = hook
 
 
+def unspoken(error: Any) -> str | None:
+    """Say which rank ended without a word of its own, in a ChildFailedError; None where all that failed have spoken.
+
+    A rank has spoken where it has written the error file that torchrun gave it, or ended with a usage error.
+    torchrun ends the other ranks by SIGTERM when one has ended: that is no cause.
+    """
+    spoken = False
+    for rank, failure in error.failures.items():
+        code = failure.exitcode
+        if code < 0 and -code != signal.SIGTERM:
+            return f"rank {rank} (process {failure.pid}) was ended by {signal.Signals(-code).name}"
+        spoken = spoken or code == _USAGE_ERROR or os.path.isfile(failure.error_file)
+    if spoken:
+        return None
+    rank, failure = next(iter(error.failures.items()))
+    how = f"exit code {failure.exitcode}" if failure.exitcode > 0 else "SIGTERM"
+    return f"rank {rank} (process {failure.pid}) ended: {how}"
+
+
 def _is_ours(word: str) -> bool:
-    """True for the program of this checkout, by whatever path."""
+    """True for the program of this checkout, by whatever path, and for its module."""
     try:
-        return Path(word).name == _PROGRAM.name and os.path.samefile(word, _PROGRAM)
+        is_program = Path(word).name == _PROGRAM.name and os.path.samefile(word, _PROGRAM)
     except (OSError, ValueError):
         return False
+    return is_program or word == _MODULE

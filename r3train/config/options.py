@@ -81,6 +81,7 @@ class TrainCommand(click.Command):
     """A click command with a flag for each field of RunConfig, and help by section."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta["words"] = tuple(args)
         try:
             ctx.meta["sglang"], rest = _take_server_flags(args)
             return super().parse_args(ctx, _spread_lists(self, rest))
@@ -99,7 +100,10 @@ class TrainCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write a group of flags for each section, in the order of RunConfig."""
-        general = [("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")]
+        general = [
+            ("--config RECIPE", "TOML file, or a name of r3train recipes; flags win over it.")
+        ]
+        general += [param.get_help_record(ctx) for param in self.params if param.help]
         general.append(("--help", "Show this message and exit."))
         _write_group(formatter, "General", general)
         for section, info in RunConfig.model_fields.items():
@@ -114,15 +118,17 @@ class TrainCommand(click.Command):
             _write_group(formatter, f"{info.annotation.title}, [{section}] in the file", rows)
 
 
-def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
+def train_options(function: Callable[..., Any], more: Sequence[click.Option] = ()) -> TrainCommand:
     """Turn a function of one argument, ``config: RunConfig``, into a command with all flags.
 
+    more: further options, with a help text: the function gets their values by name.
     Use it instead of ``click.command``.  The command merges the --config file, the flags and the
     environment.  A wrong value ends it with exit code 2 and a readable message.
     """
 
     @click.pass_context
     def command(ctx: click.Context, config_file: str | None, **values: Any) -> Any:
+        others = {option.name: values.pop(option.name) for option in more}
         given = {
             name: value
             for name, value in values.items()
@@ -136,7 +142,7 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
             given["sglang"] = ctx.meta["sglang"]
         with usage_errors():
             config = RunConfig.from_sources(file=config_file, flags=given, environ=os.environ)
-        return function(config)
+        return function(config, **others)
 
     config_option = click.Option(["--config", "config_file"], metavar="RECIPE")
     options = [config_option, *(_option(place) for place in places(RunConfig).values())]
@@ -144,7 +150,7 @@ def train_options(function: Callable[[RunConfig], Any]) -> TrainCommand:
         name=function.__name__.replace("_", "-"),
         callback=command,
         help=function.__doc__,
-        params=[option for option in options if option is not None],
+        params=[option for option in (*options, *more) if option is not None],
         context_settings={"max_content_width": 100},
     )
 

@@ -75,11 +75,6 @@ class RunSection(Section):
             raise ValueError(
                 f"--world-size {self.world_size}: torchrun has started {started} ranks"
             )
-        if started is None and not self.dry_run:
-            raise ValueError(
-                f"--world-size {self.world_size} starts no ranks here: r3train train or torchrun"
-                " --nproc-per-node does"
-            )
         return self.world_size
 
 

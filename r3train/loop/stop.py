@@ -13,6 +13,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import FrameType
 
 import torch
@@ -41,9 +43,14 @@ class StopSignal:
     closed: with exit code 0 where ``saved`` was set, as for a run that has only to close, else with 1.
     """
 
-    def __init__(self, grace_s: float, parent: int | None = None):
-        """parent: the process that was this one's parent as it began."""
-        self._grace_s = grace_s
+    def __init__(
+        self,
+        grace_s: float,
+        parent: int | None = None,
+        announce: Callable[[str], None] | None = None,
+    ):
+        """parent: the process that was this one's parent as it began.  announce: gets the name of the first signal."""
+        self._grace_s, self._announce = grace_s, announce
         self._received: int | None = None
         self._received_at = 0.0
         self.saved = False
@@ -80,6 +87,11 @@ class StopSignal:
             self._timer = threading.Timer(self._grace_s, self._give_up)
             self._timer.daemon = True
             self._timer.start()
+            if (
+                self._announce is not None
+            ):  # not here: the signal may have come in the middle of a line
+                words = threading.Thread(target=self._announce, args=(self.received,), daemon=True)
+                words.start()
         elif number == signal.SIGINT and now - self._received_at > _PASSED_ON_S:
             os._exit(128 + number)
 

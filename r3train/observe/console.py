@@ -141,18 +141,33 @@ class RunDisplay:
         """Print the last words of a run, and stop the progress.
 
         Known keys: reward_first, reward_last, steps, tokens, r3 (a verdict in a word), wall_s, steps_s
-        (the part of it that the report shows), run_dir, all optional; ``metrics.summarise`` makes most of
-        them.  Any other key whose value is a string or a number is shown as it is.
+        (the part of it that the report shows), run_dir, plot, next (commands), all optional;
+        ``metrics.summarise`` makes most of them.  ``stopped``, the name of a signal, makes the title.  Any other key whose value is a string or
+        a number is shown as it is.
         """
         self._stop_progress()
-        verdict = str(summary.get("r3", ""))
-        border = "red" if verdict_style(verdict) == "bold red" else "green"
-        self._panel("run finished", _summary_rows(summary), border)
+        rest = dict(summary)
+        stopped, verdict = rest.pop("stopped", None), str(summary.get("r3", ""))
+        border = "yellow" if stopped else "green"
+        border = "red" if verdict_style(verdict) == "bold red" else border
+        title = f"run stopped by {stopped}" if stopped else "run finished"
+        self._panel(title, _summary_rows(rest), border)
 
-    def error(self, error: BaseException, log_dir: str | Path | None = None) -> None:
-        """Print why a run ended early: the error, what caused it, and where the whole story is."""
+    def error(
+        self,
+        error: BaseException,
+        log_dir: str | Path | None = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        """Print why a run ended early: the error, what caused it, and where the whole story is.
+
+        facts: what explains the error, by name: shown first, for the error is its consequence.
+        """
         self._stop_progress()
-        self._panel("run failed", _error_rows(error, log_dir), "red")
+        rows = [
+            (name, Text(printable(text), style="bold red")) for name, text in (facts or {}).items()
+        ]
+        self._panel("run failed", [*rows, *_error_rows(error, log_dir)], "red")
 
     def _line(self, line: Text | str) -> None:
         text = Text(line) if isinstance(line, str) else line
@@ -302,8 +317,10 @@ def _is_watched(console: Console) -> bool:
 
 def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     rest = dict(summary)
-    named = ("failed_steps", "reward_first", "reward_last", "r3", "wall_s", "steps_s", "run_dir")
-    failed, first, last, verdict, wall_s, steps_s, run_dir = (rest.pop(k, None) for k in named)
+    named = ("failed_steps", "reward_first", "reward_last", "r3", "wall_s", "steps_s")
+    failed, first, last, verdict, wall_s, steps_s = (rest.pop(k, None) for k in named)
+    files = {"run directory": rest.pop("run_dir", None)}
+    files |= {name: rest.pop(name, None) for name in ("plot", "next")}
     rows = []
     if first is not None and last is not None:
         change = (f"{first:.3f} -> {last:.3f}", "green" if last > first else "yellow")
@@ -322,8 +339,7 @@ def _summary_rows(summary: Mapping[str, Any]) -> list[tuple[str, Text]]:
     for key, value in rest.items():
         words = key if " " in key else key.replace("_", " ")  # a set's name stays as it is
         rows.append((words, Text(printable(str(value)))))
-    if run_dir is not None:
-        rows.append(("run directory", Text(str(run_dir))))
+    rows += [(name, Text(str(value))) for name, value in files.items() if value is not None]
     return rows
 
 

@@ -92,14 +92,13 @@ class LoggingSetup:
         threading.excepthook = self._log_uncaught_in_thread
 
     def record_error(self, error: BaseException) -> None:
-        """Write an error's traceback to the file, for a caller that shows rank 0's error itself.
-
-        The error of another rank, which nobody else shows, is one line on the terminal.
-        """
+        """Write an error's traceback to the file."""
         exc_info = type(error), error, error.__traceback__
         self._to_file(f"the run failed: {type(error).__name__}", exc_info)
-        if self._terminal is not None:
-            self._terminal.say(self._error_line(error))
+
+    def show_error(self, error: BaseException) -> None:
+        """Show an error that nobody else shows, as one line on the terminal that names the rank and the file."""
+        self._say(self._error_line(error))
 
     def _error_line(self, error: BaseException) -> str:
         first = str(error).strip().split("\n")[0]

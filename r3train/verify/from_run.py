@@ -44,7 +44,7 @@ from r3train.verify.runner import torchrun
 from r3train.verify.topologies import TOPOLOGIES, Topology
 from r3train.verify.verifier import TopologyResult, Verification
 
-PROGRAM = Path(__file__).resolve().parents[2] / "train_async.py"
+PROGRAM = ("-m", "r3train.launch.train")
 BASELINE = "one"
 _TIMEOUT_S = 1800
 # a step of SGD that moves weights by their gradients, large enough to be seen in float32
@@ -170,7 +170,7 @@ class FromRun:
 
 def launch(config: Path, world_size: int, log: Path) -> None:
     """Run the training command; raises RuntimeError with the last error of its output."""
-    with torchrun(world_size, [str(PROGRAM), "--config", str(config)], log) as process:
+    with torchrun(world_size, [*PROGRAM, "--config", str(config)], log) as process:
         try:
             process.wait(_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import train_async
+from r3train.launch import train as train_program
 from r3train.config.parallel_settings import ParallelSection
 from r3train.cpu.device import prepare_device
 from r3train.cuda_environment import NCCL_DEFAULTS, RANK_DEFAULTS
@@ -71,10 +71,10 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
         trained_on.append((rank, device, torch.cuda.current_device()))
         raise StopIteration
 
-    monkeypatch.setattr(train_async, "train", train)
+    monkeypatch.setattr(train_program, "train", train)
     monkeypatch.setattr(distribute, "broadcast_json", lambda value: value)
     monkeypatch.setattr(topology, "shutdown", lambda: None)
-    monkeypatch.setattr(train_async, "open_run_dir", lambda *_: tmp_path)
+    monkeypatch.setattr(train_program, "open_run_dir", lambda *_: tmp_path)
     config = SimpleNamespace(
         run=SimpleNamespace(progress=False, log_level="ERROR"),
         rollout=SimpleNamespace(num_rollout=1),
@@ -93,7 +93,7 @@ def test_every_rank_of_a_job_trains_on_its_own_device(node, monkeypatch, tmp_pat
     try:
         for rank in range(NUM_RANKS):
             node.become(rank)
-            assert train_async.run(SimpleNamespace(config=config), rank, tmp_path) == 1
+            assert train_program.run(SimpleNamespace(config=config), rank, tmp_path) == 1
     finally:
         for log in reversed(opened):  # this process goes on: its output and loggers are the tests'
             log.close()

@@ -14,10 +14,10 @@ from r3train.host_group import join_ranks, leave_ranks
 from r3train.types import RankTopology
 
 
-def init_distributed(backend: str, timeout_minutes: float) -> None:
+def init_distributed(backend: str, timeout_minutes: float) -> dist.Store:
     """Join torchrun's rendezvous; torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    backend: of the default group, see ``join_ranks``.
+    backend: of the default group, see ``join_ranks``.  Returns the rendezvous' store, which torchrun holds.
     """
     timeout = timedelta(minutes=timeout_minutes)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -26,6 +26,7 @@ def init_distributed(backend: str, timeout_minutes: float) -> None:
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"attempt_{attempt}", store)
     join_ranks(backend, store, rank, world_size, timeout=timeout)
+    return store
 
 
 def init_model_parallel(parallel: ParallelSection, seed: int) -> RankTopology:

@@ -22,6 +22,7 @@ from aiohttp import web
 from click.testing import CliRunner
 
 import train_async
+from r3train.launch import train as train_program
 from r3train.cli import main
 from r3train.config.hf_facts import EXPERT_KEYS, read_hf_facts
 from r3train.config.options import parse_train_flags
@@ -81,7 +82,9 @@ def test_a_dry_run_without_torchrun_says_what_would_run(tiny):
     assert "# 2 ranks, data-parallel size 2" in result.stdout
     assert "unless you do: NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0, CUDA_DEV" in result.stdout
     refused = start(tiny, "--world-size", "2", world_size=None)
-    assert refused.exit_code == 2 and "starts no ranks here: r3train train" in words(refused)
+    assert refused.exit_code == 2 and "r3train train starts the ranks of a machine" in words(
+        refused
+    )
     refused = start(tiny, "--dry-run", "--world-size", "4")
     assert refused.exit_code == 2 and "torchrun has started 2 ranks" in words(refused)
 
@@ -144,9 +147,9 @@ def start(self):
     print("a server starts, torch is imported:", "torch" in sys.modules, flush=True)
     sys.exit(0)
 SGLangServer.start = start
-import train_async
-train_async.run = lambda *_: print("ranks join")
-train_async.main(sys.argv[1:])
+from r3train.launch import train
+train.run = lambda *_: print("ranks join")
+train.main(sys.argv[1:])
 """
     command = [sys.executable, "-c", code, *RECIPE, "--hf-checkpoint", str(tiny / "model")]
     command += ["--prompt-data", str(tiny / "prompts.jsonl"), "--run-dir", str(tmp_path / "run")]
@@ -937,9 +940,9 @@ def test_a_run_that_code_of_the_user_ends_by_sys_exit_0_ends_with_1(tiny, tmp_pa
         "r3train.trainer.megatron.topology.init_distributed": lambda *_: None,
         "r3train.trainer.megatron.topology.shutdown": lambda: None,
         "r3train.observe.logging_setup.setup_logging": lambda *_, **__: log,
-        "train_async.open_run_dir": lambda config, run_dir, broadcast: run_dir,
-        "train_async.train": lambda *_: sys.exit(0),
+        "r3train.launch.train.open_run_dir": lambda config, run_dir, broadcast: run_dir,
+        "r3train.launch.train.train": lambda *_: sys.exit(0),
     }.items():
         monkeypatch.setattr(name, stub)
-    assert train_async.run(SimpleNamespace(config=config), 0, tmp_path) == 1
+    assert train_program.run(SimpleNamespace(config=config), 0, tmp_path) == 1
     assert [type(error) for error in recorded] == [SystemExit]

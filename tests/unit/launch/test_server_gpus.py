@@ -10,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 import train_async
+from r3train.launch import train as train_program
 from r3train.engine.server import SGLangServer
 from r3train.launch import serve
 from r3train.launch.gpus import server_size
@@ -120,8 +121,9 @@ def test_the_training_command_refuses_before_the_ranks_join(node, recipe, monkey
     def joins(*_):
         raise AssertionError("went on")
 
-    monkeypatch.setattr(train_async, "run", joins)
-    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(train_program, "run", joins)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "8")):
+        monkeypatch.setenv(name, value)
     node(gpus=8, ranks=8)
     refused = CliRunner().invoke(train_async.main, recipe)
     assert refused.exit_code == 2 and "server 0 of this node takes GPU 8" in refused.output

@@ -90,6 +90,8 @@ def test_a_log_that_is_full_is_said_once_and_the_error_of_the_run_is_the_last_li
         setup.record_error(error)
         if rank == 0:  # its display shows it
             print(f"OSError: {{error}}", file=sys.stderr)
+        else:
+            setup.show_error(error)
         os._exit(1)
         """,
         rank,

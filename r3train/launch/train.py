@@ -1,0 +1,314 @@
+"""One rank of a training run: parse, check, build, run, close.
+
+``r3train train`` and ``torchrun train_async.py`` start as many of them as a run needs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from r3train.config import RunConfig
+from r3train.config.options import train_options, usage_errors
+from r3train.data.prompts import shown
+from r3train.launch.gpus import server_gpus_here, torchruns_number
+from r3train.launch.local_servers import start_servers
+from r3train.launch.run_dir import claim_directories, open_run_dir, raise_file_limit, start_stamp
+from r3train.cpu.torchvision_stub import declare_ops_for_imports
+
+if TYPE_CHECKING:
+    from r3train.engine.server import SGLangServer
+    from r3train.launch.job import Job
+
+PARENT = os.getppid()  # torchrun may be gone by the time that a rank asks to be told of its end
+
+
+@train_options
+def main(config: RunConfig) -> None:
+    """Train with rollouts from SGLang and a Megatron actor; see README.md."""
+    declare_ops_for_imports()
+    with usage_errors():
+        rank = torchruns_number("RANK", 0)
+        for_node = torchruns_number("LOCAL_RANK", 0) == 0
+        torchruns_number("WORLD_SIZE", 0)  # another text is refused
+        if not config.run.dry_run and "RANK" not in os.environ:
+            raise ValueError(
+                "this program is one rank of a run: r3train train starts the ranks of a machine,"
+                " and so does torchrun"
+            )
+    if rank == 0:  # before torch is imported, which takes long
+        click.echo("checking the settings, the checkpoint and the data ...", err=True)
+    with usage_errors():
+        world_size = config.run.ranks(os.environ)
+        from r3train.launch.preflight import preflight
+
+        job = preflight(config, world_size, for_all_ranks=rank == 0, for_node=for_node or rank == 0)
+    if config.run.dry_run:
+        if rank == 0:
+            show_dry_run(job, world_size)
+        job.close()
+        return
+    with ExitStack() as claims:
+        run_dir, servers = None, []
+        if rank == 0:
+            raise_file_limit()
+            with usage_errors():
+                server_gpus_here(config)
+                run_dir = claim_directories(config, claims)
+                if not config.rollout.colocate:  # before torch is imported
+                    servers = start_servers(job, run_dir)
+        try:
+            sys.exit(run(job, rank, run_dir, servers))
+        finally:
+            for server in servers:
+                server.stop()
+
+
+def show_dry_run(job: Job, world_size: int) -> None:
+    """Print the warnings, the configuration, and what a run of ``world_size`` ranks would do."""
+    from r3train.launch.job import would_run
+
+    for warning in job.warnings:
+        click.secho(str(warning), fg="yellow", err=True)
+    click.echo(job.config.to_toml())
+    lines = [*would_run(job, world_size), *shown(job.prompts[0], job.tokenizer)]
+    if job.config.run.estimate:
+        from r3train.doctor.doctor_command import gpus_here
+        from r3train.doctor.run_estimate import paper
+
+        lines += paper(job.config, job.hf, world_size, job.longest_prompt, gpus_here()[1])
+    click.echo("\n".join(f"# {line}" for line in lines))
+
+
+def run(job: Job, rank: int, run_dir: Path | None, servers: Sequence[SGLangServer] = ()) -> int:
+    """Join the ranks, train, close everything; returns the exit code.
+
+    run_dir: the run's directory, on rank 0.  servers: those that it has started.
+    """
+    began = time.monotonic()
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # from here on a display is to be closed
+    from r3train.launch.last_words import LastWords
+    from r3train.loop.stop import StopSignal
+    from r3train.observe.console import RunDisplay
+    from r3train.observe.logging_setup import setup_logging
+    from r3train.cpu.device import prepare_device
+
+    config = job.config
+    live = None if config.run.progress else False
+    with RunDisplay(config.rollout.num_rollout, enabled=rank == 0, live=live) as display:
+        words = LastWords(rank, display, (config.checkpoint.save, config.checkpoint.save_hf))
+        announce = (
+            (lambda name: display.note(stopping(config, name), "yellow")) if rank == 0 else None
+        )
+        stop = StopSignal(config.faults.signal_grace_s, PARENT, announce)
+        try:
+            with ExitStack() as parts:
+                try:
+                    with display.phase("joining the ranks"):
+                        device = prepare_device()
+                        from r3train.loop.distribute import broadcast_json
+                        from r3train.trainer.megatron import topology
+
+                        words.store = topology.init_distributed(
+                            config.parallel.distributed_backend,
+                            config.parallel.distributed_timeout_minutes,
+                        )
+                        parts.callback(topology.shutdown)
+                        words.run_dir = open_run_dir(config, run_dir, broadcast_json)
+                        words.log = setup_logging(
+                            *(words.run_dir, rank, config.run.log_level),
+                            in_parts=config.sums_evidence,
+                        )
+                    train(job, device, rank, words.run_dir, display, stop, parts, servers)
+                except (Exception, SystemExit) as error:  # the user's code may call sys.exit(0)
+                    words.say(error)  # before all is closed
+                    raise
+            if rank == 0:
+                display.summary(finish(config, words.run_dir, began, stop.received))
+        except KeyboardInterrupt:
+            display.note(
+                "stopped by SIGINT before the first step: there is nothing to save", "yellow"
+            )
+            return 128 + signal.SIGINT
+        except (Exception, SystemExit) as error:
+            words.say(error)
+            words.stay()
+            return 1
+    return stop.exit_code(saved=config.checkpoint.save is not None)
+
+
+def stopping(config: RunConfig, name: str) -> str:
+    """The line that says what follows a signal to stop."""
+    save = config.checkpoint.save
+    then = "nothing is saved without --save" if save is None else f"then saving to {save}"
+    again = "; Ctrl-C again ends now" if name == "SIGINT" else ""
+    return f"{name}: stopping after this rollout, {then}{again}"
+
+
+def train(
+    job: Job, device, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers
+) -> None:
+    """Build the parts and run the loop; ``parts`` closes all that was opened, in reverse order."""
+    from r3train.host_group import host_barrier, rank_zero_alone
+    from r3train.launch.build_actor import build_actor, build_run_state, export_hf
+    from r3train.launch.engines import build_stage
+    from r3train.launch.job import eval_settings
+    from r3train.launch.resume import resume_point
+    from r3train.launch.build_routes import build_routes
+    from r3train.launch.rollout_sources import build_engines
+    from r3train.loop.async_loop import AsyncLoop
+    from r3train.loop.run_evaluations import Evaluations
+    from r3train.loop.fleet import RankZero
+    from r3train.loop.distribute import broadcast_json
+    from r3train.observe.metrics import MetricsWriter
+    from r3train.observe.profiler import StepProfiler
+    from r3train.observe.sinks import open_sinks
+    from r3train.proof.writer import EvidenceWriter
+
+    gc.freeze()
+    gc.enable()
+    config, plant = job.config, None
+    if config.replay.plant_bug is not None or config.faults.plant_fault is not None:
+        from r3train.verify.mutations import planted_in_job
+
+        plant = parts.enter_context(planted_in_job(config, job.hf))
+    if config.checkpoint.debug_rollout_only:
+        generate(job, rank, run_dir, display, stop, parts, servers)
+        return
+    resume = resume_point(job)
+    engines = rank_zero = evidence = None
+    routes = build_routes(config, job.hf)
+    parts.callback(routes.close)  # closed after the engines, whose requests may use it
+    if rank == 0:
+        display.note(f"run directory: {run_dir}")
+        for warning in job.warnings:
+            display.note(str(warning), style="yellow")
+        for line in shown(job.prompts[0], job.tokenizer):
+            display.note(line)
+        if resume.checkpoint is not None:
+            display.note(f"resuming from {resume.checkpoint} at rollout {resume.start_rollout_id}")
+        engines = build_engines(job, run_dir, display, resume, routes, servers)
+        parts.callback(engines.close)
+    with display.phase("building the Megatron actor"):
+        actor = build_actor(job, device, resume)
+    routes.open(actor.topology)
+    if config.rollout.colocate:
+        actor.memory.hold()
+        host_barrier()
+    with rank_zero_alone():
+        if engines is not None:
+            engines.start_server()  # with --colocate not earlier
+            engines.wait_ready()
+            sinks = open_sinks(config, run_dir, None if resume.model_only else resume.checkpoint)
+            metrics = parts.enter_context(MetricsWriter(run_dir, config.run.tensorboard, sinks))
+            settings = eval_settings(job, resume.checkpoint if resume.model_only else None)
+            evaluations = Evaluations(engines.eval_sets(), settings, metrics, display)
+            rank_zero = RankZero(engines, display, metrics, evaluations)
+    stage = build_stage(job, engines)
+    if stage is not None:
+        parts.callback(stage.close)
+    profiler = StepProfiler(config.run, run_dir, rank)
+    parts.callback(profiler.close)
+    if config.r3_check_enabled:
+        attempt = broadcast_json(start_stamp())
+        evidence = EvidenceWriter(run_dir, rank, attempt, summed=config.sums_evidence)
+        parts.callback(evidence.close)
+    parts.enter_context(stop)
+    trained = AsyncLoop(
+        config,
+        job.hf,
+        actor,
+        rank_zero=rank_zero,
+        evidence=evidence,
+        run_state=build_run_state(job, actor, run_dir, stop, display.note, resume, routes.read),
+        routes=routes,
+        plant=plant,
+        profiler=profiler,
+        stage=stage,
+    ).run(resume.start_rollout_id)
+    if config.checkpoint.save_hf is not None:
+        export_hf(job, actor, trained)
+
+
+def generate(job: Job, rank: int, run_dir: Path, display, stop, parts: ExitStack, servers) -> None:
+    """Generate and dump every rollout (--debug-rollout-only); other ranks than 0 wait."""
+    from r3train.host_group import rank_zero_alone
+    from r3train.launch.resume import ResumePoint
+    from r3train.launch.build_routes import build_routes
+    from r3train.launch.rollout_sources import build_engines
+    from r3train.loop.run_evaluations import Evaluations
+    from r3train.loop.fleet import RankZero
+    from r3train.loop.rollouts_only import generate_only
+    from r3train.observe.metrics import MetricsWriter
+    from r3train.observe.sinks import open_sinks
+
+    parts.enter_context(stop)
+    with rank_zero_alone():
+        if rank != 0:
+            return
+        display.note(f"run directory: {run_dir}")
+        for warning in job.warnings:
+            display.note(str(warning), style="yellow")
+        routes = build_routes(job.config, job.hf)
+        engines = build_engines(job, run_dir, display, ResumePoint(), routes, servers)
+        parts.callback(engines.close)
+        engines.start_server()
+        engines.wait_ready()
+        sinks = open_sinks(job.config, run_dir, None)
+        metrics = parts.enter_context(MetricsWriter(run_dir, job.config.run.tensorboard, sinks))
+        evaluations = Evaluations(engines.eval_sets(), {}, metrics, display)
+        rank_zero = RankZero(engines, display, metrics, evaluations)
+        generate_only(job.config, run_dir, rank_zero, stop)
+
+
+def finish(config: RunConfig, run_dir: Path, began: float, stopped: str | None = None) -> dict:
+    """Draw the plot; returns the numbers of the summary.  stopped: the signal that has ended the run."""
+    from r3train.observe.metrics import (
+        nothing_learned,
+        read_metrics,
+        steps_s,
+        summarise,
+        summarise_evaluations,
+    )
+    from r3train.report.plot import plot_run
+
+    plot = plot_run(run_dir) if config.run.plot else None
+    wall_s, records = time.monotonic() - began, read_metrics(run_dir)
+    numbers = {**summarise(records), **summarise_evaluations(run_dir)}
+    if config.algorithm.loss_type != "sft" and (reason := nothing_learned(records)):
+        numbers["nothing was learned"] = reason
+    times = {"wall_s": wall_s, "steps_s": steps_s(records, since=time.time() - wall_s)}
+    files = {"run_dir": run_dir, "plot": plot, "next": f"r3train report {run_dir}"}
+    if config.r3_check_enabled:
+        files["next"] += f", r3train check-evidence {run_dir}"
+    return {**numbers, **times, **files, "stopped": stopped}
+
+
+def find_modules_here() -> None:
+    """Let user code be found in the working directory, after everything that is installed."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+
+
+def as_rank(program: Callable[[], object]) -> None:
+    """Run the program in a process that torchrun or ``r3train train`` has started."""
+    find_modules_here()
+    # until there is something to close, Ctrl-C ends a rank without a word: who started it says one
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    gc.disable()  # while all is imported: searching torch and megatron-core took a fifth of that
+    program()
+
+
+if __name__ == "__main__":  # writers of torch_dist checkpoints import this file again
+    as_rank(main)
