@@ -13,6 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from r3train.patches import patch
+
 _PROGRAM, _MODULE = Path(__file__).parents[1] / "train_async.py", "r3train.launch.train"
 _USAGE_ERROR = 2
 
@@ -55,7 +57,13 @@ def leave_errors_to_the_ranks() -> None:
         if line:
             sys.stderr.write(f"{line}\n")
 
-    sys.excepthook = hook
+    patch(
+        sys,
+        "excepthook",
+        hook,
+        expects=None,
+        why="torchrun's traceback buries what a rank has said",
+    )
 
 
 def unspoken(error: Any) -> str | None:

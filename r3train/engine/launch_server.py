@@ -69,6 +69,15 @@ def fork_workers() -> None:
     )
 
 
+def do_without_cuda() -> None:
+    """Fork workers, release the CPU's memory, and import no Megatron, which SGLang's dumper of tensors would."""
+    from r3train.cpu import memory_saver
+
+    stand_in("torch_memory_saver", memory_saver, "it releases CUDA's memory only")
+    stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
+    fork_workers()
+
+
 def main() -> None:
     """Run SGLang's server in this process; its workers inherit no key."""
     key = os.environ.pop(ENGINE_KEY_VARIABLE, None)
@@ -77,15 +86,13 @@ def main() -> None:
         sys.argv += ["--api-key", key]
     import torch
 
-    from r3train.cpu import memory_saver, platform
+    from r3train.cpu import platform
     from r3train.cpu.torchvision_stub import declare_torchvision_ops
 
     platform.in_our_server = True
     declare_torchvision_ops()
     if not torch.cuda.is_available():
-        stand_in("torch_memory_saver", memory_saver, "it releases CUDA's memory only")
-        stand_in("megatron", None, "SGLang's dumper of tensors imports it, for most of a second")
-        fork_workers()
+        do_without_cuda()
     # as __main__ under its own name: spawned workers import it by that name
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

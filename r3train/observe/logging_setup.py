@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from r3train.config.sources import printable
 from r3train.data import rotated_files
+from r3train.patches import patch, undo
 
 LOG_DIR = "logs"
 OUR_LOGGER = "r3train"
@@ -76,7 +77,6 @@ class LoggingSetup:
         self._rank = rank
         root = logging.getLogger()
         self._old_level, self._old_handlers = root.level, list(root.handlers)
-        self._old_hooks = sys.excepthook, threading.excepthook
         in_file = (
             _PartsHandler(path, self._point_output) if in_parts else _FullDiskHandler(path, **_TEXT)
         )
@@ -88,8 +88,9 @@ class LoggingSetup:
         redirect_library_loggers()
         self._terminal = _Redirected(path) if rank != 0 else None
         in_file.say = self._say
-        sys.excepthook = self._log_uncaught
-        threading.excepthook = self._log_uncaught_in_thread
+        why = "what nobody catches is in the log file, and one line on the terminal"
+        patch(sys, "excepthook", self._log_uncaught, expects=None, why=why)
+        patch(threading, "excepthook", self._log_uncaught_in_thread, expects=None, why=why)
 
     def record_error(self, error: BaseException) -> None:
         """Write an error's traceback to the file."""
@@ -113,7 +114,8 @@ class LoggingSetup:
 
     def close(self) -> None:
         """Put handlers, hooks and output back as they were."""
-        sys.excepthook, threading.excepthook = self._old_hooks
+        undo(sys, "excepthook")
+        undo(threading, "excepthook")
         logging.captureWarnings(False)
         root = logging.getLogger()
         root.handlers = self._old_handlers
