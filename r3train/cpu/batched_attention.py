@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
-from r3train.patches import expect
+from r3train.patches import overrides
 
 
 def alike(lengths: Sequence[int]) -> list[list[int]]:
@@ -109,7 +109,7 @@ class Decoding:
         return out.reshape(num, heads, -1)
 
 
-expect(
+overrides(
     TorchNativeAttnBackend,
     "_run_sdpa_forward_decode",
     expects="(self, query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens, encoder_lens=None,"

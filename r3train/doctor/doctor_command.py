@@ -7,6 +7,7 @@ import os
 import sys
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import chain
 
 import click
 
@@ -101,9 +102,10 @@ def diagnose(
     world_size: ranks in all.  nproc_per_node: those of this node; None means as many as its GPUs
     take, and without GPUs all of them.
     """
-    from r3train.doctor import kernels, machine
+    from r3train.doctor import kernels, machine, patch_list
     from r3train.launch.gpus import ranks_that_fit
 
+    patches = patch_list.PatchList()
     num_gpus, gpu_bytes = gpus_here()
     num_ranks = nproc_per_node or ranks_that_fit(world_size, num_gpus)
     node = Node(num_gpus, gpu_bytes, world_size, num_ranks)
@@ -122,9 +124,10 @@ def diagnose(
     if rendezvous and os.environ.get("RANK") is None:
         yield from machine.check_port("MASTER_PORT", "127.0.0.1", rendezvous)
     if config is None:
+        yield from patches.findings(each=True)
         return
     failed = False
-    for finding in _of_config(config, node):
+    for finding in chain(_of_config(config, node), patches.findings(each=False)):
         failed |= finding.level == PROBLEM
         yield finding
     if probe and failed:

@@ -87,7 +87,7 @@ def patched(
         undo(owner, name)
 
 
-def expect(owner: Any, name: str, *, expects: str, why: str) -> None:
+def overrides(owner: Any, name: str, *, expects: str, why: str) -> None:
     """Check and list a private method that a class of ours overrides; raises as ``patch`` does."""
     _check(
         Patch(f"{_named(owner)}.{name}", why, expects, described(getattr(owner, name, _MISSING)))

@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 does only with CUDA, or wrongly without it and without Transformer Engine."""
+"""Changes of what megatron-core 0.16.1 does only with CUDA, or wrongly without it and without Transformer Engine."""
 
 from __future__ import annotations
 

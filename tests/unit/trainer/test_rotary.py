@@ -98,5 +98,7 @@ def test_a_megatron_whose_function_takes_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(
         rope_utils, "_apply_rotary_pos_emb_thd", lambda t, cu_seqlens, freqs, offset: t
     )
-    with pytest.raises(RuntimeError, match=r"_thd is \(t, cu_seqlens, freqs, offset\), and r3train replaces"):
+    with pytest.raises(
+        RuntimeError, match=r"_thd is \(t, cu_seqlens, freqs, offset\), and r3train replaces"
+    ):
         rotary.install()

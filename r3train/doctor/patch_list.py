@@ -1,0 +1,134 @@
+"""A list of what r3train changes in its dependencies: ``python -m r3train.doctor.patch_list ranks|servers``.
+
+Each of the two is a process of its own, which makes the changes: neither Megatron nor SGLang is imported where the
+doctor runs, and what is changed for the one is no original for the other.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+from r3train.doctor.finding import Findings, ok, problem
+from r3train.patches import noted, without_refusals
+
+_REMEDY = "install the versions of requirements/constraints.txt"
+
+
+class PatchList:
+    """The two processes, which begin at once and are read at the end."""
+
+    def __init__(self) -> None:
+        # a stopped doctor leaves none behind: they end by themselves, within seconds
+        self._processes = {
+            who: subprocess.Popen(
+                [sys.executable, "-W", "ignore", "-m", __spec__.name, who],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for who in _MAKERS
+        }
+
+    def findings(self, *, each: bool) -> Findings:
+        """Yield a line for each change, or the number of those that fit; always those that do not."""
+        for who, process in self._processes.items():
+            out, errors = process.communicate()
+            if process.returncode:
+                last = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+                yield problem("patches", f"those of {who} cannot be made: {last}", _REMEDY)
+                continue
+            patches = json.loads(out)
+            for place, why, wrong in patches:
+                if wrong:
+                    yield problem("patch", f"{place}: {wrong} ({why})", _REMEDY)
+                elif each:
+                    yield ok("patch", f"{place}: {why}")
+            fit = sum(not wrong for _, _, wrong in patches)
+            if not each:
+                yield ok("patches", f"{fit} of {who} meet what they replace")
+
+
+def of_ranks() -> None:
+    """Make every change of a rank on this device, of one router where a router is changed.
+
+    Those of Transformer Engine's Adam are made on an optimizer, at the start of a job.
+    """
+    from r3train.cpu.device import prepare_device
+
+    device = prepare_device()
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from r3train.trainer.megatron import auxiliary_losses, checkpoint, replay, rotary
+
+    rotary.install()
+    router = TopKRouter.__new__(TopKRouter)
+    torch.nn.Module.__init__(router)
+    router.config = SimpleNamespace(moe_z_loss_coeff=1.0)
+    router.is_aux_loss_enabled = lambda: True
+    router.layer_number, router.enable_expert_bias = 1, True
+    chunk = torch.nn.Sequential(router)
+    auxiliary_losses.AuxiliaryLosses([chunk], None, device, without_padding=False)
+    replay.RoutingReplayManager(
+        num_experts=1,
+        topk=1,
+        device=device,
+        rank=0,
+        counts_tokens=False,
+        ci_test=False,
+        enable_r3_correctness_check=False,
+    ).install([chunk])
+    checkpoint.Checkpointer(None, SimpleNamespace(save=Path()))
+    if device.type == "cpu":
+        from r3train.trainer.megatron.layers import gated_delta_net, latent_attention
+
+        for adapt in (
+            gated_delta_net.adapt_gated_delta_net,
+            latent_attention.adapt_latent_attention,
+        ):
+            adapt(SimpleNamespace(layer_specs=[]), None, 0, False)
+
+
+def of_servers() -> None:
+    """Make every change of an SGLang server on this device."""
+    import torch
+
+    from r3train.cpu import platform
+    from r3train.cpu.torchvision_stub import declare_ops_for_imports
+    from r3train.engine import launch_server
+
+    launch_server.hide_in_logs("the key")
+    declare_ops_for_imports()
+    if torch.cuda.is_available():
+        return
+    platform.in_our_server = True
+    launch_server.do_without_cuda()
+    import sglang.srt.model_executor.model_runner  # noqa: F401 - it makes the platform, amid its imports
+
+    from r3train.cpu import batched_attention, platform_class, sglang_lora  # noqa: F401
+
+    platform_class.serve_families()
+    sglang_lora.serve_adapters()
+
+
+_MAKERS: dict[str, Callable[[], None]] = {"ranks": of_ranks, "servers": of_servers}
+
+
+def main() -> None:
+    """Print the changes of one kind of process as JSON: place, why, and what does not fit."""
+    with without_refusals():
+        _MAKERS[sys.argv[1]]()
+    rows = [
+        (p.place, p.why, "" if p.fits else f"it is {p.found}, expected {p.expects}")
+        for p in noted()
+    ]
+    print(json.dumps(rows))
+
+
+if __name__ == "__main__":
+    main()
